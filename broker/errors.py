@@ -1,0 +1,45 @@
+"""What goes wrong, in words that carry the numbers and the remedy.
+
+Everything that Headway raises for the world's faults (bad input, dead servers, full disks) is a HeadwayError; the
+command line prints its message as one paragraph. Our own bugs are assertions.
+"""
+
+
+class HeadwayError(Exception):
+    """Base of all errors that a user can mend. `str(error)` is one clear paragraph with the remedy."""
+
+
+class ConfigError(HeadwayError):
+    """A recipe or an override is wrong; the message names the path."""
+
+
+class BrokerError(HeadwayError):
+    """The broker cannot do what was asked."""
+
+
+class BrokerUnavailableError(BrokerError):
+    """The server did not answer within the deadline."""
+
+
+class RunNotFoundError(BrokerError):
+    """No such run on this server; the message lists those that there are."""
+
+
+class FencedError(BrokerError):
+    """Another process has taken this role over; this one must stop."""
+
+
+class ServerRestartedError(BrokerError):
+    """The server is not the one that this client knew: re-assert what it must not forget, then go on."""
+
+
+class VersionRegressionError(BrokerError):
+    """Somebody tried to publish or load weights older than those already announced."""
+
+
+class FrameError(HeadwayError):
+    """Bytes that are no valid frame: corrupt, truncated, oversized, or of another schema version."""
+
+
+class WeightSyncError(HeadwayError):
+    """A transfer failed or an engine does not hold what it should; the engine keeps its old version."""

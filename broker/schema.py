@@ -1,0 +1,259 @@
+"""Everything that crosses a process boundary: frozen structs without behaviour, one schema number.
+
+Numpy arrays travel as raw little-endian buffers (see `broker.codec`); everything else is msgpack. A change to a field
+that older peers cannot read raises SCHEMA_VERSION; peers refuse frames of another number instead of guessing.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+SCHEMA_VERSION = 1
+
+
+class WeightVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Which weights: compared by incarnation first, then step. Step k turns weights k into weights k + 1."""
+
+    incarnation: int
+    step: int
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Response tokens [start, end) were sampled by `version`."""
+
+    start: int
+    end: int
+    version: WeightVersion
+
+
+class TrajectoryId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """`group:round:sample`. A requeue starts the group's next round; earlier rounds are refused."""
+
+    group: str
+    round: int
+    sample: int
+
+    def __str__(self) -> str:
+        return f"{self.group}:{self.round}:{self.sample}"
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One task. `group` names it for good: the epoch and the position in the epoch's order."""
+
+    group: str
+    token_ids: list[int]
+    """What the engine continues."""
+    text: str
+    """The same as text, for reward functions and people."""
+    ground_truth: str
+    data_source: str
+    extra_info: dict[str, Any] = {}
+    num_samples: int
+    """G, the trajectories wanted."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """The right, until a deadline, to generate one sample. The random token fences late writers."""
+
+    tid: TrajectoryId
+    token: str
+    ttl_s: float
+    prompt: Prompt
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One finished sample. R response tokens, P prompt tokens."""
+
+    tid: TrajectoryId
+    prompt_tokens: NDArray[np.int32]
+    """[P]"""
+    response_tokens: NDArray[np.int32]
+    """[R]"""
+    behavior_logprobs: NDArray[np.float32]
+    """[R] natural logarithms, temperature applied, of the policy that sampled each token."""
+    loss_mask: NDArray[np.uint8]
+    """[R] 1 where the token is trained."""
+    spans: tuple[VersionSpan, ...]
+    """Cover [0, R) in order without gaps."""
+    reward: float
+    """What the learner optimizes: the weighted sum of `rewards`."""
+    rewards: dict[str, float]
+    """Each reward function's own score, by name."""
+    finish_reason: Literal["stop", "length"]
+    worker: str
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The trajectories of one prompt that are trained together."""
+
+    prompt: Prompt
+    round: int
+    trajectories: tuple[Trajectory, ...]
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """A fixed token sequence and the logprobs that the published weights give it, to verify an engine after a swap."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """One for each token after the first, at temperature 1."""
+    tolerance: float
+    """Largest absolute difference that rounding explains."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Where one named tensor lies: `nbytes` at `offset` in `bucket`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bucket: int
+    offset: int
+    nbytes: int
+
+
+class BucketSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One flat run of bytes on the wire."""
+
+    nbytes: int
+    digest: str
+    """blake2b of the bytes, 16 bytes in hexadecimal."""
+
+
+class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """All an engine needs to receive, verify and name one version of the weights."""
+
+    version: WeightVersion
+    tensors: tuple[TensorSpec, ...]
+    buckets: tuple[BucketSpec, ...]
+    probe: Probe
+    group_epoch: int
+    """The broadcast group that this version is sent to; 0: nobody, everyone pulls."""
+    pull_url: str
+    """Where late joiners fetch the buckets, on the learner's host."""
+    pull_token: str
+    """Sent back as a bearer token by those who pull."""
+
+
+class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Who receives broadcasts. Every change of members is a new epoch with process groups of its own."""
+
+    epoch: int
+    incarnation: int
+    transport: Literal["gloo", "nccl", "ucc"]
+    store_host: str
+    store_port: int
+    timeout_s: float
+    members: tuple[str, ...]
+    """Worker ids; the learner is rank 0, members[i] is rank i + 1."""
+
+
+class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """A model without its weights: config.json, the tokenizer's files. Lets workers start with no shared file system."""
+
+    files: dict[str, bytes]
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself with every heartbeat."""
+
+    worker: str
+    host: str
+    pid: int
+    engine: str
+    state: Literal["starting", "generating", "idle", "draining"]
+    version: WeightVersion | None
+    """The weights that its engine holds."""
+    broadcast_epoch: int
+    """The broadcast group that it has joined; 0 while it pulls."""
+    wants_broadcast: bool
+    """True once it holds weights and can take part in the next broadcast group."""
+    capacity: int
+    """Leases that its engine can batch."""
+    active: int
+    """Leases that it holds now."""
+    generated_tokens: int
+    submitted: int
+    tokens_per_s: float
+    swaps: int
+    last_error: str = ""
+
+
+class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """One learner step, as written to metrics.jsonl and shown live."""
+
+    incarnation: int
+    step: int
+    total_steps: int
+    time_s: float
+    """Since this learner started its loop."""
+    reward_mean: float
+    reward_std: float
+    response_tokens_mean: float
+    lag_mean: float
+    """Over the trained trajectories: the lag of the oldest trained token."""
+    lag_max: int
+    lag_histogram: dict[int, int]
+    groups: int
+    trajectories: int
+    mixed_version_trajectories: int
+    trained_tokens: int
+    """Response tokens in the loss."""
+    packed_tokens: int
+    """Prompt and response tokens that went through the model."""
+    micro_batches: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    algorithm: dict[str, float]
+    """What the loss reports: ESS, clip and mask fractions, KL."""
+    take_s: float
+    train_s: float
+    publish_s: float
+    checkpoint_s: float
+    step_s: float
+
+
+class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the run's groups and samples are now."""
+
+    pool: int
+    """Groups fed and not yet admitted."""
+    admitted: int
+    """Groups admitted since the run began."""
+    retry: int
+    """Samples waiting for a lease."""
+    leased: int
+    """Samples that a worker holds."""
+    open: int
+    """Groups admitted and not yet ready."""
+    ready: int
+    """Groups whose samples are all there."""
+    pinned: int
+    """Groups taken and not yet committed."""
+    dropped_stale: int
+    """Groups dropped over the staleness bound."""
+    requeued_stale: int
+    """Groups sent back over the staleness bound."""
+    expired_leases: int
+    fenced: int
+    """Late or duplicate submissions refused."""
+    rejected: int
+    """Payloads that could not be decoded."""
+    payload_bytes: int
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at a run, for `headway status` and the live display."""
+
+    run: str
+    state: str
+    incarnation: int
+    announced: WeightVersion | None
+    queues: QueueDepths
+    workers: tuple[WorkerInfo, ...]
+    last_step: StepMetrics | None
+    recent_steps: tuple[StepMetrics, ...]
+    """Oldest first; at most the last 512."""

@@ -1,0 +1,43 @@
+"""Where lag is bounded. `algorithms/corrections` is where what remains of it is corrected.
+
+The same rules stand in the Lua scripts; these functions are their definition in integers, and the tests hold the two
+against each other. Steps, never incarnations, make lag: a resumed learner replays the same steps with the same batches.
+"""
+
+from collections.abc import Iterable
+
+from .schema import Trajectory, VersionSpan, WeightVersion
+
+
+def lag_of(version: WeightVersion, step: int) -> int:
+    """Lag of a token sampled by `version` when it is trained at `step`: an integer >= 0."""
+    return step - version.step
+
+
+def oldest_step(spans: Iterable[VersionSpan]) -> int:
+    """The step of the oldest weights in `spans` (at least one span)."""
+    return min(span.version.step for span in spans)
+
+
+def trajectory_lag(trajectory: Trajectory, step: int) -> int:
+    """A trajectory's lag is that of its oldest token."""
+    return step - oldest_step(trajectory.spans)
+
+
+def is_too_stale(version: WeightVersion, step: int, max_lag: int) -> bool:
+    """True where a token of `version` may not be trained at `step`."""
+    return lag_of(version, step) > max_lag
+
+
+def training_slot(index: int, groups_per_step: int) -> int:
+    """The step that trains the group admitted as number `index` (drops not counted), if all goes in order."""
+    return index // groups_per_step
+
+
+def may_admit(index: int, weight_step: int, max_lag: int, groups_per_step: int) -> bool:
+    """May weights `weight_step` generate for the group admitted as number `index`?
+
+    Admission asks this of the announced step and every lease asks it of the worker's own: a sample begun with weights
+    s is then due by step s + max_lag at the latest, so at most `groups_per_step` groups are ever due at one step.
+    """
+    return training_slot(index, groups_per_step) <= weight_step + max_lag

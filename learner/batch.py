@@ -1,0 +1,37 @@
+"""The packed batch: sequences laid end to end in one row, never padded.
+
+T packed tokens, S sequences. Every [T] field speaks of the token at its own place: `behavior_logprobs_T[t]` is the
+logprob of token t given its sequence before t. The first token of a sequence has none and is never trained.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """One micro-batch as a backend takes it. An empty one (S = 0) keeps ranks in step."""
+
+    token_ids_T: torch.Tensor
+    """[T] int64"""
+    position_ids_T: torch.Tensor
+    """[T] int64, restarting at 0 with every sequence."""
+    cu_seqlens: torch.Tensor
+    """[S + 1] int32, where each sequence begins; the last entry is T."""
+    loss_mask_T: torch.Tensor
+    """[T] float32, 1 where the token is trained."""
+    behavior_logprobs_T: torch.Tensor
+    """[T] float32, of the policy that sampled the token; 0 where the mask is 0."""
+    advantages_S: torch.Tensor
+    """[S] float32"""
+    lags_T: torch.Tensor
+    """[T] int64, the step trained now minus the step that sampled the token; 0 where the mask is 0."""
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids_T.numel()

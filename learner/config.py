@@ -1,0 +1,131 @@
+"""What the learner can be told, with defaults."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class RandomModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model from random weights, for tests and demonstrations."""
+
+    architecture: Annotated[str, Meta(description="transformers' model type, such as qwen3_moe or qwen3")]
+    config: Annotated[dict[str, Any], Meta(description="arguments of its transformers configuration")] = {}
+    alphabet: Annotated[str, Meta(min_length=1, description="its tokenizer has one token a character of these")]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model is trained."""
+
+    path: Annotated[str, Meta(description="a Hugging Face directory or hub id; empty: `random`")] = ""
+    random: Annotated[RandomModelConfig | None, Meta(description="start from random weights instead")] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], Meta(description="number format of the forward and backward pass")
+    ] = "float32"
+
+
+class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where prompts come from."""
+
+    kind: Annotated[
+        str, Meta(description="arithmetic, jsonl, parquet, datasets, reasoning_gym, or your own as package.module:Class")
+    ]
+    path: Annotated[str, Meta(description="file, dataset id or task name, as the kind wants it")] = ""
+    options: Annotated[dict[str, Any], Meta(description="further arguments of the source")] = {}
+    shuffle: Annotated[bool, Meta(description="a new order for every epoch, from the run's seed")] = True
+    epochs: Annotated[int, Meta(ge=0, description="passes over the prompts; 0: until learner.steps is reached")] = 0
+    system_prompt: Annotated[str, Meta(description="put before text prompts of chat models")] = ""
+
+
+class ObjectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The surrogate that is maximized, and the policy that its ratio is anchored to."""
+
+    kind: Annotated[str, Meta(description="ppo_clip, gspo or policy_gradient")] = "ppo_clip"
+    anchor: Annotated[
+        Literal["behavior", "proximal"],
+        Meta(description="ratio against the sampling policy, or against the learner's weights before the step"),
+    ] = "behavior"
+    clip_low: Annotated[float, Meta(ge=0, description="the ratio is clipped below 1 - clip_low")] = 0.2
+    clip_high: Annotated[float, Meta(ge=0, description="and above 1 + clip_high")] = 0.2
+
+
+class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One weight or mask on what lag does; several apply in order."""
+
+    kind: Annotated[str, Meta(description="truncated_is, sequence_truncated_is or decoupled")]
+    cap: Annotated[float, Meta(gt=0, description="largest importance weight")] = 2.0
+
+
+class KlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A penalty that holds the policy near its start."""
+
+    kind: Annotated[Literal["k1", "k2", "k3"], Meta(description="Schulman's estimator")] = "k3"
+    coefficient: Annotated[float, Meta(ge=0, description="factor in the loss; 0: off, no reference model is kept")] = 0.0
+
+
+class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The loss as a composition; `preset` names a published one, whose values the other keys override."""
+
+    preset: Annotated[str, Meta(description="grpo, gspo, decoupled_ppo, tis, ... (`algorithms/presets.py`)")] = "grpo"
+    advantage: Annotated[str, Meta(description="group_mean_std, group_mean or leave_one_out")] = "group_mean_std"
+    objective: ObjectiveConfig = ObjectiveConfig()
+    corrections: tuple[CorrectionConfig, ...] = ()
+    aggregation: Annotated[Literal["token_mean", "sequence_mean"], Meta(description="how token losses are averaged")] = (
+        "token_mean"
+    )
+    kl: KlConfig = KlConfig()
+
+
+class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """AdamW."""
+
+    learning_rate: Annotated[float, Meta(ge=0, description="peak learning rate; 0: a control that learns nothing")] = 1e-6
+    beta1: Annotated[float, Meta(ge=0, lt=1, description="decay of the first moment")] = 0.9
+    beta2: Annotated[float, Meta(ge=0, lt=1, description="decay of the second moment")] = 0.95
+    epsilon: Annotated[float, Meta(gt=0, description="added to the denominator")] = 1e-8
+    weight_decay: Annotated[float, Meta(ge=0, description="decoupled weight decay")] = 0.0
+    max_grad_norm: Annotated[float, Meta(gt=0, description="gradients are clipped to this norm")] = 1.0
+    warmup_steps: Annotated[int, Meta(ge=0, description="linear rise of the learning rate")] = 0
+
+
+class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the learner's state is made durable. Trained payloads stay in the broker until then."""
+
+    every_steps: Annotated[int, Meta(ge=1, description="steps between checkpoints")] = 20
+    keep: Annotated[int, Meta(ge=1, description="newest checkpoints kept on disk")] = 2
+
+
+class SftPhaseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stretch of supervised training on {query, response} data."""
+
+    kind: Annotated[str, Meta(description="arithmetic, jsonl, parquet, or your own as package.module:Class")]
+    path: Annotated[str, Meta(description="file with the fields `query` and `response`")] = ""
+    options: Annotated[dict[str, Any], Meta(description="further arguments of the source")] = {}
+    learning_rate: Annotated[float, Meta(gt=0, description="constant after a short linear rise")] = 1e-5
+    batch_size: Annotated[int, Meta(ge=1, description="examples a step")] = 64
+    max_steps: Annotated[int, Meta(ge=1, description="stop after so many steps at the latest")] = 1000
+    until_pass_rate: Annotated[
+        float, Meta(ge=0, le=1, description="stop once held-out prompts pass at this rate; 0: run all steps")
+    ] = 0.0
+    gate_every_steps: Annotated[int, Meta(ge=1, description="steps between measurements of the pass rate")] = 25
+    gate_prompts: Annotated[int, Meta(ge=1, description="prompts of one measurement")] = 128
+
+
+class SftConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The supervised warm-up before reinforcement learning."""
+
+    phases: Annotated[tuple[SftPhaseConfig, ...], Meta(description="run one after another; none: no warm-up")] = ()
+
+
+class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The loop: batch sizes, backend, length of the run."""
+
+    backend: Annotated[str, Meta(description="fsdp, or your own as package.module:Class")] = "fsdp"
+    device: Annotated[str, Meta(description="cpu or cuda")] = "cpu"
+    processes: Annotated[int, Meta(ge=1, description="ranks on this machine (torchrun)")] = 1
+    threads: Annotated[int, Meta(ge=1, description="CPU threads of one rank")] = 1
+    steps: Annotated[int, Meta(ge=1, description="optimizer steps of the run")] = 100
+    groups_per_step: Annotated[int, Meta(ge=1, description="prompts trained in one step")] = 32
+    group_size: Annotated[int, Meta(ge=1, description="G, samples of one prompt")] = 8
+    micro_batch_tokens: Annotated[int, Meta(ge=1, description="packed tokens of one forward pass")] = 16384
+    updates_per_step: Annotated[int, Meta(ge=1, description="optimizer updates that one batch is split into")] = 1
