@@ -1,0 +1,195 @@
+"""A learner without training, and workers without engines, around the real broker."""
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from broker import BlockingBroker, Broker
+from broker.batches import CheckpointMark
+from broker.owner import Owner
+from broker.schema import Probe, RunRules, WeightVersion
+from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker_info
+from weightsync.config import WeightsConfig
+from weightsync.publisher import Publisher, PublishReport
+from weightsync.subscriber import Subscriber
+
+TIMEOUT_S = 2.0
+PATIENCE_S = 40.0
+CONFIG = WeightsConfig(broadcast_timeout_s=TIMEOUT_S, bucket_bytes=1 << 16)
+
+
+def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(200, 301, generator=generator)
+    return [
+        ("a", noise),
+        ("b", noise[:50].bfloat16()),
+        ("c", noise[0].half()),
+        ("d", torch.arange(seed, seed + 9)),
+    ]
+
+
+class Learner:
+    """Claims the run and publishes version after version."""
+
+    def __init__(self, url: str, run: str, config: WeightsConfig = CONFIG, resume: bool = False) -> None:
+        self.blocking = BlockingBroker(url, run)
+        self.owner = self._claim(resume)
+        self.publisher = Publisher(self.blocking, self.owner, config)
+        self.step = -1
+
+    def _claim(self, resume: bool) -> Owner:
+        rules = RunRules(max_lag=2, groups_per_step=1, group_size=1)
+        mark = CheckpointMark(1, 1) if resume else CheckpointMark(0, 0)
+        claim = self.blocking.broker.batches.claim(checkpoint=mark, rules=rules, config=b"", resume=resume)
+        return self.blocking.call(claim).owner
+
+    @property
+    def version(self) -> WeightVersion:
+        return WeightVersion(self.owner.incarnation, self.step)
+
+    def publish(self) -> PublishReport:
+        self.step += 1
+        return self.publish_as(self.version)
+
+    def publish_as(self, version: WeightVersion) -> PublishReport:
+        probe = Probe(token_ids=[1], logprobs=[], tolerance=0.0)
+        return self.publisher.publish(version, self.publisher.stage(weights(version.step)), probe)
+
+    def epoch(self) -> int:
+        group = self.blocking.call(self.blocking.broker.versions.group())
+        return group.epoch if group else 0
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.blocking.close()
+
+    def until_workers(self, accept: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until the heartbeats satisfy `accept`."""
+        done = threading.Event()
+        for _ in range(int(PATIENCE_S / 0.05)):
+            infos = self.blocking.call(self.blocking.broker.status.workers())
+            if accept({info.worker: info for info in infos}):
+                return
+            done.wait(0.05)
+        raise AssertionError(f"heartbeats stayed {infos}")
+
+    def until_held(self, *workers: str) -> None:
+        """Wait until all of `workers` say that they hold the newest version."""
+        self.until_workers(
+            lambda infos: all(w in infos and infos[w].version == self.version for w in workers)
+        )
+
+
+class WorkerProcess:
+    """A subscriber in a process of its own."""
+
+    def __init__(self, url: str, run: str, name: str) -> None:
+        self.name = name
+        command = [sys.executable, "-m", "tests.weightsync.worker_process", url, run, name, str(TIMEOUT_S)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        self._events: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._events.put(json.loads(line))
+
+    def expect(self, version: WeightVersion) -> list[list[int]]:
+        """Read up to `version`, whose tensors must be right to the last bit; all versions read on the way."""
+        seen = []
+        while True:
+            event = self._events.get(timeout=PATIENCE_S)
+            seen.append(event["version"])
+            assert event["fingerprint"] == fingerprint(weights(event["version"][1]))
+            if event["version"] == [version.incarnation, version.step]:
+                assert seen == sorted(seen)
+                return seen
+
+    def send(self, sent: signal.Signals) -> None:
+        self._process.send_signal(sent)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+class InProcessWorker:
+    """A subscriber on the test's own event loop, with the heartbeat of a worker."""
+
+    def __init__(self, broker: Broker, name: str, config: WeightsConfig = CONFIG) -> None:
+        self.name = name
+        self._broker = broker
+        self.subscriber = Subscriber(broker, name, config)
+        self.version: WeightVersion | None = None
+
+    async def next(self) -> WeightVersion:
+        """The next version, checked and taken over."""
+        async with asyncio.timeout(PATIENCE_S):
+            delivery = await self.subscriber.wait_for_version(self.version)
+        version = delivery.manifest.version
+        assert fingerprint(delivery.tensors) == fingerprint(weights(version.step))
+        self.version = version
+        await self.beat()
+        return version
+
+    async def until_error(self, text: str) -> None:
+        """Wait until the subscriber complains of `text`."""
+        for _ in range(int(PATIENCE_S / 0.02)):
+            if text in self.subscriber.last_error:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"last_error stayed {self.subscriber.last_error!r}")
+
+    async def beat(self) -> None:
+        info = worker_info(self.name, self.version, self.subscriber.epoch)
+        await self._broker.status.heartbeat(info, HEARTBEAT_TTL_S)
+
+
+@pytest.fixture
+def learner(url: str, run_name: str) -> Iterator[Learner]:
+    started = Learner(url, run_name)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def start_worker(url: str, run_name: str) -> Iterator[Callable[[str], WorkerProcess]]:
+    started: list[WorkerProcess] = []
+
+    def start(name: str) -> WorkerProcess:
+        started.append(WorkerProcess(url, run_name, name))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.close()
+
+
+@pytest.fixture
+async def start_inside(broker: Broker) -> AsyncIterator[Callable[[str], InProcessWorker]]:
+    started: list[InProcessWorker] = []
+
+    def start(name: str) -> InProcessWorker:
+        started.append(InProcessWorker(broker, name))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        await worker.subscriber.close()

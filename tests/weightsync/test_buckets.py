@@ -1,0 +1,102 @@
+"""Buckets carry tensors bit for bit, aligned and digested."""
+
+import msgspec
+import pytest
+import torch
+
+from broker.errors import WeightSyncError
+from broker.schema import TensorSpec
+from weightsync.buckets import ALIGNMENT, StagedWeights, stage, verify, views
+
+BUCKET_BYTES = 4096
+
+
+def awkward_tensors() -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(70, 33, generator=generator)
+    return [
+        ("float32", noise),
+        ("float16", noise.half()),
+        ("bfloat16", noise.bfloat16()),
+        ("int64", torch.arange(-3, 40)),
+        ("transposed", noise.t()),
+        ("strided", noise[::2, 1::3]),
+        ("scalar", torch.tensor(3.25)),
+        ("empty", torch.empty(0, 5)),
+        ("odd", torch.arange(7, dtype=torch.uint8)),
+        ("special", torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])),
+        ("flags", torch.tensor([True, False, True])),
+        ("larger than a bucket", torch.randn(3000, generator=generator)),
+        ("last", noise[0]),
+    ]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def staged() -> StagedWeights:
+    return stage(awkward_tensors(), BUCKET_BYTES)
+
+
+def test_round_trip_is_exact() -> None:
+    weights = staged()
+    received = [bucket.clone() for bucket in weights.data]
+    found = views(weights.tensors, received)
+    assert [name for name, _ in found] == [name for name, _ in awkward_tensors()]
+    for (name, sent), (_, got) in zip(awkward_tensors(), found, strict=True):
+        assert (got.dtype, got.shape) == (sent.dtype, sent.shape), name
+        assert bits(got) == bits(sent), name
+
+
+def test_buckets_are_bounded_but_for_single_larger_tensors() -> None:
+    weights = staged()
+    assert sum(bucket.nbytes for bucket in weights.buckets) == weights.nbytes
+    for index, bucket in enumerate(weights.buckets):
+        held = [spec for spec in weights.tensors if spec.bucket == index]
+        assert bucket.nbytes <= BUCKET_BYTES or len(held) == 1
+        assert all(spec.offset % ALIGNMENT == 0 for spec in held)
+
+
+def test_the_same_tensors_give_the_same_digests() -> None:
+    assert staged().buckets == staged().buckets
+
+
+def test_tensors_are_copied_when_they_are_yielded() -> None:
+    scratch = torch.empty(10)
+    weights = stage(((str(value), scratch.fill_(value)) for value in range(3)), BUCKET_BYTES)
+    assert [tensor[0].item() for _, tensor in views(weights.tensors, weights.data)] == [0, 1, 2]
+
+
+def test_one_flipped_bit_is_found() -> None:
+    weights = staged()
+    damaged = weights.data[0].clone()
+    damaged[17] ^= 1
+    verify(0, weights.buckets[0], weights.data[0])
+    with pytest.raises(WeightSyncError, match="bucket 0 arrived damaged"):
+        verify(0, weights.buckets[0], damaged)
+
+
+def test_a_truncated_bucket_is_found() -> None:
+    weights = staged()
+    with pytest.raises(WeightSyncError, match="published were"):
+        verify(0, weights.buckets[0], weights.data[0][:-1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"offset": 1 << 40}, {"offset": -16}, {"offset": 8}, {"bucket": 99}, {"nbytes": 4}, {"dtype": "object"}],
+)
+def test_a_manifest_that_lies_is_refused(change: dict[str, object]) -> None:
+    weights = staged()
+    spec: TensorSpec = msgspec.structs.replace(weights.tensors[0], **change)
+    with pytest.raises(WeightSyncError, match="float32"):
+        views([spec], weights.data)
+
+
+def test_a_name_twice_and_an_unknown_dtype_are_refused() -> None:
+    one = torch.ones(1)
+    with pytest.raises(WeightSyncError, match="w is published twice"):
+        stage([("w", one), ("w", one)], BUCKET_BYTES)
+    with pytest.raises(WeightSyncError, match="complex64, which cannot be sent"):
+        stage([("w", one.to(torch.complex64))], BUCKET_BYTES)

@@ -1,0 +1,48 @@
+"""Who is in the next broadcast group."""
+
+import msgspec
+
+from broker.schema import WeightVersion, WorkerInfo
+from tests.weightsync.worker_process import worker_info
+from weightsync.membership import Member, eligible, is_new_epoch_due, still_missed
+
+V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
+
+
+def info(worker: str, version: WeightVersion | None = V1, **changes: object) -> WorkerInfo:
+    return msgspec.structs.replace(worker_info(worker, version, 0), pid=1, host="h", **changes)
+
+
+def member(worker: str) -> Member:
+    return Member(worker, "h", 1)
+
+
+def test_those_who_hold_a_version_take_part_in_order_of_their_names() -> None:
+    workers = [info("b"), info("a"), info("new", None), info("shy", wants_broadcast=False)]
+    assert eligible(workers, {}) == (member("a"), member("b"))
+
+
+def test_those_who_drain_do_not() -> None:
+    assert eligible([info("a", state="draining"), info("b")], {}) == (member("b"),)
+
+
+def test_a_dropped_member_rejoins_once_it_has_caught_up() -> None:
+    missed = {"a": V2}
+    assert eligible([info("a", V1)], missed) == ()
+    assert still_missed([info("a", V1)], missed) == missed
+    assert eligible([info("a", V2)], missed) == (member("a"),)
+    assert still_missed([info("a", V2)], missed) == {}
+    assert eligible([info("a", WeightVersion(2, 0))], missed) == (member("a"),)
+
+
+def test_who_is_gone_is_forgotten() -> None:
+    assert still_missed([info("b")], {"a": V2}) == {}
+
+
+def test_an_epoch_lasts_while_it_works_and_its_processes_are_the_same() -> None:
+    both = eligible([info("a"), info("b")], {})
+    restarted = eligible([info("a"), msgspec.structs.replace(info("b"), pid=2)], {})
+    assert not is_new_epoch_due(both, both, broken=False)
+    assert is_new_epoch_due(both, both, broken=True)
+    assert is_new_epoch_due(both[:1], both, broken=False)
+    assert is_new_epoch_due(restarted, both, broken=False)

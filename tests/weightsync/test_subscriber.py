@@ -1,0 +1,170 @@
+"""What a worker sees: newest versions only, through every way that a transfer can go wrong."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from broker import Broker
+from broker.errors import FencedError, VersionRegressionError
+from broker.schema import WeightVersion
+from tests.weightsync.conftest import InProcessWorker, Learner
+from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
+
+StartInside = Callable[[str], InProcessWorker]
+
+
+async def test_a_newcomer_pulls_then_receives(learner: Learner, start_inside: StartInside) -> None:
+    worker = start_inside("w")
+    assert (await asyncio.to_thread(learner.publish)).members == ()
+    assert await worker.next() == WeightVersion(1, 0)
+    assert (await asyncio.to_thread(learner.publish)).members == ("w",)
+    assert await worker.next() == WeightVersion(1, 1)
+    assert worker.subscriber.epoch == learner.epoch() > 0
+
+
+async def test_receiving_does_not_wait_for_the_engine(learner: Learner, start_inside: StartInside) -> None:
+    worker = start_inside("w")
+    await asyncio.to_thread(learner.publish)
+    await worker.next()
+    for _ in range(3):  # the worker is busy with its engine all the while
+        assert (await asyncio.to_thread(learner.publish)).members == ("w",)
+    assert await worker.next() == WeightVersion(1, 3)
+
+
+async def test_a_cancelled_wait_loses_nothing(learner: Learner, start_inside: StartInside) -> None:
+    worker = start_inside("w")
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(worker.subscriber.wait_for_version(None), 0.1)
+    await asyncio.to_thread(learner.publish)
+    assert await worker.next() == WeightVersion(1, 0)
+
+
+async def test_a_version_that_the_engine_did_not_take_comes_again(
+    learner: Learner, start_inside: StartInside
+) -> None:
+    worker = start_inside("w")
+    await asyncio.to_thread(learner.publish)
+    await worker.next()
+    worker.version = None
+    assert await worker.next() == WeightVersion(1, 0)
+
+
+async def test_regressions_are_refused(learner: Learner, start_inside: StartInside) -> None:
+    worker = start_inside("w")
+    await asyncio.to_thread(learner.publish_as, WeightVersion(1, 5))
+    assert await worker.next() == WeightVersion(1, 5)
+    for step in (4, 5):
+        with pytest.raises(VersionRegressionError):
+            await asyncio.to_thread(learner.publish_as, WeightVersion(1, step))
+    await asyncio.to_thread(learner.publish_as, WeightVersion(1, 6))
+    assert await worker.next() == WeightVersion(1, 6)
+
+
+async def test_a_superseded_version_is_looked_up_again(
+    learner: Learner, broker: Broker, start_inside: StartInside
+) -> None:
+    await asyncio.to_thread(learner.publish)
+    served = await broker.versions.announced()
+    assert served is not None
+    gone = msgspec.structs.replace(served, version=WeightVersion(1, 1))
+    announce = learner.blocking.broker.versions.announce(learner.owner, gone)
+    await asyncio.to_thread(learner.blocking.call, announce)
+    worker = start_inside("w")
+    waiting = asyncio.create_task(worker.next())
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    assert worker.subscriber.last_error == ""
+    await asyncio.to_thread(learner.publish_as, WeightVersion(1, 2))
+    assert await waiting == WeightVersion(1, 2)
+
+
+async def test_damaged_bytes_are_never_delivered(learner: Learner, start_inside: StartInside) -> None:
+    await asyncio.to_thread(learner.publish)
+    bucket = learner.publisher._pulls.find("/1/0/1")
+    assert bucket is not None
+    bucket[5] ^= 64
+    worker = start_inside("w")
+    waiting = asyncio.create_task(worker.next())
+    await worker.until_error("bucket 1 arrived damaged")
+    assert not waiting.done()
+    bucket[5] ^= 64
+    assert await waiting == WeightVersion(1, 0)
+    assert worker.subscriber.last_error == ""
+
+
+async def test_a_joiner_does_not_wait_for_a_running_publication(
+    learner: Learner, broker: Broker, start_inside: StartInside
+) -> None:
+    await asyncio.to_thread(learner.publish)
+    ghost = worker_info("ghost", learner.version, 0)  # alive by its heartbeat, but nobody will answer
+    await broker.status.heartbeat(ghost, HEARTBEAT_TTL_S)
+    publishing = asyncio.create_task(asyncio.to_thread(learner.publish))
+    await asyncio.sleep(0.2)
+    assert await start_inside("w").next() == WeightVersion(1, 0)
+    assert not publishing.done()
+    report = await publishing
+    assert "absent after 2 s: ghost" in report.failed
+
+
+async def test_a_new_learner_takes_over_running_workers(
+    learner: Learner, url: str, run_name: str, start_inside: StartInside
+) -> None:
+    worker = start_inside("w")
+    for _ in range(2):
+        await asyncio.to_thread(learner.publish)
+        await worker.next()
+    old_epoch = learner.epoch()
+    successor = await asyncio.to_thread(Learner, url, run_name, resume=True)
+    try:
+        # The broadcast group of the first one still stands in the broker, and its workers still listen there.
+        report = await asyncio.to_thread(successor.publish)
+        assert (report.members, report.failed) == (("w",), "")
+        assert successor.epoch() == old_epoch + 1
+        assert await worker.next() == WeightVersion(2, 0)
+        with pytest.raises((FencedError, VersionRegressionError)):
+            await asyncio.to_thread(learner.publish)
+        await asyncio.to_thread(successor.publish)
+        assert await worker.next() == WeightVersion(2, 1)
+    finally:
+        await asyncio.to_thread(successor.close)
+
+
+async def test_the_group_of_a_dead_learner_is_ignored(
+    learner: Learner, url: str, run_name: str, start_inside: StartInside
+) -> None:
+    worker = start_inside("w")
+    for _ in range(2):
+        await asyncio.to_thread(learner.publish)
+        await worker.next()
+    await worker.subscriber.close()
+    await asyncio.to_thread(
+        learner.publisher.close
+    )  # its store and its pull server are gone, its records are not
+    restarted = start_inside("w")
+    waiting = asyncio.create_task(restarted.next())
+    await restarted.until_error("pull of 1.1")
+    successor = await asyncio.to_thread(Learner, url, run_name, resume=True)
+    try:
+        await asyncio.to_thread(successor.publish)
+        assert await waiting == WeightVersion(2, 0)
+        assert (await asyncio.to_thread(successor.publish)).members == ("w",)
+    finally:
+        await asyncio.to_thread(successor.close)
+
+
+async def test_closing_leaves_no_threads(learner: Learner, start_inside: StartInside) -> None:
+    worker = start_inside("w")
+    for _ in range(2):
+        await asyncio.to_thread(learner.publish)
+        await worker.next()
+    waiting = asyncio.create_task(worker.next())
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    await worker.subscriber.close()
+    await worker.subscriber.close()
+    await asyncio.to_thread(learner.publisher.close)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("weights")] == []

@@ -1,0 +1,253 @@
+"""The transports by themselves: groups outside the default one, deadlines, digests, the server's manners."""
+
+import http.client
+import math
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+import torch.distributed
+
+from broker.errors import WeightSyncError
+from broker.schema import BroadcastGroup, BucketSpec, Probe, WeightManifest, WeightVersion
+from tests.weightsync.conftest import TIMEOUT_S
+from tests.weightsync.worker_process import worker_info
+from weightsync.addresses import learner_addresses
+from weightsync.buckets import digest
+from weightsync.config import WeightsConfig
+from weightsync.deadline import Deadline
+from weightsync.receiver import join
+from weightsync.sender import Sender
+from weightsync.transports.collective import ProcessGroupTransport, check_transport
+from weightsync.transports.pull import HttpPull, PullServer, SupersededError
+from weightsync.transports.rendezvous import Rendezvous, connect_store, host_store
+
+V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
+LOCAL = "127.0.0.1"
+DATA = tuple(
+    torch.full((size,), value, dtype=torch.uint8) for value, size in ((1, 5_000_000), (2, 17), (3, 0))
+)
+
+
+def group(port: int, epoch: int = 1) -> BroadcastGroup:
+    return BroadcastGroup(
+        epoch=epoch,
+        incarnation=1,
+        transport="gloo",
+        store_host=LOCAL,
+        store_port=port,
+        timeout_s=TIMEOUT_S,
+        members=("w",),
+    )
+
+
+def manifest(version: WeightVersion, data: tuple[torch.Tensor, ...], url: str = "") -> WeightManifest:
+    return WeightManifest(
+        version=version,
+        tensors=(),
+        buckets=tuple(BucketSpec(bucket.numel(), digest(bucket)) for bucket in data),
+        probe=Probe(token_ids=[1], logprobs=[], tolerance=0.0),
+        group_epoch=1,
+        pull_url=url,
+        pull_token="secret",
+    )
+
+
+def broadcast(
+    sent: tuple[torch.Tensor, ...], promised: WeightManifest
+) -> tuple[object, tuple[tuple[str, ...], str]]:
+    """One sender and one member, in threads: (what the member got or why not, what the sender reports)."""
+    groups: list[BroadcastGroup] = []
+    put = threading.Event()
+
+    def put_group(group: BroadcastGroup) -> None:
+        groups.append(group)
+        put.set()
+
+    def receive() -> object:
+        put.wait()
+        joined = join("run", "w", groups[0], threading.Event())
+        assert joined is not None
+        try:
+            return joined.receive(promised, threading.Event())
+        except WeightSyncError as error:
+            return str(error)
+        finally:
+            joined.close()
+
+    sender = Sender("run", 1, 0, LOCAL, LOCAL, WeightsConfig(broadcast_timeout_s=TIMEOUT_S), put_group)
+    with ThreadPoolExecutor(1) as threads:
+        received = threads.submit(receive)
+        assert sender.prepare(lambda: [worker_info("w", V0, 0)], promised.version) == (1, "")
+        report = sender.send(promised.version, sent)
+        got = received.result()
+    sender.close()
+    return got, report
+
+
+def test_bytes_arrive_without_a_default_group() -> None:
+    assert not torch.distributed.is_initialized()
+    got, report = broadcast(DATA, manifest(V1, DATA))
+    assert isinstance(got, tuple)
+    assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
+    assert report == (("w",), "")
+
+
+def test_bytes_arrive_beside_a_default_group(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        _, report = broadcast(DATA, manifest(V1, DATA))
+        assert report == (("w",), "")
+        torch.distributed.barrier()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_damage_on_the_way_is_found_and_told() -> None:
+    damaged = (DATA[0].clone(), *DATA[1:])
+    damaged[0][4_999_999] = 7
+    got, (reached, failed) = broadcast(damaged, manifest(V1, DATA))
+    assert isinstance(got, str)
+    assert "bucket 0 arrived damaged" in got
+    assert reached == ()
+    assert "w (bucket 0 arrived damaged" in failed
+
+
+def test_a_member_that_never_comes_ends_with_the_deadline() -> None:
+    store = host_store(LOCAL, TIMEOUT_S)
+    with pytest.raises(WeightSyncError, match=r"could not be formed within 0\.3 s"):
+        ProcessGroupTransport("gloo", store, 0, 2, LOCAL, Deadline(0.3))
+
+
+def test_an_epoch_admits_each_name_once_and_nobody_after_its_end() -> None:
+    store = host_store(LOCAL, TIMEOUT_S)
+    host = Rendezvous(store, "run", group(store.port))
+    assert host.await_members(["w"], Deadline(0.05)) == ("w",)
+    host.decide(stands=False)
+    assert join("run", "w", group(store.port), threading.Event()) is None  # late: told that the epoch is void
+    guest = Rendezvous(
+        connect_store(group(store.port, epoch=2), TIMEOUT_S), "run", group(store.port, epoch=2)
+    )
+    assert guest.check_in("w")
+    assert not guest.check_in("w")
+    assert join("run", "w", group(store.port, epoch=2), threading.Event()) is None
+
+
+def test_a_member_waiting_for_the_verdict_can_be_cancelled() -> None:
+    store = host_store(LOCAL, TIMEOUT_S)
+    cancelled = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(join, "run", "w", group(store.port), cancelled)
+        assert Rendezvous(store, "run", group(store.port)).await_members(["w"], Deadline(10)) == ()
+        cancelled.set()
+        with pytest.raises(WeightSyncError, match="cancelled"):
+            joining.result()
+
+
+def test_a_store_that_is_gone_is_refused_at_once() -> None:
+    store = host_store(LOCAL, TIMEOUT_S)
+    port = store.port
+    del store
+    with pytest.raises(WeightSyncError, match=f"nobody at 127.0.0.1:{port}"):
+        join("run", "w", group(port), threading.Event())
+
+
+@pytest.mark.parametrize("name", ["nccl", "ucc"])
+def test_transports_that_this_machine_lacks_say_what_to_do(name: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine may well have it")
+    with pytest.raises(WeightSyncError, match=f"transport is {name}.*use weights.transport=gloo"):
+        check_transport(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "told"),
+    [
+        (None, "unix:///tmp/x.sock", LOCAL),
+        (LOCAL, "unix:///x", LOCAL),
+        ("198.51.100.7", "unix:///x", "198.51.100.7"),
+    ],
+)
+def test_the_learners_address(host: str | None, url: str, told: str) -> None:
+    assert learner_addresses(host, url) == (told, LOCAL)
+
+
+def test_the_learners_address_is_that_of_its_way_to_the_broker() -> None:
+    store = host_store(LOCAL, TIMEOUT_S)
+    assert learner_addresses(None, f"redis://user:pw@{LOCAL}:{store.port}/0") == (LOCAL, LOCAL)
+    port = store.port
+    del store
+    with pytest.raises(WeightSyncError, match=r"set weights\.host"):
+        learner_addresses(None, f"redis://{LOCAL}:{port}")
+
+
+@pytest.fixture
+def pulls() -> Iterator[PullServer]:
+    server = PullServer(LOCAL, "secret", TIMEOUT_S)
+    yield server
+    server.close()
+
+
+def fetch(server: PullServer, path: str, token: str = "secret") -> int:
+    connection = http.client.HTTPConnection(LOCAL, urlsplit(server.url).port, timeout=5)
+    connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+    with connection.getresponse() as response:
+        return response.status
+
+
+def test_pull_is_exact_and_ends_when_superseded(pulls: PullServer) -> None:
+    pulls.stage(V0, DATA)
+    pulls.stage(V1, DATA)
+    for version in (V0, V1):
+        got = HttpPull(TIMEOUT_S).pull(manifest(version, DATA, pulls.url), Deadline(math.inf))
+        assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
+    pulls.keep_only(V1)
+    with pytest.raises(SupersededError):
+        HttpPull(TIMEOUT_S).pull(manifest(V0, DATA, pulls.url), Deadline(math.inf))
+
+
+def test_pull_verifies(pulls: PullServer) -> None:
+    pulls.stage(V0, (DATA[0], DATA[1] + 1, DATA[2]))
+    with pytest.raises(WeightSyncError, match="bucket 1 arrived damaged"):
+        HttpPull(TIMEOUT_S).pull(manifest(V0, DATA, pulls.url), Deadline(math.inf))
+    pulls.stage(V0, DATA[:1] + DATA[:1])
+    with pytest.raises(WeightSyncError, match="with 5000000 bytes instead of 17"):
+        HttpPull(TIMEOUT_S).pull(manifest(V0, DATA, pulls.url), Deadline(math.inf))
+
+
+def test_the_pull_server_answers_its_own_only(pulls: PullServer) -> None:
+    pulls.stage(V0, DATA)
+    assert fetch(pulls, "/1/0/0") == 200
+    assert fetch(pulls, "/1/0/0", token="guess") == 401
+    for path in (
+        "/1/0/3",
+        "/1/0",
+        "/",
+        "/../etc/passwd",
+        "/1/0/-1",
+        "/1/0/" + "9" * 5000,
+        "/a/b/c",
+        "/1/0/²",
+    ):
+        assert fetch(pulls, path.encode("latin-1", "replace").decode("latin-1").replace("²", "%C2%B2")) == 404
+
+
+def test_a_pull_from_a_dead_learner_fails_with_its_address(pulls: PullServer) -> None:
+    pulls.stage(V0, DATA)
+    pulls.close()
+    with pytest.raises(WeightSyncError, match=pulls.url):
+        HttpPull(TIMEOUT_S).pull(manifest(V0, DATA, pulls.url), Deadline(math.inf))
+
+
+def test_a_cancelled_deadline_is_over() -> None:
+    cancelled = threading.Event()
+    deadline = Deadline(math.inf, cancelled)
+    deadline.check("waiting")
+    cancelled.set()
+    assert deadline.is_over()
+    with pytest.raises(WeightSyncError, match="waiting: cancelled"):
+        deadline.check("waiting")

@@ -1,0 +1,74 @@
+"""A worker without an engine, as a process of its own: prints a line of JSON for every version it got."""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+
+import torch
+
+from broker import open_broker
+from broker.schema import WeightVersion, WorkerInfo
+from weightsync.config import WeightsConfig
+from weightsync.subscriber import Delivery, Subscriber
+
+HEARTBEAT_S = 0.1
+HEARTBEAT_TTL_S = 20.0
+"""Long, so that a stopped worker counts as alive: the hard case."""
+
+
+def worker_info(worker: str, version: WeightVersion | None, epoch: int) -> WorkerInfo:
+    return WorkerInfo(
+        worker=worker,
+        host="here",
+        pid=os.getpid(),
+        engine="none",
+        state="idle",
+        version=version,
+        broadcast_epoch=epoch,
+        wants_broadcast=version is not None,
+        capacity=1,
+        active=0,
+        generated_tokens=0,
+        submitted=0,
+        tokens_per_s=0.0,
+        swaps=0,
+    )
+
+
+def fingerprint(tensors: list[tuple[str, torch.Tensor]]) -> str:
+    """Names, types, shapes and exact sums: what the test computes from the tensors that it published."""
+    return " ".join(f"{name}:{t.dtype}:{tuple(t.shape)}:{t.double().sum().item()!r}" for name, t in tensors)
+
+
+async def follow(url: str, run: str, worker: str, config: WeightsConfig) -> None:
+    broker = await open_broker(url, run)
+    subscriber = Subscriber(broker, worker, config)
+    held: Delivery | None = None
+
+    async def beat() -> None:
+        while True:
+            version = held.manifest.version if held else None
+            info = worker_info(worker, version, subscriber.epoch)
+            await broker.status.heartbeat(info, HEARTBEAT_TTL_S)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(beat())
+        while True:
+            version = held.manifest.version if held else None
+            held = await subscriber.wait_for_version(version)
+            event = {
+                "version": [held.manifest.version.incarnation, held.manifest.version.step],
+                "fingerprint": fingerprint(held.tensors),
+                "last_error": subscriber.last_error,
+            }
+            print(json.dumps(event), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    url, run, worker, timeout_s = sys.argv[1:]
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(follow(url, run, worker, WeightsConfig(broadcast_timeout_s=float(timeout_s))))

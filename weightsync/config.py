@@ -1,0 +1,34 @@
+"""What weight synchronisation can be told, with defaults."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How weights travel from the learner to the engines, and how long anybody waits for it."""
+
+    transport: Annotated[
+        Literal["gloo", "nccl", "ucc"],
+        Meta(description="what broadcasts run on: gloo on CPUs, nccl or ucc on GPUs"),
+    ] = "gloo"
+    broadcast_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="deadline for forming a broadcast group and, again, for sending one version to it",
+        ),
+    ] = 30.0
+    bucket_bytes: Annotated[
+        int, Meta(ge=1024, description="tensors travel in flat buckets of at most this size")
+    ] = 64 << 20
+    host: Annotated[
+        str | None,
+        Meta(
+            description="address at which workers reach the learner; default: that of its way to the broker"
+        ),
+    ] = None
+    poll_s: Annotated[
+        float, Meta(gt=0, description="how often a worker looks for a new version or group")
+    ] = 0.05

@@ -1,0 +1,80 @@
+"""Keeps a worker in the broadcast groups that name it, one epoch at a time."""
+
+import asyncio
+import logging
+import threading
+
+from broker import Broker
+from broker.errors import WeightSyncError
+from broker.schema import BroadcastGroup, WeightManifest
+
+from .receiver import JoinedGroup, join
+from .threads import BoundedThreads
+
+logger = logging.getLogger(__name__)
+
+
+class GroupFollower:
+    """Tries each group record once: one left by a dead learner, or closed without us, is not tried again."""
+
+    def __init__(self, broker: Broker, worker: str, threads: BoundedThreads, poll_s: float) -> None:
+        self._broker = broker
+        self._worker = worker
+        self._threads = threads
+        self._poll_s = poll_s
+        self._seen: BroadcastGroup | None = None
+        self._joined: JoinedGroup | None = None
+        self._joining: asyncio.Task[None] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The joined epoch, 0 if none."""
+        return 0 if self._joined is None else self._joined.group.epoch
+
+    async def follow(self) -> None:
+        """Never ends; broker errors pass."""
+        while True:
+            group = await self._broker.versions.group()
+            if group is not None and group != self._seen:
+                self.leave()
+                self._seen = group
+                if self._worker in group.members:
+                    self._joining = asyncio.create_task(self._join(group))
+            await asyncio.sleep(self._poll_s)
+
+    async def joined_for(self, manifest: WeightManifest) -> JoinedGroup | None:
+        """The group that `manifest` is broadcast to, once formed, if this worker is in it.
+
+        An offer follows only when all members checked in, so a member has always seen its group by now,
+        though it may still be connecting to the others.
+        """
+        group = self._seen
+        if group is None or (group.incarnation, group.epoch) != (
+            manifest.version.incarnation,
+            manifest.group_epoch,
+        ):
+            return None
+        if self._joining is not None:
+            await asyncio.wait({self._joining})
+        return self._joined if self._joined is not None and self._joined.group == group else None
+
+    def leave(self) -> None:
+        """Drop the current epoch; a join under way is given up."""
+        if self._joining is not None:
+            self._joining.cancel()
+            self._joining = None
+        if self._joined is not None:
+            self._joined.close()
+            self._joined = None
+
+    async def _join(self, group: BroadcastGroup) -> None:
+        cancelled = threading.Event()
+        try:
+            self._joined = await self._threads.run(
+                "join",
+                lambda: join(self._broker.run, self._worker, group, cancelled),
+                cancelled,
+                overdue_s=2 * group.timeout_s + 1,
+            )
+        except WeightSyncError as error:
+            logger.warning("%s stays out of broadcast group %d: %s", self._worker, group.epoch, error)

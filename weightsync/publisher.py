@@ -1,0 +1,127 @@
+"""The learner's end: stages a version, offers, broadcasts and announces it, and serves it to those who pull.
+
+A broadcast that fails costs its deadline and nothing else. What does raise is what the learner must know:
+FencedError, VersionRegressionError, a broker that is gone.
+"""
+
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from broker import BlockingBroker
+from broker.errors import VersionRegressionError
+from broker.owner import Owner
+from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion, WorkerInfo
+
+from .addresses import learner_addresses
+from .buckets import StagedWeights, stage
+from .config import WeightsConfig
+from .sender import Sender
+from .transports.pull import PullServer
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What one publication cost and whom it reached."""
+
+    seconds: float
+    nbytes: int
+    members: tuple[str, ...]
+    """Workers that verified every byte before the announcement; all others pull."""
+    failed: str
+    """Empty, or why some member was not reached by broadcast."""
+
+
+class Publisher:
+    """Belongs to one owner of the run. One call at a time, from one thread."""
+
+    def __init__(self, broker: BlockingBroker, owner: Owner, config: WeightsConfig) -> None:
+        self._blocking = broker
+        self._versions = broker.broker.versions
+        self._owner = owner
+        self._config = config
+        self._token = secrets.token_urlsafe(24)
+        self._offered: WeightVersion | None = None
+        self._announced: WeightVersion | None = None
+        address, interface = learner_addresses(config.host, broker.broker.url)
+        self._sender = Sender(
+            broker.broker.run,
+            owner.incarnation,
+            self._last_epoch(),
+            address,
+            interface,
+            config,
+            self._put_group,
+        )
+        self._pulls = PullServer(address, self._token, config.broadcast_timeout_s)
+
+    def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
+        """Copy what is to be published; the tensors may change afterwards. Raises WeightSyncError for unusable ones."""
+        return stage(tensors, self._config.bucket_bytes)
+
+    def publish(self, version: WeightVersion, staged: StagedWeights, probe: Probe) -> PublishReport:
+        """Make `version` the run's newest. Blocks for at most three broadcast deadlines.
+
+        Raises VersionRegressionError, FencedError or BrokerUnavailableError; the newest version stays.
+        It may be called again with the same version and tensors after BrokerUnavailableError.
+        """
+        started = time.monotonic()
+        if self._announced is not None and version <= self._announced:
+            raise VersionRegressionError(f"{version} is not newer than {self._announced}, published before")
+        self._pulls.stage(version, staged.data)
+        try:
+            members, failed = self._publish(version, staged, probe)
+        except BaseException:
+            self._pulls.forget(version)
+            raise
+        # Those in the middle of the version before get 404 for its next bucket and look for this one.
+        self._pulls.keep_only(version)
+        self._announced = version
+        return PublishReport(time.monotonic() - started, staged.nbytes, members, failed)
+
+    def close(self) -> None:
+        """Leave the group and stop serving; workers keep what they hold. Idempotent."""
+        self._sender.close()
+        self._pulls.close()
+
+    def _publish(
+        self, version: WeightVersion, staged: StagedWeights, probe: Probe
+    ) -> tuple[tuple[str, ...], str]:
+        # Members that took a version refuse it the second time, so a repeated publication is only announced.
+        is_repeated = self._offered == version
+        epoch, failed = (0, "repeated") if is_repeated else self._sender.prepare(self._workers, version)
+        manifest = self._manifest(version, staged, probe, epoch)
+        self._blocking.call(self._versions.offer(self._owner, manifest))
+        self._offered = version
+        members: tuple[str, ...] = ()
+        if epoch:
+            members, failure = self._sender.send(version, staged.data)
+            failed = "; ".join(filter(None, (failed, failure)))
+        self._blocking.call(self._versions.announce(self._owner, manifest))
+        return members, failed
+
+    def _manifest(
+        self, version: WeightVersion, staged: StagedWeights, probe: Probe, epoch: int
+    ) -> WeightManifest:
+        return WeightManifest(
+            version=version,
+            tensors=staged.tensors,
+            buckets=staged.buckets,
+            probe=probe,
+            group_epoch=epoch,
+            pull_url=self._pulls.url,
+            pull_token=self._token,
+        )
+
+    def _workers(self) -> tuple[WorkerInfo, ...]:
+        return self._blocking.call(self._blocking.broker.status.workers())
+
+    def _put_group(self, group: BroadcastGroup) -> None:
+        self._blocking.call(self._versions.put_group(self._owner, group))
+
+    def _last_epoch(self) -> int:
+        group = self._blocking.call(self._versions.group())
+        return 0 if group is None else group.epoch

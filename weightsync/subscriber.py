@@ -1,0 +1,196 @@
+"""A worker's end: hears of new versions and hands over complete, verified ones, each newer than the last.
+
+Receiving never waits for the engine: it happens in the background into fresh buffers, so a slow swap costs
+this worker the versions in between and nobody else anything.
+"""
+
+import asyncio
+import logging
+import math
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from broker import Broker
+from broker.errors import WeightSyncError
+from broker.schema import WeightManifest, WeightVersion
+
+from .buckets import views
+from .config import WeightsConfig
+from .deadline import Deadline
+from .groups import GroupFollower
+from .threads import BoundedThreads
+from .transports.pull import HttpPull, SupersededError
+
+logger = logging.getLogger(__name__)
+_RETRY_S = (0.2, 0.5, 1.0, 2.0)
+_OVERDUE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One complete version, every byte verified."""
+
+    manifest: WeightManifest
+    tensors: list[tuple[str, torch.Tensor]]
+    """CPU views into the received buckets, in the order in which they were published."""
+
+
+class Subscriber:
+    """Works in the background from the first `wait_for_version` until `close`."""
+
+    def __init__(self, broker: Broker, worker: str, config: WeightsConfig) -> None:
+        self._broker = broker
+        self._config = config
+        self._threads = BoundedThreads()
+        self._groups = GroupFollower(broker, worker, self._threads, config.poll_s)
+        self._worker = worker
+        self._following: asyncio.Task[None] | None = None
+        self._pulling: asyncio.Task[None] | None = None
+        self._pull_failures = 0
+        self._held: WeightVersion | None = None
+        """The newest version that the caller holds or was handed."""
+        self._tried: WeightVersion | None = None
+        """The last offer acted upon; a failed one is not received again but pulled."""
+        self._staged: Delivery | None = None
+        self._arrived = asyncio.Event()
+        self.last_error = ""
+        """Why the last broadcast or pull failed; empty again after the next version."""
+
+    @property
+    def epoch(self) -> int:
+        """The broadcast group that this worker has joined, 0 if none."""
+        return self._groups.epoch
+
+    async def wait_for_version(self, current: WeightVersion | None) -> Delivery:
+        """The newest complete version after `current`. Cancelling it loses nothing; one caller at a time.
+
+        A version handed over that is not `current` in the next call is fetched anew: its swap has failed.
+        Raises what the broker raises; failed transfers are retried or pulled and never raise.
+        """
+        self._held = current
+        while True:
+            staged = self._staged
+            self._staged = None
+            if staged is not None and (current is None or staged.manifest.version > current):
+                self._held = staged.manifest.version
+                return staged
+            await self._news()
+
+    async def close(self) -> None:
+        """Leave the group and stop; a receive under way ends by its deadline at the latest. Idempotent."""
+        tasks = [task for task in (self._following, self._pulling) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._groups.leave()
+        await self._threads.close(self._config.broadcast_timeout_s + _OVERDUE_S)
+        self._staged = None
+
+    async def _news(self) -> None:
+        """Until a version was staged; raises what ended the background work, which is then started anew."""
+        self._arrived.clear()
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
+        arrival = asyncio.create_task(self._arrived.wait())
+        try:
+            await asyncio.wait({arrival, self._following}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            arrival.cancel()
+        if self._following.done():
+            ended, self._following = self._following, None
+            ended.result()
+
+    async def _follow(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._groups.follow())
+                tasks.create_task(self._follow_versions())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _follow_versions(self) -> None:
+        while True:
+            offered, announced = await self._broker.versions.current()
+            # Once announced, a broadcast is over: who missed it pulls.
+            if (
+                offered is not None
+                and offered != announced
+                and offered != self._tried
+                and self._is_newer(offered)
+            ):
+                self._tried = offered
+                await self._receive(offered)
+            elif announced is not None and self._is_newer(announced):
+                self._start_pull()
+            await asyncio.sleep(self._config.poll_s)
+
+    def _is_newer(self, version: WeightVersion) -> bool:
+        known = [self._held, None if self._staged is None else self._staged.manifest.version]
+        return all(other is None or version > other for other in known)
+
+    async def _receive(self, offered: WeightVersion) -> None:
+        manifest = await self._broker.versions.offered()
+        if manifest is None or manifest.version != offered or not manifest.group_epoch:
+            return
+        joined = await self._groups.joined_for(manifest)
+        if joined is None:
+            return
+        self._stop_pull()  # what it fetches is about to be superseded, and the group waits for us
+        cancelled = threading.Event()
+        try:
+            buckets = await self._threads.run(
+                "receive",
+                lambda: joined.receive(manifest, cancelled),
+                cancelled,
+                overdue_s=joined.group.timeout_s + _OVERDUE_S,
+            )
+            self._stage(manifest, buckets)
+        except WeightSyncError as error:
+            self._note("broadcast", offered, error)
+
+    def _start_pull(self) -> None:
+        if self._pulling is not None:
+            if not self._pulling.done():
+                return
+            self._pulling.result()
+        self._pulling = asyncio.create_task(self._pull())
+
+    def _stop_pull(self) -> None:
+        if self._pulling is not None:
+            self._pulling.cancel()
+            self._pulling = None
+
+    async def _pull(self) -> None:
+        manifest = await self._broker.versions.announced()
+        if manifest is None or not self._is_newer(manifest.version):
+            return
+        cancelled = threading.Event()
+        pull = HttpPull(self._config.broadcast_timeout_s)
+        try:
+            buckets = await self._threads.run(
+                "pull",
+                lambda: pull.pull(manifest, Deadline(math.inf, cancelled)),
+                cancelled,
+                overdue_s=None,
+            )
+            self._stage(manifest, buckets)
+            self._pull_failures = 0
+        except SupersededError:
+            logger.info("%s: %s was superseded while it was pulled", self._worker, manifest.version)
+            await asyncio.sleep(_RETRY_S[0])  # the newer one's manifest may still be on its way
+        except WeightSyncError as error:
+            self._note("pull", manifest.version, error)
+            self._pull_failures += 1
+            await asyncio.sleep(_RETRY_S[min(self._pull_failures, len(_RETRY_S)) - 1])
+
+    def _stage(self, manifest: WeightManifest, buckets: tuple[torch.Tensor, ...]) -> None:
+        if self._is_newer(manifest.version):
+            self._staged = Delivery(manifest, views(manifest.tensors, buckets))
+            self.last_error = ""
+            self._arrived.set()
+
+    def _note(self, what: str, version: WeightVersion, error: WeightSyncError) -> None:
+        self.last_error = f"{what} of {version.incarnation}.{version.step}: {error}"
+        logger.warning("%s: %s", self._worker, self.last_error)

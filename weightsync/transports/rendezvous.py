@@ -1,0 +1,104 @@
+"""Where an epoch's members check in, learn whether it stands, and acknowledge versions: keys in a TCPStore.
+
+{run}/{incarnation}/{epoch}/in/{worker}            how often this worker's name checked in
+                           /verdict                go | void
+                           /ack/{version}/{worker}  empty, or what went wrong
+                           /group/...               torch's own keys of the process group
+"""
+
+import socket
+from collections.abc import Iterable
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs do not re-export them
+
+from broker.errors import WeightSyncError
+from broker.schema import BroadcastGroup, WeightVersion
+from weightsync.deadline import Deadline
+
+_WAIT_S = 0.005
+_ANY = "0.0.0.0"
+
+
+def host_store(address: str, timeout_s: float) -> TCPStore:
+    """A store in this process. It listens at `address` only, where that is one of this machine's."""
+    listener = listen(address)
+    bound, port = listener.getsockname()
+    timeout = timedelta(seconds=timeout_s)
+    own = "127.0.0.1" if bound == _ANY else bound
+    return TCPStore(
+        own, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on a free port; on all interfaces where `address` leads here but belongs to none."""
+    try:
+        return socket.create_server((address, 0), backlog=128)
+    except OSError:
+        return socket.create_server((_ANY, 0), backlog=128)
+
+
+def connect_store(group: BroadcastGroup, timeout_s: float) -> TCPStore:
+    """A member's connection to the learner's store."""
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(
+        group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=timeout
+    )
+
+
+class Rendezvous:
+    """One epoch in a store. Raises WeightSyncError where the store's process is gone."""
+
+    def __init__(self, store: TCPStore, run: str, group: BroadcastGroup) -> None:
+        self.store = PrefixStore(f"{run}/{group.incarnation}/{group.epoch}", store)
+        self._what = f"broadcast group {group.epoch}"
+
+    def check_in(self, worker: str) -> bool:
+        """False if somebody of this name already did: a restarted worker must not pose as its predecessor."""
+        return int(self.store.add(f"in/{worker}", 1)) == 1
+
+    def await_members(self, members: Iterable[str], deadline: Deadline) -> tuple[str, ...]:
+        """Those who did not check in by the deadline."""
+        return self._await_all({worker: f"in/{worker}" for worker in members}, deadline)
+
+    def decide(self, stands: bool) -> None:
+        """Tell those who checked in, now or late, whether the group will be formed."""
+        self.store.set("verdict", "go" if stands else "void")
+
+    def await_verdict(self, deadline: Deadline) -> bool:
+        """True if the group is to be formed now."""
+        while not self.store.check(["verdict"]):
+            deadline.check(f"{self._what}: the learner's word whether it stands")
+            deadline.pause(_WAIT_S)
+        return self.store.get("verdict") == b"go"
+
+    def acknowledge(self, version: WeightVersion, worker: str, failure: str) -> None:
+        """Tell the learner that `worker` holds `version`, or (failure not empty) why it does not."""
+        self.store.set(_ack_key(version, worker), failure)
+
+    def await_acknowledgements(
+        self, version: WeightVersion, members: Iterable[str], deadline: Deadline
+    ) -> dict[str, str]:
+        """What each member answered by the deadline: an empty text for success; silent ones are absent."""
+        keys = {worker: _ack_key(version, worker) for worker in members}
+        silent = self._await_all(keys, deadline)
+        return {worker: self.store.get(key).decode() for worker, key in keys.items() if worker not in silent}
+
+    def _await_all(self, keys: dict[str, str], deadline: Deadline) -> tuple[str, ...]:
+        missing = dict(keys)
+        while True:
+            missing = {worker: key for worker, key in missing.items() if not self.store.check([key])}
+            if not missing or deadline.is_over():
+                return tuple(missing)
+            deadline.pause(_WAIT_S)
+
+
+def _ack_key(version: WeightVersion, worker: str) -> str:
+    return f"ack/{version.incarnation}.{version.step}/{worker}"
+
+
+def translated(error: RuntimeError, what: str) -> WeightSyncError:
+    """A store error in our words."""
+    first_line = str(error).strip().partition("\n")[0]
+    return WeightSyncError(f"{what}: the learner's store does not answer: {first_line}")
