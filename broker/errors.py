@@ -1,7 +1,7 @@
 """What goes wrong, in words that carry the numbers and the remedy.
 
-Everything that Headway raises for the world's faults (bad input, dead servers, full disks) is a HeadwayError; the
-command line prints its message as one paragraph. Our own bugs are assertions.
+Everything that Headway raises for the world's faults (bad input, dead servers, full disks) is a HeadwayError;
+the command line prints its message as one paragraph. Our own bugs are assertions.
 """
 
 

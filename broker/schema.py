@@ -1,7 +1,8 @@
 """Everything that crosses a process boundary: frozen structs without behaviour, one schema number.
 
-Numpy arrays travel as raw little-endian buffers (see `broker.codec`); everything else is msgpack. A change to a field
-that older peers cannot read raises SCHEMA_VERSION; peers refuse frames of another number instead of guessing.
+Numpy arrays travel as raw little-endian buffers (see `broker.codec`); everything else is msgpack. A change to
+a field that older peers cannot read raises SCHEMA_VERSION; peers refuse frames of another number instead of
+guessing.
 """
 
 from typing import Any, Literal
@@ -94,7 +95,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """A fixed token sequence and the logprobs that the published weights give it, to verify an engine after a swap."""
+    """A token sequence and its logprobs under the published weights: verifies an engine after a swap."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -151,7 +152,7 @@ class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A model without its weights: config.json, the tokenizer's files. Lets workers start with no shared file system."""
+    """A model without its weights: config.json, the tokenizer's files. No shared file system is needed."""
 
     files: dict[str, bytes]
 
@@ -257,3 +258,14 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_step: StepMetrics | None
     recent_steps: tuple[StepMetrics, ...]
     """Oldest first; at most the last 512."""
+
+
+class RunRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What the broker must know to admit, lease and take; written by the learner when it claims the run."""
+
+    max_lag: int
+    groups_per_step: int
+    group_size: int
+    on_straggler: Literal["wait", "requeue"] = "wait"
+    on_over_bound: Literal["requeue", "drop", "mask"] = "requeue"
+    max_bytes: int = 1 << 30

@@ -1,7 +1,8 @@
 """Where lag is bounded. `algorithms/corrections` is where what remains of it is corrected.
 
-The same rules stand in the Lua scripts; these functions are their definition in integers, and the tests hold the two
-against each other. Steps, never incarnations, make lag: a resumed learner replays the same steps with the same batches.
+The same rules stand in the Lua scripts; these functions are their definition in integers, and the tests hold
+the two against each other. Steps, never incarnations, make lag: a resumed learner replays the same steps with
+the same batches.
 """
 
 from collections.abc import Iterable
@@ -37,7 +38,8 @@ def training_slot(index: int, groups_per_step: int) -> int:
 def may_admit(index: int, weight_step: int, max_lag: int, groups_per_step: int) -> bool:
     """May weights `weight_step` generate for the group admitted as number `index`?
 
-    Admission asks this of the announced step and every lease asks it of the worker's own: a sample begun with weights
-    s is then due by step s + max_lag at the latest, so at most `groups_per_step` groups are ever due at one step.
+    Admission asks this of the announced step and every lease asks it of the worker's own: a sample begun with
+    weights s is then due by step s + max_lag at the latest, so groups trained in order never exceed the
+    bound.
     """
     return training_slot(index, groups_per_step) <= weight_step + max_lag

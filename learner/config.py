@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from broker.errors import ConfigError
+
 
 class RandomModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model from random weights, for tests and demonstrations."""
@@ -28,7 +30,8 @@ class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where prompts come from."""
 
     kind: Annotated[
-        str, Meta(description="arithmetic, jsonl, parquet, datasets, reasoning_gym, or your own as package.module:Class")
+        str,
+        Meta(description="arithmetic, jsonl, parquet, datasets, reasoning_gym, or your own as package.module:Class"),
     ]
     path: Annotated[str, Meta(description="file, dataset id or task name, as the kind wants it")] = ""
     options: Annotated[dict[str, Any], Meta(description="further arguments of the source")] = {}
@@ -40,46 +43,66 @@ class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class ObjectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The surrogate that is maximized, and the policy that its ratio is anchored to."""
 
-    kind: Annotated[str, Meta(description="ppo_clip, gspo or policy_gradient")] = "ppo_clip"
+    kind: Annotated[
+        str, Meta(description="ppo_clip, gspo, policy_gradient, or your own as package.module:function")
+    ] = "ppo_clip"
     anchor: Annotated[
         Literal["behavior", "proximal"],
         Meta(description="ratio against the sampling policy, or against the learner's weights before the step"),
     ] = "behavior"
     clip_low: Annotated[float, Meta(ge=0, description="the ratio is clipped below 1 - clip_low")] = 0.2
     clip_high: Annotated[float, Meta(ge=0, description="and above 1 + clip_high")] = 0.2
+    options: Annotated[dict[str, Any], Meta(description="keyword arguments of your own objective")] = {}
 
 
 class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One weight or mask on what lag does; several apply in order."""
 
-    kind: Annotated[str, Meta(description="truncated_is, sequence_truncated_is or decoupled")]
-    cap: Annotated[float, Meta(gt=0, description="largest importance weight")] = 2.0
+    kind: Annotated[
+        str,
+        Meta(
+            description="truncated_is, sequence_truncated_is, geometric_truncated_is, decoupled, or your own "
+            "as package.module:function"
+        ),
+    ]
+    cap: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="largest importance weight; null: the published one, 2 (decoupled has none)"),
+    ] = None
+    options: Annotated[dict[str, Any], Meta(description="keyword arguments of your own correction")] = {}
 
 
 class KlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A penalty that holds the policy near its start."""
 
     kind: Annotated[Literal["k1", "k2", "k3"], Meta(description="Schulman's estimator")] = "k3"
-    coefficient: Annotated[float, Meta(ge=0, description="factor in the loss; 0: off, no reference model is kept")] = 0.0
+    coefficient: Annotated[float, Meta(ge=0, description="factor in the loss; 0: off, no reference model is kept")] = (
+        0.0
+    )
 
 
 class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The loss as a composition; `preset` names a published one, whose values the other keys override."""
 
     preset: Annotated[str, Meta(description="grpo, gspo, decoupled_ppo, tis, ... (`algorithms/presets.py`)")] = "grpo"
-    advantage: Annotated[str, Meta(description="group_mean_std, group_mean or leave_one_out")] = "group_mean_std"
+    advantage: Annotated[
+        str,
+        Meta(description="group_mean_std, group_mean, leave_one_out, or your own as package.module:function"),
+    ] = "group_mean_std"
     objective: ObjectiveConfig = ObjectiveConfig()
     corrections: tuple[CorrectionConfig, ...] = ()
-    aggregation: Annotated[Literal["token_mean", "sequence_mean"], Meta(description="how token losses are averaged")] = (
-        "token_mean"
-    )
+    aggregation: Annotated[
+        Literal["token_mean", "sequence_mean"], Meta(description="how token losses are averaged")
+    ] = "token_mean"
     kl: KlConfig = KlConfig()
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """AdamW."""
 
-    learning_rate: Annotated[float, Meta(ge=0, description="peak learning rate; 0: a control that learns nothing")] = 1e-6
+    learning_rate: Annotated[float, Meta(ge=0, description="peak learning rate; 0: a control that learns nothing")] = (
+        1e-6
+    )
     beta1: Annotated[float, Meta(ge=0, lt=1, description="decay of the first moment")] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1, description="decay of the second moment")] = 0.95
     epsilon: Annotated[float, Meta(gt=0, description="added to the denominator")] = 1e-8
@@ -129,3 +152,12 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     group_size: Annotated[int, Meta(ge=1, description="G, samples of one prompt")] = 8
     micro_batch_tokens: Annotated[int, Meta(ge=1, description="packed tokens of one forward pass")] = 16384
     updates_per_step: Annotated[int, Meta(ge=1, description="optimizer updates that one batch is split into")] = 1
+
+
+def preset_defaults(name: str) -> dict[str, Any]:
+    """The keys that the preset sets, for deploy to merge beneath the user's own. Raises ConfigError."""
+    from algorithms.presets import PRESETS
+
+    if name not in PRESETS:
+        raise ConfigError(f"there is no preset {name!r}; expected one of {', '.join(sorted(PRESETS))}.")
+    return dict(PRESETS[name])

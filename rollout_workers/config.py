@@ -10,16 +10,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Which inference engine a worker runs and how large it is."""
 
     kind: Annotated[
-        str, Meta(description="embedded (CPU or one GPU, nothing to install), vllm, or your own as package.module:Class")
+        str,
+        Meta(description="embedded (CPU or one GPU), vllm, or your own as package.module:Class"),
     ] = "embedded"
-    max_concurrent: Annotated[int, Meta(ge=1, description="requests batched together; a worker keeps as many leases")] = 64
+    max_concurrent: Annotated[
+        int, Meta(ge=1, description="requests batched together; a worker keeps as many leases")
+    ] = 64
     max_model_len: Annotated[int, Meta(ge=2, description="longest prompt plus response, in tokens")] = 2048
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], Meta(description="number format of the engine's weights")
     ] = "float32"
     device: Annotated[str, Meta(description="torch device of the embedded engine")] = "cpu"
     threads: Annotated[int, Meta(ge=1, description="CPU threads of one engine")] = 1
-    options: Annotated[dict[str, object], Meta(description="passed to the engine as they are (vLLM engine arguments)")] = {}
+    options: Annotated[
+        dict[str, object], Meta(description="passed to the engine as they are (vLLM engine arguments)")
+    ] = {}
 
 
 class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +41,7 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     kind: Annotated[
         str,
-        Meta(description="arithmetic, math_verify, reasoning_gym, or your own function as package.module:function"),
+        Meta(description="arithmetic, math_verify, reasoning_gym, or your own as package.module:function"),
     ]
     weight: Annotated[float, Meta(description="factor in the sum")] = 1.0
     signature: Annotated[
@@ -51,6 +56,10 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     count: Annotated[int, Meta(ge=1, description="worker processes that `headway run` starts")] = 2
     heartbeat_s: Annotated[float, Meta(gt=0, description="how often a worker reports and renews its leases")] = 1.0
     max_restarts: Annotated[int, Meta(ge=0, description="restarts of one worker before the run is stopped")] = 5
+    patience_s: Annotated[
+        float,
+        Meta(ge=0, description="how long a worker that finds its run ended waits for a learner to resume it"),
+    ] = 60.0
     probe_swaps: Annotated[bool, Meta(description="verify the engine's logprobs after every weight swap")] = True
 
 
@@ -58,5 +67,7 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Pass rate on held-out prompts."""
 
     prompts: Annotated[int, Meta(ge=0, description="held-out prompts, one sample each; 0: no evaluation")] = 256
-    every_steps: Annotated[int, Meta(ge=0, description="evaluate also every so many steps; 0: before and after only")] = 0
+    every_steps: Annotated[
+        int, Meta(ge=0, description="evaluate also every so many steps; 0: before and after only")
+    ] = 0
     pass_reward: Annotated[float, Meta(description="a response passes with at least this reward")] = 1.0

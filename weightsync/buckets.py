@@ -62,9 +62,7 @@ class BucketFiller:
         """Copy `tensor` in; one larger than `bucket_bytes` gets a bucket of its own."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
-            raise WeightSyncError(
-                f"tensor {name} has dtype {dtype}, which cannot be sent; known: {', '.join(DTYPES)}"
-            )
+            raise WeightSyncError(f"tensor {name} has dtype {dtype}, which cannot be sent; known: {', '.join(DTYPES)}")
         nbytes = tensor.numel() * tensor.element_size()
         bucket, offset = self._reserve(nbytes)
         self.specs.append(TensorSpec(name, dtype, tuple(tensor.shape), bucket, offset, nbytes))
@@ -133,11 +131,7 @@ def views(specs: Iterable[TensorSpec], data: Sequence[torch.Tensor]) -> list[tup
 
 def _checked_view(spec: TensorSpec, data: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype = DTYPES.get(spec.dtype)
-    if (
-        dtype is None
-        or not 0 <= spec.bucket < len(data)
-        or spec.nbytes != math.prod(spec.shape) * dtype.itemsize
-    ):
+    if dtype is None or not 0 <= spec.bucket < len(data) or spec.nbytes != math.prod(spec.shape) * dtype.itemsize:
         raise WeightSyncError(f"the manifest contradicts itself about tensor {spec.name}: {spec}")
     if spec.offset % ALIGNMENT or not 0 <= spec.offset <= data[spec.bucket].numel() - spec.nbytes:
         raise WeightSyncError(

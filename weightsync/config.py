@@ -20,15 +20,11 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="deadline for forming a broadcast group and, again, for sending one version to it",
         ),
     ] = 30.0
-    bucket_bytes: Annotated[
-        int, Meta(ge=1024, description="tensors travel in flat buckets of at most this size")
-    ] = 64 << 20
+    bucket_bytes: Annotated[int, Meta(ge=1024, description="tensors travel in flat buckets of at most this size")] = (
+        64 << 20
+    )
     host: Annotated[
         str | None,
-        Meta(
-            description="address at which workers reach the learner; default: that of its way to the broker"
-        ),
+        Meta(description="address at which workers reach the learner; default: that of its way to the broker"),
     ] = None
-    poll_s: Annotated[
-        float, Meta(gt=0, description="how often a worker looks for a new version or group")
-    ] = 0.05
+    poll_s: Annotated[float, Meta(gt=0, description="how often a worker looks for a new version or group")] = 0.05

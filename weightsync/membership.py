@@ -34,15 +34,9 @@ def is_behind(info: WorkerInfo, missed: Mapping[str, WeightVersion]) -> bool:
     return version is not None and (info.version is None or info.version < version)
 
 
-def still_missed(
-    workers: Iterable[WorkerInfo], missed: Mapping[str, WeightVersion]
-) -> dict[str, WeightVersion]:
+def still_missed(workers: Iterable[WorkerInfo], missed: Mapping[str, WeightVersion]) -> dict[str, WeightVersion]:
     """`missed` without those that caught up and those that are gone."""
-    return {
-        info.worker: missed[info.worker]
-        for info in workers
-        if info.worker in missed and is_behind(info, missed)
-    }
+    return {info.worker: missed[info.worker] for info in workers if info.worker in missed and is_behind(info, missed)}
 
 
 def is_new_epoch_due(wanted: tuple[Member, ...], current: tuple[Member, ...], broken: bool) -> bool:

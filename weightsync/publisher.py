@@ -87,9 +87,7 @@ class Publisher:
         self._sender.close()
         self._pulls.close()
 
-    def _publish(
-        self, version: WeightVersion, staged: StagedWeights, probe: Probe
-    ) -> tuple[tuple[str, ...], str]:
+    def _publish(self, version: WeightVersion, staged: StagedWeights, probe: Probe) -> tuple[tuple[str, ...], str]:
         # Members that took a version refuse it the second time, so a repeated publication is only announced.
         is_repeated = self._offered == version
         epoch, failed = (0, "repeated") if is_repeated else self._sender.prepare(self._workers, version)
@@ -103,9 +101,7 @@ class Publisher:
         self._blocking.call(self._versions.announce(self._owner, manifest))
         return members, failed
 
-    def _manifest(
-        self, version: WeightVersion, staged: StagedWeights, probe: Probe, epoch: int
-    ) -> WeightManifest:
+    def _manifest(self, version: WeightVersion, staged: StagedWeights, probe: Probe, epoch: int) -> WeightManifest:
         return WeightManifest(
             version=version,
             tensors=staged.tensors,

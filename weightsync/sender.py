@@ -137,9 +137,7 @@ class Sender:
 
     def _answers(self, version: WeightVersion, deadline: Deadline) -> dict[str, str]:
         assert self._rendezvous is not None
-        return self._rendezvous.await_acknowledgements(
-            version, [member.worker for member in self._members], deadline
-        )
+        return self._rendezvous.await_acknowledgements(version, [member.worker for member in self._members], deadline)
 
     def _leave_transport(self) -> None:
         if self._transport is not None:

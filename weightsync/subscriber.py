@@ -114,12 +114,7 @@ class Subscriber:
         while True:
             offered, announced = await self._broker.versions.current()
             # Once announced, a broadcast is over: who missed it pulls.
-            if (
-                offered is not None
-                and offered != announced
-                and offered != self._tried
-                and self._is_newer(offered)
-            ):
+            if offered is not None and offered != announced and offered != self._tried and self._is_newer(offered):
                 self._tried = offered
                 await self._receive(offered)
             elif announced is not None and self._is_newer(announced):

@@ -26,9 +26,7 @@ class BoundedThreads:
     def __init__(self) -> None:
         self._running: list[_Running] = []
 
-    async def run(
-        self, name: str, work: Callable[[], T], cancelled: threading.Event, overdue_s: float | None
-    ) -> T:
+    async def run(self, name: str, work: Callable[[], T], cancelled: threading.Event, overdue_s: float | None) -> T:
         """`work`'s result or error; WeightSyncError if overdue. Sets `cancelled` once nobody waits."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()  # from now on only the thread itself can end it

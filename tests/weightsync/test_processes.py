@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.weightsync.conftest import TIMEOUT_S, Learner, WorkerProcess
+from tests.weightsync.conftest import Learner, WorkerProcess
 
 pytestmark = pytest.mark.slow
-
-"""Three deadlines, the second for late answers, and slack for a busy machine."""
 
 
 def test_workers_join_receive_and_die(learner: Learner, start_worker: Callable[[str], WorkerProcess]) -> None:

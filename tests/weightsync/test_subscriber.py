@@ -43,9 +43,7 @@ async def test_a_cancelled_wait_loses_nothing(learner: Learner, start_inside: St
     assert await worker.next() == WeightVersion(1, 0)
 
 
-async def test_a_version_that_the_engine_did_not_take_comes_again(
-    learner: Learner, start_inside: StartInside
-) -> None:
+async def test_a_version_that_the_engine_did_not_take_comes_again(learner: Learner, start_inside: StartInside) -> None:
     worker = start_inside("w")
     await asyncio.to_thread(learner.publish)
     await worker.next()
@@ -141,9 +139,7 @@ async def test_the_group_of_a_dead_learner_is_ignored(
         await asyncio.to_thread(learner.publish)
         await worker.next()
     await worker.subscriber.close()
-    await asyncio.to_thread(
-        learner.publisher.close
-    )  # its store and its pull server are gone, its records are not
+    await asyncio.to_thread(learner.publisher.close)  # its store and its pull server are gone, its records are not
     restarted = start_inside("w")
     waiting = asyncio.create_task(restarted.next())
     await restarted.until_error("pull of 1.1")

@@ -28,9 +28,7 @@ from weightsync.transports.rendezvous import Rendezvous, connect_store, host_sto
 
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 LOCAL = "127.0.0.1"
-DATA = tuple(
-    torch.full((size,), value, dtype=torch.uint8) for value, size in ((1, 5_000_000), (2, 17), (3, 0))
-)
+DATA = tuple(torch.full((size,), value, dtype=torch.uint8) for value, size in ((1, 5_000_000), (2, 17), (3, 0)))
 
 
 def group(port: int, epoch: int = 1) -> BroadcastGroup:
@@ -57,9 +55,7 @@ def manifest(version: WeightVersion, data: tuple[torch.Tensor, ...], url: str = 
     )
 
 
-def broadcast(
-    sent: tuple[torch.Tensor, ...], promised: WeightManifest
-) -> tuple[object, tuple[tuple[str, ...], str]]:
+def broadcast(sent: tuple[torch.Tensor, ...], promised: WeightManifest) -> tuple[object, tuple[tuple[str, ...], str]]:
     """One sender and one member, in threads: (what the member got or why not, what the sender reports)."""
     groups: list[BroadcastGroup] = []
     put = threading.Event()
@@ -129,9 +125,7 @@ def test_an_epoch_admits_each_name_once_and_nobody_after_its_end() -> None:
     assert host.await_members(["w"], Deadline(0.05)) == ("w",)
     host.decide(stands=False)
     assert join("run", "w", group(store.port), threading.Event()) is None  # late: told that the epoch is void
-    guest = Rendezvous(
-        connect_store(group(store.port, epoch=2), TIMEOUT_S), "run", group(store.port, epoch=2)
-    )
+    guest = Rendezvous(connect_store(group(store.port, epoch=2), TIMEOUT_S), "run", group(store.port, epoch=2))
     assert guest.check_in("w")
     assert not guest.check_in("w")
     assert join("run", "w", group(store.port, epoch=2), threading.Event()) is None

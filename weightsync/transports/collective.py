@@ -78,9 +78,7 @@ def _open(
 
 
 def _backend_class(name: TransportName) -> Any:
-    kind = getattr(
-        torch.distributed, f"ProcessGroup{name.capitalize() if name == 'gloo' else name.upper()}", None
-    )
+    kind = getattr(torch.distributed, f"ProcessGroup{name.capitalize() if name == 'gloo' else name.upper()}", None)
     if kind is None:
         raise WeightSyncError(
             f"weights.transport is {name}, but torch {torch.__version__} was built without it; "

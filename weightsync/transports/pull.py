@@ -164,8 +164,7 @@ def _check_response(response: http.client.HTTPResponse, manifest: WeightManifest
         raise SupersededError(f"{manifest.version} is no longer served at {manifest.pull_url}")
     if response.status != HTTPStatus.OK or response.length != spec.nbytes:
         raise WeightSyncError(
-            f"{manifest.pull_url} answered {response.status} with {response.length} bytes "
-            f"instead of {spec.nbytes}"
+            f"{manifest.pull_url} answered {response.status} with {response.length} bytes instead of {spec.nbytes}"
         )
 
 
@@ -175,7 +174,5 @@ def _read_into(response: http.client.HTTPResponse, data: memoryview, deadline: D
         deadline.check(f"pull, {done} of {len(data)} bytes of a bucket")
         count = response.readinto(data[done : done + _CHUNK_BYTES])
         if not count:
-            raise WeightSyncError(
-                f"the learner closed the connection after {done} of {len(data)} bytes of a bucket"
-            )
+            raise WeightSyncError(f"the learner closed the connection after {done} of {len(data)} bytes of a bucket")
         done += count

@@ -42,9 +42,7 @@ def listen(address: str) -> socket.socket:
 def connect_store(group: BroadcastGroup, timeout_s: float) -> TCPStore:
     """A member's connection to the learner's store."""
     timeout = timedelta(seconds=timeout_s)
-    return TCPStore(
-        group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=timeout
-    )
+    return TCPStore(group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 class Rendezvous:

@@ -1,0 +1,36 @@
+"""From token losses to the batch's loss: shares_T, so that loss = sum_t(shares_t * losses_t).
+
+The denominators count the whole batch, over all micro-batches and ranks; what one micro-batch sums is its
+share of the loss, and all shares together are the loss, however the batch was cut. All functions return [T].
+"""
+
+import torch
+
+from .segments import segment_sum, spread
+
+
+def token_mean(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor, *, tokens: float, sequences: float) -> torch.Tensor:
+    """share_t = m_t / tokens. `tokens`: trained tokens of the whole batch.
+
+    Every token counts alike, long responses more. Source: DAPO (arXiv:2503.14476), equation 8.
+    """
+    return loss_mask_T / max(tokens, 1.0)
+
+
+def sequence_mean(
+    loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor, *, tokens: float, sequences: float
+) -> torch.Tensor:
+    """share_t = m_t / (|y_i| * sequences), |y_i| the trained tokens of t's sequence.
+
+    `sequences`: those of the whole batch that have a trained token. Every response counts alike, the tokens
+    of long ones less. Source: GRPO (arXiv:2402.03300), equation 3; GSPO (arXiv:2507.18071), equation 5.
+    """
+    lengths_S = segment_sum(loss_mask_T, cu_seqlens).clamp(min=1)
+    return loss_mask_T / (spread(lengths_S, cu_seqlens) * max(sequences, 1.0))
+
+
+def trained_sequences(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Scalar: sequences with at least one trained token, the `sequences` that a micro-batch adds to the
+    denominator.
+    """
+    return (segment_sum(loss_mask_T, cu_seqlens) > 0).sum()

@@ -1,0 +1,32 @@
+"""Sums, means and broadcasts over the sequences of a packed row."""
+
+import torch
+
+
+def lengths(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[S] int64, tokens of each sequence."""
+    return cu_seqlens.diff().long()
+
+
+def sequence_of_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[T] int64, the index of the sequence that each token belongs to."""
+    lengths_S = lengths(cu_seqlens)
+    return torch.arange(lengths_S.numel(), device=cu_seqlens.device).repeat_interleave(lengths_S)
+
+
+def segment_sum(values_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[S] sum of `values_T` over each sequence; 0 for one without tokens."""
+    sums_S = values_T.new_zeros(cu_seqlens.numel() - 1)
+    return sums_S.index_add(0, sequence_of_token(cu_seqlens), values_T)
+
+
+def segment_mean(values_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[S] mean of `values_T` over each sequence's tokens with mask 1; 0 where there are none."""
+    masked_T = torch.where(mask_T > 0, values_T, torch.zeros_like(values_T))
+    counts_S = segment_sum(mask_T.to(values_T.dtype), cu_seqlens)
+    return segment_sum(masked_T, cu_seqlens) / counts_S.clamp(min=1)
+
+
+def spread(values_S: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[T] each sequence's value at each of its tokens."""
+    return values_S[sequence_of_token(cu_seqlens)]

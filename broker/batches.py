@@ -1,0 +1,194 @@
+"""The learner's verbs: claim the run, take a step's batch, commit it, re-assert after a server restart.
+
+Take pins: asked again, a step gets the same batch until a checkpoint that contains the step is durable and
+committed.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from .codec import decode, decode_trajectory
+from .connection import Argument, Connection
+from .errors import FrameError
+from .owner import CheckpointMark, Claim, Owner
+from .schema import Group, Prompt, RunRules, Trajectory, TrajectoryId, WeightVersion
+from .versions import Versions
+
+__all__ = ["Batches", "CheckpointMark", "Claim", "Owner", "TakenBatch"]
+
+_DEAD_LETTER_BYTES = 256
+
+
+@dataclass(frozen=True)
+class TakenBatch:
+    """The groups that train one step; none at all means that nothing will ever come."""
+
+    step: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    group: str
+    round: int
+    payloads: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What this learner must be able to tell a server that forgot it."""
+
+    rules: RunRules
+    config: bytes
+    committed_step: int
+    watermark: str
+
+
+class Batches:
+    """What comes out at the end of the run, in steps."""
+
+    def __init__(self, connection: Connection, versions: Versions) -> None:
+        self._connection = connection
+        self._versions = versions
+        self._known: _Known | None = None
+        self.waiting_for = ""
+        """Why the last take gave nothing: groups, stragglers, bytes (commit early!), rejected, announce (the
+        newest announced weights are older than this step's: announce these), or rewind (the step's batch is
+        lost and the workers are ahead: announce this step's weights under the new incarnation)."""
+
+    async def claim(self, *, checkpoint: CheckpointMark, rules: RunRules, config: bytes, resume: bool) -> Claim:
+        """Takes the run over from whoever owned it, from this checkpoint on.
+
+        Batches of steps below the checkpoint's are committed, those from it on stay pinned and will be
+        delivered again; workers keep their leases. Raises BrokerError where a fresh start meets a run that
+        has advanced.
+        """
+        token = secrets.token_hex(16)
+        reply = await self._connection.script(
+            "claim",
+            checkpoint.incarnation,
+            checkpoint.step,
+            int(resume),
+            token,
+            config,
+            *_flat(rules),
+        )
+        self._connection.server_id = reply[1].decode()
+        self._versions.forget()
+        self._known = _Known(rules, config, checkpoint.step, "")
+        announced = int(reply[2]) if reply[2] else None
+        return Claim(Owner(int(reply[0]), token), announced, tuple(int(step) for step in reply[3:]))
+
+    async def take(self, owner: Owner, step: int, n: int) -> TakenBatch | None:
+        """The n groups that train `step`, or None while they are not ready (see `waiting_for`).
+
+        Raises FencedError, ServerRestartedError.
+        """
+        status, *rest = await self._connection.learner_script("take", owner, step, n)
+        if status == b"exhausted":
+            return TakenBatch(step, ())
+        if status == b"wait":
+            self.waiting_for = rest[0].decode()
+            return None
+        pinned = [_Pinned(g.decode(), int(r), tuple(p.decode() for p in payloads)) for g, r, *payloads in rest]
+        groups = await self._fetch(owner, step, pinned)
+        self.waiting_for = "rejected" if groups is None else ""
+        return None if groups is None else TakenBatch(step, groups)
+
+    async def commit(self, owner: Owner, step: int, groups: Sequence[str] = (), watermark: str | None = None) -> int:
+        """A checkpoint that contains all steps < `step` is durable: frees their batches; how many groups
+        those were.
+
+        `groups` are trained too, whatever the server remembers. `watermark`: no group with a lower id that
+        the run does not hold will ever be fed again, so the names of trained ones below it are forgotten.
+        Idempotent.
+        """
+        freed = await self._connection.learner_script("commit", owner, step, watermark or "", *groups)
+        if self._known:
+            mark = max(self._known.watermark, watermark or "")
+            self._known = replace(self._known, committed_step=max(step, self._known.committed_step), watermark=mark)
+        return int(freed)
+
+    async def reassert(
+        self,
+        owner: Owner,
+        *,
+        announced: WeightVersion | None,
+        committed_groups: Sequence[str],
+        pinned: Mapping[int, Sequence[TrajectoryId]],
+    ) -> None:
+        """After ServerRestartedError: makes the server, perhaps rolled back, agree with this learner, and
+        adopts it.
+
+        `pinned` are the batches taken and not yet committed. Feed again from the last checkpoint's cursor
+        afterwards (and close the feed again). Raises FencedError where another learner has claimed the run
+        since.
+        """
+        assert self._known is not None, "reassert before claim"
+        known = self._known
+        rules = _flat(known.rules)
+        arguments: list[Argument] = [owner.incarnation, owner.token]
+        arguments += [announced.incarnation, announced.step] if announced else ["", ""]
+        arguments += [known.watermark, known.committed_step, known.config, len(rules) // 2, *rules]
+        arguments += [len(committed_groups), *committed_groups]
+        for step in sorted(pinned):
+            for group, (round_, size) in _rounds(pinned[step]).items():
+                arguments += [step, group, round_, size]
+        self._connection.server_id = (await self._connection.script("reassert", *arguments)).decode()
+        await self._versions.restore(owner)
+
+    async def finish(self, owner: Owner, state: str) -> None:
+        """The run's last word: "finished", "stopped" or "failed"."""
+        await self._connection.learner_script("state", owner, state)
+
+    async def _fetch(self, owner: Owner, step: int, pinned: Sequence[_Pinned]) -> tuple[Group, ...] | None:
+        keys = self._connection.keys
+        names = [[f"prompt:{p.group}", *p.payloads] for p in pinned]
+        blobs = await self._connection.pipeline([("MGET", *map(keys, group)) for group in names])
+        groups = []
+        for one, values in zip(pinned, blobs, strict=True):
+            group = await self._decode_or_reject(owner, step, one, values)
+            groups.append(group)
+        whole = tuple(group for group in groups if group is not None)
+        return whole if len(whole) == len(groups) else None
+
+    async def _decode_or_reject(
+        self, owner: Owner, step: int, pinned: _Pinned, blobs: Sequence[bytes | None]
+    ) -> Group | None:
+        """The group; or None after its next round was begun, because something in it could not be decoded."""
+        trajectories = []
+        for sample, blob in enumerate(blobs[1:]):
+            tid = TrajectoryId(pinned.group, pinned.round, sample)
+            try:
+                trajectories.append(_decode_as(tid, blob))
+            except FrameError as error:
+                head = (blob or b"")[:_DEAD_LETTER_BYTES]
+                where = (step, pinned.group, pinned.round, str(tid), str(error), head)
+                await self._connection.learner_script("reject", owner, *where)
+                return None
+        prompt = decode(blobs[0] or b"", Prompt)
+        return Group(prompt=prompt, round=pinned.round, trajectories=tuple(trajectories))
+
+
+def _decode_as(tid: TrajectoryId, blob: bytes | None) -> Trajectory:
+    if blob is None:
+        raise FrameError(f"{tid}: the payload is missing")
+    trajectory = decode_trajectory(blob)
+    if trajectory.tid != tid:
+        raise FrameError(f"{tid}: the payload is that of {trajectory.tid}")
+    return trajectory
+
+
+def _flat(rules: RunRules) -> list[Argument]:
+    return [part for field in msgspec.structs.asdict(rules).items() for part in field]
+
+
+def _rounds(tids: Sequence[TrajectoryId]) -> dict[str, tuple[int, int]]:
+    """group -> (round, samples)"""
+    sizes: dict[str, tuple[int, int]] = {}
+    for tid in tids:
+        sizes[tid.group] = (tid.round, max(tid.sample + 1, sizes.get(tid.group, (0, 0))[1]))
+    return sizes

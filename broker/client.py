@@ -1,0 +1,83 @@
+"""The broker as its users see it: `Broker` for coroutines, `BlockingBroker` for the learner's plain code."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import uvloop
+
+from .batches import Batches
+from .connection import Connection
+from .leases import Leases
+from .prompts import PromptFeed
+from .status import StatusBoard
+from .versions import Versions
+
+T = TypeVar("T")
+
+
+class Broker:
+    """One run on one server. Its verbs stand in the parts; all of them retry while the server is away."""
+
+    def __init__(self, url: str, run: str, *, timeout_s: float = 10.0) -> None:
+        self._connection = Connection(url, run, timeout_s)
+        self.run = run
+        self.url = url
+        self.prompts = PromptFeed(self._connection)
+        self.leases = Leases(self._connection)
+        self.versions = Versions(self._connection)
+        self.batches = Batches(self._connection, self.versions)
+        self.status = StatusBoard(self._connection)
+
+    async def ping(self) -> None:
+        """Raises BrokerUnavailableError where nobody answers."""
+        await self._connection.execute("PING")
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+
+async def open_broker(url: str, run: str, *, timeout_s: float = 10.0) -> Broker:
+    """A broker that has answered. Raises BrokerUnavailableError, or BrokerError for a bad URL or run name."""
+    broker = Broker(url, run, timeout_s=timeout_s)
+    try:
+        await broker.ping()
+    except BaseException:
+        await broker.close()
+        raise
+    return broker
+
+
+class BlockingBroker:
+    """A broker for code that is not asynchronous: coroutines run on an event loop in a thread of its own."""
+
+    def __init__(self, url: str, run: str, *, timeout_s: float = 10.0) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="broker", daemon=True)
+        self._thread.start()
+        try:
+            self.broker = self.call(open_broker(url, run, timeout_s=timeout_s))
+        except BaseException:
+            self._stop()
+            raise
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """`blocking.call(blocking.broker.batches.take(...))`: the coroutine's result, or its error. From any
+        thread."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # no-op if it is done; else a Ctrl-C here must not leave it running
+            raise
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self.call(self.broker.close())
+            self._stop()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,0 +1,238 @@
+"""Wire structs <-> frames.
+
+A frame is: magic, schema number, kind, crc32 of kind and body, length, body. Most bodies are msgpack. A
+trajectory's is a msgpack envelope around raw little-endian buffers, because lists of numbers in msgpack are a
+hundred times slower: tokens (prompt, then response) as a plane of low 16 bits and a plane of high bytes under
+zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits. Whatever the bytes,
+decoding ends in a value or a FrameError.
+"""
+
+import math
+import struct
+import zlib
+from typing import Literal, TypeVar
+
+import msgspec
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from .errors import FrameError
+from .schema import (
+    SCHEMA_VERSION,
+    BroadcastGroup,
+    ModelFiles,
+    Probe,
+    Prompt,
+    RunRules,
+    RunStatus,
+    StepMetrics,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+    WeightManifest,
+    WeightVersion,
+    WorkerInfo,
+)
+
+MAGIC = b"HDWY"
+MAX_FRAME_BYTES = 256 << 20
+MAX_TOKENS = 1 << 21
+"""Prompt and response together."""
+MAX_TOKEN_ID = (1 << 24) - 1
+
+_HEADER = struct.Struct("<4sHHII")
+_ENVELOPE_LENGTH = struct.Struct("<I")
+_TRAJECTORY = 1
+_KINDS: dict[type, int] = {
+    Prompt: 2,
+    WeightManifest: 3,
+    BroadcastGroup: 4,
+    ModelFiles: 5,
+    WorkerInfo: 6,
+    StepMetrics: 7,
+    RunStatus: 8,
+    Probe: 9,
+    RunRules: 10,
+    WeightVersion: 11,
+}
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    tid: TrajectoryId
+    prompt_length: int
+    response_length: int
+    spans: tuple[VersionSpan, ...]
+    reward: float
+    rewards: dict[str, float]
+    finish_reason: Literal["stop", "length"]
+    worker: str
+    token_bytes: int
+    """Of the compressed planes."""
+
+
+def encode(value: msgspec.Struct) -> bytes:
+    """The frame of any wire struct but a trajectory."""
+    return _frame(_KINDS[type(value)], msgspec.msgpack.encode(value))
+
+
+def decode(frame: bytes, kind: type[T]) -> T:
+    """The struct in the frame, which must be of this kind. Raises FrameError."""
+    return _unpack(_open(frame, _KINDS[kind], kind.__name__), kind)
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    """The trajectory's frame. Raises FrameError where its parts contradict each other."""
+    check_trajectory(trajectory)
+    tokens = _pack_tokens(np.concatenate([trajectory.prompt_tokens, trajectory.response_tokens]))
+    envelope = msgspec.msgpack.encode(
+        _Envelope(
+            trajectory.tid,
+            len(trajectory.prompt_tokens),
+            len(trajectory.response_tokens),
+            trajectory.spans,
+            trajectory.reward,
+            trajectory.rewards,
+            trajectory.finish_reason,
+            trajectory.worker,
+            len(tokens),
+        )
+    )
+    logprobs = trajectory.behavior_logprobs.astype("<f4", copy=False).tobytes()
+    mask = np.packbits(trajectory.loss_mask).tobytes()
+    head = _ENVELOPE_LENGTH.pack(len(envelope))
+    return _frame(_TRAJECTORY, b"".join((head, envelope, tokens, logprobs, mask)))
+
+
+def decode_trajectory(frame: bytes) -> Trajectory:
+    """The trajectory in the frame, checked; its arrays are its own. Raises FrameError."""
+    body = _open(frame, _TRAJECTORY, "Trajectory")
+    if len(body) < _ENVELOPE_LENGTH.size:
+        raise FrameError("a trajectory frame without an envelope")
+    (size,) = _ENVELOPE_LENGTH.unpack_from(body)
+    start = _ENVELOPE_LENGTH.size + size
+    envelope = _unpack(body[_ENVELOPE_LENGTH.size : start], _Envelope)
+    tokens, logprobs, mask = _cut(body[start:], envelope)
+    trajectory = Trajectory(
+        tid=envelope.tid,
+        prompt_tokens=tokens[: envelope.prompt_length],
+        response_tokens=tokens[envelope.prompt_length :],
+        behavior_logprobs=logprobs,
+        loss_mask=mask,
+        spans=envelope.spans,
+        reward=envelope.reward,
+        rewards=envelope.rewards,
+        finish_reason=envelope.finish_reason,
+        worker=envelope.worker,
+    )
+    check_trajectory(trajectory)
+    return trajectory
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Raises FrameError unless the parts agree: lengths, spans without gaps, tokens and logprobs in their
+    ranges."""
+    length = len(trajectory.response_tokens)
+    if length == 0 or length + len(trajectory.prompt_tokens) > MAX_TOKENS:
+        raise FrameError(f"{trajectory.tid}: {length} response tokens; 1 to {MAX_TOKENS} with the prompt are allowed")
+    if len(trajectory.behavior_logprobs) != length or len(trajectory.loss_mask) != length:
+        raise FrameError(
+            f"{trajectory.tid}: {length} response tokens, but {len(trajectory.behavior_logprobs)} logprobs "
+            f"and a loss mask of {len(trajectory.loss_mask)}"
+        )
+    _check_spans(trajectory, length)
+    _check_values(trajectory)
+
+
+def _check_spans(trajectory: Trajectory, length: int) -> None:
+    position = 0
+    for span in trajectory.spans:
+        if span.start != position or span.end <= span.start:
+            raise FrameError(f"{trajectory.tid}: version span [{span.start}, {span.end}) does not follow {position}")
+        if span.version.step < 0 or span.version.incarnation < 0:
+            raise FrameError(f"{trajectory.tid}: a negative weight version {span.version}")
+        position = span.end
+    if position != length:
+        raise FrameError(f"{trajectory.tid}: version spans cover {position} of {length} response tokens")
+
+
+def _check_values(trajectory: Trajectory) -> None:
+    for tokens in (trajectory.prompt_tokens, trajectory.response_tokens):
+        if len(tokens) and (tokens.min() < 0 or tokens.max() > MAX_TOKEN_ID):
+            raise FrameError(f"{trajectory.tid}: token ids outside [0, {MAX_TOKEN_ID}]")
+    if trajectory.loss_mask.max() > 1:
+        raise FrameError(f"{trajectory.tid}: a loss mask is 0 or 1, not {trajectory.loss_mask.max()}")
+    if not np.isfinite(trajectory.behavior_logprobs).all():
+        raise FrameError(f"{trajectory.tid}: a behaviour logprob that is not finite")
+    if not all(math.isfinite(reward) for reward in (trajectory.reward, *trajectory.rewards.values())):
+        raise FrameError(f"{trajectory.tid}: a reward that is not finite: {trajectory.reward}, {trajectory.rewards}")
+
+
+def _frame(kind: int, body: bytes) -> bytes:
+    if len(body) + _HEADER.size > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are allowed")
+    return _HEADER.pack(MAGIC, SCHEMA_VERSION, kind, zlib.crc32(body, kind), len(body)) + body
+
+
+def _open(frame: bytes, expected: int, name: str) -> memoryview:
+    if not _HEADER.size <= len(frame) <= MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(frame)} bytes; {_HEADER.size} to {MAX_FRAME_BYTES} are allowed")
+    magic, schema, kind, crc, length = _HEADER.unpack_from(frame)
+    if magic != MAGIC:
+        raise FrameError(f"no frame of ours: it begins with {magic!r}")
+    if schema != SCHEMA_VERSION:
+        raise FrameError(
+            f"a frame of schema {schema}, this is schema {SCHEMA_VERSION}: run the same version of Headway everywhere"
+        )
+    body = memoryview(frame)[_HEADER.size :]
+    if length != len(body):
+        raise FrameError(f"a frame that says {length} bytes and has {len(body)}: truncated or overlong")
+    if kind != expected:
+        raise FrameError(f"a frame of kind {kind} where a {name} ({expected}) should be")
+    if zlib.crc32(body, kind) != crc:
+        raise FrameError(f"a {name} frame of {len(frame)} bytes whose checksum does not match: corrupt")
+    return body
+
+
+def _unpack(body: memoryview, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise FrameError(f"a frame that holds no {kind.__name__}: {error}") from error
+
+
+def _pack_tokens(tokens: NDArray[np.int32]) -> bytes:
+    low = tokens.astype("<u2").tobytes()  # keeps the low 16 bits
+    high = (tokens >> 16).astype(np.uint8).tobytes()
+    return zstandard.ZstdCompressor(level=1).compress(low + high)
+
+
+def _cut(rest: memoryview, envelope: _Envelope) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.uint8]]:
+    length, total = envelope.response_length, envelope.prompt_length + envelope.response_length
+    if min(envelope.prompt_length, length, envelope.token_bytes) < 0 or total > MAX_TOKENS:
+        raise FrameError(f"{envelope.tid}: {total} tokens; at most {MAX_TOKENS} are allowed")
+    if len(rest) != envelope.token_bytes + 4 * length + (length + 7) // 8:
+        raise FrameError(f"{envelope.tid}: {len(rest)} bytes of buffers do not fit {length} response tokens")
+    logprobs_at, mask_at = envelope.token_bytes, envelope.token_bytes + 4 * length
+    tokens = _unpack_tokens(rest[:logprobs_at], total)
+    logprobs = np.frombuffer(rest[logprobs_at:mask_at], "<f4").astype(np.float32)
+    mask = np.unpackbits(np.frombuffer(rest[mask_at:], np.uint8), count=length)
+    return tokens, logprobs, mask
+
+
+def _unpack_tokens(compressed: memoryview, total: int) -> NDArray[np.int32]:
+    try:
+        # The decompressor believes the size that the frame states, so that is checked first.
+        stated = zstandard.frame_content_size(compressed)
+        if stated != 3 * total:
+            raise FrameError(f"token planes of {stated} bytes for {total} tokens")
+        planes = zstandard.ZstdDecompressor().decompress(compressed, max_output_size=3 * total, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise FrameError(f"token planes that do not decompress: {error}") from error
+    if len(planes) != 3 * total:
+        raise FrameError(f"token planes of {len(planes)} bytes for {total} tokens")
+    tokens = np.frombuffer(planes, "<u2", total).astype(np.int32)
+    tokens |= np.frombuffer(planes, np.uint8, total, 2 * total).astype(np.int32) << 16
+    return tokens

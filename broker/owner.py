@@ -1,0 +1,30 @@
+"""Who trains a run: the learner that claimed it last. Every learner verb carries its Owner."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One learner's hold on the run; refused once another one has claimed it."""
+
+    incarnation: int
+    token: str
+
+
+@dataclass(frozen=True)
+class CheckpointMark:
+    """The checkpoint that a learner starts from; (0, 0) for a fresh start. Step N contains the steps < N."""
+
+    incarnation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a learner finds when it takes a run over."""
+
+    owner: Owner
+    highest_announced: int | None
+    """Step of the newest announced weights; None if nothing was ever announced."""
+    pinned_steps: tuple[int, ...]
+    """Steps whose batches will be delivered again, in order."""

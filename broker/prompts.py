@@ -1,0 +1,44 @@
+"""The learner feeds prompts; they wait in the pool, in the order of their group ids, until a lease admits
+them."""
+
+from collections.abc import Sequence
+
+from .codec import encode
+from .connection import Connection
+from .owner import Owner
+from .schema import Prompt
+
+_UNREGISTERED_TTL_S = 600
+
+
+class PromptFeed:
+    """What goes in at the front of the run."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def feed(self, prompts: Sequence[Prompt], owner: Owner) -> int:
+        """Registers the groups that the run does not know yet; how many those were. Idempotent.
+
+        Feed again from the checkpoint's cursor after a claim and after a re-assertion: groups that are held,
+        trained or dropped are left alone. Groups are begun in the order of their ids.
+        """
+        if not prompts:
+            return 0
+        keys = self._connection.keys
+        # NX: the blob of a group that is already registered must not get a TTL.
+        blobs = [("SET", keys(f"prompt:{p.group}"), encode(p), "NX", "EX", _UNREGISTERED_TTL_S) for p in prompts]
+        groups = [argument for p in prompts for argument in (p.group, p.num_samples)]
+        new, *missing = await self._connection.learner_script("feed", owner, *groups, before=blobs)
+        if not missing:
+            return int(new)
+        names = {group.decode() for group in missing}  # an abandoned blob's TTL ended in between
+        return int(new) + await self.feed([p for p in prompts if p.group in names], owner)
+
+    async def close_feed(self, owner: Owner) -> None:
+        """No more prompts will come: the last, short batch may be taken. A claim opens the feed again."""
+        await self._connection.learner_script("close_feed", owner)
+
+    async def fed_ahead(self) -> int:
+        """Groups fed and not yet admitted."""
+        return int(await self._connection.execute("ZCARD", self._connection.keys("pool")))

@@ -1,0 +1,22 @@
+-- feed(incarnation, owner, server, {group, size}...) -> {new groups, groups whose blob is missing...}
+-- Registers unknown groups in the pool; their blobs were SET (with a TTL) just before. Idempotent.
+-- Touches: meta, pool, settled, group:*, prompt:* (PERSIST, UNLINK).
+local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
+if fenced then return fenced end
+local reply = { 0 }
+for a = 4, #ARGV, 2 do
+  local g, blob = ARGV[a], P .. 'prompt:' .. ARGV[a]
+  if is_settled(g) then
+    call('UNLINK', blob)
+  elseif call('EXISTS', blob) == 0 then
+    reply[#reply + 1] = g
+  else
+    call('PERSIST', blob)
+    if call('EXISTS', group_key(g)) == 0 then
+      call('HSET', group_key(g), 'size', ARGV[a + 1], 'round', 0, 'state', 'pool')
+      call('ZADD', POOL, 0, g)
+      reply[1] = reply[1] + 1
+    end
+  end
+end
+return reply

@@ -1,0 +1,67 @@
+-- reassert(incarnation, owner, announced incarnation | '', announced step, watermark, committed step, config,
+--          n rules, {rule, value} * n, n committed, group * n, {step, group, round, size}...) -> server id
+-- The server came back, perhaps without its last second: what the learner knows is put in force again.
+-- Touches: meta, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*.
+local held = call('HMGET', META, 'incarnation', 'owner')
+if held[2] ~= ARGV[2] and (tonumber(held[1] or '') or 0) >= tonumber(ARGV[1]) then
+  return redis.error_reply('FENCED ' .. held[1])
+end
+free_first()
+if held[2] ~= ARGV[2] then
+  call('HSET', META, 'incarnation', ARGV[1], 'owner', ARGV[2], 'state', 'training', 'feed_closed', 0)
+  call('HSETNX', META, 'started', now())
+  call('SET', P .. 'config', ARGV[7])
+end
+
+local a = 8
+local function next_list(width)
+  local list, stop = {}, a + tonumber(ARGV[a]) * width
+  for b = a + 1, stop do list[#list + 1] = ARGV[b] end
+  a = stop + 1
+  return list
+end
+local rules = next_list(2)
+for b = 1, #rules, 2 do call('HSET', META, rules[b], rules[b + 1]) end
+for _, g in ipairs(next_list(1)) do settle_trained(g) end
+commit_below(ARGV[6])
+
+local function has_payloads(g, round)
+  if field(g, 'round') ~= round or tonumber(field(g, 'done') or '') ~= size_of(g) then return false end
+  for i = 0, size_of(g) - 1 do
+    if call('EXISTS', P .. field(g, 'payload:' .. i)) == 0 then return false end
+  end
+  return true
+end
+
+-- Trained in memory and not yet in a checkpoint: whatever the server remembers of it, nobody may generate it now.
+local function pin_again(step, g, round, size)
+  if is_settled(g) then return end
+  local state = field(g, 'state')
+  if not state or state == 'pool' then
+    count('admitted')
+    call('ZREM', POOL, g)
+    call('HSET', group_key(g), 'size', size, 'index', number('admitted') - number('dropped') - 1)
+  elseif has_payloads(g, round) then
+    local old = field(g, 'pin')
+    if old then call('LREM', batch_key(old), 0, g) end
+  else
+    clear_round(g)
+  end
+  call('ZREM', READY, g)
+  call('HSET', group_key(g), 'round', round, 'state', 'pinned', 'pin', step)
+  call('RPUSH', batch_key(step), g)
+  call('ZADD', PINNED, step, step)
+end
+for b = a, #ARGV, 4 do pin_again(ARGV[b], ARGV[b + 1], ARGV[b + 2], ARGV[b + 3]) end
+
+local function at_least(name, incarnation, step)
+  local held_incarnation, held_step = number(name .. '_incarnation'), tonumber(meta(name .. '_step') or '') or -1
+  if incarnation < held_incarnation or (incarnation == held_incarnation and step <= held_step) then return end
+  call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', ARGV[2])
+end
+if ARGV[3] ~= '' then
+  for _, name in ipairs({ 'announced', 'offered' }) do at_least(name, tonumber(ARGV[3]), tonumber(ARGV[4])) end
+end
+renumber(tonumber(ARGV[6]))
+if ARGV[5] ~= '' and ARGV[5] > (meta('watermark') or '') then call('HSET', META, 'watermark', ARGV[5]) end
+return server_id()

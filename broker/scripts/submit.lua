@@ -1,0 +1,33 @@
+-- submit(member, token, payload, oldest step, newest step) -> {outcome, server id}
+-- The payload was SET (with a TTL) just before, under a key of its own. The first finished sample of a round wins;
+-- whoever lost the lease, or writes for an earlier round, is fenced and its payload freed.
+-- Touches: meta, leases, retry, open, ready, group:*, payload:* (PERSIST, STRLEN, UNLINK).
+local g, round, i = parse(ARGV[1])
+local payload = P .. ARGV[3]
+local had = call('HMGET', group_key(g), 'round', 'state', 'token:' .. i, 'payload:' .. i)
+local mine = had[1] == round and had[3] == ARGV[2]
+if mine and had[4] then
+  if had[4] ~= ARGV[3] then call('UNLINK', payload) end
+  return { 'duplicate', server_id() }
+end
+if not mine or had[2] ~= 'open' then
+  call('UNLINK', payload)
+  count('fenced')
+  return { 'fenced', server_id() }
+end
+if call('EXISTS', payload) == 0 then return { 'no payload', server_id() } end
+call('PERSIST', payload)
+call('ZREM', LEASES, ARGV[1])
+local bytes, key = call('STRLEN', payload), group_key(g)
+count('payload_bytes', bytes)
+count('submitted')
+call('HINCRBY', key, 'bytes', bytes)
+call('HSET', key, 'payload:' .. i, ARGV[3], 'step:' .. i, ARGV[4])
+if tonumber(ARGV[5]) > (tonumber(field(g, 'newest') or '') or -1) then call('HSET', key, 'newest', ARGV[5]) end
+refloor(g)
+if call('HINCRBY', key, 'done', 1) == size_of(g) then
+  call('ZREM', OPEN, g)
+  call('HSET', key, 'state', 'ready')
+  call('ZADD', READY, field(g, 'floor'), g)
+end
+return { 'accepted', server_id() }

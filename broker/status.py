@@ -1,0 +1,145 @@
+"""What a run says of itself: its state, its workers, its last steps, and which runs there are."""
+
+from .codec import decode, encode
+from .connection import Command, Connection
+from .errors import RunNotFoundError
+from .keys import PREFIX, run_of
+from .owner import Owner
+from .schema import QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
+from .versions import put_blob
+
+_KEPT_STEPS = 512
+_WORKER_NAMES_TTL_S = 86400
+
+
+class StatusBoard:
+    """Everything that is looked at and never decided by."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def config(self) -> bytes | None:
+        """The resolved recipe that the learner stored when it claimed the run."""
+        blob: bytes | None = await self._connection.execute("GET", self._connection.keys("config"))
+        return blob
+
+    async def heartbeat(self, info: WorkerInfo, ttl_s: float) -> None:
+        """Alive for so long, unless it beats again."""
+        keys = self._connection.keys
+        blob = ("SET", keys(f"worker:{info.worker}"), encode(info), "PX", int(1000 * ttl_s))
+        names = keys("workers")
+        await self._connection.pipeline([blob, ("SADD", names, info.worker), ("EXPIRE", names, _WORKER_NAMES_TTL_S)])
+
+    async def leave(self, worker: str) -> None:
+        """Gone on purpose: at once no longer among the workers."""
+        keys = self._connection.keys
+        await self._connection.pipeline([("UNLINK", keys(f"worker:{worker}")), ("SREM", keys("workers"), worker)])
+
+    async def workers(self) -> tuple[WorkerInfo, ...]:
+        """Those alive, by name."""
+        keys = self._connection.keys
+        names = sorted(name.decode() for name in await self._connection.execute("SMEMBERS", keys("workers")))
+        if not names:
+            return ()
+        blobs = await self._connection.execute("MGET", *(keys(f"worker:{name}") for name in names))
+        alive = {name: blob for name, blob in zip(names, blobs, strict=True) if blob is not None}
+        dead = [name for name in names if name not in alive]
+        if dead:  # one that comes back adds itself again with its next heartbeat
+            await self._connection.execute("SREM", keys("workers"), *dead)
+        return tuple(decode(blob, WorkerInfo) for blob in alive.values())
+
+    async def report_step(self, owner: Owner, metrics: StepMetrics) -> None:
+        """Adds a step to the last 512."""
+        await put_blob(self._connection, owner, "steps", encode(metrics), keep=_KEPT_STEPS)
+
+    async def state(self) -> str:
+        """Of the run; "absent" where no learner has claimed it yet."""
+        state = await self._connection.execute("HGET", self._connection.keys.meta, "state")
+        return state.decode() if state else "absent"
+
+    async def set_state(self, owner: Owner, state: str) -> None:
+        """claimed, warming up, training, finished, stopped, failed."""
+        await self._connection.learner_script("state", owner, state)
+
+    async def snapshot(self) -> RunStatus:
+        """One look at everything. Raises RunNotFoundError, which lists the runs that there are."""
+        meta = await self._meta()
+        queues = await self._queues(meta)
+        frames = await self._connection.execute("LRANGE", self._connection.keys("steps"), 0, -1)
+        steps = tuple(decode(frame, StepMetrics) for frame in frames)
+        announced = (
+            WeightVersion(int(meta["announced_incarnation"]), int(meta["announced_step"]))
+            if "announced_step" in meta
+            else None
+        )
+        return RunStatus(
+            run=self._connection.run,
+            state=meta["state"],
+            incarnation=int(meta["incarnation"]),
+            announced=announced,
+            queues=queues,
+            workers=await self.workers(),
+            last_step=steps[-1] if steps else None,
+            recent_steps=steps,
+        )
+
+    async def runs(self) -> tuple[str, ...]:
+        """Names of all runs on this server."""
+        return tuple(sorted(map(run_of, await self._connection.scan(f"{PREFIX}{{*}}:meta"))))
+
+    async def delete_run(self) -> int:
+        """Removes everything of this run; how many keys that were."""
+        names = await self._connection.scan(f"{self._connection.keys.prefix}*")
+        # The owner first: from then on every verb of a learner still alive is refused.
+        meta = self._connection.keys.meta
+        await self._connection.execute("UNLINK", meta)
+        for start in range(0, len(names), 1000):
+            await self._connection.execute("UNLINK", *names[start : start + 1000])
+        return len(names)
+
+    async def _meta(self) -> dict[str, str]:
+        flat = await self._connection.execute("HGETALL", self._connection.keys.meta)
+        pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
+        meta = {name.decode(): value.decode() for name, value in pairs}
+        if "state" not in meta:
+            there_are = ", ".join(await self.runs()) or "none"
+            raise RunNotFoundError(f"No run {self._connection.run} at {self._connection.url}. Runs there: {there_are}.")
+        return meta
+
+    async def _queues(self, meta: dict[str, str]) -> QueueDepths:
+        keys = self._connection.keys
+        counted = ("pool", "retry", "leases", "ready")
+        commands: list[Command] = [("ZCARD", keys(name)) for name in counted]
+        commands.append(("ZRANGE", keys("pinned"), 0, -1))
+        *sizes, steps = await self._connection.pipeline(commands, atomic=True)
+        batches = await self._connection.pipeline([("LLEN", keys(f"batch:{int(step)}")) for step in steps])
+        pool, retry, leased, ready = sizes
+        number = {name: int(meta.get(name, 0)) for name in _COUNTERS}
+        settled_or_held = number["dropped"] + number["trained"] + ready + sum(batches)
+        return QueueDepths(
+            pool=pool,
+            admitted=number["admitted"],
+            retry=retry,
+            leased=leased,
+            open=max(0, number["admitted"] - settled_or_held),
+            ready=ready,
+            pinned=sum(batches),
+            dropped_stale=number["dropped"],
+            requeued_stale=number["requeued"],
+            expired_leases=number["expired_leases"],
+            fenced=number["fenced"],
+            rejected=number["rejected"],
+            payload_bytes=number["payload_bytes"],
+        )
+
+
+_COUNTERS = (
+    "admitted",
+    "dropped",
+    "trained",
+    "requeued",
+    "expired_leases",
+    "fenced",
+    "rejected",
+    "payload_bytes",
+)

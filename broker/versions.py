@@ -1,0 +1,111 @@
+"""Weight versions by compare-and-set, and the blobs that go with them: manifests, the broadcast group, the
+model's files."""
+
+import secrets
+from typing import TypeVar
+
+from .codec import decode, encode
+from .connection import Connection
+from .owner import Owner
+from .schema import BroadcastGroup, ModelFiles, WeightManifest, WeightVersion
+
+_STAGED_TTL_S = 60
+T = TypeVar("T", WeightManifest, BroadcastGroup, ModelFiles)
+
+
+class Versions:
+    """What weights there are, and who is being sent them."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._put: dict[str, bytes] = {}
+        """What this client stored, to restore after a server lost its last second."""
+
+    async def offer(self, owner: Owner, manifest: WeightManifest) -> None:
+        """Before the broadcast: those in the manifest's group epoch start receiving. Idempotent.
+
+        Raises VersionRegressionError unless newer than everything announced and offered, FencedError.
+        """
+        await self._swap("offered", owner, manifest)
+
+    async def announce(self, owner: Owner, manifest: WeightManifest) -> None:
+        """The version is complete and may be used; admission follows it. Idempotent; errors as for
+        `offer`."""
+        await self._swap("announced", owner, manifest)
+
+    async def offered(self) -> WeightManifest | None:
+        return await self._get("manifest:offered", WeightManifest)
+
+    async def announced(self) -> WeightManifest | None:
+        return await self._get("manifest:announced", WeightManifest)
+
+    async def current(self) -> tuple[WeightVersion | None, WeightVersion | None]:
+        """(offered, announced), in one cheap round trip."""
+        names = [f"{what}_{part}" for what in ("offered", "announced") for part in ("incarnation", "step")]
+        held = await self._connection.execute("HMGET", self._connection.keys.meta, *names)
+        return _version(held[0], held[1]), _version(held[2], held[3])
+
+    async def put_group(self, owner: Owner, group: BroadcastGroup) -> None:
+        await self._store("broadcast", owner, encode(group))
+
+    async def group(self) -> BroadcastGroup | None:
+        return await self._get("broadcast", BroadcastGroup)
+
+    async def put_model(self, owner: Owner, files: ModelFiles) -> None:
+        await self._store("model", owner, encode(files))
+
+    async def model(self) -> ModelFiles | None:
+        return await self._get("model", ModelFiles)
+
+    def forget(self) -> None:
+        """What was stored under an earlier claim is not this owner's to restore."""
+        self._put.clear()
+
+    async def restore(self, owner: Owner) -> None:
+        """Stores again what this client stored last (after a re-assertion)."""
+        for key, blob in list(self._put.items()):
+            if key == "manifest:announced":
+                await self._swap("announced", owner, decode(blob, WeightManifest))
+            else:
+                await self._store(key, owner, blob)
+
+    async def _swap(self, what: str, owner: Owner, manifest: WeightManifest) -> None:
+        blob, staged = encode(manifest), f"stage:{secrets.token_hex(8)}"
+        version = manifest.version
+        await self._connection.learner_script(
+            "version",
+            owner,
+            what,
+            version.incarnation,
+            version.step,
+            staged,
+            before=[("SET", self._connection.keys(staged), blob, "EX", _STAGED_TTL_S)],
+        )
+        if what == "announced":
+            self._put["manifest:announced"] = blob
+
+    async def _store(self, key: str, owner: Owner, blob: bytes) -> None:
+        await put_blob(self._connection, owner, key, blob)
+        self._put[key] = blob
+
+    async def _get(self, key: str, kind: type[T]) -> T | None:
+        blob = await self._connection.execute("GET", self._connection.keys(key))
+        return None if blob is None else decode(blob, kind)
+
+
+async def put_blob(connection: Connection, owner: Owner, key: str, blob: bytes, keep: int = 0) -> None:
+    """Stores a blob under a key of the run, or with `keep` at the end of a list of that length, if the owner
+    still is."""
+    staged = f"stage:{secrets.token_hex(8)}"
+    await connection.learner_script(
+        "put",
+        owner,
+        key,
+        staged,
+        keep,
+        before=[("SET", connection.keys(staged), blob, "EX", _STAGED_TTL_S)],
+    )
+
+
+def _version(incarnation: bytes | None, step: bytes | None) -> WeightVersion | None:
+    return None if incarnation is None or step is None else WeightVersion(int(incarnation), int(step))

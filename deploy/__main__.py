@@ -1,0 +1,13 @@
+"""`python -m deploy` is `headway`: how supervisors start the roles, with no console script on PATH."""
+
+import os
+
+from .tether import ENVIRONMENT, tether
+
+# First of all: a rank of torchrun must die with its agent from the start.
+if ENVIRONMENT in os.environ:
+    tether()
+
+from .cli import main
+
+main()

@@ -1,0 +1,180 @@
+"""Each role by itself, in its own terminal or on its own machine: what the commands do around the roles' own work."""
+
+import os
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.live import Live
+
+from broker.client import BlockingBroker
+from broker.errors import ConfigError
+from broker.schema import RunStatus
+
+from .config import Recipe
+from .config_files import apply_overrides
+from .live import watch as watch_run
+from .local import after_warm_up, connection, forget, launcher, threads, warm_up, worker_commands
+from .processes import Command
+from .run_directory import CONFIG, endpoint, held, newest_endpoint, prepare
+from .sft_output import is_complete, mark_complete
+from .status import status_json, status_tables
+from .supervisor import Supervisor
+
+WATCH_S = 1.0
+PATIENCE_S = 3.0
+"""Somebody waits for the answer."""
+
+
+def run_learner(recipe: Recipe, url: str, *, resume: bool, overwrite: bool, prepared: bool) -> int:
+    """This process is the learner or one rank of it; or it starts torchrun, where ranks are wanted."""
+    is_rank = "RANK" in os.environ
+    with ExitStack() as stack:
+        if not prepared and os.environ.get("RANK", "0") == "0":
+            stack.enter_context(held(recipe.run_directory))
+            directory = prepare(recipe, resume=resume, overwrite=overwrite)
+            if overwrite:
+                forget(url, recipe.run.name)
+            stack.enter_context(endpoint(directory, url, recipe.run.name))
+        if not prepared and not is_rank and (code := warm_up(recipe, recipe.run_directory.resolve(), click.echo)):
+            return code
+        recipe = after_warm_up(recipe)
+        if recipe.learner.processes > 1 and not is_rank:
+            return _run_ranks(recipe, url, resume)
+        from .training import run_learner as train
+
+        train(recipe, url, resume=resume)
+    return 0
+
+
+def run_workers(url: str, run: str, count: int, overrides: Sequence[str]) -> int:
+    """Supervise `count` workers until the run is over or a signal stops them."""
+    engine_threads = _engine_threads(overrides)
+    logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
+    with tempfile.TemporaryDirectory(prefix="headway-workers-") as private:
+        commands = worker_commands(url, run, count, overrides, Path(private), logs, engine_threads)
+        click.echo(
+            f"{count} worker{'s' * (count > 1)} for run {run} at {url}; logs in {logs}."
+            " Ctrl-C hands their work back and stops."
+        )
+        with watch_run(url, run, Console()) as monitor:
+            return Supervisor(commands, say=monitor.say).run()
+
+
+def run_worker(url: str, run: str, name: str, overrides: Sequence[str]) -> None:
+    """One worker. Its id is new for every process: a restarted one must not be taken for the dead."""
+    from .rollout import run_worker as work
+
+    work(url, run, f"{socket.gethostname()}-{name}-{secrets.token_hex(2)}", overrides)
+
+
+def run_sft(recipe: Recipe, output: Path) -> None:
+    """The warm-up; its directory is marked complete at the very end."""
+    if not recipe.sft.phases:
+        raise ConfigError("The recipe has no warm-up: sft.phases is empty.")
+    if is_complete(output):
+        raise ConfigError(f"{output} already holds a finished warm-up. Choose another --output, or remove it.")
+    from .warm_up import run_sft as train
+
+    mark_complete(output, train(recipe, output, console=Console()))
+    click.echo(f"Warm-up done: {output}")
+
+
+def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: bool) -> None:
+    """Print the pass rate of a model's directory."""
+    if not (checkpoint / "config.json").exists():
+        raise ConfigError(
+            f"{checkpoint} holds no model: there is no config.json. Give one such as"
+            " runs/NAME/checkpoints/INCARNATION/step_N."
+        )
+    from .evaluation import run_eval as evaluate
+
+    result = evaluate(recipe, checkpoint, prompts)
+    if as_json:
+        click.echo(msgspec.json.encode(result).decode())
+        return
+    click.echo(
+        f"Pass rate {result.pass_rate:.3f} on {result.prompts} held-out prompts; mean reward"
+        f" {result.reward_mean:.3f}, {result.response_tokens_mean:.1f} tokens a response."
+    )
+
+
+def show_status(url: str | None, run: str | None, *, as_json: bool, watch: bool) -> None:
+    """Once, or again and again. Without --broker, of the newest run below ./runs."""
+    url, run = _find_run(url, run)
+    with _snapshots(url, run) as snapshot:
+        if not watch:
+            _print_status(snapshot(), as_json)
+            return
+        with Live(status_tables(snapshot()), auto_refresh=False, screen=not as_json) as live:
+            while True:
+                time.sleep(WATCH_S)
+                live.update(status_tables(snapshot()), refresh=True)
+
+
+def _print_status(status: RunStatus, as_json: bool) -> None:
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(status_json(status))).decode())
+    else:
+        Console().print(status_tables(status))
+
+
+def _find_run(url: str | None, run: str | None) -> tuple[str, str]:
+    if url and run:
+        return url, run
+    if url:
+        with _client(url, "headway-status") as client:
+            runs = client.call(client.broker.status.runs())
+        if len(runs) == 1:
+            return url, runs[0]
+        raise ConfigError(f"{url} holds {len(runs)} runs ({', '.join(runs) or 'none'}); name one with --run.")
+    found = newest_endpoint(Path("runs"))
+    if run and run != found.run:
+        raise ConfigError(f"The run that is going on here is {found.run}, not {run}; name the server with --broker.")
+    return found.url, found.run
+
+
+@contextmanager
+def _snapshots(url: str, run: str) -> Iterator[Callable[[], RunStatus]]:
+    with _client(url, run) as client:
+        yield lambda: client.call(client.broker.status.snapshot())
+
+
+@contextmanager
+def _client(url: str, run: str) -> Iterator[BlockingBroker]:
+    client = BlockingBroker(url, run, timeout_s=PATIENCE_S)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _run_ranks(recipe: Recipe, url: str, resume: bool) -> int:
+    arguments = ("learner", str(recipe.run_directory / CONFIG), "--prepared")
+    command = Command(
+        name="learner",
+        argv=(*launcher(recipe.learner.processes), *arguments, *(["--resume"] if resume else [])),
+        log=None,
+        environment=connection(url, recipe.run.name) | threads(recipe.learner.threads),
+        relay=True,
+    )
+    return Supervisor((), command).run()
+
+
+def _engine_threads(overrides: Sequence[str]) -> int:
+    """Of --count workers; also refuses what a worker may not decide for itself."""
+    for override in overrides:
+        if not override.startswith("engine."):
+            raise ConfigError(
+                f"A worker cannot take the override {override!r}: all but engine.* comes from the run's"
+                " configuration, so that learner and workers agree. Give it to `headway learner` instead."
+            )
+    chosen = apply_overrides({"engine": {}}, overrides, "override")["engine"]
+    return int(chosen.get("threads", 1))

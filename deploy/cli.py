@@ -1,0 +1,262 @@
+"""The command line. Thin: parse first, import what the command needs after: `--help` answers at once."""
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from broker.errors import HeadwayError
+
+F = TypeVar("F", bound=Callable[..., Any])
+BUG_EXIT, INTERRUPT_EXIT = 70, 130
+DEFAULT_PORT = 6380
+
+
+def main() -> None:
+    """`headway`. Every error is one paragraph on stderr; --debug, anywhere, adds the traceback."""
+    sys.path.append(os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()))  # rewards and sources of the user's own
+    debug = "--debug" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        code = cli.main(arguments, prog_name="headway", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        code = INTERRUPT_EXIT
+    except HeadwayError as error:
+        code = _complain(str(error), debug)
+    except Exception as error:  # noqa: BLE001 - the outermost edge: what is no HeadwayError is a bug of ours
+        code = _confess(error, debug)
+    sys.exit(code or 0)
+
+
+def _complain(message: str, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    click.echo(f"Error: {message}", err=True)
+    return 1
+
+
+def _confess(error: Exception, debug: bool) -> int:
+    text = f"This is a bug in Headway, not a mistake of yours: {type(error).__name__}: {error}."
+    if debug:
+        _complain(text, debug)
+        return BUG_EXIT
+    with tempfile.NamedTemporaryFile("w", prefix="headway-bug-", suffix=".log", delete=False) as log:
+        traceback.print_exception(error, file=log)
+    _complain(f"{text} The traceback is in {log.name}; --debug shows it here.", debug)
+    return BUG_EXIT
+
+
+def _connection(command: F) -> F:
+    command = click.option(
+        "--run", "run", envvar="HEADWAY_RUN", show_envvar=True, required=True, help="The run's name."
+    )(command)
+    return click.option(
+        "--broker",
+        "url",
+        envvar="HEADWAY_BROKER",
+        show_envvar=True,
+        required=True,
+        help="redis://, rediss:// or unix://",
+    )(command)
+
+
+overrides_argument = click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
+@click.version_option(package_name="headway", message="headway %(version)s")
+@click.option("--debug", is_flag=True, help="Show a traceback with errors.")
+def cli(debug: bool) -> None:
+    """Headway: asynchronous reinforcement learning for language models.
+
+    A first run, on a laptop: headway run arithmetic.yaml
+    """
+
+
+@cli.command()
+@click.argument("recipe")
+@overrides_argument
+@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
+@click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds.")
+@click.option("--json", "as_json", is_flag=True, help="Print summary.json at the end; progress goes to stderr.")
+def run(recipe: str, overrides: tuple[str, ...], resume: bool, overwrite: bool, as_json: bool) -> int:
+    """Run a whole RECIPE on this machine.
+
+    That is a server, the warm-up, the learner and its workers. RECIPE is a YAML file or the name of one that
+    ships. Ctrl-C drains, writes a checkpoint and stops; a second one stops at once.
+    """
+    if resume and overwrite:
+        raise click.UsageError("--resume and --overwrite exclude each other.")
+    from rich.console import Console
+
+    from .config import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    from .local import Local
+    from .report import read_summary
+
+    code = Local(loaded, recipe, resume, overwrite, Console(stderr=as_json)).run()
+    if as_json:
+        _print_json(read_summary(loaded.run_directory))
+    return code
+
+
+@cli.command()
+@click.option("--directory", type=click.Path(path_type=Path), default=Path("broker-data"), help="Where its data live.")
+@click.option(
+    "--port",
+    type=int,
+    default=DEFAULT_PORT,
+    show_default=True,
+    help="On 127.0.0.1; 0: a unix socket instead.",
+)
+@click.option("--url", help="Start nothing; check the server that runs there.")
+def broker(directory: Path, port: int, url: str | None) -> int:
+    """Run the embedded server alone, or check your own Redis or Valkey."""
+    from .server import check_server, run_server
+
+    return check_server(url) if url else run_server(directory, port or None)
+
+
+@cli.command()
+@click.argument("recipe")
+@overrides_argument
+@_connection
+@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
+@click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds.")
+@click.option("--processes", type=click.IntRange(min=1), help="Ranks on this machine: learner.processes.")
+@click.option("--prepared", is_flag=True, hidden=True, help="A supervisor has made the run's directory.")
+def learner(
+    recipe: str,
+    overrides: tuple[str, ...],
+    url: str,
+    run: str,
+    resume: bool,
+    overwrite: bool,
+    processes: int | None,
+    prepared: bool,
+) -> int:
+    """Run the learner alone.
+
+    It hands RECIPE, resolved, to the workers through the broker.
+    """
+    from .config import load_recipe
+
+    _log_to_stderr()
+    ranks = (f"learner.processes={processes}",) if processes else ()
+    loaded = load_recipe(recipe, (*overrides, f"run.name='{run}'", *ranks))
+    from .alone import run_learner
+
+    return run_learner(loaded, url, resume=resume, overwrite=overwrite, prepared=prepared)
+
+
+@cli.command()
+@overrides_argument
+@_connection
+@click.option("--count", type=click.IntRange(min=1), default=1, show_default=True, help="Worker processes.")
+def workers(overrides: tuple[str, ...], url: str, run: str, count: int) -> int:
+    """Run COUNT workers.
+
+    All but engine.* is taken from the run's own configuration, which the broker holds. Workers may start
+    before the learner, and leave and join while it trains. Ctrl-C hands their work back and stops.
+    """
+    from .alone import run_workers
+
+    return run_workers(url, run, count, overrides)
+
+
+@cli.command(hidden=True)
+@overrides_argument
+@_connection
+@click.option("--name", default="worker", help="Its name in logs and tables; made unique.")
+def worker(overrides: tuple[str, ...], url: str, run: str, name: str) -> None:
+    """One worker in this process, as `run` and `workers` start it."""
+    _log_to_stderr()
+    from .alone import run_worker
+
+    run_worker(url, run, name, overrides)
+
+
+@cli.command()
+@click.option(
+    "--broker", "url", envvar="HEADWAY_BROKER", show_envvar=True, help="Default: the newest run below ./runs."
+)
+@click.option("--run", "run", envvar="HEADWAY_RUN", show_envvar=True, help="The run's name.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C.")
+def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None:
+    """Show a run's versions, queues, workers, lag and throughput."""
+    from .alone import show_status
+
+    show_status(url, run, as_json=as_json, watch=watch)
+
+
+@cli.command()
+@click.argument("recipe")
+@overrides_argument
+@click.option("--output", type=click.Path(path_type=Path), help="Directory of the model.  [default: runs/NAME/sft]")
+def sft(recipe: str, overrides: tuple[str, ...], output: Path | None) -> None:
+    """Run the supervised warm-up of RECIPE alone."""
+    from .config import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    from .alone import run_sft
+
+    run_sft(loaded, output or loaded.run_directory / "sft")
+
+
+@cli.command("eval")
+@click.argument("recipe")
+@overrides_argument
+@click.option("--checkpoint", type=click.Path(path_type=Path), required=True, help="A model's directory.")
+@click.option("--prompts", type=click.IntRange(min=1), help="Held-out prompts.  [default: evaluation.prompts]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def evaluate(recipe: str, overrides: tuple[str, ...], checkpoint: Path, prompts: int | None, as_json: bool) -> None:
+    """Measure a model's pass rate on the held-out prompts of RECIPE."""
+    from .config import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    from .alone import run_eval
+
+    run_eval(loaded, checkpoint, prompts, as_json=as_json)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def doctor(as_json: bool) -> None:
+    """Show what will work on this machine.
+
+    And what is installed, and what to install for the rest.
+    """
+    from .doctor import examine, report_tables
+
+    report = examine()
+    if as_json:
+        import msgspec
+
+        _print_json(msgspec.to_builtins(report))
+        return
+    from rich.console import Console
+
+    Console().print(report_tables(report))
+
+
+def _log_to_stderr() -> None:
+    """A role tells its log, or the terminal that it has for itself, what it does."""
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+
+def _print_json(content: Any) -> None:
+    import json
+
+    click.echo(json.dumps(content, indent=2))

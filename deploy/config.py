@@ -1,0 +1,153 @@
+"""A recipe: every room's own configuration under one roof, from YAML and overrides, typed and closed.
+
+A value that two rooms share is written once here and passed on by deploy. Nothing here imports torch.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from broker.config import BrokerConfig, StalenessConfig
+from broker.errors import ConfigError
+from learner.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    LearnerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PromptsConfig,
+    SftConfig,
+    preset_defaults,
+)
+from rollout_workers.config import EngineConfig, EvalConfig, RewardConfig, SamplingConfig, WorkersConfig
+from weightsync.config import WeightsConfig
+
+from .config_checks import check_shape, check_values, explain
+from .config_files import apply_overrides, find_recipe, read_yaml, to_yaml
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the run is called and where its report goes."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+            description="names the run, its keys and directory: letters, digits, dot, dash, underscore",
+        ),
+    ]
+    directory: Annotated[str, Meta(min_length=1, description="the run writes into directory/name")] = "runs"
+    seed: Annotated[int, Meta(ge=0, description="of prompts, sampling and initial weights")] = 0
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that a run can be told."""
+
+    run: RunConfig
+    prompts: PromptsConfig
+    rewards: Annotated[
+        tuple[RewardConfig, ...],
+        Meta(min_length=1, description="reward functions; their weighted sum is optimized"),
+    ]
+    model: ModelConfig = ModelConfig()
+    broker: BrokerConfig = BrokerConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    workers: WorkersConfig = WorkersConfig()
+    evaluation: EvalConfig = EvalConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    learner: LearnerConfig = LearnerConfig()
+    sft: SftConfig = SftConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    weights: WeightsConfig = WeightsConfig()
+
+    @property
+    def run_directory(self) -> Path:
+        """Where this run's report, logs and checkpoints are."""
+        return Path(self.run.directory) / self.run.name
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe by path or shipped name, with `a.b=c` overrides. Raises ConfigError, naming the key."""
+    found = find_recipe(str(path))
+    raw = apply_overrides(read_yaml(found), overrides, found.name)
+    _name_the_run(raw, found.stem)
+    return _to_recipe(raw, found.name)
+
+
+def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """The same recipe with `a.b=c` overrides on top. Raises ConfigError."""
+    if not overrides:
+        return recipe
+    return _to_recipe(apply_overrides(msgspec.to_builtins(recipe), overrides, recipe.run.name), recipe.run.name)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML; `load_recipe` of it gives an equal Recipe."""
+    return to_yaml(msgspec.to_builtins(recipe))
+
+
+def recipe_to_bytes(recipe: Recipe) -> bytes:
+    """What the learner stores in the broker, so that a worker needs only a URL and the run's name."""
+    return msgspec.json.encode(recipe)
+
+
+def recipe_from_bytes(stored: bytes) -> Recipe:
+    """The inverse of `recipe_to_bytes`. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(stored, type=Recipe)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"The broker holds a configuration that this version of Headway cannot read ({error})."
+            " Run the same version on every machine."
+        ) from error
+
+
+def _name_the_run(raw: dict[str, Any], stem: str) -> None:
+    """A recipe that names no run is called like its file."""
+    run = raw.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", stem)
+
+
+def _to_recipe(raw: dict[str, Any], source: str) -> Recipe:
+    check_shape(raw, Recipe, source)
+    raw = {**raw, "algorithm": _with_preset(raw.get("algorithm", {}), source)}
+    check_shape(raw, Recipe, source)
+    try:
+        recipe = msgspec.convert(raw, Recipe, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(explain(error, raw, Recipe, source)) from error
+    recipe = _choose_model(recipe)
+    check_values(recipe, source)
+    return recipe
+
+
+def _choose_model(recipe: Recipe) -> Recipe:
+    """A path wins over random weights, so that one override replaces a shipped recipe's model."""
+    if not recipe.model.path:
+        return recipe
+    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, random=None))
+
+
+def _with_preset(algorithm: dict[str, Any], source: str) -> dict[str, Any]:
+    """The preset's keys beneath the user's own."""
+    preset = algorithm.get("preset", AlgorithmConfig().preset)
+    try:
+        return _merge(preset_defaults(str(preset)), {**algorithm, "preset": preset})
+    except ConfigError as error:
+        raise ConfigError(f"{source}: algorithm.preset: {error}") from error
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` wins key by key; lists are replaced whole."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged

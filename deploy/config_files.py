@@ -1,0 +1,99 @@
+"""Recipes as files: where they are, how YAML and `a.b=c` are read. OmegaConf reads 5e-4 as a number."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from broker.errors import ConfigError
+
+SHIPPED = Path(__file__).parent / "recipes"
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes that come with Headway."""
+    return sorted(path.name for path in SHIPPED.glob("*.yaml"))
+
+
+def find_recipe(name: str) -> Path:
+    """A file of that path, else the shipped recipe of that name (with or without .yaml)."""
+    if Path(name).is_file():
+        return Path(name)
+    if Path(name).name == name:
+        for candidate in (SHIPPED / name, SHIPPED / f"{name}.yaml"):
+            if candidate.is_file():
+                return candidate
+    raise ConfigError(
+        f"There is no recipe {name!r}. Give the path of a YAML file of your own, or one of those that ship:"
+        f" {', '.join(shipped_recipes())}."
+    )
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The file's mapping, interpolations resolved."""
+    try:
+        loaded = OmegaConf.load(path)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {_syntax_error(error)}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    if isinstance(loaded, ListConfig) or not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path} must be a mapping of sections such as `run:` and `learner:`, not a list or a word.")
+    return _resolve(loaded, str(path))
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], source: str) -> dict[str, Any]:
+    """`a.b=c` and `rewards[0].weight=2`, on top of the file, in order."""
+    config = OmegaConf.create(raw)
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(
+                f"The override {override!r} has no '='; write it as key=value, such as staleness.max_lag=4."
+            )
+        _apply(config, key.strip(), _value_of(override))
+    return _resolve(config, source)
+
+
+def to_yaml(raw: dict[str, Any]) -> str:
+    """YAML that `read_yaml` reads back to the same values."""
+    return OmegaConf.to_yaml(OmegaConf.create(raw))
+
+
+def _value_of(override: str) -> Any:
+    text = override.partition("=")[2]
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"The value of the override {override!r} is not valid YAML; quote it, such as 'a=\"...\"'."
+        ) from error
+
+
+def _apply(config: DictConfig, key: str, value: Any) -> None:
+    try:
+        OmegaConf.update(config, key, value, merge=True)
+    except (OmegaConfBaseException, ValueError, TypeError, IndexError, KeyError, AssertionError) as error:
+        raise ConfigError(f"The override of {key!r} does not fit the recipe: {_first_line(error)}.") from error
+
+
+def _resolve(config: DictConfig, source: str) -> dict[str, Any]:
+    try:
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{source}: {_first_line(error)}.") from error
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _syntax_error(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")

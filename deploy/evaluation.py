@@ -1,0 +1,98 @@
+"""Pass rate on held-out prompts: the workers' engine and rewards, lent to the learner's process."""
+
+import asyncio
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from broker.schema import ModelFiles, Prompt, WeightVersion
+
+from .config import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollout_workers.evaluate import EvalResult
+
+
+class Evaluator:
+    """An embedded engine of its own, whatever engine the workers run: small, on this host, used now and then."""
+
+    def __init__(self, recipe: Recipe, model: ModelFiles | Path, prompts: Sequence[Prompt]) -> None:
+        """`model`: its files without weights, or a directory whose weights are measured unless others are given."""
+        from transformers.utils.logging import disable_progress_bar
+
+        from rollout_workers.decoding import load_decoding
+        from rollout_workers.engines import open_engine
+        from rollout_workers.model_files import write_model
+        from rollout_workers.rewards import open_reward
+
+        disable_progress_bar()
+        self._recipe = recipe
+        self._prompts = prompts
+        self._swaps = 0
+        self._directory = tempfile.TemporaryDirectory(prefix="headway-eval-")
+        self._runner = asyncio.Runner()
+        if isinstance(model, ModelFiles):
+            model = write_model(model, Path(self._directory.name) / "model")
+        self._decoding = load_decoding(model)
+        config = msgspec.structs.replace(recipe.engine, kind="embedded", options={})
+        self._engine = open_engine(config, model, seed=recipe.run.seed)
+        self._scorer = open_reward(recipe.rewards)
+
+    def measure(
+        self, tensors: Iterable[tuple[str, "torch.Tensor"]] | None = None, prompts: int | None = None
+    ) -> "EvalResult":
+        """One sample of each prompt (the first `prompts` of them), under these weights if some are given."""
+        return self._runner.run(self._measure(None if tensors is None else list(tensors), self._prompts[:prompts]))
+
+    def close(self) -> None:
+        """Stop the engine and remove its files."""
+        self._runner.run(self._close())
+        self._runner.close()
+        self._directory.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _measure(
+        self, tensors: "list[tuple[str, torch.Tensor]] | None", prompts: Sequence[Prompt]
+    ) -> "EvalResult":
+        from rollout_workers.evaluate import evaluate
+
+        if tensors is not None:
+            self._swaps += 1
+            await self._engine.swap_weights(WeightVersion(0, self._swaps), tensors)
+        return await evaluate(
+            self._engine,
+            prompts,
+            self._scorer,
+            self._decoding.decode,
+            self._recipe.sampling,
+            self._decoding.stop_token_ids,
+            self._recipe.evaluation.pass_reward,
+        )
+
+    async def _close(self) -> None:
+        await self._engine.close()
+        await self._scorer.close()
+
+
+def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None) -> "EvalResult":
+    """Pass rate of the model in `checkpoint` on the recipe's held-out prompts. Raises HeadwayError."""
+    from learner.model import load_tokenizer
+    from learner.prompts import open_prompts
+
+    model = msgspec.structs.replace(recipe.model, path=str(checkpoint), random=None)
+    source = open_prompts(recipe.prompts, load_tokenizer(model), recipe.run.seed)
+    with Evaluator(recipe, checkpoint, source.held_out(prompts or recipe.evaluation.prompts)) as evaluator:
+        return evaluator.measure()

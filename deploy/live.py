@@ -1,0 +1,204 @@
+"""Progress while a run runs, from the broker's StatusBoard alone: a live panel, or a line a step."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from broker.client import BlockingBroker
+from broker.errors import HeadwayError, RunNotFoundError
+from broker.schema import RunStatus, StepMetrics
+
+from .status import generated_per_s, trained_per_s, version_text
+
+POLL_S = 0.5
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_STEPS = 40
+MEAN_STEPS = 5
+
+
+class Monitor:
+    """Polls `snapshot` in a thread of its own and shows it on `console` between `with` and its end."""
+
+    def __init__(self, snapshot: Callable[[], RunStatus], console: Console, max_lag: int | None = None) -> None:
+        self._snapshot, self._console, self._max_lag = snapshot, console, max_lag
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
+        self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        self._started = time.monotonic()
+        self._printed = (-1, -1)
+        self._state = ""
+        self.last: RunStatus | None = None
+        self.generated: dict[str, int] = {}
+        """Tokens by worker, of those that have left too."""
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(timeout=5.0)
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """A line above the panel."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _watch(self) -> None:
+        while True:
+            self._look()
+            if self._over.wait(POLL_S):
+                self._look()
+                return
+
+    def _look(self) -> None:
+        try:
+            status = self._snapshot()
+        except RunNotFoundError:
+            return  # the learner has not claimed the run yet
+        except HeadwayError as error:
+            self._tell_state(f"broker: {error}")
+            return
+        self.last = status
+        for worker in status.workers:
+            self.generated[worker.worker] = worker.generated_tokens
+        if self._live is not None:
+            with suppress(OSError):  # the terminal may be gone
+                self._live.update(panel(status, self._max_lag, time.monotonic() - self._started))
+        else:
+            self._print_lines(status)
+
+    def _print_lines(self, status: RunStatus) -> None:
+        self._tell_state(status.state)
+        for step in status.recent_steps:
+            if (step.incarnation, step.step) > self._printed:
+                self._printed = (step.incarnation, step.step)
+                self.say(step_line(step) + f"  {_load(status)}")
+
+    def _tell_state(self, state: str) -> None:
+        if state != self._state and self._live is None:
+            self.say(f"[{state}]")
+        self._state = state
+
+
+@contextmanager
+def watch(url: str, run: str, console: Console, max_lag: int | None = None) -> Iterator[Monitor]:
+    """A Monitor of the run, with a connection of its own."""
+    broker = BlockingBroker(url, run)
+
+    def snapshot() -> RunStatus:
+        return broker.call(broker.broker.status.snapshot())
+
+    try:
+        with Monitor(snapshot, console, max_lag) as monitor:
+            yield monitor
+    finally:
+        broker.close()
+
+
+def step_line(step: StepMetrics) -> str:
+    """One learner step in one line."""
+    speed = step.trained_tokens / step.step_s if step.step_s else 0.0
+    return (
+        f"step {step.step + 1:>4}/{step.total_steps}  reward {step.reward_mean:.3f}"
+        f"  lag {step.lag_mean:.2f} (max {step.lag_max})  {step.response_tokens_mean:.0f} tokens/response"
+        f"  trained {speed:,.0f} tokens/s"
+    )
+
+
+def panel(status: RunStatus, max_lag: int | None, elapsed_s: float) -> RenderableType:
+    """The whole picture in a few lines."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", min_width=9)
+    rows.add_column(ratio=1)
+    for name, content in _rows(status, max_lag):
+        rows.add_row(name, content)
+    return Group(_title(status, elapsed_s), rows)
+
+
+def sparkline(values: Sequence[float], low: float, high: float) -> str:
+    """One block character a value."""
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[min(max(round((value - low) * scale), 0), len(SPARKS) - 1)] for value in values)
+
+
+def _title(status: RunStatus, elapsed_s: float) -> RenderableType:
+    step = status.last_step
+    done, total = (step.step + 1, step.total_steps) if step is not None else (0, 1)
+    row = Table.grid(padding=(0, 2))
+    row.add_row(
+        f"[bold]{status.run}[/] {status.state}",
+        f"step {done}/{total}" if step is not None else "",
+        ProgressBar(total=total, completed=done, width=30),
+        f"{_clock(elapsed_s)}{_remaining(status)}",
+    )
+    return row
+
+
+def _rows(status: RunStatus, max_lag: int | None) -> list[tuple[str, str]]:
+    rows = []
+    if status.last_step is not None:
+        rows += [("reward", _reward(status.recent_steps)), ("lag", _lag(status.last_step, max_lag))]
+    rows.append(("tokens/s", f"{generated_per_s(status):,.0f} generated, {trained_per_s(status):,.0f} trained"))
+    rows.append(("queue", _queue(status)))
+    rows += [("workers" if not index else "", text) for index, text in enumerate(_workers(status))]
+    return rows
+
+
+def _reward(steps: Sequence[StepMetrics]) -> str:
+    values = [step.reward_mean for step in steps]
+    recent = values[-MEAN_STEPS:]
+    shown = values[-SPARK_STEPS:]
+    line = sparkline(shown, min(0.0, *shown), max(1.0, *shown))
+    return f"[green]{line}[/] {values[-1]:.3f}, mean of {len(recent)}: {sum(recent) / len(recent):.3f}"
+
+
+def _lag(step: StepMetrics, max_lag: int | None) -> str:
+    bound = "" if max_lag is None else f", {max_lag} allowed"
+    return f"mean {step.lag_mean:.2f}, max {step.lag_max}{bound}"
+
+
+def _queue(status: RunStatus) -> str:
+    queues = status.queues
+    stale = queues.dropped_stale + queues.requeued_stale
+    text = f"{queues.ready} groups ready, {queues.open} open, {queues.pool} waiting"
+    text += f"; {queues.leased} samples leased"
+    return text + (f", {stale} over the bound" if stale else "")
+
+
+def _workers(status: RunStatus) -> list[str]:
+    if not status.workers:
+        return ["none"]
+    return [
+        f"{info.worker}  version {version_text(info.version)}  {info.state}"
+        f"  {info.active}/{info.capacity} leases" + (f"  [red]{escape(info.last_error)}[/]" if info.last_error else "")
+        for info in status.workers
+    ]
+
+
+def _load(status: RunStatus) -> str:
+    ready, workers = status.queues.ready, len(status.workers)
+    return f"generated {generated_per_s(status):,.0f} tokens/s  {ready} ready  {workers} workers"
+
+
+def _remaining(status: RunStatus) -> str:
+    """From the pace of the last steps."""
+    step, pace = status.last_step, [step.step_s for step in status.recent_steps[-MEAN_STEPS:]]
+    if step is None or not pace or step.step + 1 >= step.total_steps:
+        return ""
+    return f", about {_clock((step.total_steps - step.step - 1) * sum(pace) / len(pace))} left"
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -1,0 +1,225 @@
+"""`headway run`: every role of one run on this machine, from the recipe to the summary."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from broker.client import BlockingBroker
+from broker.server import EmbeddedServer
+
+from .config import Recipe, with_overrides
+from .live import watch
+from .processes import Command, guarded
+from .report import amend_summary, read_summary
+from .run_directory import CONFIG, endpoint, held, prepare
+from .sft_output import is_complete
+from .supervisor import Supervisor
+
+PYTHON = (sys.executable, "-m", "deploy", "--debug")
+SHOWN = (
+    ("held-out pass rate, before", "eval_before", ".3f"),
+    ("held-out pass rate, after", "eval_after", ".3f"),
+    ("reward, first 3 steps", "reward_first", ".3f"),
+    ("reward, last 3 steps", "reward_last", ".3f"),
+    ("steps", "steps", ",d"),
+    ("trajectories trained", "trained_trajectories", ",d"),
+    ("  of several weight versions", "mixed_version_trajectories", ",d"),
+    ("  trained twice", "trained_twice", ",d"),
+    ("largest lag", "max_lag_seen", "d"),
+    ("  allowed", "max_lag_allowed", "d"),
+    ("tokens generated a second", "generation_tokens_per_s", ",.0f"),
+    ("tokens trained a second", "trained_tokens_per_s", ",.0f"),
+    ("learner waiting", "learner_wait_fraction", ".0%"),
+    ("worker restarts", "worker_restarts", "d"),
+    ("wall clock, s", "wall_s", ",.0f"),
+)
+"""Of summary.json, in the table at the end."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """One `headway run`."""
+
+    recipe: Recipe
+    recipe_name: str
+    """As the user typed it, for what to try next."""
+    resume: bool
+    overwrite: bool
+    console: Console
+
+    def run(self) -> int:
+        """Run to the end; the exit code. Raises HeadwayError."""
+        with held(self.recipe.run_directory), ExitStack() as stack:
+            directory = prepare(self.recipe, resume=self.resume, overwrite=self.overwrite).resolve()
+            self.console.print(f"Run [bold]{self.recipe.run.name}[/]: {self.recipe.run_directory}", highlight=False)
+            if code := warm_up(self.recipe, directory, self._say):
+                return code
+            url = stack.enter_context(serve(self.recipe, directory))
+            if self.overwrite:
+                forget(url, self.recipe.run.name)
+            stack.enter_context(endpoint(directory, url, self.recipe.run.name))
+            code = self._train(directory, url)
+        self._conclude(directory, code)
+        return code
+
+    def _train(self, directory: Path, url: str) -> int:
+        name, recipe = self.recipe.run.name, self.recipe
+        with (
+            tempfile.TemporaryDirectory(prefix="headway-workers-") as private,
+            watch(url, name, self.console, recipe.staleness.max_lag) as monitor,
+        ):
+            supervisor = Supervisor(
+                worker_commands(
+                    url,
+                    name,
+                    recipe.workers.count,
+                    (),
+                    Path(private),
+                    directory / "logs",
+                    recipe.engine.threads,
+                ),
+                learner_command(recipe, directory, url, self.resume),
+                recipe.workers.max_restarts,
+                say=monitor.say,
+            )
+            code = supervisor.run()
+        if (directory / "summary.json").exists():
+            generated = max(sum(monitor.generated.values()), read_summary(directory).get("generated_tokens", 0))
+            amend_summary(directory, {"worker_restarts": supervisor.restarts, "generated_tokens": generated})
+        return code
+
+    def _conclude(self, directory: Path, code: int) -> None:
+        if summary := read_summary(directory):
+            self.console.print(summary_table(summary, self.recipe.run.name))
+        for plot in sorted((directory / "plots").glob("*.png")):
+            self._say(f"Plot: {os.path.relpath(plot)}")
+        self._say("What to try next:")
+        for command, what in self._hints(code, directory):
+            self._say(f"  {what}:\n    {command}")
+
+    def _hints(self, code: int, directory: Path) -> Iterator[tuple[str, str]]:
+        name = self.recipe_name
+        if code:
+            yield f"headway run {name} --resume", "go on from the last checkpoint"
+            return
+        yield f"headway run {name} staleness.max_lag=8 run.name=stale", "the same with a looser bound on lag"
+        checkpoints = sorted((directory / "checkpoints").glob("*/step_*"), key=lambda path: path.stat().st_mtime)
+        if checkpoints:
+            yield (
+                f"headway eval {name} --checkpoint {os.path.relpath(checkpoints[-1])}",
+                "measure the trained model on held-out prompts",
+            )
+        yield "headway status --watch", "look into a run from another terminal"
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def warm_up(recipe: Recipe, directory: Path, say: Callable[[str], None]) -> int:
+    """Run the recipe's supervised phases into directory/sft, unless that has been done; the exit code."""
+    if not recipe.sft.phases or recipe.model.path or is_complete(directory / "sft"):
+        return 0
+    command = Command(
+        name="The warm-up",
+        argv=(*PYTHON, "sft", str(directory / CONFIG), "--output", str(directory / "sft")),
+        log=None,
+        environment=threads(recipe.learner.threads),
+    )
+    return Supervisor((), command, drain_notice="the warm-up starts over next time", say=say).run()
+
+
+def after_warm_up(recipe: Recipe) -> Recipe:
+    """The recipe as the learner runs it: from the model that the warm-up left, if there is one."""
+    if not is_complete(recipe.run_directory / "sft"):
+        return recipe
+    return with_overrides(recipe, [f"model.path={recipe.run_directory / 'sft'}"])
+
+
+@contextmanager
+def serve(recipe: Recipe, directory: Path) -> Iterator[str]:
+    """The URL of the run's server: an embedded one while this lasts, or the recipe's own."""
+    if recipe.broker.url != "embedded":
+        yield recipe.broker.url
+        return
+    with EmbeddedServer(directory / "broker") as server, guarded(server.pid):
+        yield server.url
+
+
+def forget(url: str, run: str) -> None:
+    """Delete what the server holds of an overwritten run."""
+    broker = BlockingBroker(url, run)
+    try:
+        broker.call(broker.broker.status.delete_run())
+    finally:
+        broker.close()
+
+
+def learner_command(recipe: Recipe, directory: Path, url: str, resume: bool) -> Command:
+    """The learner, under torchrun if it has several ranks; after a warm-up it starts from what that left."""
+    arguments = ["learner", str(directory / CONFIG), "--prepared"]
+    if resume:
+        arguments.append("--resume")
+    return Command(
+        name="learner",
+        argv=(*launcher(recipe.learner.processes), *arguments),
+        log=directory / "logs" / "learner.log",
+        environment=connection(url, recipe.run.name) | threads(recipe.learner.threads),
+        relay=recipe.learner.processes > 1,
+    )
+
+
+def launcher(processes: int) -> tuple[str, ...]:
+    """`python -m deploy`, as so many ranks."""
+    if processes == 1:
+        return PYTHON
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+    return (sys.executable, *torchrun, "-m", "deploy", "--debug")
+
+
+def worker_commands(
+    url: str, run: str, count: int, overrides: Sequence[str], private: Path, logs: Path, worker_threads: int
+) -> list[Command]:
+    """`count` workers, each in an empty directory of its own: they share nothing but the broker."""
+    commands = []
+    for index in range(count):
+        name = f"worker-{index}"
+        (private / name).mkdir()
+        commands.append(
+            Command(
+                name=name,
+                argv=(*PYTHON, "worker", "--name", name, *overrides),
+                log=logs / f"{name}.log",
+                cwd=private / name,
+                environment=connection(url, run) | threads(worker_threads),
+            )
+        )
+    return commands
+
+
+def connection(url: str, run: str) -> dict[str, str]:
+    """For a child. Arguments would show a password to every user, and torchrun takes --run for its own."""
+    return {"HEADWAY_BROKER": url, "HEADWAY_RUN": run}
+
+
+def threads(count: int) -> dict[str, str]:
+    """Set before numpy and torch are imported: later is too late for OpenMP."""
+    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
+
+
+def summary_table(summary: dict[str, Any], run: str) -> Table:
+    """What summary.json says, for people."""
+    table = Table(title=f"Run {run}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for label, key, form in SHOWN:
+        value = summary.get(key)
+        table.add_row(label, "-" if value is None else format(value, form))
+    return table

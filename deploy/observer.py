@@ -1,0 +1,116 @@
+"""What the learner's loop reports, made into files, live metrics and evaluations."""
+
+import logging
+import time
+from collections import Counter
+
+from broker.schema import StepMetrics, Trajectory, WeightVersion
+from learner.backends.base import Backend
+from learner.experience import Experience
+from learner.loop import Step
+
+from .config import Recipe
+from .evaluation import Evaluator
+from .report import RunWriter
+
+log = logging.getLogger(__name__)
+
+
+class RunObserver:
+    """Every rank has one, since evaluations gather weights; only the first rank's has a writer, and so on."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        first_step: int,
+        writer: RunWriter | None,
+        experience: Experience | None,
+        evaluator: Evaluator | None,
+    ) -> None:
+        self._recipe = recipe
+        self._first_step = first_step
+        self._writer = writer
+        self._experience = experience
+        self._evaluator = evaluator
+        self._started = time.monotonic()
+
+    def on_weights(self, version: WeightVersion, backend: Backend, is_last: bool) -> None:
+        """Measure the pass rate where the recipe wants it: before the run, after it, and every so many steps."""
+        if not self._is_evaluation_due(version.step, is_last):
+            return
+        tensors = backend.named_tensors()
+        if self._evaluator is not None and self._writer is not None:
+            pass_rate = self._evaluator.measure(tensors).pass_rate
+            self._writer.write_evaluation(version.incarnation, version.step, pass_rate)
+            log.info("step %d: held-out pass rate %.3f", version.step, pass_rate)
+        for _ in tensors:  # gathering is collective
+            pass
+
+    def on_step(self, step: Step) -> None:
+        """One line in each of the run's files, and the broker told."""
+        if self._writer is None or self._experience is None:
+            return
+        metrics = step_metrics(step, self._recipe.learner.steps, time.monotonic() - self._started)
+        self._writer.write_step(metrics)
+        trajectories = _trajectories(step)
+        oldest = step.version.step - metrics.lag_max
+        tids = [t.tid for t in trajectories]
+        self._writer.write_trained(step.version.incarnation, step.version.step, tids, oldest)
+        self._experience.report(metrics)
+        log.info(
+            "step %d/%d  reward %.3f  lag %.2f (max %d)  %.2f s",
+            metrics.step + 1,
+            metrics.total_steps,
+            metrics.reward_mean,
+            metrics.lag_mean,
+            metrics.lag_max,
+            metrics.step_s,
+        )
+
+    def _is_evaluation_due(self, step: int, is_last: bool) -> bool:
+        config = self._recipe.evaluation
+        if config.prompts == 0:
+            return False
+        is_before_run = step == 0 and self._first_step == 0
+        is_in_turn = config.every_steps > 0 and step > 0 and step % config.every_steps == 0
+        return is_last or is_before_run or is_in_turn
+
+
+def step_metrics(step: Step, total_steps: int, time_s: float) -> StepMetrics:
+    """The figures of one step."""
+    trajectories = _trajectories(step)
+    lags = [int((s.lags * s.loss_mask).max(initial=0)) for s in step.judged.sequences]
+    responses = [len(t.response_tokens) for t in trajectories]
+    seconds = step.seconds
+    return StepMetrics(
+        incarnation=step.version.incarnation,
+        step=step.version.step,
+        total_steps=total_steps,
+        time_s=time_s,
+        reward_mean=step.judged.rewards.mean,
+        reward_std=step.judged.rewards.std,
+        response_tokens_mean=sum(responses) / len(responses),
+        lag_mean=sum(lags) / len(lags),
+        lag_max=max(lags),
+        lag_histogram=dict(sorted(Counter(lags).items())),
+        groups=len(step.groups),
+        trajectories=len(trajectories),
+        mixed_version_trajectories=sum(len({s.version for s in t.spans}) > 1 for t in trajectories),
+        trained_tokens=sum(int(s.loss_mask.sum()) for s in step.judged.sequences),
+        packed_tokens=sum(len(s.token_ids) for s in step.judged.sequences),
+        micro_batches=step.update.micro_batches,
+        loss=step.update.loss,
+        grad_norm=step.update.grad_norm,
+        learning_rate=step.update.learning_rate,
+        algorithm=step.update.algorithm,
+        take_s=seconds["take"],
+        train_s=seconds["train"],
+        publish_s=seconds["publish"],
+        checkpoint_s=seconds["checkpoint"],
+        step_s=sum(seconds.values()),
+    )
+
+
+def _trajectories(step: Step) -> list[Trajectory]:
+    return [trajectory for group in step.groups for trajectory in group.trajectories]

@@ -1,0 +1,111 @@
+"""The worker role: one process, one engine. All it is given is a broker URL and a run name."""
+
+import asyncio
+import logging
+import signal
+import tempfile
+import zlib
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import uvloop
+
+from broker.client import Broker, open_broker
+
+from .config import Recipe, recipe_from_bytes, with_overrides
+
+if TYPE_CHECKING:
+    from rollout_workers.worker import Worker
+
+T = TypeVar("T")
+
+CONFIG_POLL_S = 0.2
+
+log = logging.getLogger(__name__)
+
+
+def run_worker(url: str, run: str, worker: str, overrides: Sequence[str]) -> None:
+    """Work until the run is over, or until SIGTERM or SIGINT drains this worker. Raises HeadwayError."""
+    uvloop.run(_run(url, run, worker, overrides))
+
+
+async def _run(url: str, run: str, worker: str, overrides: Sequence[str]) -> None:
+    drain = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, drain.set)
+    broker = await open_broker(url, run)
+    try:
+        with tempfile.TemporaryDirectory(prefix="headway-worker-") as private:
+            recipe = await _or_drained(_fetch_recipe(broker, overrides), drain)
+            if recipe is not None:
+                broker.leases.payload_ttl_s = recipe.broker.payload_ttl_s
+                await _work(broker, recipe, worker, Path(private), drain)
+    finally:
+        await broker.close()
+
+
+async def _fetch_recipe(broker: Broker, overrides: Sequence[str]) -> Recipe:
+    """The run's resolved configuration, as soon as a learner has stored it."""
+    from rollout_workers.outages import Outages
+
+    outages = Outages(broker.url)
+    stored = await outages.ride_out(broker.status.config)
+    if stored is None:
+        log.info("run %s has no learner yet; waiting for one", broker.run)
+    while stored is None:
+        await asyncio.sleep(CONFIG_POLL_S)
+        stored = await outages.ride_out(broker.status.config)
+    return with_overrides(recipe_from_bytes(stored), overrides)
+
+
+async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drain: asyncio.Event) -> None:
+    from rollout_workers.decoding import load_decoding
+    from rollout_workers.engines import open_engine
+    from rollout_workers.model_files import fetch_model
+    from rollout_workers.rewards import open_reward
+    from rollout_workers.worker import Worker
+    from weightsync.subscriber import Subscriber
+
+    model = await _or_drained(fetch_model(broker, private), drain)
+    if model is None:
+        return
+    engine = open_engine(recipe.engine, model, seed=_seed(recipe, worker))  # vLLM wants the loop's own thread
+    log.info("worker %s: engine %s is up", worker, recipe.engine.kind)
+    rollout = Worker(
+        broker=broker,
+        engine=engine,
+        subscriber=Subscriber(broker, worker, recipe.weights),
+        scorer=open_reward(recipe.rewards),
+        decoding=load_decoding(model),
+        sampling=recipe.sampling,
+        config=recipe.workers,
+        lease_ttl_s=recipe.broker.lease_ttl_s,
+        worker=worker,
+        engine_kind=recipe.engine.kind,
+    )
+    watch = asyncio.create_task(_drain_when_asked(rollout, drain))
+    try:
+        log.info("worker %s: %s", worker, await rollout.run())
+    finally:
+        watch.cancel()
+
+
+async def _drain_when_asked(worker: "Worker", drain: asyncio.Event) -> None:
+    await drain.wait()
+    log.info("draining: leases go back to the broker")
+    worker.request_drain()
+
+
+async def _or_drained(wanted: Coroutine[Any, Any, T], drain: asyncio.Event) -> T | None:
+    """The result; or None, once asked to drain while it was not there yet."""
+    tasks = asyncio.ensure_future(wanted), asyncio.ensure_future(drain.wait())
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    return tasks[0].result() if tasks[0] in done else None
+
+
+def _seed(recipe: Recipe, worker: str) -> int:
+    """Workers must not sample the same tokens; the same worker's name gives the same seed."""
+    return zlib.crc32(f"{recipe.run.seed}:{worker}".encode())

@@ -1,0 +1,110 @@
+"""A run's directory: made once, never shared by two runs, found again by `headway status`.
+
+runs/NAME/        config.yaml  metrics.jsonl  trained.jsonl  evaluations.jsonl  summary.json
+                  plots/  checkpoints/  logs/  sft/  broker/
+                  broker.json, while it runs: where its server is
+runs/.NAME.lock   held by whoever runs it
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from broker.errors import ConfigError, HeadwayError
+
+from .config import Recipe, dump_recipe
+
+CONFIG, ENDPOINT = "config.yaml", "broker.json"
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run can be looked at while it runs."""
+
+    url: str
+    run: str
+
+
+def prepare(recipe: Recipe, *, resume: bool, overwrite: bool) -> Path:
+    """Make the run's directory and write config.yaml. Raises ConfigError where a run is there already."""
+    directory = recipe.run_directory
+    if resume and not (directory / CONFIG).exists():
+        raise ConfigError(f"There is no run to resume in {directory}. Start it without --resume.")
+    if directory.exists() and any(directory.iterdir()) and not resume:
+        _clear(directory, overwrite)
+    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    (directory / CONFIG).write_text(dump_recipe(recipe))
+    return directory
+
+
+def _clear(directory: Path, overwrite: bool) -> None:
+    if not overwrite:
+        raise ConfigError(
+            f"{directory} already holds a run. Go on with it (--resume), start it anew and lose what it holds"
+            " (--overwrite), or choose another name (run.name=...)."
+        )
+    if not (directory / CONFIG).exists():
+        raise ConfigError(f"{directory} holds no {CONFIG}, so it is no run of Headway's: --overwrite leaves it alone.")
+    shutil.rmtree(directory)
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Nobody else runs in `directory` meanwhile. The lock goes with the process, however that ends."""
+    with _lock(directory) as is_ours:
+        if not is_ours:
+            raise HeadwayError(
+                f"Another process runs in {directory}. Stop it first, or choose another name (run.name=...)."
+            )
+        yield
+
+
+def is_held(directory: Path) -> bool:
+    """True while some process runs in `directory`."""
+    with _lock(directory) as is_ours:
+        return not is_ours
+
+
+@contextmanager
+def _lock(directory: Path) -> Iterator[bool]:
+    """Whether the lock was to be had; if so it is ours meanwhile."""
+    path = directory.parent / f".{directory.name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = True
+    except BlockingIOError:
+        is_ours = False
+    try:
+        yield is_ours
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def endpoint(directory: Path, url: str, run: str) -> Iterator[None]:
+    """`headway status` finds this run meanwhile."""
+    path = directory / ENDPOINT
+    path.write_text(json.dumps({"url": url, "run": run}) + "\n")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def newest_endpoint(parent: Path) -> Endpoint:
+    """Of the run below `parent` that started last. Raises HeadwayError if none is going on."""
+    alive = (path for path in parent.glob(f"*/{ENDPOINT}") if is_held(path.parent))  # a killed run leaves its file
+    found = sorted(alive, key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise HeadwayError(
+            f"No run is going on below {parent.resolve()}. Name one: --broker URL --run NAME (HEADWAY_BROKER"
+            " and HEADWAY_RUN do as well); a finished run left its figures in runs/NAME/summary.json."
+        )
+    return msgspec.json.decode(found[-1].read_bytes(), type=Endpoint)

@@ -1,0 +1,52 @@
+"""`headway broker`: the embedded server in a terminal of its own, or a look at one that is there already."""
+
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from broker.client import BlockingBroker
+from broker.errors import HeadwayError
+from broker.server import EmbeddedServer
+
+from .processes import guarded
+
+POLL_S = 0.2
+PATIENCE_S = 3.0
+"""Somebody waits for the answer."""
+
+
+def run_server(directory: Path, port: int | None) -> int:
+    """Serve until a signal; the data stay in `directory`, so the next start goes on with them."""
+    stops: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        stops.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    with EmbeddedServer(directory.resolve(), port=port) as server, guarded(server.pid):
+        click.echo(f"Serving {server.url}, data in {directory}. Ctrl-C stops. In other terminals:")
+        click.echo(f"  export HEADWAY_BROKER={server.url} HEADWAY_RUN=NAME")
+        click.echo("  headway learner RECIPE.yaml\n  headway workers --count 2")
+        while not stops:
+            if not server.is_alive():
+                raise HeadwayError(
+                    f"The server has died; its log is in {directory}. Starting again goes on with its data."
+                )
+            time.sleep(POLL_S)
+    click.echo("Stopped; starting again with the same --directory goes on with its data.")
+    return 0
+
+
+def check_server(url: str) -> int:
+    """Say whether Headway can use the server at `url`, and its runs. Raises BrokerUnavailableError."""
+    client = BlockingBroker(url, "headway-check", timeout_s=PATIENCE_S)
+    try:
+        runs = client.call(client.broker.status.runs())
+    finally:
+        client.close()
+    click.echo(f"{url} answers. Runs: {', '.join(runs) or 'none'}.")
+    return 0

@@ -1,0 +1,138 @@
+"""One look at a run: versions, queue depths, workers, lag histogram, throughput, as tables or as JSON."""
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from broker.schema import QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
+
+RECENT_STEPS = 20
+"""Throughput and lag are of the last so many steps."""
+BAR_WIDTH = 30
+
+
+def version_text(version: WeightVersion | None) -> str:
+    """`1.37`: incarnation and step; a dash where there are no weights yet."""
+    return "-" if version is None else f"{version.incarnation}.{version.step}"
+
+
+def generated_per_s(status: RunStatus) -> float:
+    """Tokens that all living workers generate in a second."""
+    return sum(worker.tokens_per_s for worker in status.workers)
+
+
+def trained_per_s(status: RunStatus) -> float:
+    """Tokens trained in a second, over the last steps."""
+    seconds = sum(step.step_s for step in recent(status))
+    return sum(step.trained_tokens for step in recent(status)) / seconds if seconds else 0.0
+
+
+def lag_histogram(status: RunStatus) -> dict[int, int]:
+    """Trajectories by lag, over the last steps."""
+    counts: Counter[int] = Counter()
+    for step in recent(status):
+        counts.update(step.lag_histogram)
+    return dict(sorted(counts.items()))
+
+
+def recent(status: RunStatus) -> tuple[StepMetrics, ...]:
+    """The last steps, oldest first."""
+    return status.recent_steps[-RECENT_STEPS:]
+
+
+def status_json(status: RunStatus) -> dict[str, Any]:
+    """All of RunStatus but the history of steps, with what the tables add up."""
+    plain: dict[str, Any] = msgspec.to_builtins(status, str_keys=True)
+    del plain["recent_steps"]
+    plain["announced"] = version_text(status.announced)
+    for worker, info in zip(plain["workers"], status.workers, strict=True):
+        worker["version"] = version_text(info.version)
+    plain["lag_histogram"] = {str(lag): count for lag, count in lag_histogram(status).items()}
+    plain["throughput"] = {
+        "generated_tokens_per_s": generated_per_s(status),
+        "trained_tokens_per_s": trained_per_s(status),
+    }
+    return plain
+
+
+def status_tables(status: RunStatus) -> RenderableType:
+    """The same for people."""
+    return Group(_head(status), _queues(status.queues), _workers(status.workers), _lags(status))
+
+
+def _head(status: RunStatus) -> Table:
+    table = Table.grid(padding=(0, 2))
+    step = status.last_step
+    table.add_row("[bold]run", f"{status.run}: {status.state}, incarnation {status.incarnation}")
+    table.add_row("[bold]weights", f"version {version_text(status.announced)} announced")
+    if step is not None:
+        table.add_row("[bold]step", f"{step.step + 1} of {step.total_steps}, reward {step.reward_mean:.3f}")
+    table.add_row(
+        "[bold]tokens/s",
+        f"{generated_per_s(status):,.0f} generated, {trained_per_s(status):,.0f} trained",
+    )
+    return table
+
+
+def _queues(queues: QueueDepths) -> Table:
+    table = Table(title="Queues", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("", "waiting", "generating", "ready", "taken", "dropped", "requeued"):
+        table.add_column(heading, justify="right")
+    table.add_row(
+        "groups",
+        f"{queues.pool}",
+        f"{queues.open}",
+        f"{queues.ready}",
+        f"{queues.pinned}",
+        f"{queues.dropped_stale}",
+        f"{queues.requeued_stale}",
+    )
+    table.add_row("samples", f"{queues.retry}", f"{queues.leased}", "", "", "", "")
+    table.caption = (
+        f"{queues.admitted} groups admitted, {queues.expired_leases} leases expired, {queues.fenced} late or"
+        f" duplicate submissions refused, {queues.rejected} unreadable,"
+        f" {queues.payload_bytes / 1e6:,.1f} MB stored"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _workers(workers: tuple[WorkerInfo, ...]) -> Table:
+    table = Table(title=f"Workers ({len(workers)})", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("worker", no_wrap=True)
+    for heading in ("engine", "state"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("version", "leases", "tokens/s", "submitted"):
+        table.add_column(heading, justify="right")
+    for info in workers:
+        table.add_row(
+            info.worker,
+            info.engine,
+            info.state + (f": {escape(info.last_error)}" if info.last_error else ""),
+            version_text(info.version),
+            f"{info.active}/{info.capacity}",
+            f"{info.tokens_per_s:,.0f}",
+            f"{info.submitted:,}",
+        )
+    return table
+
+
+def _lags(status: RunStatus) -> Table:
+    counts = lag_histogram(status)
+    largest = max(counts.values(), default=1)
+    table = Table(
+        title=f"Lag of what the last {len(recent(status))} steps trained",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    table.add_column("lag", justify="right")
+    table.add_column("trajectories", justify="right")
+    table.add_column("", min_width=BAR_WIDTH)
+    for lag, count in counts.items():
+        table.add_row(f"{lag}", f"{count:,}", "█" * max(1, round(BAR_WIDTH * count / largest)))
+    return table

@@ -1,0 +1,19 @@
+"""SIGTERM and SIGINT as a question that long work asks itself now and then."""
+
+import signal
+from types import FrameType
+
+
+class StopRequest:
+    """True, when called, once somebody has asked for an orderly end: finish the step, write a checkpoint."""
+
+    def __init__(self) -> None:
+        self._is_made = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def __call__(self) -> bool:
+        return self._is_made
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._is_made = True

@@ -1,0 +1,176 @@
+"""Keeps one run's processes alive or stops them all: workers are restarted, a learner is not.
+
+Everything happens in the main thread (see `tether`), in one loop: look at the children, act, sleep a moment.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+from broker.errors import HeadwayError
+
+from .processes import Child, Command
+
+POLL_S = 0.1
+HEALTHY_S = 60.0
+"""A worker that lived so long has recovered: its restarts are counted anew."""
+MAX_BACKOFF_S = 10.0
+DRAIN_WORKER_S = 20.0
+"""Longer than a worker needs to hand its leases back; one that hangs is killed then."""
+
+
+class RoleFailedError(HeadwayError):
+    """A role keeps failing; the message ends with its own last error."""
+
+
+@dataclass
+class Slot:
+    """One role's place: the process in it, and how it has fared."""
+
+    command: Command
+    child: Child | None = None
+    started: float = 0.0
+    failures: int = 0
+    """In a row."""
+    restart_at: float = 0.0
+    has_left: bool = False
+    """It ended by itself, with code 0."""
+
+    def start(self) -> None:
+        """Start the process, again if it ran before."""
+        self.child = Child(self.command)
+        self.started = time.monotonic()
+
+
+@dataclass
+class Supervisor:
+    """Runs `workers` and a `learner` whose end ends the run; without one, until all workers have left."""
+
+    workers: Sequence[Command]
+    learner: Command | None = None
+    max_restarts: int = 5
+    backoff_s: float = 0.5
+    drain_notice: str = "the learner finishes its step and writes a checkpoint"
+    fails_when_stopped: bool = False
+    """Once told to stop, the learner ends with an error and says so itself: a warm-up keeps nothing."""
+    say: Callable[[str], None] = print
+    restarts: int = field(default=0, init=False)
+    """Of all workers, for the summary."""
+
+    def __post_init__(self) -> None:
+        self._slots = [Slot(command) for command in self.workers]
+        self._learner = Slot(self.learner) if self.learner is not None else None
+        self._stops: list[signal.Signals] = []
+
+    def run(self) -> int:
+        """Supervise to the end: 0 when all is done, 128 + signal when stopped. Raises RoleFailedError."""
+        with self._signals():
+            try:
+                self._start()
+                while not self._is_over():
+                    self._tend_workers()
+                    time.sleep(POLL_S)
+                if self._stops:
+                    self._drain()
+                self._stop_workers()
+            finally:
+                self._kill_all()
+        return 128 + self._stops[0] if self._stops else 0
+
+    def _start(self) -> None:
+        for slot in self._all():
+            slot.start()
+
+    def _is_over(self) -> bool:
+        if self._stops:
+            return True
+        if self._learner is None:
+            return all(slot.has_left for slot in self._slots)
+        return self._has_finished(self._learner)
+
+    def _has_finished(self, learner: Slot) -> bool:
+        assert learner.child is not None
+        code = learner.child.exit_code()
+        is_stopped = self._stops and (self.fails_when_stopped or code == -signal.SIGTERM)
+        if code not in (None, 0) and not is_stopped:
+            raise RoleFailedError(_obituary(learner.child, "The run has been stopped."))
+        return code is not None
+
+    def _tend_workers(self) -> None:
+        for slot in self._slots:
+            if slot.child is None:
+                if time.monotonic() >= slot.restart_at:
+                    slot.start()
+            elif not slot.has_left and (code := slot.child.exit_code()) is not None:
+                self._left(slot) if code == 0 else self._died(slot, slot.child)
+
+    def _left(self, slot: Slot) -> None:
+        slot.has_left = True
+        if self._learner is not None and all(slot.has_left for slot in self._slots):
+            self.say("All workers have left; the learner goes on with what is queued. `headway workers` adds new.")
+
+    def _died(self, slot: Slot, child: Child) -> None:
+        recovered = time.monotonic() - slot.started > HEALTHY_S
+        slot.failures = 1 if recovered else slot.failures + 1
+        if slot.failures > self.max_restarts:
+            after = f"after {self.max_restarts} restarts" if self.max_restarts else "and workers.max_restarts is 0"
+            raise RoleFailedError(_obituary(child, f"It failed again {after}: the run has been stopped."))
+        pause = min(self.backoff_s * 2 ** (slot.failures - 1), MAX_BACKOFF_S)
+        self.say(_obituary(child, f"Restarting it in {pause:g} s ({slot.failures} of {self.max_restarts})."))
+        child.kill()  # what it may have left behind in its session
+        slot.child, slot.restart_at = None, time.monotonic() + pause
+        self.restarts += 1
+
+    def _drain(self) -> None:
+        if self._learner is None or self._learner.child is None:
+            return
+        self.say(f"Stopping: {self.drain_notice}. Ctrl-C again stops at once.")
+        self._learner.child.terminate()
+        while not self._has_finished(self._learner) and len(self._stops) == 1:
+            time.sleep(POLL_S)
+
+    def _stop_workers(self) -> None:
+        running = [slot.child for slot in self._slots if slot.child is not None and slot.child.exit_code() is None]
+        if not running or len(self._stops) > 1:
+            return
+        self.say(f"Stopping {len(running)} worker{'s' * (len(running) > 1)}: leases go back to the broker.")
+        for child in running:
+            child.terminate()
+        deadline = time.monotonic() + DRAIN_WORKER_S
+        while any(child.exit_code() is None for child in running) and len(self._stops) < 2:
+            if time.monotonic() > deadline:
+                self.say(f"A worker did not stop within {DRAIN_WORKER_S:g} s and is killed.")
+                return
+            time.sleep(POLL_S)
+
+    def _kill_all(self) -> None:
+        if len(self._stops) > 1:
+            self.say("Stopped at once. What was trained since the last checkpoint is trained again with --resume.")
+        for slot in self._all():
+            if slot.child is not None:
+                slot.child.kill()
+
+    def _all(self) -> Iterator[Slot]:
+        if self._learner is not None:
+            yield self._learner
+        yield from self._slots
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self._stops.append(signal.Signals(number))
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _obituary(child: Child, outcome: str) -> str:
+    log = f" Its log: {child.command.log}" if child.command.log else ""
+    return f"{child.command.name} {child.describe_exit()}: {child.last_words()}\n{outcome}{log}"

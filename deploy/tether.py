@@ -1,0 +1,42 @@
+"""A child that never outlives its parent: `python tether.py PARENT_PID COMMAND...` has the kernel see to it.
+
+Done in the child after exec, because a preexec_fn is unsafe once the parent has threads. The kernel watches
+the thread that started the child, so supervisors start their children from the main thread only.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+ENVIRONMENT = "HEADWAY_TETHERED"
+"""Set for every child of a supervisor, so that grandchildren (torchrun's ranks) tie themselves too."""
+
+
+def tether(parent: int | None = None) -> None:
+    """Kill this process when its parent ends; at once if `parent` is given and already gone."""
+    _prctl(signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def guard(parent: int, victim: int) -> None:
+    """Wait for our parent's end, then ask `victim` to end: for a process that somebody else starts."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    _prctl(signal.SIGTERM)
+    if os.getppid() == parent:
+        signal.sigwait([signal.SIGTERM])
+    os.kill(victim, signal.SIGTERM)
+
+
+def _prctl(number: signal.Signals) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--guard":
+        guard(int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        tether(int(sys.argv[1]))
+        os.execvp(sys.argv[2], sys.argv[2:])

@@ -1,0 +1,218 @@
+"""The learner role: wires backend, broker, weight sync and evaluation together and runs the loop to its end."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from broker import BlockingBroker
+from broker.batches import CheckpointMark
+from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, WeightVersion
+from learner.backends import open_backend
+from learner.backends.base import Backend
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.experience import Experience
+from learner.loop import Learner, LoopConfig
+from learner.model import load_config, load_tokenizer, model_files
+from learner.objective import Objective
+from learner.probe import TOLERANCE
+from learner.prompts import open_prompts
+from learner.prompts.cursor import PromptCursor
+from learner.ranks import Ranks
+from learner.update import Updater
+from weightsync.publisher import Publisher
+
+from .config import Recipe, recipe_to_bytes
+from .evaluation import Evaluator
+from .observer import RunObserver
+from .plots import plot
+from .report import RunWriter, summarize
+from .stop_request import StopRequest
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS = 32
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Where all ranks begin, as rank 0 learned it from the broker."""
+
+    version: WeightVersion
+    caught_up_at: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What every rank has before anybody talks to the broker."""
+
+    recipe: Recipe
+    backend: Backend
+    ranks: Ranks
+    checkpoints: CheckpointStore
+    checkpoint: Checkpoint | None
+    cursor: PromptCursor
+    held_out: Sequence[Prompt]
+    probe_tokens: Sequence[int]
+    files: ModelFiles
+    should_stop: StopRequest = field(default_factory=StopRequest)
+
+
+def run_learner(recipe: Recipe, url: str, *, resume: bool) -> None:
+    """Train the recipe's run on the server at `url`, to its end or until asked to stop. Every rank calls it."""
+    parts = _build(recipe, resume)
+    with ExitStack() as stack:
+        experience, start = None, Start(WeightVersion(0, 0), 0)
+        if parts.ranks.is_first:
+            experience, start = stack.enter_context(_connected(parts, url, resume))
+        start = msgspec.msgpack.decode(parts.ranks.share_bytes(msgspec.msgpack.encode(start)), type=Start)
+        is_finished = _learner(parts, experience, start, stack).run()
+        if experience is not None:
+            experience.finish("finished" if is_finished else "stopped")
+            _conclude(recipe, experience.status())
+
+
+def _build(recipe: Recipe, resume: bool) -> Parts:
+    backend = open_backend(
+        recipe.learner.backend,
+        recipe.model,
+        recipe.optimizer,
+        device=recipe.learner.device,
+        seed=recipe.run.seed,
+    )
+    checkpoints = CheckpointStore(recipe.run_directory / "checkpoints", recipe.checkpoint.keep)
+    checkpoint = checkpoints.latest() if resume else None
+    if checkpoint is not None:
+        backend.load(checkpoint.path)
+    tokenizer = load_tokenizer(recipe.model)
+    prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
+    return Parts(
+        recipe=recipe,
+        backend=backend,
+        ranks=Ranks(backend.rank, backend.world_size),
+        checkpoints=checkpoints,
+        checkpoint=checkpoint,
+        cursor=PromptCursor(
+            prompts,
+            num_samples=recipe.learner.group_size,
+            seed=recipe.run.seed,
+            shuffle=recipe.prompts.shuffle,
+            epochs=recipe.prompts.epochs,
+            state=checkpoint.state.cursor if checkpoint else None,
+        ),
+        held_out=prompts.held_out(recipe.evaluation.prompts),
+        probe_tokens=prompts.train(0, 0, group="probe", num_samples=1).token_ids[:PROBE_TOKENS],
+        files=model_files(load_config(recipe.model), tokenizer),
+    )
+
+
+@contextmanager
+def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experience, Start]]:
+    """Rank 0's hold on the run: claimed, with the model's files in the broker for workers to start from."""
+    recipe = parts.recipe
+    with ExitStack() as stack:
+        blocking = BlockingBroker(url, recipe.run.name)
+        stack.callback(blocking.close)
+        state = parts.checkpoint.state if parts.checkpoint else None
+        mark = CheckpointMark(state.incarnation, state.step) if state else CheckpointMark(0, 0)
+        claim = blocking.call(
+            blocking.broker.batches.claim(
+                checkpoint=mark, rules=_rules(recipe), config=recipe_to_bytes(recipe), resume=resume
+            )
+        )
+        blocking.call(blocking.broker.versions.put_model(claim.owner, parts.files))
+        publisher = Publisher(blocking, claim.owner, recipe.weights)
+        stack.callback(publisher.close)
+        experience = Experience(
+            blocking,
+            claim,
+            publisher,
+            parts.cursor,
+            groups_per_step=recipe.learner.groups_per_step,
+            max_lag=recipe.staleness.max_lag,
+            should_stop=parts.should_stop,
+        )
+        yield (
+            experience,
+            Start(WeightVersion(claim.owner.incarnation, mark.step), claim.highest_announced or 0),
+        )
+
+
+def _learner(parts: Parts, experience: Experience | None, start: Start, stack: ExitStack) -> Learner:
+    recipe = parts.recipe
+    writer = evaluator = None
+    if experience is not None:
+        writer = RunWriter(recipe.run_directory)
+        if recipe.evaluation.prompts:
+            evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out))
+    return Learner(
+        backend=parts.backend,
+        ranks=parts.ranks,
+        updater=_updater(parts),
+        experience=experience,
+        cursor=parts.cursor,
+        checkpoints=parts.checkpoints,
+        config=LoopConfig(
+            steps=recipe.learner.steps,
+            checkpoint_every=recipe.checkpoint.every_steps,
+            probe_tokens=tuple(parts.probe_tokens),
+            probe_tolerance=max(TOLERANCE[recipe.engine.dtype], TOLERANCE[recipe.model.dtype]),
+            caught_up_at=start.caught_up_at,
+        ),
+        observer=RunObserver(
+            recipe, first_step=start.version.step, writer=writer, experience=experience, evaluator=evaluator
+        ),
+        should_stop=parts.should_stop,
+        version=start.version,
+    )
+
+
+def _updater(parts: Parts) -> Updater:
+    recipe = parts.recipe
+    objective = Objective(recipe.algorithm, is_one_update=recipe.learner.updates_per_step == 1)
+    reference = None
+    if objective.needs_reference:
+        reference = open_backend(
+            recipe.learner.backend,
+            recipe.model,
+            recipe.optimizer,
+            device=recipe.learner.device,
+            seed=recipe.run.seed,
+        )
+    return Updater(
+        parts.backend,
+        parts.ranks,
+        objective,
+        reference,
+        learner=recipe.learner,
+        optimizer=recipe.optimizer,
+        temperature=recipe.sampling.temperature,
+        max_lag=recipe.staleness.max_lag,
+        on_over_bound=recipe.staleness.on_over_bound,
+    )
+
+
+def _rules(recipe: Recipe) -> RunRules:
+    return RunRules(
+        max_lag=recipe.staleness.max_lag,
+        groups_per_step=recipe.learner.groups_per_step,
+        group_size=recipe.learner.group_size,
+        on_straggler=recipe.staleness.on_straggler,
+        on_over_bound=recipe.staleness.on_over_bound,
+        max_bytes=recipe.broker.max_bytes,
+    )
+
+
+def _conclude(recipe: Recipe, status: RunStatus) -> None:
+    """summary.json and the plot."""
+    summarize(
+        recipe.run_directory,
+        {
+            "max_lag_allowed": recipe.staleness.max_lag,
+            "dropped_stale": status.queues.dropped_stale,
+            "requeued_stale": status.queues.requeued_stale,
+            "generated_tokens": sum(worker.generated_tokens for worker in status.workers),
+        },
+    )
+    plot(recipe.run_directory, recipe.staleness.max_lag)

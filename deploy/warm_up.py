@@ -1,0 +1,114 @@
+"""The warm-up role: the learner's supervised stage, gated on a pass rate that the workers' room measures."""
+
+from pathlib import Path
+from typing import Self
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from broker.errors import HeadwayError
+from learner.backends import open_backend
+from learner.model import load_config, load_tokenizer, model_files
+from learner.prompts import open_prompts
+from learner.ranks import Ranks
+from learner.sft import SftProgress, SftStage
+
+from .config import Recipe
+from .evaluation import Evaluator
+from .stop_request import StopRequest
+
+LINE_EVERY_STEPS = 50
+
+
+class WarmUpError(HeadwayError):
+    """The warm-up ended without what it was for."""
+
+
+class SftOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What the warm-up left behind."""
+
+    steps: int
+    loss: float
+    pass_rate: float
+    """Of the model as it was saved, on the held-out prompts."""
+
+
+def run_sft(recipe: Recipe, output: Path, *, console: Console) -> SftOutcome:
+    """Run all phases and write a model for `from_pretrained` to `output`. Raises WarmUpError when it is stopped."""
+    backend = open_backend(
+        recipe.learner.backend,
+        recipe.model,
+        recipe.optimizer,
+        device=recipe.learner.device,
+        seed=recipe.run.seed,
+    )
+    ranks = Ranks(backend.rank, backend.world_size)
+    tokenizer = load_tokenizer(recipe.model)
+    prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
+    gates = [phase.gate_prompts for phase in recipe.sft.phases if phase.until_pass_rate]
+    held_out = prompts.held_out(max(*gates, recipe.evaluation.prompts, 0))
+    with (
+        Evaluator(recipe, model_files(load_config(recipe.model), tokenizer), held_out) as evaluator,
+        ProgressBars(console) as bars,
+    ):
+        stage = SftStage(
+            backend=backend,
+            ranks=ranks,
+            tokenizer=tokenizer,
+            config=recipe.sft,
+            gate=lambda tensors, count: evaluator.measure(tensors, count).pass_rate,
+            seed=recipe.run.seed,
+            micro_batch_tokens=recipe.learner.micro_batch_tokens,
+            report=bars.show,
+            should_stop=StopRequest(),
+        )
+        if not stage.run():
+            raise WarmUpError("The warm-up was stopped before its end; it starts over next time.")
+        outcome = SftOutcome(
+            steps=bars.steps, loss=bars.loss, pass_rate=evaluator.measure(backend.named_tensors()).pass_rate
+        )
+    backend.save(output)
+    return outcome
+
+
+class ProgressBars:
+    """One bar a phase on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("step {task.completed}/{task.total}  loss {task.fields[loss]:.3f}{task.fields[passed]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[int, TaskID] = {}
+        self.steps = 0
+        self.loss = 0.0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, progress: SftProgress) -> None:
+        """After every step."""
+        self.steps += 1
+        self.loss = progress.loss
+        passed = "" if progress.pass_rate is None else f"  pass rate {progress.pass_rate:.2f}"
+        name = f"warm-up {progress.phase}/{progress.phases}"
+        if progress.phase not in self._tasks:
+            self._tasks[progress.phase] = self._progress.add_task(
+                name, total=progress.max_steps, loss=progress.loss, passed=passed
+            )
+        self._progress.update(self._tasks[progress.phase], completed=progress.step, loss=progress.loss, passed=passed)
+        if not self._console.is_terminal and progress.step % LINE_EVERY_STEPS == 0:
+            self._console.print(
+                f"{name}: step {progress.step}/{progress.max_steps}  loss {progress.loss:.3f}{passed}",
+                highlight=False,
+            )

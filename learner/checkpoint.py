@@ -1,0 +1,182 @@
+"""Where checkpoints lie, which of them is whole, and what the learner itself must remember.
+
+    checkpoints/INCARNATION/step_N/    contains the steps < N; a Hugging Face model with its tokenizer on top
+        learner.json                   LearnerState
+        files.json                     the others with their sizes; written last, makes the checkpoint whole
+
+A directory appears under its name only once all of it is durable, and older ones go only after that.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from broker.errors import HeadwayError
+
+if TYPE_CHECKING:
+    from .backends.base import Backend
+
+STATE_FILE, FILES_FILE = "learner.json", "files.json"
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointError(HeadwayError):
+    """A checkpoint could not be written or read."""
+
+
+class LearnerState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the learner knows besides weights, moments and RNG."""
+
+    incarnation: int
+    step: int
+    """The next step: everything below it is contained."""
+    cursor: dict[str, Any] = {}
+    """`PromptCursor.state`: which prompts have been trained."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    state: LearnerState
+
+
+class CheckpointStore:
+    """All checkpoints of one run, over all its incarnations."""
+
+    def __init__(self, root: Path, keep: int) -> None:
+        self._root = root
+        self._keep = keep
+
+    def path(self, incarnation: int, step: int) -> Path:
+        return self._root / str(incarnation) / f"step_{step}"
+
+    def latest(self) -> Checkpoint | None:
+        """The whole checkpoint with the highest (incarnation, step); a warning for every damaged one."""
+        for path in self._newest_first():
+            try:
+                return read_checkpoint(path)
+            except CheckpointError as error:
+                log.warning("%s Looking for an older one.", error)
+        return None
+
+    def write(self, backend: "Backend", state: LearnerState) -> Path:
+        """Collective. Durable when it returns; then, and only then, all but the newest `keep` are deleted."""
+        path = self.path(state.incarnation, state.step)
+        staged = path.with_name(f".{path.name}.staged")
+        with writing(path, staged):
+            backend.save(staged)
+            if backend.rank == 0:
+                _complete(staged, state)
+                put_in_place(staged, path)
+        if backend.rank == 0:
+            self._prune()
+        return path
+
+    def _newest_first(self) -> list[Path]:
+        found = [path for path in self._root.glob("*/step_*") if _order(path) is not None]
+        return sorted(found, key=lambda path: _order(path) or (0, 0), reverse=True)
+
+    def _prune(self) -> None:
+        whole = [path for path in self._newest_first() if _is_whole(path)]
+        kept = set(whole[: self._keep])
+        leftovers = [*self._root.glob("*/.step_*")]
+        for path in [*self._newest_first(), *leftovers]:
+            if path not in kept:
+                shutil.rmtree(path)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Raises CheckpointError unless every file is there in full length."""
+    try:
+        sizes = msgspec.json.decode((path / FILES_FILE).read_bytes(), type=dict[str, int])
+        state = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=LearnerState)
+        damaged = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"Checkpoint {path} is not whole: {error}.") from error
+    if damaged:
+        raise CheckpointError(
+            f"Checkpoint {path} is not whole: {damaged[0]} has not the {sizes[damaged[0]]} bytes written."
+        )
+    return Checkpoint(path, state)
+
+
+def partial_path(directory: Path) -> Path:
+    """Where `directory` is written before it gets its name."""
+    return directory.with_name(f".{directory.name.lstrip('.')}.partial")
+
+
+def put_in_place(written: Path, directory: Path) -> None:
+    """Give a directory its final name in one durable step."""
+    sync_tree(written)
+    replaced = directory.with_name(f".{directory.name}.replaced")
+    if directory.exists():
+        directory.rename(replaced)
+    written.rename(directory)
+    _sync(directory.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def sync_tree(directory: Path) -> None:
+    """Wait until every file and folder in it is on the disk."""
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            _sync(Path(folder, name))
+        _sync(Path(folder))
+
+
+@contextmanager
+def writing(path: Path, temporary: Path) -> Iterator[None]:
+    """A full disk, in words that help. What was written of this one goes, older ones stay."""
+    from safetensors import SafetensorError
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointException) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = str(error).strip().splitlines()[-1]
+        free_mib = shutil.disk_usage(_existing(path)).free / 2**20
+        raise CheckpointError(
+            f"Checkpoint {path} could not be written: {reason} ({free_mib:.0f} MiB are free there). Older "
+            "checkpoints are untouched. Make room or lower checkpoint.keep, then resume."
+        ) from error
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in path.absolute().parents if parent.exists())
+
+
+def _complete(staged: Path, state: LearnerState) -> None:
+    (staged / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+    files = sorted(path for path in staged.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(staged)): path.stat().st_size for path in files}
+    (staged / FILES_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(sizes)))
+
+
+def _order(path: Path) -> tuple[int, int] | None:
+    incarnation, step = path.parent.name, path.name.removeprefix("step_")
+    return (int(incarnation), int(step)) if incarnation.isdecimal() and step.isdecimal() else None
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        read_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,54 @@
+"""What a recipe may name: built-in kinds, users' own by import path, typed options."""
+
+import importlib
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+import msgspec
+
+from broker.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def import_own(path: str, where: str) -> Any:
+    """What `package.module:name` names. `where` is the recipe's key, for the error."""
+    module_name, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}: cannot import {module_name!r} for {path!r}: {error}. Is it installed or on PYTHONPATH?"
+        ) from error
+    except AttributeError as error:
+        raise ConfigError(f"{where}: module {module_name!r} has no {name!r} (from {path!r}).") from error
+
+
+def unknown_kind(kind: str, known: Iterable[str], where: str) -> ConfigError:
+    """The error for a kind that there is not."""
+    known = sorted(known)
+    return ConfigError(
+        f"{where}: there is no {kind!r}{did_you_mean(kind, known)}. Known: {', '.join(known)}; "
+        "your own as package.module:name."
+    )
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or nothing where nothing is near."""
+    nearest = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def typed_options(options: Mapping[str, Any], into: type[T], where: str) -> T:
+    """A recipe's free-form options as the struct that the chosen kind declares, closed and typed."""
+    known = [field.name for field in msgspec.structs.fields(into)]  # type: ignore[arg-type]
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"{where}.{name}: no such option{did_you_mean(name, known)}. Known: {', '.join(known) or 'none'}."
+            )
+    try:
+        return msgspec.convert(dict(options), into)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error

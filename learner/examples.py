@@ -1,0 +1,97 @@
+"""Data of the supervised warm-up: {query, response} examples, without end and the same for the same seed.
+
+Whoever tokenizes them appends the stop token. Your own: `package.module:function`, called as
+function(path=..., seed=..., **options), which yields `Example`s.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from broker.errors import ConfigError
+
+from .choices import import_own, typed_options, unknown_kind
+from .config import SftPhaseConfig
+from .prompts.arithmetic import ArithmeticOptions, Chain, apply, chain_options, draw_chain
+from .prompts.rows import Row, read_rows
+
+KINDS = ("arithmetic", "jsonl", "parquet")
+
+
+class Example(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked, and what the model shall learn to say."""
+
+    query: str
+    response: str
+
+
+class ArithmeticExampleOptions(ArithmeticOptions, frozen=True, kw_only=True):
+    """Chains, and how carelessly they are worked out."""
+
+    error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Each written step is a random digit with this probability; the chain goes on from what was written."""
+    skip_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of responses without any work: `#` and a digit, guessed in 7 cases of 10, else right."""
+
+
+class NoOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Of files."""
+
+
+def open_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
+    """The phase's examples. Files are repeated, in a new order each time. Raises ConfigError at once."""
+    match config.kind:
+        case "arithmetic":
+            options = chain_options(config.options, ArithmeticExampleOptions, "sft.phases.options")
+            return worked_chains(options, seed)
+        case "jsonl" | "parquet":
+            typed_options(config.options, NoOptions, "sft.phases.options")
+            examples = [_example(row, place) for place, row in read_rows(config.kind, config.path, "sft.phases.path")]
+            return _repeated(examples, config.path, seed)
+        case own if ":" in own:
+            function = import_own(own, "sft.phases.kind")
+            return iter(function(path=config.path, seed=seed, **config.options))
+        case unknown:
+            raise unknown_kind(unknown, KINDS, "sft.phases.kind")
+
+
+def worked_chains(options: ArithmeticExampleOptions, seed: int) -> Iterator[Example]:
+    """Chains with their work, `^4*5+7=` -> `4*5=0+7=7#7`; held-out chains are never among them."""
+    rng = random.Random(f"arithmetic-examples:{seed}")
+    while True:
+        chain = draw_chain(rng, options, held_out=False)
+        yield Example(query=chain.text, response=work_out(chain, rng, options))
+
+
+def work_out(chain: Chain, rng: random.Random, options: ArithmeticExampleOptions) -> str:
+    """One response, as careful as the options say."""
+    if rng.random() < options.skip_rate:
+        return f"#{rng.randint(0, 9) if rng.random() < 0.7 else chain.answer}"
+    written, value = str(chain.first), chain.first
+    for operator, digit in chain.steps:
+        value = rng.randint(0, 9) if rng.random() < options.error_rate else apply(value, operator, digit)
+        written += f"{operator}{digit}={value}"
+    return f"{written}#{value}"
+
+
+def _example(row: Row, place: str) -> Example:
+    for name in ("query", "response"):
+        if not isinstance(row.get(name), str) or not row[name]:
+            raise ConfigError(f"{place}: {name!r} must be text; the row has {', '.join(row) or 'nothing'}.")
+    return Example(query=row["query"], response=row["response"])
+
+
+def _repeated(examples: list[Example], path: str, seed: int) -> Iterator[Example]:
+    if not examples:
+        raise ConfigError(f"sft.phases.path: {path!r} has no examples.")
+    return _shuffled_forever(examples, random.Random(f"examples:{seed}"))
+
+
+def _shuffled_forever(examples: list[Example], rng: random.Random) -> Iterator[Example]:
+    while True:
+        order = examples.copy()
+        rng.shuffle(order)
+        yield from order

@@ -1,0 +1,156 @@
+"""The learner's loop: take -> pack -> proximal logprobs -> loss -> step -> publish -> commit.
+
+All ranks run it together; rank 0 alone talks to the broker and the engines. Step k turns weights k into weights k + 1.
+A resumed learner replays the batches that its checkpoint does not contain, and publishes nothing until it has caught up
+with the highest step that was announced.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from broker.schema import Group, WeightVersion
+
+from .backends.base import Backend
+from .checkpoint import CheckpointStore, LearnerState
+from .experience import Experience, Interrupted, NeedsLearner
+from .probe import measure_probe
+from .prompts.cursor import PromptCursor
+from .ranks import Ranks
+from .stopwatch import Stopwatch
+from .update import Judged, Update, Updater
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """All there is to say about one step."""
+
+    version: WeightVersion
+    """The weights that it turned into the next."""
+    groups: Sequence[Group]
+    judged: Judged
+    update: Update
+    seconds: dict[str, float]
+    """By phase: take, train, publish, checkpoint."""
+
+
+class Observer(Protocol):
+    """Who is told what the learner does, on every rank."""
+
+    def on_weights(self, version: WeightVersion, backend: Backend, is_last: bool) -> None:
+        """These weights are about to be trained, or are the last. May call the backend, collectively."""
+        ...
+
+    def on_step(self, step: Step) -> None:
+        """A step is done and its weights are published."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How long to train, and what to publish with."""
+
+    steps: int
+    checkpoint_every: int
+    probe_tokens: tuple[int, ...]
+    probe_tolerance: float
+    caught_up_at: int = 0
+    """The highest step announced before this learner took over."""
+
+
+@dataclass(kw_only=True)
+class Learner:
+    """One rank of the learner. `experience` is None on all ranks but the first."""
+
+    backend: Backend
+    ranks: Ranks
+    updater: Updater
+    experience: Experience | None
+    cursor: PromptCursor
+    checkpoints: CheckpointStore
+    config: LoopConfig
+    observer: Observer
+    should_stop: Callable[[], bool]
+    version: WeightVersion
+    _saved_step: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self._caught_up_at = self.config.caught_up_at
+
+    def run(self) -> bool:
+        """Train to the last step or the last prompt, or until asked to stop (False); the end is a checkpoint."""
+        self.publish()
+        while self.version.step < self.config.steps:
+            watch = Stopwatch()
+            self.observer.on_weights(self.version, self.backend, is_last=False)
+            watch.lap("evaluate")
+            groups = self.take()
+            watch.lap("take")
+            if not groups:
+                break
+            self.train(groups, watch)
+        self.commit()
+        if self.ranks.any(self.should_stop()):
+            return False
+        self.observer.on_weights(self.version, self.backend, is_last=True)
+        return True
+
+    def train(self, groups: Sequence[Group], watch: Stopwatch) -> None:
+        """One step, from its batch to published weights."""
+        before = self.version
+        judged = self.updater.judge(groups, before.step)
+        update = self.updater.update(judged.sequences, before.step)
+        self.version = WeightVersion(before.incarnation, before.step + 1)
+        self.cursor.mark_trained(group.prompt.group for group in groups)
+        watch.lap("train")
+        self.publish()
+        watch.lap("publish")
+        if self.version.step % self.config.checkpoint_every == 0:
+            self.commit()
+        watch.lap("checkpoint")
+        self.observer.on_step(Step(version=before, groups=groups, judged=judged, update=update, seconds=watch.seconds))
+
+    def take(self) -> list[Group]:
+        """This step's pinned batch, on every rank; empty when nothing will come or the learner was asked to stop."""
+        while True:
+            groups, need = self._take()
+            match self.ranks.share_bytes(need.encode()).decode():
+                case "rewind":
+                    # The batches to replay went with a server's memory: what follows is a branch of its own.
+                    self._caught_up_at = 0
+                    self.publish()
+                case "bytes":
+                    self.commit()
+                case _:
+                    return self.ranks.share_groups(groups)
+
+    def _take(self) -> tuple[list[Group] | None, str]:
+        if self.experience is None or self.should_stop():
+            return None, ""
+        try:
+            return self.experience.take(self.version.step), ""
+        except Interrupted:
+            return None, ""
+        except NeedsLearner as need:
+            return None, need.what
+
+    def publish(self) -> None:
+        """Send the weights as they are to the engines; while replaying, nothing."""
+        if self.version.step < self._caught_up_at:
+            return
+        probe = measure_probe(self.backend, self.config.probe_tokens, self.config.probe_tolerance)
+        tensors = self.backend.named_tensors()
+        if self.experience is not None:
+            self.experience.publish(self.version, tensors, probe)
+        for _ in tensors:  # gathering is collective
+            pass
+
+    def commit(self) -> None:
+        """Make the state durable, then let the broker forget what it was trained on."""
+        if self.version.step == self._saved_step:
+            return
+        state = LearnerState(incarnation=self.version.incarnation, step=self.version.step, cursor=self.cursor.state())
+        self.checkpoints.write(self.backend, state)
+        self._saved_step = self.version.step
+        if self.experience is not None:
+            self.experience.commit(self.version.step)

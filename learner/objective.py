@@ -1,0 +1,194 @@
+"""From an AlgorithmConfig to the loss: picks functions of `algorithms` and puts them together, nothing more.
+
+    share = sum_t shares_t * (objective_t * weights_t + kl.coefficient * kl_t)
+
+objective_t is the surrogate with its ratio against the anchor, weights_t the corrections for what the
+behavior policy was, shares_t the aggregation over the whole batch. The KL penalty is not weighted.
+`composition` says which names there are and which fit together.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from algorithms import aggregation
+from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, summarize
+from broker.errors import HeadwayError
+from broker.schema import Group
+
+from .backends.base import TokenLoss
+from .batch import PackedBatch
+from .composition import (
+    AGGREGATIONS,
+    PENALTIES,
+    check_algorithm,
+    needs_proximal,
+    needs_reference,
+    open_advantage,
+    open_correction,
+    open_surrogate,
+)
+from .config import AlgorithmConfig
+
+OverRanks = Callable[[Sequence[float]], Sequence[float]]
+"""Values of this rank -> each value summed (or its maximum taken) over all ranks."""
+
+
+class Denominators(NamedTuple):
+    """What one update trains, over all its micro-batches and ranks."""
+
+    tokens: float
+    """With mask 1."""
+    sequences: float
+    """With at least one such token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardStats:
+    """Rewards of one batch, over trajectories."""
+
+    mean: float
+    std: float
+    """Of the whole batch, dividing by n."""
+    flat_groups: float
+    """Share of groups whose samples all got the same reward: they teach nothing."""
+    components: dict[str, float]
+    """Mean of each reward function's own score."""
+
+
+def local(values: Sequence[float]) -> Sequence[float]:
+    """The reduction over one rank."""
+    return values
+
+
+def denominators(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = local) -> Denominators:
+    """Counts of the whole update. Collective where `sum_over_ranks` is."""
+    tokens = sum(float(batch.loss_mask_T.sum()) for batch in batches)
+    sequences = sum(float(aggregation.trained_sequences(batch.loss_mask_T, batch.cu_seqlens)) for batch in batches)
+    return Denominators(*sum_over_ranks([tokens, sequences]))
+
+
+class Objective:
+    """One composition, checked. Raises ConfigError for a combination that makes no sense, with the reason."""
+
+    def __init__(self, config: AlgorithmConfig, *, is_one_update: bool = False) -> None:
+        """`is_one_update`: each batch is trained in a single update, so that the proximal policy is the
+        current one, whose logprobs the loss has anyway, and no forward pass is spent on them.
+        """
+        check_algorithm(config)
+        self.advantage = config.advantage
+        self.needs_proximal = needs_proximal(config) and not is_one_update
+        self.needs_reference = needs_reference(config)
+        self._anchor = config.objective.anchor
+        self._surrogate = open_surrogate(config.objective)
+        self._corrections = [open_correction(correction) for correction in config.corrections]
+        self._aggregate = AGGREGATIONS[config.aggregation]
+        self._penalty = PENALTIES[config.kl.kind]
+        self._kl_coefficient = config.kl.coefficient
+
+    def token_loss(
+        self,
+        batches: Sequence[PackedBatch],
+        sum_over_ranks: OverRanks = local,
+        proximal_logprobs: Sequence[torch.Tensor] | None = None,
+        reference_logprobs: Sequence[torch.Tensor] | None = None,
+    ) -> TokenLoss:
+        """The loss of one update over `batches`; logprobs are [T], one a batch. Collective over the ranks."""
+        proximal_logprobs = _needed(proximal_logprobs, self.needs_proximal)
+        reference_logprobs = _needed(reference_logprobs, self.needs_reference)
+        whole = denominators(batches, sum_over_ranks)
+
+        def loss(index: int, current_logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+            proximal_T = proximal_logprobs[index] if proximal_logprobs else current_logprobs_T.detach()
+            reference_T = reference_logprobs[index] if reference_logprobs else None
+            share, metrics = self._share(batches[index], whole, current_logprobs_T, proximal_T, reference_T)
+            return share, _numbers(metrics)
+
+        return loss
+
+    @staticmethod
+    def combine_reports(
+        reports: Sequence[dict[str, float]],
+        sum_over_ranks: OverRanks = local,
+        max_over_ranks: OverRanks = local,
+    ) -> dict[str, float]:
+        """Metrics of the batch from its micro-batches' reports. Collective; every rank has at least one."""
+        mine = merge(reports)
+        added = sorted(name for name in mine if is_additive(name))
+        compared = sorted(name for name in mine if not is_additive(name))
+        whole = dict(zip(added, sum_over_ranks([mine[name] for name in added]), strict=True))
+        whole |= zip(compared, max_over_ranks([mine[name] for name in compared]), strict=True)
+        return summarize(whole)
+
+    def _share(
+        self,
+        batch: PackedBatch,
+        whole: Denominators,
+        current_T: torch.Tensor,
+        proximal_T: torch.Tensor,
+        reference_T: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Metrics]:
+        mask_T, cu_seqlens, behavior_T = batch.loss_mask_T, batch.cu_seqlens, batch.behavior_logprobs_T
+        anchor_T = behavior_T if self._anchor == "behavior" else proximal_T
+        losses_T, metrics = self._surrogate(current_T, anchor_T, batch.advantages_S, mask_T, cu_seqlens)
+        metrics = {**policy_gap(proximal_T, behavior_T, mask_T), **metrics}
+        weights_T = torch.ones_like(mask_T)
+        for correct in self._corrections:
+            factors_T, reported = correct(proximal_T, behavior_T, mask_T, cu_seqlens)
+            weights_T = weights_T * factors_T
+            metrics |= reported
+        losses_T = losses_T * weights_T
+        metrics |= masked_mean("mask_fraction", weights_T == 0, mask_T)
+        if reference_T is not None:
+            penalty_T = self._penalty(current_T, reference_T, mask_T)
+            losses_T = losses_T + self._kl_coefficient * penalty_T
+            metrics |= masked_mean("kl_reference", penalty_T, mask_T)
+        shares_T = self._aggregate(mask_T, cu_seqlens, tokens=whole.tokens, sequences=whole.sequences)
+        return (losses_T * shares_T).sum(), metrics
+
+
+def supervised_loss(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = local) -> TokenLoss:
+    """Cross-entropy: the mean of -log pi(y_t) over the trained tokens of all batches and ranks."""
+    tokens = denominators(batches, sum_over_ranks).tokens
+
+    def loss(index: int, current_logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        mask_T = batches[index].loss_mask_T
+        losses_T = torch.where(mask_T > 0, -current_logprobs_T, torch.zeros_like(current_logprobs_T))
+        return losses_T.sum() / max(tokens, 1.0), _numbers(masked_mean("cross_entropy", losses_T, mask_T))
+
+    return loss
+
+
+def group_advantages(groups: Sequence[Group], kind: str) -> tuple[list[float], RewardStats]:
+    """An advantage for each trajectory, in the order of `groups`. HeadwayError for a reward like NaN."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    for trajectory in trajectories:
+        if not math.isfinite(trajectory.reward):
+            raise HeadwayError(f"trajectory {trajectory.tid} has reward {trajectory.reward}; rewards must be finite.")
+    numbers = [number for number, group in enumerate(groups) for _ in group.trajectories]
+    rewards_S = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
+    advantages_S, metrics = open_advantage(kind)(rewards_S, torch.tensor(numbers, dtype=torch.int64))
+    names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
+    stats = RewardStats(
+        mean=float(rewards_S.mean()) if trajectories else 0.0,
+        std=float(rewards_S.std(correction=0)) if trajectories else 0.0,
+        flat_groups=summarize(_numbers(metrics)).get("flat_groups", 0.0),
+        components={name: sum(t.rewards.get(name, 0.0) for t in trajectories) / len(trajectories) for name in names},
+    )
+    return [float(advantage) for advantage in advantages_S.tolist()], stats
+
+
+def _needed(logprobs: Sequence[torch.Tensor] | None, is_needed: bool) -> Sequence[torch.Tensor] | None:
+    assert logprobs is not None or not is_needed
+    return logprobs if is_needed else None
+
+
+def _numbers(metrics: Metrics) -> dict[str, float]:
+    """All at once, so that a GPU is waited for only once."""
+    if not metrics:
+        return {}
+    values = torch.stack([value.double() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))

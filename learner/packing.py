@@ -1,0 +1,165 @@
+"""Sequences laid end to end into micro-batches under a token budget, balanced over ranks, without padding.
+
+Every rank works out the same plan from the same sequences; nothing is sent. The loss does not depend on the
+plan: packing only decides what is computed together.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from broker.schema import Trajectory
+from broker.staleness import is_too_stale, lag_of
+
+from .batch import PackedBatch
+
+QUADRATIC_COST = 1 / 24576
+"""Attention's share: a sequence of L tokens costs L + L * L / 24576, what a model of width 4096 spends."""
+
+Plan = list[list[list[int]]]
+"""[rank][micro-batch] -> indices of its sequences, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackableSequence:
+    """One prompt with its response. L tokens, the last R of them the response."""
+
+    token_ids: NDArray[np.int32]
+    """[L]"""
+    prompt_length: int
+    loss_mask: NDArray[np.uint8]
+    """[R] 1 where the token is trained."""
+    behavior_logprobs: NDArray[np.float32]
+    """[R]"""
+    lags: NDArray[np.int64]
+    """[R]"""
+    advantage: float
+
+
+def from_trajectory(
+    trajectory: Trajectory, *, advantage: float, step: int, max_lag: int, on_over_bound: str
+) -> PackableSequence:
+    """What step `step` trains of a trajectory: under "mask", tokens over the bound are context only.
+
+    Under "requeue" and "drop" the broker hands out no such token.
+    """
+    lags = np.zeros(len(trajectory.response_tokens), np.int64)
+    loss_mask = trajectory.loss_mask.copy()
+    for span in trajectory.spans:
+        lags[span.start : span.end] = lag_of(span.version, step)
+        if is_too_stale(span.version, step, max_lag):
+            assert on_over_bound == "mask", (
+                f"{trajectory.tid} has tokens of lag {lag_of(span.version, step)} > {max_lag}"
+            )
+            loss_mask[span.start : span.end] = 0
+    return PackableSequence(
+        token_ids=np.concatenate([trajectory.prompt_tokens, trajectory.response_tokens]).astype(np.int32),
+        prompt_length=len(trajectory.prompt_tokens),
+        loss_mask=loss_mask,
+        behavior_logprobs=trajectory.behavior_logprobs,
+        lags=lags,
+        advantage=advantage,
+    )
+
+
+def sequence_cost(length: int) -> float:
+    """Relative time of one sequence: linear layers and attention."""
+    return length + length * length * QUADRATIC_COST
+
+
+def plan(lengths: Sequence[int], world_size: int, micro_batch_tokens: int) -> Plan:
+    """Every sequence exactly once; every rank the same number of micro-batches, at least one, some empty.
+
+    A micro-batch holds at most `micro_batch_tokens`, or a single sequence that is longer: none is ever cut.
+    """
+    ranks = _balance(lengths, world_size)
+    packed = [_first_fit(indices, lengths, micro_batch_tokens) for indices in ranks]
+    count = max(1, *(len(bins) for bins in packed))
+    levelled = [
+        _level(indices, lengths, count, micro_batch_tokens) or bins for indices, bins in zip(ranks, packed, strict=True)
+    ]
+    return [[sorted(chosen) for chosen in bins] + [[]] * (count - len(bins)) for bins in levelled]
+
+
+def _balance(lengths: Sequence[int], world_size: int) -> list[list[int]]:
+    """Costliest first, each to the rank with least to do: ranks differ by one sequence's cost at most."""
+    ranks: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0.0, rank) for rank in range(world_size)]
+    for index in _longest_first(range(len(lengths)), lengths):
+        load, rank = loads[0]
+        ranks[rank].append(index)
+        heapq.heapreplace(loads, (load + sequence_cost(lengths[index]), rank))
+    return ranks
+
+
+def _longest_first(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    return sorted(indices, key=lambda index: (-lengths[index], index))
+
+
+def _first_fit(indices: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """As few micro-batches as first-fit decreasing finds."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in indices:
+        place = next((b for b, left in enumerate(room) if lengths[index] <= left), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(budget)
+        bins[place].append(index)
+        room[place] -= lengths[index]
+    return bins
+
+
+def _level(indices: list[int], lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
+    """The same sequences spread evenly, as ranks wait for each other at every micro-batch; None: no room."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, b) for b in range(count)]
+    for index in indices:
+        load, place = loads[0]
+        if load and load + lengths[index] > budget:
+            return None
+        bins[place].append(index)
+        heapq.heapreplace(loads, (load + lengths[index], place))
+    return bins
+
+
+def pack(
+    sequences: Sequence[PackableSequence], rank: int, world_size: int, micro_batch_tokens: int
+) -> list[PackedBatch]:
+    """This rank's micro-batches. All ranks call it with the same sequences in the same order."""
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    return [
+        concatenate([sequences[i] for i in chosen]) for chosen in plan(lengths, world_size, micro_batch_tokens)[rank]
+    ]
+
+
+def concatenate(sequences: Sequence[PackableSequence]) -> PackedBatch:
+    """One micro-batch of these sequences, in this order."""
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    masks = [_after_prompt(s, s.loss_mask, np.float32) for s in sequences]
+    logprobs = [_after_prompt(s, s.behavior_logprobs * (s.loss_mask != 0), np.float32) for s in sequences]
+    lags = [_after_prompt(s, s.lags * (s.loss_mask != 0), np.int64) for s in sequences]
+    return PackedBatch(
+        token_ids_T=_joined([s.token_ids for s in sequences], np.int64),
+        position_ids_T=_joined([np.arange(length) for length in lengths], np.int64),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
+        loss_mask_T=_joined(masks, np.float32),
+        behavior_logprobs_T=_joined(logprobs, np.float32),
+        advantages_S=torch.tensor([s.advantage for s in sequences], dtype=torch.float32),
+        lags_T=_joined(lags, np.int64),
+    )
+
+
+def _after_prompt(sequence: PackableSequence, values_R: NDArray[np.generic], dtype: type) -> NDArray[np.generic]:
+    """Response values at their place in the sequence, 0 over the prompt."""
+    values_L: NDArray[np.generic] = np.zeros(len(sequence.token_ids), dtype)
+    values_L[sequence.prompt_length :] = values_R
+    return values_L
+
+
+def _joined(arrays: Sequence[NDArray[np.generic]], dtype: type) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype))

@@ -1,0 +1,96 @@
+"""Any reasoning-gym task by name. Endless: entries are generated, in blocks with a seed of their own.
+
+`extra_info` carries {"task": name, "entry": question, answer and metadata, as JSON has them} for the scorer.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from broker.errors import ConfigError
+from learner.choices import did_you_mean
+
+from .base import Item, is_held_out
+
+BLOCK = 100
+"""Entries of one generator: some tasks make all of theirs at once, some take no index beyond their size."""
+MAX_DRAWS = 200
+"""For one entry on the wanted side of the split, which every 16th text is."""
+
+
+class ReasoningGymPrompts:
+    """One task's entries. `options` are the task's own, such as `max_terms`."""
+
+    def __init__(self, task: str, options: Mapping[str, Any], *, seed: int) -> None:
+        self._task = task
+        self._options = dict(options)
+        self._seed = seed
+        self._block = lru_cache(maxsize=8)(self._generate)
+        self._check()
+
+    @property
+    def size(self) -> None:
+        return None
+
+    def train(self, epoch: int, position: int) -> Item:
+        for draw in range(MAX_DRAWS):
+            entry = self._entry(f"{self._seed}:{epoch}:{draw}", position)
+            if not is_held_out(entry["question"]):
+                return self._item(entry)
+        raise self._too_few(f"none of {MAX_DRAWS} draws for position {position} may be trained")
+
+    def held_out(self, count: int) -> list[Item]:
+        items: list[Item] = []
+        for position in range(MAX_DRAWS * count):
+            entry = self._entry("held-out", position)
+            if is_held_out(entry["question"]):
+                items.append(self._item(entry))
+            if len(items) == count:
+                return items
+        raise self._too_few(f"{MAX_DRAWS * count} draws gave {len(items)} of {count} held-out prompts")
+
+    def _entry(self, stream: str, position: int) -> dict[str, Any]:
+        block, index = divmod(position, BLOCK)
+        entry: dict[str, Any] = json.loads(json.dumps(self._block(f"{stream}:{block}")[index]))
+        return entry
+
+    def _item(self, entry: dict[str, Any]) -> Item:
+        answer = entry["answer"]
+        return Item(
+            content=entry["question"],
+            ground_truth="" if answer is None else str(answer),
+            data_source=f"reasoning_gym/{self._task}",
+            extra_info={"task": self._task, "entry": entry},
+        )
+
+    def _generate(self, stream: str) -> Any:
+        import reasoning_gym
+
+        # Hashed, as neighbouring seeds share entries: entry i of seed s is entry i - 1 of seed s + 1.
+        seed = int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=4).digest()) >> 1
+        return reasoning_gym.create_dataset(self._task, size=BLOCK, seed=seed, **self._options)
+
+    def _check(self) -> None:
+        """Generate one entry, so that a wrong name or option is known at once."""
+        try:
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise ConfigError(f"prompts.kind=reasoning_gym: pip install reasoning-gym==0.1.25 ({error}).") from error
+        if self._task not in DATASETS:
+            hint = did_you_mean(self._task, DATASETS)
+            raise ConfigError(f"prompts.path: reasoning_gym has no task {self._task!r} among its {len(DATASETS)}{hint}")
+        reserved = {"size", "seed"} & self._options.keys()
+        if reserved:
+            raise ConfigError(
+                f"prompts.options: {' and '.join(sorted(reserved))} are set by Headway: entries are endless "
+                "and the seed is the run's."
+            )
+        try:
+            self._entry(f"{self._seed}:0:0", 0)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"prompts.options: reasoning_gym task {self._task!r} refuses them: {error}.") from error
+
+    def _too_few(self, what: str) -> ConfigError:
+        return ConfigError(f"prompts.path: reasoning_gym task {self._task!r} has too few different questions: {what}.")

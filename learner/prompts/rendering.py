@@ -1,0 +1,83 @@
+"""From items to what the broker carries: chat templates and tokenization."""
+
+from typing import TYPE_CHECKING
+
+from broker.errors import ConfigError
+from broker.schema import Prompt
+
+from .base import Item, Message, PromptSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Renderer:
+    """Messages go through the tokenizer's chat template, text as it is."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", system_prompt: str = "") -> None:
+        """With `system_prompt`, text too becomes a conversation: system, then user."""
+        self._tokenizer = tokenizer
+        self._system_prompt = system_prompt
+        if system_prompt and not tokenizer.chat_template:
+            raise ConfigError(
+                "prompts.system_prompt is set, but the model's tokenizer has no chat template; "
+                "put the instruction into the prompts, or use a chat model."
+            )
+
+    def prompt(self, item: Item, *, group: str, num_samples: int) -> Prompt:
+        """Tokenized, under the name `group`. Raises ConfigError where nothing is left to continue."""
+        text, token_ids = self._render(item.content)
+        if not token_ids:
+            raise ConfigError(f"prompt {group} of {item.data_source!r} has no tokens: {text[:80]!r}.")
+        return Prompt(
+            group=group,
+            token_ids=token_ids,
+            text=text,
+            ground_truth=item.ground_truth,
+            data_source=item.data_source,
+            extra_info=item.extra_info,
+            num_samples=num_samples,
+        )
+
+    def _render(self, content: str | list[Message]) -> tuple[str, list[int]]:
+        if isinstance(content, str) and not self._system_prompt:
+            return content, list(self._tokenizer(content).input_ids)
+        text = self._conversation(self._messages(content))
+        # The template has written the special tokens already.
+        return text, list(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _messages(self, content: str | list[Message]) -> list[Message]:
+        if isinstance(content, list):
+            return content
+        return [{"role": "system", "content": self._system_prompt}, {"role": "user", "content": content}]
+
+    def _conversation(self, messages: list[Message]) -> str:
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                "a prompt is a list of messages, but the model's tokenizer has no chat template; "
+                "give prompts as text, or use a chat model."
+            )
+        return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+class Prompts:
+    """A source and its renderer: prompts as tokens, at random access."""
+
+    def __init__(self, source: PromptSource, renderer: Renderer) -> None:
+        self._source = source
+        self._renderer = renderer
+
+    @property
+    def size(self) -> int | None:
+        """Prompts of one epoch; None: endless."""
+        return self._source.size
+
+    def train(self, epoch: int, position: int, *, group: str, num_samples: int) -> Prompt:
+        """The training item at that place, to be sampled `num_samples` times under the name `group`."""
+        item = self._source.train(epoch, position)
+        return self._renderer.prompt(item, group=group, num_samples=num_samples)
+
+    def held_out(self, count: int) -> list[Prompt]:
+        """Prompts to evaluate on, one sample each."""
+        items = self._source.held_out(count) if count else []
+        return [self._renderer.prompt(item, group=f"held-out-{i:08d}", num_samples=1) for i, item in enumerate(items)]

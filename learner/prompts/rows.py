@@ -1,0 +1,97 @@
+"""Rows of data files -> items. Errors name the file and the line.
+
+Fields: `prompt` (text or messages), `ground_truth` (or verl's nested `reward_model.ground_truth`),
+`data_source` (default: the file's name), `extra_info` (a mapping); whatever else a row has goes there too.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from broker.errors import ConfigError
+
+from .base import Item
+
+Row = Mapping[str, Any]
+
+
+class RowFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What the columns are called, where they are called otherwise."""
+
+    prompt_field: str = "prompt"
+    ground_truth_field: str = "ground_truth"
+
+
+def read_rows(kind: str, path: str, where: str) -> Iterator[tuple[str, Row]]:
+    """(`file:line`, row) for each row of a JSONL or Parquet file. Raises ConfigError."""
+    file = Path(path)
+    if not path or not file.is_file():
+        raise ConfigError(f"{where}: {path!r} is no file; give the {kind} file's path.")
+    return _parquet(file, where) if kind == "parquet" else _jsonl(file)
+
+
+def to_items(rows: Iterable[tuple[str, Row]], fields: RowFields, default_source: str) -> list[Item]:
+    """All rows, checked."""
+    return [_item(row, place, fields, default_source) for place, row in rows]
+
+
+def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
+    rest = dict(row)
+    content = rest.pop(fields.prompt_field, None)
+    truth = rest.pop(fields.ground_truth_field, None)
+    reward_model = rest.get("reward_model")
+    if truth is None and isinstance(reward_model, Mapping):
+        truth = reward_model.get("ground_truth")
+    if content is None or truth is None:
+        missing = fields.prompt_field if content is None else fields.ground_truth_field
+        raise ConfigError(f"{place}: no {missing!r}; the row has {', '.join(row) or 'nothing'}.")
+    data_source = str(rest.pop("data_source", None) or default_source)
+    extra_info = rest.pop("extra_info", None) or {}
+    if not isinstance(extra_info, Mapping):
+        raise ConfigError(f"{place}: 'extra_info' is no mapping but {extra_info!r}.")
+    return Item(
+        content=_content(content, place, fields.prompt_field),
+        ground_truth=truth if isinstance(truth, str) else json.dumps(truth),
+        data_source=data_source,
+        extra_info={**rest, **extra_info},
+    )
+
+
+def _content(content: Any, place: str, name: str) -> Any:
+    if isinstance(content, str) and content:
+        return content
+    if isinstance(content, list) and content and all(isinstance(m, Mapping) and "role" in m for m in content):
+        return [dict(message) for message in content]
+    raise ConfigError(f"{place}: {name!r} is neither text nor a list of messages with a role, but {content!r}.")
+
+
+def _jsonl(file: Path) -> Iterator[tuple[str, Row]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{file}:{number}", _json_row(line, f"{file}:{number}")
+
+
+def _json_row(line: bytes, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{place}: this is no JSON: {error}.") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place}: a row must be an object, not {type(row).__name__}.")
+    return row
+
+
+def _parquet(file: Path, where: str) -> Iterator[tuple[str, Row]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        rows = parquet.read_table(file).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{where}: {str(file)!r} is no Parquet file: {error}.") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{file}: row {number}", row

@@ -1,0 +1,80 @@
+"""What the learner's ranks tell each other: rank 0 talks to the broker, the others follow.
+
+Everything travels as CPU tensors over the default process group; nothing is pickled.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from broker.codec import decode, decode_trajectory, encode, encode_trajectory
+from broker.schema import Group, Prompt
+
+
+class _GroupFrames(msgspec.Struct, frozen=True, array_like=True):
+    """A group as the broker's own frames."""
+
+    prompt: bytes
+    round: int
+    trajectories: list[bytes]
+
+    @classmethod
+    def of(cls, group: Group) -> "_GroupFrames":
+        return cls(encode(group.prompt), group.round, [encode_trajectory(t) for t in group.trajectories])
+
+    def group(self) -> Group:
+        trajectories = tuple(decode_trajectory(frame) for frame in self.trajectories)
+        return Group(prompt=decode(self.prompt, Prompt), round=self.round, trajectories=trajectories)
+
+
+class Ranks:
+    """The learner's own processes. With one rank every call returns at once."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def share_groups(self, groups: Sequence[Group] | None) -> list[Group]:
+        """Rank 0's groups, on every rank. None (nothing will come) arrives as an empty list."""
+        if self.world_size == 1:
+            return list(groups or ())
+        frames = [_GroupFrames.of(group) for group in groups or ()]
+        received = self.share_bytes(msgspec.msgpack.encode(frames))
+        return [frames.group() for frames in msgspec.msgpack.decode(received, type=list[_GroupFrames])]
+
+    def share_bytes(self, payload: bytes) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        if self.world_size == 1:
+            return payload
+        size = torch.tensor([len(payload)], dtype=torch.int64)
+        dist.broadcast(size, src=0)
+        buffer = torch.empty(int(size.item()), dtype=torch.uint8)
+        if self.is_first:
+            buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        dist.broadcast(buffer, src=0)
+        return buffer.numpy().tobytes()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the ranks, in float64."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Each value's maximum over the ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def any(self, claim: bool) -> bool:
+        """True on every rank if it is on one."""
+        return self.max([float(claim)])[0] > 0
+
+    def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.world_size == 1 or not values:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=operation)
+        return [float(value) for value in tensor.tolist()]

@@ -1,0 +1,57 @@
+"""Tokens to text: what a worker needs of a tokenizer, and which tokens end a response."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from broker.errors import ConfigError
+
+
+class Decoding(NamedTuple):
+    """How a model's tokens are read."""
+
+    decode: Callable[[Sequence[int]], str]
+    stop_token_ids: tuple[int, ...]
+
+
+def load_decoding(model: Path) -> Decoding:
+    """The tokenizer and stop tokens of a model directory (its weights need not be there)."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    return Decoding(decode, stop_token_ids(model, tokenizer.eos_token_id))
+
+
+def stop_token_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """The tokenizer's end token and those of the generation config, or else of the model's config.
+
+    Chat models end a turn with another token than the one that ends a document; both must stop the engine.
+    """
+    configured = _eos_in(model / "generation_config.json") or _eos_in(model / "config.json")
+    stops = sorted({*configured, *([] if tokenizer_eos is None else [tokenizer_eos])})
+    if not stops:
+        raise ConfigError(
+            f"{model}: neither tokenizer nor generation_config.json nor config.json names an eos_token_id; "
+            "no response could ever end. Add it to generation_config.json"
+        )
+    return tuple(stops)
+
+
+def response_text(decoding: Decoding, response_tokens: Sequence[int]) -> str:
+    """The response as reward functions read it: without the token that ended it."""
+    ended = bool(response_tokens) and response_tokens[-1] in decoding.stop_token_ids
+    return decoding.decode(response_tokens[:-1] if ended else response_tokens)
+
+
+def _eos_in(path: Path) -> Iterable[int]:
+    if not path.exists():
+        return ()
+    eos = json.loads(path.read_text()).get("eos_token_id")
+    if eos is None:
+        return ()
+    return eos if isinstance(eos, list) else (eos,)

@@ -1,0 +1,187 @@
+"""Continuous batching, one forward at a time and without threads: `EmbeddedEngine` drives it from its own.
+
+A sample whose keys are not cached (new, or cached under older weights) goes through the forward with all
+its tokens and gets its next one from it, beside one token of every other sample. So a weight swap
+only forgets what was cached.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from broker.schema import WeightVersion
+
+from .base import GenerationRequest, NamedTensors
+from .loading import load_tensors
+from .sampling import Sampler
+from .slot_cache import Decode, Layout, Prefill, SlotCache
+
+PREFILL_TOKENS = 4096
+"""New tokens in one forward, at most (a single longer sequence goes alone)."""
+
+
+@dataclass(eq=False)
+class Sample:
+    """One running request. `tokens` are its prompt and what it has generated."""
+
+    request: GenerationRequest
+    limit: int
+    """Tokens at which it ends, whatever the model says."""
+    tokens: list[int]
+    generator: torch.Generator | None = None
+    cached: int = 0
+    """How many of `tokens` have keys in the cache; all but the newest, or none."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The next token of one sample."""
+
+    sample: Sample
+    token: int
+    logprob: float
+    finish_reason: Literal["stop", "length"] | None
+
+
+@dataclass
+class Decoder:
+    """A model, a cache of slots, and the samples that run; sample i holds slot i."""
+
+    model: nn.Module
+    capacity: int
+    max_len: int
+    sampler: Sampler
+    device: torch.device
+    version: WeightVersion | None = None
+    running: list[Sample] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._cache = SlotCache(self.capacity, self.max_len)
+
+    def add(self, sample: Sample) -> None:
+        """Give it the next slot."""
+        assert len(self.running) < self.capacity
+        sample.generator = self.sampler.own_generator(sample.request)
+        self.running.append(sample)
+
+    @torch.inference_mode()
+    def drop(self, sample: Sample) -> None:
+        """Free its slot; the last sample moves there, so that used slots stay a prefix of the cache."""
+        slot = self.running.index(sample)
+        last = self.running.pop()
+        if last is not sample:
+            self._cache.move(len(self.running), slot, last.cached)
+            self.running[slot] = last
+
+    def load(self, version: WeightVersion, tensors: NamedTensors) -> None:
+        """Take new weights, compute running samples anew under them. Raises before it changes anything."""
+        load_tensors(self.model, tensors)
+        self.version = version
+        for sample in self.running:
+            sample.cached = 0
+
+    @torch.inference_mode()
+    def step(self) -> list[Sampled]:
+        """One forward: the next token of every sample that took part. Finished samples have left."""
+        fresh, ready = self._select()
+        took_part = [self.running[slot] for slot in fresh + ready]
+        logits_NV = self._forward(fresh, ready)
+        tokens, logprobs = self.sampler.sample(
+            logits_NV, [sample.request for sample in took_part], [sample.generator for sample in took_part]
+        )
+        results = [append(*next_) for next_ in zip(took_part, tokens, logprobs, strict=True)]
+        for result in results:
+            if result.finish_reason:
+                self.drop(result.sample)
+        return results
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of `token_ids[1:]` at temperature 1; the cache is not touched."""
+        tokens_T = torch.tensor(token_ids, device=self.device)
+        position_T = torch.arange(len(token_ids), device=self.device)
+        layout = Layout(None, position_T, position_T, whole([len(token_ids)], position_T), None)
+        logits_TV = self._call(tokens_T, layout, keep=position_T)[:-1]
+        logprobs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
+        scores: list[float] = logprobs_TV.gather(1, tokens_T[1:, None])[:, 0].tolist()
+        return scores
+
+    def _select(self) -> tuple[list[int], list[int]]:
+        """Slots to prefill now, within the budget, and slots to decode."""
+        fresh: list[int] = []
+        ready: list[int] = []
+        budget = PREFILL_TOKENS
+        for slot, sample in enumerate(self.running):
+            if sample.cached:
+                ready.append(slot)
+            elif not fresh or len(sample.tokens) <= budget:
+                fresh.append(slot)
+                budget -= len(sample.tokens)
+        return fresh, ready
+
+    def _forward(self, fresh: list[int], ready: list[int]) -> torch.Tensor:
+        """[N, V] logits after the last token of each slot, `fresh` ones first."""
+        tokens: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        lengths = [len(self.running[slot].tokens) for slot in fresh]
+        for slot, length in zip(fresh, lengths, strict=True):
+            tokens += self.running[slot].tokens
+            slots += [slot] * length
+            positions += range(length)
+        new = len(tokens)
+        tokens += [self.running[slot].tokens[-1] for slot in ready]
+        slots += ready
+        positions += [self.running[slot].cached for slot in ready]
+        self._cache.reserve(max(positions) + 1)
+        tokens_T, slot_T, position_T = torch.tensor([tokens, slots, positions], device=self.device)
+        layout = Layout(
+            self._cache,
+            slot_T,
+            position_T,
+            whole(lengths, position_T[:new]) if fresh else None,
+            one_each(ready, position_T[new:]) if ready else None,
+        )
+        ends = torch.tensor(lengths, dtype=torch.long, device=self.device).cumsum(0) - 1
+        return self._call(tokens_T, layout, keep=torch.cat((ends, torch.arange(new, len(tokens)).to(ends))))
+
+    def _call(self, tokens_T: torch.Tensor, layout: Layout, keep: torch.Tensor) -> torch.Tensor:
+        """The model's own forward; logits of the positions in `keep` only."""
+        output = self.model(
+            input_ids=tokens_T[None],
+            position_ids=layout.positions[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            headway_layout=layout,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def whole(lengths: Sequence[int], position_T: torch.Tensor) -> Prefill:
+    """Packed sequences of these lengths, one after the other."""
+    counts = torch.tensor(lengths, device=position_T.device)
+    sequence_T = torch.repeat_interleave(torch.arange(len(lengths), device=position_T.device), counts)
+    return Prefill(len(position_T), sequence_T, position_T, len(lengths), max(lengths))
+
+
+def one_each(slots: list[int], position_N: torch.Tensor) -> Decode:
+    """The newest token of each of these slots, at these positions."""
+    is_prefix = slots[-1] == len(slots) - 1
+    reach = torch.arange(int(position_N.max()) + 1, device=position_N.device)
+    return Decode(
+        slice(len(slots)) if is_prefix else torch.tensor(slots, device=position_N.device),
+        (reach <= position_N[:, None])[:, None, None],
+    )
+
+
+def append(sample: Sample, token: int, logprob: float) -> Sampled:
+    """Note a sampled token: everything before it is cached now."""
+    sample.cached = len(sample.tokens)
+    sample.tokens.append(token)
+    if token in sample.request.stop_token_ids:
+        return Sampled(sample, token, logprob, "stop")
+    return Sampled(sample, token, logprob, "length" if len(sample.tokens) >= sample.limit else None)

@@ -1,0 +1,254 @@
+"""Continuous batching on any transformers causal LM, in a thread of this process; nothing to install.
+
+All decoding happens in one thread, which takes commands (add, cancel, swap, score) between two forwards.
+Samples are streamed to the event loop a few tokens at a time: waking every reader after every token would
+cost more than a step.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from broker.errors import HeadwayError, WeightSyncError
+from broker.schema import WeightVersion
+from rollout_workers.config import EngineConfig
+
+from .base import Chunk, GenerationRequest, NamedTensors
+from .decoder import Decoder, Sample, Sampled
+from .sampling import Sampler
+from .slot_cache import ATTENTION
+
+T = TypeVar("T")
+
+FLUSH_S = 0.02
+"""How long a token may wait for company; the last one of a sample does not wait."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """One sample on its way: the lists are the engine's thread's, the queue is the reader's loop's."""
+
+    sample: Sample
+    loop: asyncio.AbstractEventLoop
+    chunks: asyncio.Queue[Chunk | HeadwayError] = field(default_factory=asyncio.Queue)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def note(self, sampled: Sampled) -> None:
+        """Keep a token for the next chunk."""
+        self.token_ids.append(sampled.token)
+        self.logprobs.append(sampled.logprob)
+
+    def chunk(self, version: WeightVersion, sampled: Sampled | None) -> Chunk:
+        """What was noted since the last chunk."""
+        reason = sampled.finish_reason if sampled else None
+        chunk = Chunk(token_ids=self.token_ids, logprobs=self.logprobs, version=version, finish_reason=reason)
+        self.token_ids, self.logprobs = [], []
+        return chunk
+
+
+class EmbeddedEngine:
+    """Engine over a transformers model. `version` None: there are no weights yet, only their shapes."""
+
+    def __init__(
+        self, model: nn.Module, config: EngineConfig, *, seed: int, version: WeightVersion | None = None
+    ) -> None:
+        self.capacity = config.max_concurrent
+        self._max_len = config.max_model_len
+        self._threads = config.threads
+        self._vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        device = torch.device(config.device)
+        model = model.to(device).eval().requires_grad_(False)
+        self._decoder = Decoder(model, self.capacity, self._max_len, Sampler(seed, device), device, version)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._queued: deque[Stream] = deque()
+        self._streams: dict[Sample, Stream] = {}
+        self._asked: set[Future[Any]] = set()
+        self._flushed = time.monotonic()
+        self._lock = threading.Lock()
+        self._ended: HeadwayError | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="headway-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """See Engine."""
+        self._check(request.prompt_tokens, self._max_len - 1)
+        if self._decoder.version is None:
+            raise HeadwayError("this engine has no weights yet: call swap_weights first")
+        limit = min(len(request.prompt_tokens) + request.max_new_tokens, self._max_len)
+        sample = Sample(request, limit, list(request.prompt_tokens))
+        stream = Stream(sample, asyncio.get_running_loop())
+        self._post(lambda: self._queued.append(stream))
+        try:
+            while True:
+                chunk = await stream.chunks.get()
+                if isinstance(chunk, HeadwayError):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason:
+                    return
+        finally:
+            with contextlib.suppress(HeadwayError):  # an engine that has ended holds no place
+                self._post(lambda: self._forget(stream))
+
+    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
+        """See Engine."""
+        await self._ask(lambda: self._swap(version, tensors))
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See Engine."""
+        self._check(token_ids, self._max_len)
+        return await self._ask(lambda: self._decoder.score(token_ids))
+
+    async def close(self) -> None:
+        """See Engine."""
+        with contextlib.suppress(HeadwayError):
+            self._post(self._stop)
+        await asyncio.to_thread(self._thread.join)
+
+    def _check(self, token_ids: Sequence[int], longest: int) -> None:
+        if not 1 <= len(token_ids) <= longest:
+            raise HeadwayError(
+                f"{len(token_ids)} tokens, but engine.max_model_len={self._max_len} allows 1 to {longest}"
+            )
+        if min(token_ids) < 0 or max(token_ids) >= self._vocabulary:
+            raise HeadwayError(f"token ids must lie in [0, {self._vocabulary}): another model's tokenizer?")
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Have the engine's thread do this between two forwards."""
+        with self._lock:
+            if self._ended:
+                raise self._ended
+            self._commands.put(command)
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        answer: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                answer.set_result(question())
+            except WeightSyncError as error:
+                answer.set_exception(error)
+
+        with self._lock:
+            self._asked.add(answer)
+        answer.add_done_callback(self._asked.discard)
+        self._post(command)
+        return await asyncio.shield(asyncio.wrap_future(answer))
+
+    # Everything below runs in the engine's thread.
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        try:
+            while not self._closing:
+                self._turn()
+            self._end(HeadwayError("the engine was closed"))
+        except Exception as error:  # noqa: BLE001 - whatever ends this thread must reach those who wait for it
+            self._end(HeadwayError(f"the embedded engine stopped: {type(error).__name__}: {error}"))
+
+    def _turn(self) -> None:
+        """Commands, then one forward."""
+        idle = not (self._decoder.running or self._queued)
+        if idle:
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
+        while self._queued and len(self._decoder.running) < self.capacity:
+            stream = self._queued.popleft()
+            self._streams[stream.sample] = stream
+            self._decoder.add(stream.sample)
+        if self._decoder.running and not self._closing:
+            self._deliver(self._decoder.step())
+
+    def _deliver(self, results: Sequence[Sampled]) -> None:
+        finished = []
+        for sampled in results:
+            self._streams[sampled.sample].note(sampled)
+            if sampled.finish_reason:
+                finished.append((self._streams.pop(sampled.sample), sampled))
+        self._send(finished)
+        if time.monotonic() - self._flushed > FLUSH_S:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what is noted of the samples that go on."""
+        self._send([(stream, None) for stream in self._streams.values() if stream.token_ids])
+        self._flushed = time.monotonic()
+
+    def _send(self, streams: Sequence[tuple[Stream, Sampled | None]]) -> None:
+        """One call into each reader's loop, however many chunks there are."""
+        version = self._decoder.version
+        assert version is not None
+        ready: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Chunk | HeadwayError]]] = {}
+        for stream, last in streams:
+            ready.setdefault(stream.loop, []).append((stream, stream.chunk(version, last)))
+        for loop, chunks in ready.items():
+            call_in(loop, chunks)
+
+    def _swap(self, version: WeightVersion, tensors: NamedTensors) -> None:
+        if self._streams:
+            self._flush()  # tokens noted until now are of the old version
+        self._decoder.load(version, tensors)
+
+    def _forget(self, stream: Stream) -> None:
+        if self._streams.pop(stream.sample, None):
+            self._decoder.drop(stream.sample)
+        elif stream in self._queued:
+            self._queued.remove(stream)
+
+    def _stop(self) -> None:
+        self._closing = True
+
+    def _end(self, reason: HeadwayError) -> None:
+        """Take no more commands; tell everyone who waits."""
+        with self._lock:
+            self._ended = reason
+            asked = list(self._asked)
+        while not self._commands.empty():
+            self._commands.get()()
+        for stream in [*self._streams.values(), *self._queued]:
+            call_in(stream.loop, [(stream, reason)])
+        for answer in asked:
+            if not answer.done():
+                answer.set_exception(reason)
+
+
+def call_in(loop: asyncio.AbstractEventLoop, chunks: Sequence[tuple[Stream, Chunk | HeadwayError]]) -> None:
+    """Put the chunks into their queues from another thread."""
+
+    def put() -> None:
+        for stream, chunk in chunks:
+            stream.chunks.put_nowait(chunk)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed: its readers are gone
+        loop.call_soon_threadsafe(put)
+
+
+def open_embedded(config: EngineConfig, model_dir: Path, *, seed: int) -> EmbeddedEngine:
+    """Build the model that `model_dir` describes; weights lying there are loaded as version 0.0."""
+    settings = {"dtype": getattr(torch, config.dtype), "attn_implementation": ATTENTION}
+    architecture = AutoConfig.from_pretrained(model_dir)
+    if set(getattr(architecture, "layer_types", None) or ()) - {"full_attention"}:
+        raise HeadwayError(
+            f"the embedded engine runs full attention only, {architecture.model_type} has other layers; "
+            "use engine.kind=vllm"
+        )
+    if any(Path(model_dir).glob("*.safetensors")):
+        model = AutoModelForCausalLM.from_pretrained(model_dir, **settings)
+        return EmbeddedEngine(model, config, seed=seed, version=WeightVersion(0, 0))
+    model = AutoModelForCausalLM.from_config(architecture, **settings)
+    return EmbeddedEngine(model, config, seed=seed)

@@ -1,0 +1,83 @@
+"""Named Hugging Face tensors into a live module: everything is checked before anything is copied."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from broker.errors import WeightSyncError
+
+from .base import NamedTensors
+
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
+
+
+def load_tensors(model: nn.Module, tensors: NamedTensors) -> None:
+    """Copy `tensors` into `model`, or raise WeightSyncError and change nothing."""
+    places = find_places(model, tensors)
+    with torch.no_grad():
+        for target, tensor in places:
+            target.copy_(tensor)
+
+
+def find_places(model: nn.Module, tensors: NamedTensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(place, tensor) pairs that fill the whole model; WeightSyncError names the first wrong tensor.
+
+    Experts may come fused, as transformers holds them, or one by one, as checkpoints do; tied tensors may be
+    left out.
+    """
+    parameters = dict(model.named_parameters())
+    tied = tied_names(model)
+    filled: Counter[str] = Counter()
+    places = []
+    for name, tensor in tensors:
+        if name in tied:
+            continue
+        parameter, target = place(parameters, name)
+        if target.shape != tensor.shape:
+            raise WeightSyncError(f"{name} has shape {list(tensor.shape)}, the engine wants {list(target.shape)}")
+        filled[parameter] += tensor.numel()
+        places.append((target, tensor))
+    for name, wanted in parameters.items():
+        if filled[name] != wanted.numel():
+            raise WeightSyncError(f"{filled[name]} of the {wanted.numel()} numbers of {name} were sent")
+    return places
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Second names of shared parameters, such as lm_head.weight."""
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
+        name for name, _ in model.named_parameters()
+    }
+
+
+def one_by_one(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Fused experts taken apart into the names of checkpoints."""
+    for name, tensor in tensors:
+        prefix, _, part = name.rpartition(".")
+        if not prefix.endswith(".experts") or part not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        for index, expert in enumerate(tensor):
+            if part == "down_proj":
+                yield f"{prefix}.{index}.down_proj.weight", expert
+            else:
+                gate, up = expert.chunk(2)
+                yield f"{prefix}.{index}.gate_proj.weight", gate
+                yield f"{prefix}.{index}.up_proj.weight", up
+
+
+def place(parameters: Mapping[str, nn.Parameter], name: str) -> tuple[str, torch.Tensor]:
+    """Where a tensor of this name goes: the parameter's name and the part of it to fill."""
+    if name in parameters:
+        return name, parameters[name].detach()
+    if match := _EXPERT.fullmatch(name):
+        part = match["part"]
+        fused = f"{match['experts']}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"
+        index = int(match["index"])
+        if fused in parameters and index < len(parameters[fused]):
+            expert = parameters[fused].detach()[index]
+            return fused, expert if part == "down_proj" else expert.chunk(2)[part == "up_proj"]
+    raise WeightSyncError(f"this model has no parameter {name}; is it of the learner's architecture?")

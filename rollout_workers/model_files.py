@@ -1,0 +1,44 @@
+"""The model's config and tokenizer, fetched from the broker: a worker needs no file system but its own."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from broker.client import Broker
+from broker.errors import HeadwayError
+from broker.schema import ModelFiles
+
+from .outages import Outages
+
+POLL_S = 0.2
+
+log = logging.getLogger(__name__)
+
+
+class ModelFilesError(HeadwayError):
+    """The learner stored files that a worker will not write."""
+
+
+async def fetch_model(broker: Broker, directory: Path) -> Path:
+    """Wait for the run's model files and write them to a new `directory/model` that only this user reads."""
+    outages = Outages(broker.url)
+    files = await outages.ride_out(broker.versions.model)
+    if files is None:
+        log.info("run %s has no model yet; waiting for its learner", broker.run)
+    while files is None:
+        await asyncio.sleep(POLL_S)
+        files = await outages.ride_out(broker.versions.model)
+    return await asyncio.to_thread(write_model, files, directory / "model")
+
+
+def write_model(files: ModelFiles, directory: Path) -> Path:
+    """Refuses names that could leave `directory`: they come over the network."""
+    for name in files.files:
+        if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
+            raise ModelFilesError(
+                f"the run's model has a file named {name!r}; only plain names without folders are written"
+            )
+    directory.mkdir(mode=0o700, parents=True)
+    for name, content in files.files.items():
+        (directory / name).write_bytes(content)
+    return directory

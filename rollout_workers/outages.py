@@ -1,0 +1,63 @@
+"""Riding out a broker that does not answer: generation goes on, calls are repeated, the log says it once."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from broker.connection import without_password
+from broker.errors import BrokerError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Outages:
+    """What one process knows of its broker's health."""
+
+    def __init__(self, url: str, *, shortest_s: float = 0.1, longest_s: float = 2.0) -> None:
+        self._url = without_password(url)
+        self._shortest_s = shortest_s
+        self._longest_s = longest_s
+        self._is_down = False
+        self.last_error = ""
+
+    async def ride_out(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The call's result, however long the broker is away; only cancelling ends it."""
+        wait_s = self._shortest_s
+        while True:
+            with self:
+                return await call()
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, self._longest_s)
+
+    def __enter__(self) -> None:
+        """`with outages:` swallows a broker's error, and logs when an outage begins and when it ends."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, BrokerError):
+            self._begin(error)
+        elif error is None:
+            self._end()
+        if error is None or isinstance(error, BrokerError):
+            _refuse_lost_cancellation()
+        return isinstance(error, BrokerError)
+
+    def _begin(self, error: BrokerError) -> None:
+        self.last_error = str(error)
+        if not self._is_down:
+            self._is_down = True
+            log.warning("broker %s: %s Running samples go on, calls are repeated.", self._url, error)
+
+    def _end(self) -> None:
+        if self._is_down:
+            self._is_down = False
+            self.last_error = ""
+            log.warning("broker %s answers again", self._url)
+
+
+def _refuse_lost_cancellation() -> None:
+    """Before Python 3.12 `asyncio.wait_for`, which the redis client uses, can swallow a cancellation."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

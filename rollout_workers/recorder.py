@@ -1,0 +1,103 @@
+"""Turns the engine's chunks of one sample into a trajectory: tokens, logprobs, which weights sampled what.
+
+It trusts no engine: output that cannot be right is refused here, before the learner would train on it.
+"""
+
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Literal, cast
+
+import numpy as np
+
+from broker.errors import HeadwayError
+from broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
+
+from .engines.base import Chunk
+
+FinishReason = Literal["stop", "length"]
+
+LOGPROB_ROUNDING = 1e-3
+"""A logprob of a certain token may come out as slightly more than 0 in low precision."""
+
+
+class EngineOutputError(HeadwayError):
+    """The engine returned something that cannot be: a bug in the engine or its adapter."""
+
+
+class Recorder:
+    """One sample as it grows. Spans always cover [0, R); adjacent tokens of one version share a span."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[VersionSpan] = []
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def newest_version(self) -> WeightVersion:
+        """Of the last token; there must be one."""
+        return self.spans[-1].version
+
+    def add(self, chunk: Chunk) -> None:
+        """Append a chunk. Raises EngineOutputError if it cannot follow what was recorded."""
+        self._refuse_impossible(chunk)
+        if chunk.token_ids:
+            self._extend_spans(len(chunk.token_ids), chunk.version)
+        self.tokens += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.finish_reason = chunk.finish_reason
+
+    def finished(self) -> FinishReason:
+        """Why the sample ended. Raises EngineOutputError if it did not, or has no token."""
+        if self.finish_reason is None or not self.tokens:
+            raise EngineOutputError(
+                f"the engine's stream ended after {len(self.tokens)} tokens with finish reason "
+                f"{self.finish_reason}; a sample needs a token and a last chunk that says stop or length"
+            )
+        return self.finish_reason
+
+    def to_trajectory(self, lease: Lease, rewards: dict[str, float], reward: float, worker: str) -> Trajectory:
+        """The finished sample, every response token trained."""
+        return Trajectory(
+            tid=lease.tid,
+            prompt_tokens=np.asarray(lease.prompt.token_ids, np.int32),
+            response_tokens=np.asarray(self.tokens, np.int32),
+            behavior_logprobs=np.asarray(self.logprobs, np.float32),
+            loss_mask=np.ones(len(self.tokens), np.uint8),
+            spans=tuple(self.spans),
+            reward=reward,
+            rewards=rewards,
+            finish_reason=self.finished(),
+            worker=worker,
+        )
+
+    def _extend_spans(self, count: int, version: WeightVersion) -> None:
+        start = len(self.tokens)
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(start, len(self.tokens) + count, version))
+
+    def _refuse_impossible(self, chunk: Chunk) -> None:
+        at = f"after {len(self.tokens)} tokens the engine"
+        if self.finish_reason is not None:
+            raise EngineOutputError(f"{at} sent more, though it had finished with {self.finish_reason!r}")
+        if len(chunk.token_ids) != len(chunk.logprobs):
+            raise EngineOutputError(f"{at} sent {len(chunk.token_ids)} tokens with {len(chunk.logprobs)} logprobs")
+        if self.spans and chunk.version < self.newest_version:
+            raise EngineOutputError(f"{at} went back from {self.newest_version} to {chunk.version}")
+        wrong = [value for value in chunk.logprobs if not (math.isfinite(value) and value <= LOGPROB_ROUNDING)]
+        if wrong:
+            raise EngineOutputError(f"{at} sent {wrong[0]} as a logprob; weights with NaN or Inf do this")
+
+
+async def record(chunks: AsyncIterator[Chunk], count: Callable[[int], None] | None = None) -> Recorder:
+    """Drain one sample's stream, telling `count` of new tokens; an error or cancelling ends the request."""
+    recorder = Recorder()
+    async with aclosing(cast(AsyncGenerator[Chunk, None], chunks)) as stream:
+        async for chunk in stream:
+            recorder.add(chunk)
+            if count is not None:
+                count(len(chunk.token_ids))
+    recorder.finished()
+    return recorder

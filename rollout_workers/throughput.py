@@ -1,0 +1,33 @@
+"""Tokens per second over the last few seconds."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+
+class Throughput:
+    """A sliding window over counts."""
+
+    def __init__(self, window_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = 0
+        self._window_s = window_s
+        self._clock = clock
+        self._began = clock()
+        self._counts: deque[tuple[float, int]] = deque()
+
+    def add(self, count: int) -> None:
+        """Count now."""
+        self.total += count
+        self._counts.append((self._clock(), count))
+        self._forget()
+
+    def per_second(self) -> float:
+        """0 where nothing was counted within the window."""
+        self._forget()
+        seconds = min(self._window_s, self._clock() - self._began)
+        return sum(count for _, count in self._counts) / seconds if seconds > 0 else 0.0
+
+    def _forget(self) -> None:
+        horizon = self._clock() - self._window_s
+        while self._counts and self._counts[0][0] < horizon:
+            self._counts.popleft()

@@ -1,0 +1,111 @@
+"""Where an engine's weights are swapped and verified. Only verified weights count as held."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from broker.errors import VersionRegressionError, WeightSyncError
+from broker.schema import Probe, WeightVersion
+from weightsync.subscriber import Delivery, Subscriber
+
+from .engines.base import Engine
+from .outages import Outages
+
+RETRY_S = 0.5
+"""Between attempts after a delivery that failed or was refused."""
+
+log = logging.getLogger(__name__)
+
+
+class HeldWeights:
+    """The version that the engine holds, kept as new as the subscriber delivers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        subscriber: Subscriber,
+        outages: Outages,
+        *,
+        verify: bool,
+        on_swap: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._subscriber = subscriber
+        self._outages = outages
+        self._verify = verify
+        self._on_swap = on_swap
+        self._changed = asyncio.Condition()
+        self.version: WeightVersion | None = None
+        self.swaps = 0
+        self.last_error = ""
+
+    async def follow(self) -> None:
+        """Take every newer version, forever. Raises WeightSyncError if the engine cannot hold one."""
+        while True:
+            delivery = await self._next_delivery()
+            await self._load(delivery)
+            async with self._changed:
+                self.version = delivery.manifest.version
+                self.swaps += 1
+                self.last_error = ""
+                self._changed.notify_all()
+            self._on_swap()
+
+    async def reach(self, version: WeightVersion | None = None) -> WeightVersion:
+        """Wait until weights at least as new as `version` (None: any at all) are held and verified."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self.version is not None and (version is None or self.version >= version)
+            )
+        assert self.version is not None
+        return self.version
+
+    async def _next_delivery(self) -> Delivery:
+        """The next delivery that may be loaded; refused and failed ones are logged and waited out."""
+        while True:
+            try:
+                delivery = await self._outages.ride_out(lambda: self._subscriber.wait_for_version(self.version))
+                self._refuse_regression(delivery.manifest.version)
+            except (WeightSyncError, VersionRegressionError) as error:
+                self.last_error = str(error)
+                log.error("weights not taken, trying again: %s", error)
+                await asyncio.sleep(RETRY_S)
+            else:
+                return delivery
+
+    def _refuse_regression(self, version: WeightVersion) -> None:
+        if self.version is not None and version <= self.version:
+            raise VersionRegressionError(f"{version} was delivered, but {self.version} is held; it was ignored")
+
+    async def _load(self, delivery: Delivery) -> None:
+        """Swap, verify, and if that fails do both once more."""
+        for attempt in (1, 2):
+            try:
+                await self._engine.swap_weights(delivery.manifest.version, delivery.tensors)
+                await self._refuse_wrong_weights(delivery.manifest.probe, delivery.manifest.version)
+            except WeightSyncError as error:
+                self.last_error = str(error)
+                if attempt == 2:
+                    raise
+                log.error("swapping again: %s", error)
+            else:
+                return
+
+    async def _refuse_wrong_weights(self, probe: Probe, version: WeightVersion) -> None:
+        if not self._verify:
+            return
+        scored = np.asarray(await self._engine.score(probe.token_ids), np.float64)
+        expected = np.asarray(probe.logprobs, np.float64)
+        if scored.shape != expected.shape:
+            raise WeightSyncError(f"the probe of {version} has {expected.size} logprobs, the engine gave {scored.size}")
+        difference = float(np.abs(scored - expected).max(initial=0.0))
+        # Written so that NaN fails too.
+        if not difference <= probe.tolerance:
+            raise WeightSyncError(
+                f"after the swap to {version} the engine's logprobs differ from the learner's by "
+                f"{difference:.3g} where rounding explains {probe.tolerance:.3g}: it does not hold what "
+                "was published. If it computes in a lower precision than the learner, raise the tolerance; "
+                "workers.probe_swaps=false skips the check"
+            )

@@ -1,0 +1,234 @@
+"""The rollout worker: refresh weights -> lease -> generate -> score -> submit, for many samples at once.
+
+Its tasks share one event loop: the lease loop, one for every sample, heartbeat and weights. The first that
+fails ends the worker with its error. A broker that is away never does; leases are handed back in any case.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from contextlib import AsyncExitStack, suppress
+from typing import Literal
+
+from broker.client import Broker
+from broker.leases import SubmitOutcome
+from broker.schema import Lease, Trajectory, WorkerInfo
+from weightsync.subscriber import Subscriber
+
+from .config import SamplingConfig, WorkersConfig
+from .decoding import Decoding, response_text
+from .engines.base import Engine, GenerationRequest
+from .held_leases import HeldLeases
+from .outages import Outages
+from .recorder import Recorder, record
+from .rewards.base import Scorer
+from .throughput import Throughput
+from .weights import HeldWeights
+
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.2
+"""Between two requests for leases, after one that was refused."""
+FAREWELL_S = 5.0
+"""What a leaving worker gives its finished samples to be submitted, and then its goodbye to arrive."""
+MISSED_HEARTBEATS = 5
+"""After so many a worker no longer counts as alive."""
+RUN_OVER = ("finished", "stopped", "failed")
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """One engine's worth of samples in flight. `run` closes engine, subscriber and scorer, not the broker."""
+
+    def __init__(
+        self,
+        *,
+        broker: Broker,
+        engine: Engine,
+        subscriber: Subscriber,
+        scorer: Scorer,
+        decoding: Decoding,
+        sampling: SamplingConfig,
+        config: WorkersConfig,
+        lease_ttl_s: float,
+        worker: str,
+        engine_kind: str,
+    ) -> None:
+        self._broker = broker
+        self._engine = engine
+        self._subscriber = subscriber
+        self._scorer = scorer
+        self._decoding = decoding
+        self._sampling = sampling
+        self._config = config
+        self._lease_ttl_s = lease_ttl_s
+        self._worker = worker
+        self._engine_kind = engine_kind
+        self._outages = Outages(broker.url)
+        self._held = HeldLeases(broker.leases, lease_ttl_s)
+        self._wake = asyncio.Event()
+        self._weights = HeldWeights(
+            engine, subscriber, self._outages, verify=config.probe_swaps, on_swap=self._wake.set
+        )
+        self._generated = Throughput()
+        self._began = time.monotonic()
+        self._saw_run_alive = False
+        self._end = ""
+        self.outcomes = dict.fromkeys(SubmitOutcome, 0)
+        """How submissions ended: a duplicate was accepted before, its reply lost; a fenced one is void."""
+
+    async def run(self) -> str:
+        """Work until drained ("drained") or the run is over (its state). Raises any part's first error."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(self._beat()), tasks.create_task(self._weights.follow())]
+                await self._keep_engine_full(tasks)
+                await self._wind_down()
+                for task in background:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            raise _first(group) from group
+        finally:
+            await self._leave()
+        return self._end
+
+    def request_drain(self) -> None:
+        """Hand unfinished samples back, submit the finished ones, return from `run`. Idempotent."""
+        self._stop("drained")
+
+    async def _keep_engine_full(self, tasks: asyncio.TaskGroup) -> None:
+        """Ask for as many leases as the engine has room for, whenever there is room or something changed."""
+        wait_s = SHORTEST_WAIT_S
+        while not self._end:
+            self._wake.clear()
+            leases = await self._lease()
+            for lease in leases:
+                self._held.hold(lease, tasks.create_task(self._sample(lease)))
+            was_woken = await self._wait(None if self._is_full() else wait_s)
+            wait_s = SHORTEST_WAIT_S if leases or was_woken else min(2 * wait_s, LONGEST_WAIT_S)
+
+    async def _sample(self, lease: Lease) -> None:
+        recorder = await self._generate(lease)
+        self._held.mark_generated(lease)
+        # Tokens of weights that then fail their verification must not reach the learner.
+        await self._weights.reach(recorder.newest_version)
+        trajectory = await self._score(lease, recorder)
+        await self._submit(lease, trajectory)
+        self._held.forget(lease)
+        self._wake.set()
+
+    async def _lease(self) -> tuple[Lease, ...]:
+        room = self._engine.capacity - len(self._held)
+        if self._weights.version is None or room <= 0:
+            return ()
+        with self._outages:
+            reply = await self._broker.leases.lease(self._worker, self._weights.version, room, self._lease_ttl_s)
+            self._note_state(reply.state)
+            return reply.leases
+        return ()
+
+    async def _generate(self, lease: Lease) -> Recorder:
+        request = GenerationRequest(
+            request_id=f"{lease.tid}:{lease.token}",
+            prompt_tokens=lease.prompt.token_ids,
+            max_new_tokens=self._sampling.max_new_tokens,
+            temperature=self._sampling.temperature,
+            top_p=self._sampling.top_p,
+            top_k=self._sampling.top_k,
+            stop_token_ids=list(self._decoding.stop_token_ids),
+        )
+        return await record(self._engine.generate(request), self._generated.add)
+
+    async def _score(self, lease: Lease, recorder: Recorder) -> Trajectory:
+        text = response_text(self._decoding, recorder.tokens)
+        score = await self._scorer.score(lease.prompt, text, recorder.finished())
+        return recorder.to_trajectory(lease, dict(score.components), score.total, self._worker)
+
+    async def _submit(self, lease: Lease, trajectory: Trajectory) -> None:
+        """Repeated until the broker answers: work must not be lost."""
+        outcome = await self._outages.ride_out(lambda: self._broker.leases.submit(lease, trajectory))
+        self.outcomes[outcome] += 1
+
+    async def _beat(self) -> None:
+        """Report, keep the leases, learn whether the run goes on."""
+        while True:
+            with self._outages:
+                ttl_s = MISSED_HEARTBEATS * self._config.heartbeat_s
+                await self._broker.status.heartbeat(self.info(), ttl_s)
+                await self._held.renew()
+                self._note_state(await self._broker.status.state())
+            self._wake.set()
+            await asyncio.sleep(self._config.heartbeat_s)
+
+    def info(self) -> WorkerInfo:
+        """What this worker says of itself."""
+        return WorkerInfo(
+            worker=self._worker,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            engine=self._engine_kind,
+            state=self._state(),
+            version=self._weights.version,
+            broadcast_epoch=self._subscriber.epoch,
+            wants_broadcast=self._weights.version is not None and not self._end,
+            capacity=self._engine.capacity,
+            active=len(self._held),
+            generated_tokens=self._generated.total,
+            submitted=self.outcomes[SubmitOutcome.ACCEPTED] + self.outcomes[SubmitOutcome.DUPLICATE],
+            tokens_per_s=self._generated.per_second(),
+            swaps=self._weights.swaps,
+            last_error=self._weights.last_error or self._subscriber.last_error or self._outages.last_error,
+        )
+
+    def _state(self) -> Literal["starting", "generating", "idle", "draining"]:
+        if self._end:
+            return "draining"
+        if self._weights.version is None:
+            return "starting"
+        return "generating" if len(self._held) else "idle"
+
+    def _note_state(self, state: str) -> None:
+        """A run that is over when a worker starts may be about to be resumed; one that was alive is not."""
+        if state not in (*RUN_OVER, "absent"):
+            self._saw_run_alive = True
+        elif state in RUN_OVER and (self._saw_run_alive or time.monotonic() - self._began > self._config.patience_s):
+            self._stop(state)
+
+    def _stop(self, reason: str) -> None:
+        if not self._end:
+            log.info("worker %s ends: %s", self._worker, reason)
+            self._end = reason
+            self._wake.set()
+
+    def _is_full(self) -> bool:
+        """Nothing to ask for until a sample ends or weights arrive."""
+        return self._weights.version is None or len(self._held) >= self._engine.capacity
+
+    async def _wait(self, timeout_s: float | None) -> bool:
+        """True if woken before the time was up."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                return await self._wake.wait()
+        return False
+
+    async def _wind_down(self) -> None:
+        with suppress(TimeoutError), self._outages:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._held.hand_back_unfinished()
+        await self._held.wait_submitted(FAREWELL_S)
+
+    async def _leave(self) -> None:
+        async with AsyncExitStack() as closing:
+            for part in (self._engine, self._subscriber, self._scorer):
+                closing.push_async_callback(part.close)
+            with suppress(TimeoutError), self._outages:
+                async with asyncio.timeout(FAREWELL_S):
+                    await self._held.hand_back_all()
+                    await self._broker.status.leave(self._worker)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended the others."""
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,36 @@
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from algorithms.kl import k1, k2, k3
+from tests.algorithms import oracles
+from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack
+
+EQUATIONS = [(k1, lambda x: x), (k2, lambda x: x * x / 2), (k3, lambda x: torch.exp(-x) - 1 + x)]
+
+
+@every_case
+@pytest.mark.parametrize(("estimator", "equation"), EQUATIONS)
+def test_estimators_are_their_equations(
+    case: str,
+    estimator: Callable[..., torch.Tensor],
+    equation: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def per_token(b: Ragged) -> torch.Tensor:
+        terms = []
+        for t in range(b.mask_T.numel()):
+            x = (b.current_T[t] - b.anchor_T[t]).clamp(-oracles.LIMIT, oracles.LIMIT)
+            terms.append(equation(x) if b.mask_T[t] > 0 else 0 * oracles.ONE)
+        return stack(terms)
+
+    assert_same(make(case), lambda b: estimator(b.current_T, b.anchor_T, b.mask_T), per_token, tolerance=2e-6)
+
+
+def test_k1_and_k3_have_the_kl_as_expectation() -> None:
+    policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+    divergence = sum(p * math.log(p / q) for p, q in zip(policy.tolist(), reference.tolist(), strict=True))
+    for estimator in (k1, k3):
+        expectation = (policy * estimator(policy.log(), reference.log(), torch.ones(3))).sum()
+        assert float(expectation) == pytest.approx(divergence, abs=1e-6)

@@ -1,0 +1,25 @@
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from algorithms.presets import PRESETS
+from learner.composition import check_algorithm, needs_proximal
+from learner.config import AlgorithmConfig
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_composition_that_fits_together(name: str) -> None:
+    config = msgspec.convert({"preset": name, **PRESETS[name]}, AlgorithmConfig)
+    check_algorithm(config)
+    assert needs_proximal(config) == (name in {"decoupled_ppo", "tis"})
+
+
+def test_the_defaults_are_those_of_grpo() -> None:
+    assert msgspec.convert(PRESETS["grpo"], AlgorithmConfig) == AlgorithmConfig()
+
+
+def test_presets_are_read_without_torch() -> None:
+    code = "import sys, algorithms.presets; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,133 @@
+"""A run in a test: small real prompts and trajectories, and one learner with its owner, driven by hand."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from broker import Broker
+from broker.batches import CheckpointMark, Claim, Owner
+from broker.leases import LeaseReply, SubmitOutcome
+from broker.schema import (
+    Lease,
+    Probe,
+    Prompt,
+    QueueDepths,
+    RunRules,
+    Trajectory,
+    VersionSpan,
+    WeightManifest,
+    WeightVersion,
+)
+
+FRESH = CheckpointMark(0, 0)
+TTL_S = 30.0
+
+
+def group_id(position: int) -> str:
+    return f"0000-{position:08d}"
+
+
+def prompt(position: int, num_samples: int = 2) -> Prompt:
+    return Prompt(
+        group=group_id(position),
+        token_ids=[1, 2, 70_000],
+        text=f"1+{position}=",
+        ground_truth=str(position + 1),
+        data_source="arithmetic",
+        extra_info={"difficulty": 1, "parts": [1, 2.5, None]},
+        num_samples=num_samples,
+    )
+
+
+def trajectory(lease: Lease, *steps: int, tokens: int = 6) -> Trajectory:
+    """Sampled by these steps' weights in turn, a token each at least."""
+    cuts = [*range(len(steps)), tokens]
+    spans = tuple(
+        VersionSpan(start, end, WeightVersion(1, step))
+        for start, end, step in zip(cuts[:-1], cuts[1:], steps, strict=True)
+    )
+    return Trajectory(
+        tid=lease.tid,
+        prompt_tokens=np.array(lease.prompt.token_ids, np.int32),
+        response_tokens=np.arange(tokens, dtype=np.int32) + 65_530,
+        behavior_logprobs=-np.linspace(0.1, 3, tokens, dtype=np.float32),
+        loss_mask=np.ones(tokens, np.uint8),
+        spans=spans,
+        reward=0.5,
+        rewards={"exact": 1.0, "length": -0.5},
+        finish_reason="stop",
+        worker="w",
+    )
+
+
+def manifest(incarnation: int, step: int) -> WeightManifest:
+    return WeightManifest(
+        version=WeightVersion(incarnation, step),
+        tensors=(),
+        buckets=(),
+        probe=Probe(token_ids=[1, 2], logprobs=[-1.0], tolerance=1e-4),
+        group_epoch=0,
+        pull_url="http://127.0.0.1:1",
+        pull_token="secret",
+    )
+
+
+class Scenario:
+    """One learner's view of a run, and workers as plain names."""
+
+    def __init__(self, broker: Broker, claim: Claim) -> None:
+        self.broker = broker
+        self.claim = claim
+        self.owner: Owner = claim.owner
+
+    async def announce(self, step: int) -> None:
+        await self.broker.versions.announce(self.owner, manifest(self.owner.incarnation, step))
+
+    async def lease(self, count: int, step: int, worker: str = "w", ttl_s: float = TTL_S) -> LeaseReply:
+        return await self.broker.leases.lease(worker, WeightVersion(1, step), count, ttl_s)
+
+    async def submit(self, lease: Lease, *steps: int) -> SubmitOutcome:
+        return await self.broker.leases.submit(lease, trajectory(lease, *steps))
+
+    async def submit_all(self, leases: Sequence[Lease], step: int) -> None:
+        for lease in leases:
+            assert await self.submit(lease, step) is SubmitOutcome.ACCEPTED
+
+    async def generate(self, count: int, step: int) -> LeaseReply:
+        """Leases up to so many samples and finishes them all."""
+        reply = await self.lease(count, step)
+        await self.submit_all(reply.leases, step)
+        return reply
+
+    async def take(self, step: int, n: int = 2) -> list[str] | None:
+        """The groups' ids; None while not ready."""
+        batch = await self.broker.batches.take(self.owner, step, n)
+        return None if batch is None else [group.prompt.group for group in batch.groups]
+
+    async def queues(self) -> QueueDepths:
+        return (await self.broker.status.snapshot()).queues
+
+
+async def begin(
+    broker: Broker,
+    rules: RunRules,
+    *,
+    fed: int = 40,
+    checkpoint: CheckpointMark = FRESH,
+    resume: bool = False,
+) -> Scenario:
+    """Claims the run and feeds groups 0 to `fed`; announces the initial weights of a fresh run."""
+    claim = await broker.batches.claim(checkpoint=checkpoint, rules=rules, config=b"recipe", resume=resume)
+    scenario = Scenario(broker, claim)
+    await broker.prompts.feed([prompt(i, rules.group_size) for i in range(fed)], claim.owner)
+    if claim.highest_announced is None and checkpoint == FRESH:
+        await scenario.announce(0)
+    return scenario
+
+
+def rules(max_lag: int, groups_per_step: int = 2, group_size: int = 2, **others: object) -> RunRules:
+    return RunRules(max_lag=max_lag, groups_per_step=groups_per_step, group_size=group_size, **others)  # type: ignore[arg-type]
+
+
+def groups(*positions: int) -> list[str]:
+    return [group_id(position) for position in positions]

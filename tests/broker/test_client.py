@@ -1,0 +1,161 @@
+"""Connections, scripts, versions, the status board, and what errors say."""
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from broker import BlockingBroker, Broker, open_broker
+from broker.batches import Owner
+from broker.connection import without_password
+from broker.errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    FencedError,
+    RunNotFoundError,
+    VersionRegressionError,
+)
+from broker.schema import ModelFiles, WeightVersion
+from broker.server import EmbeddedServer
+
+from .scenario import FRESH, begin, groups, manifest, prompt, rules
+from .test_codec import STEP, WORKER
+
+
+async def test_nobody_answers() -> None:
+    with pytest.raises(BrokerUnavailableError) as caught:
+        await open_broker("redis://me:secret@127.0.0.1:1/0", "r", timeout_s=0.1)
+    text = str(caught.value)
+    assert "redis://***@127.0.0.1:1/0 within 0.1 s" in text
+    assert "headway broker" in text
+    assert "secret" not in text
+
+
+async def test_a_server_that_stops_answering(server: EmbeddedServer, run_name: str) -> None:
+    broker = await open_broker(server.url, run_name, timeout_s=0.2)
+    server.stop()
+    with pytest.raises(BrokerUnavailableError, match="No answer from the broker"):
+        await broker.status.state()
+    server.start()
+    assert await broker.status.state() == "absent"
+    await broker.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h:1/0", "redis://h:1/0"),
+        ("rediss://:p@ss@h:1", "rediss://***@h:1"),
+        ("unix:///a/b.sock?password=x", "unix:///a/b.sock"),
+    ],
+)
+def test_passwords_are_not_shown(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+async def test_bad_urls_and_names() -> None:
+    with pytest.raises(BrokerError, match=r"no broker URL .* Use redis://host:port"):
+        await open_broker("http://127.0.0.1", "r")
+    for name in ("", "a b", "{x}", "a:b", "-x", "x" * 101, "é"):
+        with pytest.raises(BrokerError, match="is no name for a run"):
+            await open_broker("redis://127.0.0.1", name)
+
+
+async def test_scripts_are_loaded_again_after_a_flush(broker: Broker) -> None:
+    run = await begin(broker, rules(0))
+    reply = await run.lease(4, 0)
+    await broker._connection.execute("SCRIPT", "FLUSH")
+    await run.submit_all(reply.leases, 0)
+    await broker._connection.execute("SCRIPT", "FLUSH")
+    assert await run.take(0) == groups(0, 1)
+
+
+async def test_versions_only_go_forward(broker: Broker) -> None:
+    run = await begin(broker, rules(0))
+    versions = broker.versions
+    await versions.announce(run.owner, manifest(1, 0))  # a repeated announcement, its reply was lost
+    await versions.offer(run.owner, manifest(1, 1))
+    await versions.offer(run.owner, manifest(1, 1))
+    assert await versions.current() == (WeightVersion(1, 1), WeightVersion(1, 0))
+    assert await versions.offered() == manifest(1, 1)
+    with pytest.raises(VersionRegressionError, match=r"announced version \(1, 0\) and been offered \(1, 1\)"):
+        await versions.offer(run.owner, manifest(1, 0))
+    await versions.announce(run.owner, manifest(1, 1))
+    assert await versions.announced() == manifest(1, 1)
+    for older in (manifest(1, 0), manifest(0, 9)):
+        with pytest.raises(VersionRegressionError):
+            await versions.announce(run.owner, older)
+    resumed = await begin(broker, rules(0), resume=True)
+    assert await versions.current() == (WeightVersion(1, 1), WeightVersion(1, 1))
+    with pytest.raises(VersionRegressionError):
+        await versions.announce(resumed.owner, manifest(1, 1))  # another learner's, it is not repeated by this one
+    with pytest.raises(FencedError):
+        await versions.announce(run.owner, manifest(1, 2))
+    await versions.announce(resumed.owner, manifest(2, 0))
+    assert await versions.current() == (WeightVersion(2, 0), WeightVersion(2, 0))
+    assert await broker._connection.scan(broker._connection.keys("stage:*")) == []
+
+
+async def test_the_status_board(broker: Broker) -> None:
+    with pytest.raises(RunNotFoundError, match=rf"No run {broker.run} at unix:.* Runs there: none"):
+        await broker.status.snapshot()
+    assert await broker.status.config() is None
+    run = await begin(broker, rules(1), fed=5)
+    files = ModelFiles(files={"config.json": b"{}" * 1000})
+    await broker.versions.put_model(run.owner, files)
+    assert await broker.versions.model() == files
+    assert await broker.status.config() == b"recipe"
+    await broker.status.set_state(run.owner, "training")
+    await broker.status.heartbeat(WORKER, 30)
+    await broker.status.heartbeat(msgspec.structs.replace(WORKER, worker="w2"), 0.001)
+    for step in range(515):
+        await broker.status.report_step(run.owner, msgspec.structs.replace(STEP, step=step))
+    await run.generate(3, 0)
+    await run.lease(1, 0)
+    seen = await broker.status.snapshot()
+    assert (seen.run, seen.state, seen.incarnation) == (broker.run, "training", 1)
+    assert (seen.announced, seen.workers) == (WeightVersion(1, 0), (WORKER,))
+    assert [metrics.step for metrics in seen.recent_steps] == list(range(3, 515))
+    assert seen.last_step is not None
+    assert seen.last_step.step == 514
+    queues = seen.queues
+    assert (queues.pool, queues.admitted, queues.ready, queues.open, queues.leased) == (3, 2, 1, 1, 1)
+    await broker.status.leave("w1")
+    assert await broker.status.workers() == ()
+    other = await open_broker(broker.url, "another")
+    with pytest.raises(RunNotFoundError, match=f"Runs there: {broker.run}"):
+        await other.status.snapshot()
+    await other.close()
+    assert await broker.status.delete_run() > 0
+    assert await broker._connection.scan("*") == []
+
+
+async def test_an_out_of_memory_server_says_so_and_commits_still_free(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path / "small") as server:
+        broker = await open_broker(server.url, "r")
+        run = await begin(broker, rules(0))
+        await run.generate(4, 0)
+        assert await run.take(0) == groups(0, 1)
+        await broker._connection.execute("CONFIG", "SET", "maxmemory", "1")
+        with pytest.raises(BrokerError, match=r"out of memory.*raise its maxmemory, or lower broker.max_bytes"):
+            await broker.prompts.feed([prompt(100)], run.owner)
+        assert await run.take(0) == groups(0, 1)
+        assert await broker.batches.commit(run.owner, 1) == 2
+        await broker.close()
+
+
+def test_the_blocking_facade(url: str, run_name: str) -> None:
+    blocking = BlockingBroker(url, run_name)
+    claim = blocking.call(blocking.broker.batches.claim(checkpoint=FRESH, rules=rules(0), config=b"", resume=False))
+    seen: list[str] = []
+    thread = threading.Thread(target=lambda: seen.append(blocking.call(blocking.broker.status.state())))
+    thread.start()
+    thread.join()
+    assert seen == ["claimed"]
+    with pytest.raises(FencedError):
+        blocking.call(blocking.broker.batches.take(Owner(claim.owner.incarnation, "foreign"), 0, 1))
+    blocking.close()
+    blocking.close()
+    with pytest.raises(BrokerUnavailableError):
+        BlockingBroker("unix:///nowhere/at/all.sock", run_name, timeout_s=0.1)

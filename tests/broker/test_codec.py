@@ -1,0 +1,290 @@
+"""Frames: every wire type comes back as it went; whatever else the bytes are, decoding says FrameError."""
+
+import struct
+import zlib
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from broker import codec
+from broker.codec import decode, decode_trajectory, encode, encode_trajectory
+from broker.errors import FrameError
+from broker.schema import (
+    SCHEMA_VERSION,
+    BroadcastGroup,
+    BucketSpec,
+    Lease,
+    ModelFiles,
+    Probe,
+    QueueDepths,
+    RunRules,
+    RunStatus,
+    StepMetrics,
+    TensorSpec,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+    WeightManifest,
+    WeightVersion,
+    WorkerInfo,
+)
+
+from .scenario import manifest, prompt, trajectory
+
+LEASE = Lease(tid=TrajectoryId("0000-00000007", 1, 3), token="t", ttl_s=30, prompt=prompt(7))
+PROBE = Probe(token_ids=[1, 2], logprobs=[-0.25], tolerance=1e-3)
+WORKER = WorkerInfo(
+    worker="w1",
+    host="h",
+    pid=1,
+    engine="embedded",
+    state="generating",
+    version=WeightVersion(1, 2),
+    broadcast_epoch=1,
+    wants_broadcast=True,
+    capacity=8,
+    active=3,
+    generated_tokens=10,
+    submitted=2,
+    tokens_per_s=1.5,
+    swaps=1,
+)
+STEP = StepMetrics(
+    incarnation=1,
+    step=2,
+    total_steps=3,
+    time_s=1.0,
+    reward_mean=0.5,
+    reward_std=0.1,
+    response_tokens_mean=12.0,
+    lag_mean=1.0,
+    lag_max=2,
+    lag_histogram={0: 3, 2: 1},
+    groups=2,
+    trajectories=4,
+    mixed_version_trajectories=1,
+    trained_tokens=48,
+    packed_tokens=60,
+    micro_batches=1,
+    loss=0.1,
+    grad_norm=1.0,
+    learning_rate=1e-3,
+    algorithm={"ess": 0.9},
+    take_s=0.1,
+    train_s=0.1,
+    publish_s=0.1,
+    checkpoint_s=0.0,
+    step_s=0.3,
+)
+QUEUES = QueueDepths(**dict.fromkeys(QueueDepths.__struct_fields__, 1))
+STRUCTS = [
+    prompt(3),
+    msgspec.structs.replace(
+        manifest(1, 2),
+        tensors=(TensorSpec("a.b", "bfloat16", (2, 3), 0, 0, 12),),
+        buckets=(BucketSpec(12, "ab"),),
+    ),
+    BroadcastGroup(
+        epoch=1,
+        incarnation=1,
+        transport="gloo",
+        store_host="127.0.0.1",
+        store_port=1,
+        timeout_s=3.0,
+        members=("a", "b"),
+    ),
+    ModelFiles(files={"config.json": b"{}", "tokenizer.json": bytes(range(256))}),
+    WORKER,
+    STEP,
+    RunStatus(
+        run="r",
+        state="training",
+        incarnation=1,
+        announced=None,
+        queues=QUEUES,
+        workers=(WORKER,),
+        last_step=STEP,
+        recent_steps=(STEP,),
+    ),
+    PROBE,
+    RunRules(max_lag=1, groups_per_step=2, group_size=3),
+    WeightVersion(3, 4),
+]
+FIELDS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "loss_mask")
+
+
+def assert_same(one: Trajectory, other: Trajectory) -> None:
+    for name in Trajectory.__struct_fields__:
+        left, right = getattr(one, name), getattr(other, name)
+        if name in FIELDS:
+            assert left.dtype == right.dtype
+            np.testing.assert_array_equal(left, right)
+        else:
+            assert left == right
+
+
+def header(kind: int, body: bytes, *, magic: bytes = b"HDWY", schema: int = SCHEMA_VERSION) -> bytes:
+    return struct.pack("<4sHHII", magic, schema, kind, zlib.crc32(body, kind), len(body)) + body
+
+
+@pytest.mark.parametrize("value", STRUCTS, ids=lambda v: type(v).__name__)
+def test_a_struct_comes_back(value: msgspec.Struct) -> None:
+    assert decode(encode(value), type(value)) == value
+
+
+@pytest.mark.parametrize("value", STRUCTS, ids=lambda v: type(v).__name__)
+def test_damage_to_any_byte_or_the_length_is_refused(value: msgspec.Struct) -> None:
+    frame = encode(value)
+    for position in range(len(frame)):
+        damaged = bytearray(frame)
+        damaged[position] ^= 0x41
+        with pytest.raises(FrameError):
+            decode(bytes(damaged), type(value))
+        with pytest.raises(FrameError):
+            decode(frame[:position], type(value))
+    with pytest.raises(FrameError, match="truncated or overlong"):
+        decode(frame + b"\0", type(value))
+
+
+@given(st.integers(1, 300), st.integers(0, 40), st.sets(st.integers(1, 299), max_size=4), st.integers(0, 2**32))
+@settings(deadline=None)
+def test_a_trajectory_comes_back_bit_for_bit(length: int, prompt_length: int, cuts: set[int], seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    edges = sorted({0, length, *(cut for cut in cuts if cut < length)})
+    one = msgspec.structs.replace(
+        trajectory(LEASE, 1),
+        prompt_tokens=chance.integers(0, codec.MAX_TOKEN_ID + 1, prompt_length, np.int32),
+        response_tokens=chance.integers(0, codec.MAX_TOKEN_ID + 1, length, np.int32),
+        behavior_logprobs=-chance.exponential(10, length).astype(np.float32),
+        loss_mask=chance.integers(0, 2, length, np.uint8),
+        spans=tuple(VersionSpan(a, b, WeightVersion(1, i)) for i, (a, b) in enumerate(pairwise(edges))),
+    )
+    back = decode_trajectory(encode_trajectory(one))
+    assert_same(one, back)
+    assert all(getattr(back, name).flags.writeable for name in FIELDS)
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_mutated_trajectory_is_refused(data: st.DataObject) -> None:
+    frame = bytearray(encode_trajectory(trajectory(LEASE, 1, 2)))
+    position = data.draw(st.integers(0, len(frame) - 1))
+    frame[position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(FrameError):
+        decode_trajectory(bytes(frame))
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_body_mutated_under_a_right_checksum_never_raises_anything_else(data: st.DataObject) -> None:
+    """An attacker or a bug can make the checksum fit: what comes out is checked or refused all the same."""
+    body = bytearray(encode_trajectory(trajectory(LEASE, 1, 2))[16:])
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(FrameError):
+        codec.check_trajectory(decode_trajectory(header(1, bytes(body))))
+
+
+@given(st.binary(max_size=200))
+@settings(deadline=None)
+def test_noise_is_refused(noise: bytes) -> None:
+    for frame in (noise, header(1, noise)):
+        with pytest.raises(FrameError):
+            decode_trajectory(frame)
+
+
+def test_another_schema_a_foreign_magic_another_kind_and_nothing() -> None:
+    body = msgspec.msgpack.encode(PROBE)
+    assert decode(header(9, body), Probe) == PROBE
+    with pytest.raises(FrameError, match=f"schema 2, this is schema {SCHEMA_VERSION}"):
+        decode(header(9, body, schema=2), Probe)
+    with pytest.raises(FrameError, match="no frame of ours"):
+        decode(header(9, body, magic=b"\x80\x04\x95\x00"), Probe)
+    with pytest.raises(FrameError, match="kind 9 where a WorkerInfo"):
+        decode(header(9, body), WorkerInfo)
+    with pytest.raises(FrameError, match="0 bytes"):
+        decode(b"", Probe)
+    with pytest.raises(FrameError, match="holds no Probe"):
+        decode(header(9, msgspec.msgpack.encode({"token_ids": "x"})), Probe)
+    with pytest.raises(FrameError, match="holds no Prompt"):
+        decode(header(2, b"\x91" * 100_000), type(prompt(0)))  # nested too deeply
+
+
+def test_an_oversized_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = encode(PROBE)
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", len(frame) - 1)
+    with pytest.raises(FrameError, match="are allowed"):
+        encode(PROBE)
+    with pytest.raises(FrameError, match="bytes"):
+        decode(frame, Probe)
+
+
+def test_a_decompression_bomb_is_refused() -> None:
+    """Few bytes that would unfold to many: the size that they state is checked before."""
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(64 << 20))
+    for prompt_length, total in ((0, 6), (1 << 40, 6)):
+        envelope = msgspec.msgpack.encode(
+            [
+                ["0000-00000007", 1, 3],
+                prompt_length,
+                total,
+                [[0, 6, [1, 1]]],
+                1.0,
+                {},
+                "stop",
+                "w",
+                len(bomb),
+            ]
+        )
+        body = struct.pack("<I", len(envelope)) + envelope + bomb + bytes(4 * 6) + b"\xff"
+        with pytest.raises(FrameError, match=r"token planes of|tokens; at most"):
+            decode_trajectory(header(1, body))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"spans": (VersionSpan(0, 3, WeightVersion(1, 1)),)}, "cover 3 of 6"),
+        (
+            {"spans": (VersionSpan(0, 2, WeightVersion(1, 1)), VersionSpan(3, 6, WeightVersion(1, 1)))},
+            "does not follow",
+        ),
+        ({"spans": (VersionSpan(0, 0, WeightVersion(1, 1)), VersionSpan(0, 6, WeightVersion(1, 1)))}, "span"),
+        ({"spans": ()}, "cover 0 of 6"),
+        ({"spans": (VersionSpan(0, 6, WeightVersion(1, -1)),)}, "negative weight version"),
+        ({"behavior_logprobs": np.zeros(5, np.float32)}, "5 logprobs"),
+        ({"loss_mask": np.ones(7, np.uint8)}, "mask of 7"),
+        ({"loss_mask": np.full(6, 2, np.uint8)}, "0 or 1"),
+        ({"behavior_logprobs": np.full(6, np.nan, np.float32)}, "not finite"),
+        ({"reward": float("nan")}, "not finite"),
+        ({"response_tokens": np.array([1, 2, 3, 4, 5, -1], np.int32)}, "token ids"),
+        ({"prompt_tokens": np.array([1 << 24], np.int32)}, "token ids"),
+        ({"response_tokens": np.zeros(0, np.int32)}, "0 response tokens"),
+    ],
+)
+def test_parts_that_contradict_each_other_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(FrameError, match=complaint):
+        encode_trajectory(msgspec.structs.replace(trajectory(LEASE, 1), **changes))
+
+
+def test_more_tokens_than_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = encode_trajectory(trajectory(LEASE, 1))
+    monkeypatch.setattr(codec, "MAX_TOKENS", 8)
+    with pytest.raises(FrameError, match="at most 8"):
+        decode_trajectory(frame)
+    with pytest.raises(FrameError, match="1 to 8"):
+        encode_trajectory(trajectory(LEASE, 1))
+
+
+def test_every_struct_that_is_encoded_has_a_kind_of_its_own() -> None:
+    kinds = codec._KINDS
+    assert len(set(kinds.values())) == len(kinds)
+    assert set(kinds) == {type(value) for value in STRUCTS}
+    assert WeightManifest in kinds

@@ -1,0 +1,167 @@
+"""Admission, leases, expiry and fencing, against a real server."""
+
+import asyncio
+
+import pytest
+
+from broker import Broker, open_broker
+from broker.leases import SubmitOutcome
+from broker.schema import TrajectoryId, WeightVersion
+from broker.staleness import may_admit
+
+from .scenario import begin, group_id, groups, prompt, rules
+
+A_MOMENT_S = 0.05
+
+
+async def test_nothing_is_leased_before_anything_is_announced(broker: Broker) -> None:
+    reply = await broker.leases.lease("w", WeightVersion(1, 0), 4, 30)
+    assert (reply.leases, reply.state, reply.reason) == ((), "absent", "paused")
+    run = await begin(broker, rules(0))
+    reply = await run.lease(4, 0)
+    assert len(reply.leases) == 4
+    assert reply.state == "claimed"
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+@pytest.mark.parametrize("groups_per_step", [1, 3])
+async def test_admission_is_what_staleness_says(broker: Broker, max_lag: int, groups_per_step: int) -> None:
+    run = await begin(broker, rules(max_lag, groups_per_step, group_size=1))
+    admitted = 0
+    for step in range(4):
+        reply = await run.generate(100, step)
+        assert reply.reason == "capacity"
+        for lease in reply.leases:
+            assert lease.tid == TrajectoryId(group_id(admitted), 0, 0)
+            assert may_admit(admitted, step, max_lag, groups_per_step)
+            admitted += 1
+        assert not may_admit(admitted, step, max_lag, groups_per_step)
+        assert await run.take(step, groups_per_step) is not None
+        await run.announce(step + 1)
+
+
+async def test_stale_weights_are_refused(broker: Broker) -> None:
+    run = await begin(broker, rules(1, groups_per_step=1, group_size=1))
+    await run.submit_all((await run.lease(2, 0)).leases, 0)
+    assert await run.take(0, 1) == groups(0)
+    await run.announce(1)
+    # Group 2 is due at step 2: weights 0 would be too old by then, weights 1 will not.
+    reply = await run.lease(1, 0)
+    assert (reply.leases, reply.reason) == ((), "stale weights")
+    assert (await run.lease(1, 1)).leases[0].tid.group == group_id(2)
+    # Weights that the next step itself would find too old are refused for a group with room, too.
+    assert await run.take(1, 1) == groups(1)
+    await run.announce(2)
+    assert (await run.lease(1, 0)).reason == "stale weights"
+    ahead = await broker.leases.lease("w", WeightVersion(2, 2), 1, 30)
+    assert (ahead.leases, ahead.reason) == ((), "paused")  # weights that this run knows nothing of
+
+
+async def test_a_retry_is_given_before_new_groups_and_only_to_weights_that_may(broker: Broker) -> None:
+    run = await begin(broker, rules(1, groups_per_step=1, group_size=2))
+    first = (await run.lease(2, 0)).leases
+    await broker.leases.release(first)
+    again = (await run.lease(3, 0)).leases
+    assert [str(lease.tid) for lease in again] == [
+        f"{group_id(0)}:0:0",
+        f"{group_id(0)}:0:1",
+        f"{group_id(1)}:0:0",
+    ]
+    assert {lease.token for lease in again}.isdisjoint(lease.token for lease in first)
+    assert await run.submit(first[0], 0) is SubmitOutcome.FENCED
+
+
+async def test_every_lease_has_a_token_of_its_own_and_no_sample_twice(broker: Broker) -> None:
+    run = await begin(broker, rules(2, groups_per_step=4, group_size=3))
+    leases = [*(await run.lease(20, 0)).leases, *(await run.lease(20, 0, worker="v")).leases]
+    assert len(leases) == 36
+    assert len({lease.tid for lease in leases}) == len({lease.token for lease in leases}) == 36
+
+
+async def test_an_expired_lease_goes_to_another_worker_and_the_late_one_is_fenced(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1, group_size=2))
+    slow = (await run.lease(2, 0, ttl_s=A_MOMENT_S)).leases
+    assert await run.submit(slow[0], 0) is SubmitOutcome.ACCEPTED
+    await asyncio.sleep(2 * A_MOMENT_S)
+    taken_over = (await run.lease(5, 0, worker="v")).leases
+    assert [lease.tid for lease in taken_over] == [slow[1].tid]
+    assert await broker.leases.renew(slow, 30) == {slow[0].tid, slow[1].tid}  # done, and lost
+    assert await run.submit(slow[1], 0) is SubmitOutcome.FENCED
+    assert await run.submit(taken_over[0], 0) is SubmitOutcome.ACCEPTED
+    queues = await run.queues()
+    assert (queues.expired_leases, queues.fenced, queues.ready, queues.leased) == (1, 1, 1, 0)
+    payloads = await broker._connection.scan(broker._connection.keys("payload:*"))
+    assert len(payloads) == 2  # the fenced one's was freed
+
+
+async def test_a_worker_is_not_given_what_it_holds_but_keeps_it(broker: Broker, url: str) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1, group_size=1))
+    mine = (await run.lease(1, 0, ttl_s=A_MOMENT_S)).leases
+    await asyncio.sleep(2 * A_MOMENT_S)
+    assert (await run.lease(1, 0)).leases == ()
+    assert await broker.leases.renew(mine, 30) == set()  # nobody took it: it is held again
+    other = await open_broker(url, broker.run)
+    assert (await other.leases.lease("v", WeightVersion(1, 0), 1, 30)).leases == ()
+    await other.close()
+    assert await run.submit(mine[0], 0) is SubmitOutcome.ACCEPTED
+
+
+async def test_a_lease_whose_reply_was_lost_is_given_again_to_the_same_worker(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1, group_size=1))
+    lost = (await run.lease(1, 0, ttl_s=A_MOMENT_S)).leases
+    broker.leases._held.clear()  # as if the reply had never come
+    await asyncio.sleep(2 * A_MOMENT_S)
+    again = (await run.lease(1, 0)).leases
+    assert [lease.tid for lease in again] == [lost[0].tid]
+    assert again[0].token != lost[0].token
+
+
+async def test_an_expired_lease_that_nobody_took_may_still_be_submitted(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1, group_size=1))
+    late = (await run.lease(1, 0, ttl_s=A_MOMENT_S)).leases
+    await asyncio.sleep(2 * A_MOMENT_S)
+    assert await run.submit(late[0], 0) is SubmitOutcome.ACCEPTED
+
+
+async def test_a_repeated_submission_is_a_duplicate_and_loses_nothing(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1, group_size=1))
+    lease = (await run.lease(1, 0)).leases[0]
+    assert await run.submit(lease, 0) is SubmitOutcome.ACCEPTED
+    stored = (await run.queues()).payload_bytes
+    assert await run.submit(lease, 0) is SubmitOutcome.DUPLICATE
+    assert (await run.queues()).payload_bytes == stored
+    names = await broker._connection.scan(broker._connection.keys("payload:*"))
+    assert len(names) == 1
+    assert await broker._connection.execute("PTTL", names[0]) == -1  # it will not expire
+    assert await run.take(0, 1) == groups(0)
+
+
+async def test_the_byte_cap_stops_admission_and_not_retries(broker: Broker) -> None:
+    run = await begin(broker, rules(2, groups_per_step=2, group_size=2, max_bytes=1))
+    leases = (await run.lease(3, 0)).leases
+    await run.submit_all(leases[:1], 0)
+    await broker.leases.release(leases[1:])
+    reply = await run.lease(9, 0)
+    assert len(reply.leases) == 3
+    assert reply.reason == "bytes"
+
+
+async def test_reasons(broker: Broker) -> None:
+    run = await begin(broker, rules(5), fed=1)
+    assert (await run.lease(3, 0)).reason == "no prompts"
+    await broker.status.set_state(run.owner, "stopped")
+    assert (await run.lease(1, 0)).reason == "paused"
+    await broker.batches.finish(run.owner, "finished")
+    reply = await run.lease(1, 0)
+    assert (reply.state, reply.reason) == ("finished", "finished")
+
+
+async def test_feeding_again_changes_nothing(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1, group_size=1), fed=3)
+    assert await broker.prompts.fed_ahead() == 3
+    await run.generate(1, 0)
+    assert await run.take(0, 1) == groups(0)
+    await broker.batches.commit(run.owner, 1)
+    assert await broker.prompts.feed([prompt(i, 1) for i in range(5)], run.owner) == 2
+    assert await broker.prompts.fed_ahead() == 4
+    assert await broker._connection.execute("EXISTS", broker._connection.keys(f"prompt:{group_id(0)}")) == 0

@@ -1,0 +1,168 @@
+"""The server dies, with and without losing what it acknowledged; the learner re-asserts what it knows."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from broker import Broker, open_broker
+from broker.batches import CheckpointMark
+from broker.errors import FencedError, ServerRestartedError
+from broker.leases import SubmitOutcome
+from broker.schema import BroadcastGroup, TrajectoryId, WeightVersion
+from broker.server import EmbeddedServer
+
+from .scenario import Scenario, begin, group_id, groups, manifest, prompt, rules
+
+
+def kill(server: EmbeddedServer) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    while server.is_alive():
+        pass
+
+
+def tids(*positions: int) -> list[TrajectoryId]:
+    return [TrajectoryId(group_id(position), 0, sample) for position in positions for sample in range(2)]
+
+
+async def feed(run: Scenario, first: int = 0, end: int = 40) -> int:
+    return await run.broker.prompts.feed([prompt(i) for i in range(first, end)], run.owner)
+
+
+async def reassert(run: Scenario, step: int, committed: list[str], pinned: dict[int, list[TrajectoryId]]) -> None:
+    announced = WeightVersion(run.owner.incarnation, step)
+    await run.broker.batches.reassert(run.owner, announced=announced, committed_groups=committed, pinned=pinned)
+
+
+async def test_a_killed_server_comes_back_with_its_data(broker: Broker, server: EmbeddedServer) -> None:
+    run = await begin(broker, rules(1))
+    leases = (await run.lease(8, 0)).leases
+    await run.submit_all(leases[:5], 0)
+    assert await run.take(0) == groups(0, 1)
+    known = broker._connection.server_id
+    kill(server)
+    server.start()
+    assert (await run.lease(0, 0)).server_id != known  # workers see it in every reply
+    await run.submit_all(leases[5:7], 0)
+    for verb in (run.take(0), run.announce(1), broker.batches.commit(run.owner, 1), feed(run)):
+        with pytest.raises(ServerRestartedError, match=f"no longer {known}"):
+            await verb
+    await reassert(run, 0, [], {0: tids(0, 1)})
+    assert await run.take(0) == groups(0, 1)
+    await run.announce(1)
+    await run.submit_all(leases[7:], 0)
+    assert await run.take(1) == groups(2, 3)
+    assert await broker.batches.commit(run.owner, 2) == 4
+    assert (await run.queues()).payload_bytes == 0
+
+
+@pytest.fixture
+def rolled_back(server: EmbeddedServer, tmp_path: Path) -> "RolledBack":
+    return RolledBack(server, tmp_path)
+
+
+class RolledBack:
+    """A server that forgets, when it is killed, everything since `remember`."""
+
+    def __init__(self, server: EmbeddedServer, tmp_path: Path) -> None:
+        self._server = server
+        self._data = tmp_path / "server"
+        self._kept = tmp_path / "kept"
+
+    def remember(self) -> None:
+        shutil.copytree(self._data / "appendonlydir", self._kept)
+
+    def kill_and_restart(self) -> None:
+        kill(self._server)
+        shutil.rmtree(self._data / "appendonlydir")
+        if self._kept.exists():
+            shutil.copytree(self._kept, self._data / "appendonlydir")
+        self._server.start()
+
+
+async def test_what_a_rolled_back_server_forgot_is_neither_lost_nor_trained_twice(
+    broker: Broker, rolled_back: RolledBack
+) -> None:
+    run = await begin(broker, rules(1), fed=12)
+    early = (await run.lease(4, 0)).leases
+    rolled_back.remember()  # here groups 0 and 1 are leased, nothing is submitted, weights 0 are announced
+    await run.submit_all(early, 0)
+    trained = []
+    for step in range(3):
+        await run.generate(100, step)
+        trained.append(await run.take(step))
+        await run.announce(step + 1)
+    assert trained == [groups(0, 1), groups(2, 3), groups(4, 5)]
+    await broker.batches.commit(run.owner, 1)
+    rolled_back.kill_and_restart()
+
+    with pytest.raises(ServerRestartedError):
+        await run.take(3)
+    await reassert(run, 3, groups(0, 1), {1: tids(2, 3), 2: tids(4, 5)})
+    assert (await broker.versions.current())[1] == WeightVersion(1, 3)
+    restored = await broker.versions.announced()
+    assert restored == manifest(1, 3)
+    assert await feed(run, 0, 12) == 0  # those it held in the pool; the trained ones are known
+    assert await run.submit(early[0], 0) is SubmitOutcome.FENCED
+    await broker.prompts.close_feed(run.owner)
+    for step in range(3, 6):
+        await run.generate(100, step)
+        trained.append(await run.take(step))
+        await run.announce(step + 1)
+    assert trained == [groups(2 * step, 2 * step + 1) for step in range(6)]
+    await broker.batches.commit(run.owner, 6)
+    queues = await run.queues()
+    assert (queues.payload_bytes, queues.pinned, queues.open, queues.admitted) == (0, 0, 0, 12)
+
+
+async def test_a_server_that_lost_everything_is_filled_again(broker: Broker, rolled_back: RolledBack) -> None:
+    run = await begin(broker, rules(1), fed=8)
+    group = BroadcastGroup(
+        epoch=1,
+        incarnation=1,
+        transport="gloo",
+        store_host="h",
+        store_port=1,
+        timeout_s=1,
+        members=("w",),
+    )
+    await broker.versions.put_group(run.owner, group)
+    await run.generate(100, 0)
+    assert await run.take(0) == groups(0, 1)
+    await run.announce(1)
+    rolled_back.kill_and_restart()
+    await reassert(run, 1, [], {0: tids(0, 1)})
+    assert await broker.versions.group() == group
+    assert await broker.status.config() == b"recipe"
+    assert await feed(run, 0, 8) == 6
+    reply = await run.lease(100, 1)
+    assert {lease.tid.group for lease in reply.leases} == set(groups(2, 3, 4, 5))  # due at steps 1 and 2
+    assert reply.reason == "capacity"
+    # The trained batch cannot be replayed, but nobody generates it while this learner lives. Its successor,
+    # whose checkpoint does not contain it, must begin it anew.
+    resumed = await begin(broker, rules(1), fed=8, checkpoint=CheckpointMark(1, 0), resume=True)
+    assert resumed.claim.pinned_steps == (0,)
+    assert await resumed.take(0) is None
+    assert broker.batches.waiting_for == "rewind"
+    await resumed.announce(0)
+    assert (await broker.versions.current())[1] == WeightVersion(2, 0)
+    await broker.leases.release(reply.leases)
+    for _ in range(2):
+        fresh = await broker.leases.lease("v", WeightVersion(2, 0), 100, 30)
+        await resumed.submit_all(fresh.leases, 0)
+    taken = await resumed.take(0)
+    assert taken == groups(0, 1)
+
+
+async def test_reassertion_yields_to_a_newer_learner(broker: Broker, url: str, server: EmbeddedServer) -> None:
+    old = await begin(broker, rules(1))
+    other = await open_broker(url, broker.run)
+    new = await begin(other, rules(1))
+    kill(server)
+    server.start()
+    with pytest.raises(FencedError):
+        await reassert(old, 0, [], {})
+    await reassert(new, 0, [], {})
+    await other.close()

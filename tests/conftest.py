@@ -1,0 +1,33 @@
+"""A real server for every test that asks, on a unix socket of its own."""
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from broker import Broker, open_broker
+from broker.server import EmbeddedServer
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(tmp_path / "server") as running:
+        yield running
+
+
+@pytest.fixture
+def url(server: EmbeddedServer) -> str:
+    return server.url
+
+
+@pytest.fixture
+def run_name() -> str:
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+async def broker(url: str, run_name: str) -> AsyncIterator[Broker]:
+    opened = await open_broker(url, run_name)
+    yield opened
+    await opened.close()

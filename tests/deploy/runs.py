@@ -1,0 +1,87 @@
+"""Steps, workers and whole looks at a run, to show and to sum up."""
+
+from broker.schema import QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
+
+
+def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_steps: int = 60) -> StepMetrics:
+    """A step of two seconds, half a second of it waiting."""
+    return StepMetrics(
+        incarnation=incarnation,
+        step=step,
+        total_steps=total_steps,
+        time_s=2.0 * (step + 1),
+        reward_mean=reward,
+        reward_std=0.1,
+        response_tokens_mean=15.5,
+        lag_mean=1.25,
+        lag_max=2,
+        lag_histogram={0: 20, 1: 200, 2: 36},
+        groups=32,
+        trajectories=256,
+        mixed_version_trajectories=40,
+        trained_tokens=4000,
+        packed_tokens=7000,
+        micro_batches=1,
+        loss=0.01,
+        grad_norm=0.5,
+        learning_rate=5e-4,
+        algorithm={"ess": 0.9},
+        take_s=0.5,
+        train_s=1.2,
+        publish_s=0.2,
+        checkpoint_s=0.1,
+        step_s=2.0,
+    )
+
+
+def worker(name: str, version: WeightVersion | None, *, last_error: str = "") -> WorkerInfo:
+    """A busy one."""
+    return WorkerInfo(
+        worker=name,
+        host="node",
+        pid=4711,
+        engine="embedded",
+        state="generating",
+        version=version,
+        broadcast_epoch=2,
+        wants_broadcast=True,
+        capacity=64,
+        active=60,
+        generated_tokens=100_000,
+        submitted=2000,
+        tokens_per_s=2500.0,
+        swaps=36,
+        last_error=last_error,
+    )
+
+
+def run_status(steps: int = 37) -> RunStatus:
+    """A run in its middle, with two workers; one has had an error with brackets in it."""
+    metrics = tuple(step_metrics(step, reward=0.25 + step / 60) for step in range(steps))
+    return RunStatus(
+        run="arithmetic",
+        state="training",
+        incarnation=1,
+        announced=WeightVersion(1, steps),
+        queues=QueueDepths(
+            pool=64,
+            admitted=1200,
+            retry=3,
+            leased=120,
+            open=40,
+            ready=12,
+            pinned=32,
+            dropped_stale=0,
+            requeued_stale=1,
+            expired_leases=5,
+            fenced=2,
+            rejected=0,
+            payload_bytes=1_500_000,
+        ),
+        workers=(
+            worker("node-worker-0-ab12", WeightVersion(1, steps)),
+            worker("node-worker-1-cd34", None, last_error="[x]"),
+        ),
+        last_step=metrics[-1] if metrics else None,
+        recent_steps=metrics,
+    )

@@ -1,0 +1,243 @@
+"""The commands as a user meets them: real processes, their exit codes, and every error as one paragraph."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from broker import Broker
+from broker.owner import CheckpointMark, Owner
+from broker.schema import RunRules
+from broker.server import EmbeddedServer
+from deploy.run_directory import held
+
+from .runs import step_metrics, worker
+
+COMMANDS = ["run", "broker", "learner", "workers", "status", "sft", "eval", "doctor", "worker"]
+NOWHERE = "redis://127.0.0.1:1"
+
+
+def headway(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `headway` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "deploy", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**clean_environment(), **environment},
+        check=False,
+    )
+
+
+def clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")} | {"COLUMNS": "200"}
+
+
+def run_main(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run `main` in a process after `script`, which sees the command line as `cli`."""
+    text = f"import sys\nimport deploy.cli as cli\nsys.argv = ['headway', *{list(arguments)!r}]\n{script}"
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=cwd, check=False)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
+def test_help_imports_next_to_nothing(arguments: list[str], tmp_path: Path) -> None:
+    script = (
+        "try: cli.main()\n"
+        "finally: print([m for m in ('torch', 'numpy', 'redis', 'omegaconf', 'rich.console') if m in"
+        " sys.modules])"
+    )
+    answer = run_main(script, *arguments, cwd=tmp_path)
+    assert answer.returncode == 0
+    assert "Usage: headway" in answer.stdout
+    assert answer.stdout.endswith("[]\n")
+
+
+def test_help_names_every_command_but_the_internal_one(tmp_path: Path) -> None:
+    text = headway("--help", cwd=tmp_path).stdout
+    listed = [line.split()[0] for line in text.partition("Commands:\n")[2].splitlines()]
+    assert listed == sorted(set(COMMANDS) - {"worker"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["run", "nowhere.yaml"],
+            "There is no recipe 'nowhere.yaml'. Give the path of a YAML file of your own, or one of those that ship:",
+        ),
+        (
+            ["run", "arithmetic.yaml", "staleness.maxlag=3"],
+            "arithmetic.yaml: unknown key staleness.maxlag; did you mean staleness.max_lag?",
+        ),
+        (
+            ["learner", "arithmetic.yaml", "steps=3", "--broker", NOWHERE, "--run", "x"],
+            "arithmetic.yaml: unknown key steps; did you mean learner.steps?",
+        ),
+        (
+            ["run", "arithmetic.yaml", "--resume"],
+            "There is no run to resume in runs/arithmetic. Start it without --resume.",
+        ),
+        (["status"], "No run is going on below "),
+        (["status", "--broker", NOWHERE, "--run", "x"], f"No answer from the broker at {NOWHERE} "),
+        (["broker", "--url", NOWHERE], f"No answer from the broker at {NOWHERE} "),
+        (
+            ["workers", "staleness.max_lag=3", "--broker", NOWHERE, "--run", "x"],
+            "A worker cannot take the override 'staleness.max_lag=3': all but engine.* comes from"
+            " the run's configuration",
+        ),
+        (
+            ["eval", "arithmetic.yaml", "--checkpoint", "x"],
+            "x holds no model: there is no config.json. Give one such as",
+        ),
+        (["sft", "arithmetic.yaml", "sft.phases=[]"], "The recipe has no warm-up: sft.phases is empty."),
+    ],
+)
+def test_errors_are_one_paragraph_and_exit_1(arguments: list[str], message: str, tmp_path: Path) -> None:
+    answer = headway(*arguments, cwd=tmp_path)
+    assert answer.returncode == 1
+    assert answer.stderr.startswith(f"Error: {message}")
+    assert len(answer.stderr.splitlines()) == 1
+    assert answer.stdout == ""
+
+
+def test_an_existing_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "arithmetic").mkdir(parents=True)
+    (tmp_path / "runs" / "arithmetic" / "config.yaml").touch()
+    answer = headway("run", "arithmetic.yaml", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("Error: runs/arithmetic already holds a run. Go on with it (--resume)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run"], "Error: Missing argument 'RECIPE'."),
+        (["walk"], "Error: No such command 'walk'."),
+        (["workers", "--run", "x"], "Error: Missing option '--broker' (env var: 'HEADWAY_BROKER')."),
+        (
+            ["run", "arithmetic.yaml", "--resume", "--overwrite"],
+            "Error: --resume and --overwrite exclude each other.",
+        ),
+    ],
+)
+def test_wrong_usage_exits_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    answer = headway(*arguments, cwd=tmp_path)
+    assert answer.returncode == 2
+    assert answer.stderr.splitlines()[-1] == message
+
+
+def test_debug_anywhere_adds_the_traceback(tmp_path: Path) -> None:
+    for arguments in (["--debug", "run", "x.yaml"], ["run", "x.yaml", "--debug"]):
+        answer = headway(*arguments, cwd=tmp_path)
+        assert answer.returncode == 1
+        assert answer.stderr.startswith("Traceback (most recent call last):")
+        assert answer.stderr.splitlines()[-1].startswith("Error: There is no recipe 'x.yaml'.")
+
+
+CRASH = "def crash(**_): raise {error}\ncli.cli.commands['doctor'].callback = crash\ncli.main()"
+
+
+def test_a_bug_is_confessed_with_its_log(tmp_path: Path) -> None:
+    answer = run_main(CRASH.format(error="ZeroDivisionError('division by zero')"), "doctor", cwd=tmp_path)
+    assert answer.returncode == 70
+    assert answer.stderr.startswith(
+        "Error: This is a bug in Headway, not a mistake of yours: ZeroDivisionError: division by zero. The traceback"
+    )
+    assert len(answer.stderr.splitlines()) == 1
+    log = Path(next(word for word in answer.stderr.split() if "headway-bug-" in word).rstrip(";"))
+    assert "raise ZeroDivisionError" in log.read_text() or "ZeroDivisionError: division by zero" in log.read_text()
+    log.unlink()
+
+
+def test_a_bug_shows_its_traceback_with_debug(tmp_path: Path) -> None:
+    answer = run_main(CRASH.format(error="ValueError('x')"), "doctor", "--debug", cwd=tmp_path)
+    assert answer.returncode == 70
+    assert answer.stderr.startswith("Traceback")
+
+
+def test_ctrl_c_exits_130_without_a_word(tmp_path: Path) -> None:
+    answer = run_main(CRASH.format(error="KeyboardInterrupt"), "doctor", cwd=tmp_path)
+    assert (answer.returncode, answer.stderr.strip()) == (130, "")
+
+
+def test_the_broker_serves_until_told_to_stop_and_keeps_its_data(tmp_path: Path) -> None:
+    port = free_port()
+    arguments = [sys.executable, "-m", "deploy", "broker", "--port", str(port), "--directory", "data"]
+    with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = f"redis://127.0.0.1:{port}"
+        assert process.stdout.readline().startswith(f"Serving {url}, data in data.")
+        check = headway("broker", "--url", url, cwd=tmp_path)
+        assert check.stdout == f"{url} answers. Runs: none.\n"
+        taken = headway("broker", "--port", str(port), "--directory", "other", cwd=tmp_path)
+        assert taken.returncode == 1
+        assert f"Port {port} on 127.0.0.1 is taken" in taken.stderr
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+    assert (tmp_path / "data").is_dir()
+
+
+async def claimed(broker: Broker) -> Owner:
+    """A run with a learner, one step and one worker."""
+    rules = RunRules(
+        max_lag=2,
+        groups_per_step=32,
+        group_size=8,
+        on_straggler="wait",
+        on_over_bound="requeue",
+        max_bytes=1 << 20,
+    )
+    claim = await broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=b"{}", resume=False)
+    await broker.status.set_state(claim.owner, "training")
+    await broker.status.report_step(claim.owner, step_metrics(0))
+    await broker.status.heartbeat(worker("w-0", None), 60.0)
+    return claim.owner
+
+
+async def test_status_of_a_run(broker: Broker, server: EmbeddedServer, tmp_path: Path) -> None:
+    await claimed(broker)
+    answer = headway("status", "--json", cwd=tmp_path, HEADWAY_BROKER=server.url, HEADWAY_RUN=broker.run)
+    assert answer.returncode == 0, answer.stderr
+    status = json.loads(answer.stdout)
+    assert (status["run"], status["state"], status["announced"]) == (broker.run, "training", "-")
+    assert [info["worker"] for info in status["workers"]] == ["w-0"]
+    only_run = headway("status", "--broker", server.url, cwd=tmp_path)
+    assert broker.run in only_run.stdout
+    assert "w-0" in only_run.stdout
+
+
+async def test_status_finds_the_run_that_is_going_on_here(
+    broker: Broker, server: EmbeddedServer, tmp_path: Path
+) -> None:
+    await claimed(broker)
+    (tmp_path / "runs" / broker.run).mkdir(parents=True)
+    (tmp_path / "runs" / broker.run / "broker.json").write_text(json.dumps({"url": server.url, "run": broker.run}))
+    with held(tmp_path / "runs" / broker.run):
+        answer = headway("status", cwd=tmp_path)
+        other = headway("status", "--run", "other", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert f"{broker.run}: training, incarnation 1" in answer.stdout
+    assert other.stderr == (
+        f"Error: The run that is going on here is {broker.run}, not other; name the server with --broker.\n"
+    )
+
+
+async def test_status_of_an_unknown_run_lists_those_there_are(
+    broker: Broker, server: EmbeddedServer, tmp_path: Path
+) -> None:
+    await claimed(broker)
+    answer = headway("status", "--broker", server.url, "--run", "other", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert answer.stderr == f"Error: No run other at {server.url}. Runs there: {broker.run}.\n"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

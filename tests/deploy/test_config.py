@@ -1,0 +1,234 @@
+"""What a recipe may say, and word by word what a wrong one is told."""
+
+from pathlib import Path
+
+import pytest
+
+from broker.errors import ConfigError
+from deploy.config import Recipe, dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
+from deploy.config_files import shipped_recipes
+
+MINIMAL = """
+model: {random: {architecture: qwen3, alphabet: "0123456789+"}}
+prompts: {kind: arithmetic}
+rewards: [{kind: arithmetic}]
+optimizer: {learning_rate: 5e-4}
+sft: {phases: [{kind: arithmetic}]}
+"""
+MAX_LAG = "(no token older than this many steps is ever trained; 0: on-policy)"
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def load_text(tmp_path: Path, text: str) -> Recipe:
+    path = tmp_path / "text.yaml"
+    path.write_text(text)
+    return load_recipe(path)
+
+
+def test_numbers_in_scientific_notation_and_the_name_from_the_file(recipe_path: Path) -> None:
+    recipe = load_recipe(recipe_path)
+    assert recipe.optimizer.learning_rate == 5e-4
+    assert recipe.run.name == "mine"
+    assert recipe.run_directory == Path("runs/mine")
+
+
+def test_overrides_apply_in_order_and_reach_into_lists(recipe_path: Path) -> None:
+    overrides = [
+        "staleness.max_lag=4",
+        "staleness.max_lag=8",
+        "rewards[0].weight=2",
+        "sft.phases.0.max_steps=3",
+    ]
+    recipe = load_recipe(recipe_path, [*overrides, "engine.options={seed: 1}", "optimizer.learning_rate=1e-3"])
+    assert recipe.staleness.max_lag == 8
+    assert recipe.rewards[0].weight == 2.0
+    assert recipe.sft.phases[0].max_steps == 3
+    assert recipe.engine.options == {"seed": 1}
+    assert recipe.optimizer.learning_rate == 1e-3
+
+
+def test_the_resolved_recipe_round_trips(recipe_path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_path, ["algorithm.preset=tis", "algorithm.kl.coefficient=0.1", "run.seed=3"])
+    assert load_text(tmp_path, dump_recipe(recipe)) == recipe
+    assert recipe_from_bytes(recipe_to_bytes(recipe)) == recipe
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_loads_by_name_and_round_trips(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    assert load_recipe(name.removesuffix(".yaml")) == recipe
+    assert load_text(tmp_path, dump_recipe(recipe)) == recipe
+
+
+def test_a_preset_lies_beneath_the_users_keys(recipe_path: Path) -> None:
+    recipe = load_recipe(recipe_path, ["algorithm.preset=gspo", "algorithm.objective.clip_low=0.5"])
+    assert recipe.algorithm.objective.kind == "gspo"
+    assert recipe.algorithm.objective.clip_low == 0.5
+    assert recipe.algorithm.objective.clip_high == 4e-4
+    assert recipe.algorithm.aggregation == "sequence_mean"
+
+
+def test_a_path_replaces_the_random_model(recipe_path: Path) -> None:
+    model = load_recipe(recipe_path, ["model.path=somewhere"]).model
+    assert (model.path, model.random) == ("somewhere", None)
+
+
+def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
+    recipe = load_recipe(recipe_path)
+    assert with_overrides(recipe, ["engine.kind=vllm"]).engine.kind == "vllm"
+    with pytest.raises(ConfigError, match=r"mine: unknown key engine.knd; did you mean engine.kind\?"):
+        with_overrides(recipe, ["engine.knd=vllm"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("staleness.maxlag=3", "mine.yaml: unknown key staleness.maxlag; did you mean staleness.max_lag?"),
+        ("max_lag=3", "mine.yaml: unknown key max_lag; did you mean staleness.max_lag?"),
+        (
+            "sft.phases[0].kindd=x",
+            "mine.yaml: unknown key sft.phases[0].kindd; did you mean sft.phases[0].kind?",
+        ),
+        ("checkpoint.zzz=1", "mine.yaml: unknown key checkpoint.zzz. Valid here: every_steps, keep."),
+        ("staleness.max_lag=-1", f"mine.yaml: staleness.max_lag is -1; expected an integer >= 0 {MAX_LAG}."),
+        (
+            "staleness.max_lag=two",
+            f"mine.yaml: staleness.max_lag is 'two'; expected an integer >= 0 {MAX_LAG}.",
+        ),
+        (
+            "staleness.max_lag=1.5",
+            f"mine.yaml: staleness.max_lag is 1.5; expected an integer >= 0 {MAX_LAG}.",
+        ),
+        (
+            "algorithm.aggregation=mean",
+            "mine.yaml: algorithm.aggregation is 'mean'; expected one of token_mean, sequence_mean",
+        ),
+        (
+            "sft.phases[0].until_pass_rate=3",
+            "mine.yaml: sft.phases[0].until_pass_rate is 3; expected a number >= 0 and <= 1 (stop"
+            " once held-out"
+            " prompts pass at this rate; 0: run all steps).",
+        ),
+        (
+            "prompts.kind=7",
+            "mine.yaml: prompts.kind is 7; expected a text (arithmetic, jsonl, parquet,",
+        ),
+        (
+            "rewards=[]",
+            "mine.yaml: rewards is []; expected a list, not empty (reward functions; their weighted sum",
+        ),
+        ("run=x", "mine.yaml: run is 'x'; expected a section with name, directory, seed."),
+        ("algorithm=3", "mine.yaml: algorithm is 3; expected a section of keys."),
+        (
+            "algorithm.preset=gr",
+            "mine.yaml: algorithm.preset: there is no preset 'gr'; expected one of decoupled_ppo,",
+        ),
+        ("foo", "The override 'foo' has no '='; write it as key=value, such as staleness.max_lag=4."),
+        ("=3", "The override '=3' has no '='; write it as key=value, such as staleness.max_lag=4."),
+        (
+            "engine.options={a: [1}",
+            "The value of the override 'engine.options={a: [1}' is not valid YAML; quote it, such as 'a=\"...\"'.",
+        ),
+        (
+            "sft.phases[7].kind=x",
+            "The override of 'sft.phases[7].kind' does not fit the recipe: list index out of range.",
+        ),
+        (
+            "sft.phases=[{max_steps: 3}]",
+            "mine.yaml: sft.phases[0].kind is missing; expected a text (arithmetic, jsonl,",
+        ),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe_path, [override])
+    assert str(caught.value).startswith(message)  # where it is cut short, the key's description follows
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.random=null"],
+            "no model: set model.path to a Hugging Face directory or id, or describe model.random.",
+        ),
+        (
+            ["learner.updates_per_step=3"],
+            "learner.groups_per_step (32) must be a multiple of learner.updates_per_step (3).",
+        ),
+        (
+            ["learner.group_size=1"],
+            "learner.group_size is 1, and algorithm.advantage=group_mean_std compares the samples of"
+            " one prompt with"
+            " each other: every advantage would be 0. Set learner.group_size to 2 or more.",
+        ),
+        (
+            ["sampling.max_new_tokens=64", "engine.max_model_len=64"],
+            "sampling.max_new_tokens (64) leaves no room for a prompt in engine.max_model_len (64);"
+            " lower the one or"
+            " raise the other.",
+        ),
+        (
+            ["weights.transport=nccl"],
+            "weights.transport=nccl moves GPU memory, but learner.device is cpu. Set"
+            " weights.transport=gloo, or"
+            " learner.device=cuda.",
+        ),
+        (
+            ["workers.heartbeat_s=20"],
+            "workers.heartbeat_s (20) must be at most half of broker.lease_ttl_s (30), or leases"
+            " expire under healthy"
+            " workers.",
+        ),
+        (
+            ["broker.url=localhost:6379"],
+            "broker.url is 'localhost:6379'; expected embedded, redis://host:port, rediss://host:port or unix:///path.",
+        ),
+    ],
+)
+def test_contradictions_are_explained(recipe_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe_path, overrides)
+    assert str(caught.value) == f"mine.yaml: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1\nb: 2", "{path} is not valid YAML: line 2, column 2: did not find expected ',' or ']'."),
+        ("a: 1\na: 2\n", "{path} is not valid YAML: line 2, column 1: found duplicate key a."),
+        (
+            "- a\n",
+            "{path} must be a mapping of sections such as `run:` and `learner:`, not a list or a word.",
+        ),
+        (
+            "run: {name: x}",
+            "text.yaml: prompts is missing; expected a section with kind, path, options, shuffle",
+        ),
+    ],
+)
+def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, text)
+    assert str(caught.value).startswith(message.replace("{path}", str(tmp_path / "text.yaml")))
+
+
+def test_a_missing_recipe_lists_those_that_ship() -> None:
+    with pytest.raises(ConfigError, match=r"There is no recipe 'arithmetics.yaml'.*that ship: .*arithmetic.yaml"):
+        load_recipe("arithmetics.yaml")
+
+
+def test_a_run_name_must_be_fit_for_a_directory(recipe_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run.name is '../x'; expected a text \(names the run"):
+        load_recipe(recipe_path, ["run.name=../x"])
+
+
+def test_a_stored_configuration_of_another_version_is_refused() -> None:
+    with pytest.raises(ConfigError, match="this version of Headway cannot read"):
+        recipe_from_bytes(b'{"run": {"name": "x"}, "surprise": 1}')

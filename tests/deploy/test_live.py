@@ -1,0 +1,107 @@
+"""What a user sees while a run runs, on a terminal and in a pipe; and `headway status`."""
+
+import io
+from collections.abc import Iterator
+
+from rich.console import Console, RenderableType
+
+from broker.errors import BrokerUnavailableError, RunNotFoundError
+from broker.schema import RunStatus, StepMetrics
+from deploy.live import Monitor, panel, sparkline, step_line
+from deploy.status import status_json, status_tables
+
+from .runs import run_status, step_metrics
+
+
+def text_of(content: RenderableType) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(content)
+    return console.export_text()
+
+
+def test_the_panel_shows_progress_reward_lag_speed_queue_and_workers() -> None:
+    text = text_of(panel(run_status(), max_lag=2, elapsed_s=75.0))
+    for part in (
+        "arithmetic training",
+        "step 37/60",
+        "1:15, about 0:46 left",
+        "mean of 5: 0.817",
+        "mean 1.25, max 2, 2 allowed",
+        "5,000 generated, 2,000 trained",
+        "12 groups ready, 40 open, 64 waiting; 120 samples leased, 1 over the bound",
+        "node-worker-0-ab12  version 1.37  generating  60/64 leases",
+        "node-worker-1-cd34  version -",
+        "[x]",
+    ):
+        assert part in " ".join(text.split(" ")), part
+
+
+def test_the_panel_before_the_first_step() -> None:
+    text = text_of(panel(run_status(steps=0), max_lag=None, elapsed_s=1.0))
+    assert "arithmetic training" in text
+    assert "reward" not in text
+
+
+def test_a_sparkline_scales_between_its_bounds() -> None:
+    assert sparkline([0.0, 0.5, 1.0, 2.0], 0.0, 1.0) == "▁▅██"
+    assert sparkline([1.0, 1.0], 1.0, 1.0) == "▁▁"
+
+
+def test_a_step_in_one_line() -> None:
+    assert step_line(step_metrics(36)) == (
+        "step   37/60  reward 0.500  lag 1.25 (max 2)  16 tokens/response  trained 2,000 tokens/s"
+    )
+
+
+class Script:
+    """A sequence of looks at a run; the last one repeats."""
+
+    def __init__(self, *looks: RunStatus | Exception) -> None:
+        self._looks: Iterator[RunStatus | Exception] = iter(looks)
+        self._last = looks[-1]
+
+    def __call__(self) -> RunStatus:
+        look = next(self._looks, self._last)
+        if isinstance(look, Exception):
+            raise look
+        return look
+
+
+def test_in_a_pipe_every_step_is_one_line_once() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    script = Script(RunNotFoundError("not yet"), BrokerUnavailableError("away"), run_status(1), run_status(3))
+    monitor = Monitor(script, console)
+    for _ in range(4):
+        monitor._look()
+    with monitor:
+        pass
+    lines = output.getvalue().splitlines()
+    assert lines[:2] == ["[broker: away]", "[training]"]
+    assert [line.partition("/")[0] for line in lines[2:]] == ["step    1", "step    2", "step    3"]
+    assert "generated 5,000 tokens/s  12 ready  2 workers" in lines[2]
+    assert monitor.generated == {"node-worker-0-ab12": 100_000, "node-worker-1-cd34": 100_000}
+
+
+def test_status_tables_hold_versions_queues_workers_and_lags() -> None:
+    text = text_of(status_tables(run_status()))
+    for part in (
+        "version 1.37 announced",
+        "37 of 60",
+        "5,000 generated, 2,000 trained",
+        "node-worker-0-ab12",
+        "60/64",
+    ):
+        assert part in text, part
+    assert "1          4,000   ██████████████████████████████" in text
+
+
+def test_status_as_json() -> None:
+    status = status_json(run_status())
+    assert status["announced"] == "1.37"
+    assert [worker["version"] for worker in status["workers"]] == ["1.37", "-"]
+    assert status["lag_histogram"] == {"0": 400, "1": 4000, "2": 720}
+    assert status["throughput"] == {"generated_tokens_per_s": 5000.0, "trained_tokens_per_s": 2000.0}
+    assert status["queues"]["ready"] == 12
+    assert "recent_steps" not in status
+    assert set(status["last_step"]) == set(StepMetrics.__struct_fields__)

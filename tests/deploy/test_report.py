@@ -1,0 +1,156 @@
+"""The lineage of a run that was killed and resumed, and the figures computed from it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from broker.schema import StepMetrics, TrajectoryId
+from deploy.plots import moving_average, plot
+from deploy.report import (
+    METRICS,
+    TRAINED,
+    RunWriter,
+    TrainedLine,
+    amend_summary,
+    count_trained_twice,
+    lineage,
+    max_lag_seen,
+    read_lines,
+    read_summary,
+    summarize,
+)
+
+from .runs import step_metrics
+
+KEYS_OF_A_SUMMARY = {
+    "reward_first",
+    "reward_last",
+    "eval_before",
+    "eval_after",
+    "steps",
+    "wall_s",
+    "trained_trajectories",
+    "trained_twice",
+    "dropped_stale",
+    "mixed_version_trajectories",
+    "max_lag_allowed",
+    "max_lag_seen",
+    "generated_tokens",
+    "generation_tokens_per_s",
+    "trained_tokens",
+    "trained_tokens_per_s",
+    "learner_wait_fraction",
+    "weight_versions",
+    "publish_s_p50",
+    "worker_restarts",
+}
+
+
+def line(incarnation: int, step: int, *tids: str, oldest: int | None = None) -> TrainedLine:
+    return TrainedLine(incarnation=incarnation, step=step, tids=tids, oldest_step=step if oldest is None else oldest)
+
+
+def test_lineage_of_one_incarnation_is_everything() -> None:
+    lines = [line(1, 0, "a"), line(1, 1, "b")]
+    assert lineage(lines) == lines
+
+
+def test_a_later_incarnation_replaces_the_steps_from_its_fork_on() -> None:
+    lines = [
+        line(1, 0, "a"),
+        line(1, 1, "b"),
+        line(1, 2, "c"),
+        line(2, 1, "b"),
+        line(2, 2, "c"),
+        line(3, 2, "c"),
+    ]
+    assert [(kept.incarnation, kept.step) for kept in lineage(lines)] == [(1, 0), (2, 1), (3, 2)]
+    assert count_trained_twice(lines) == 0
+
+
+def test_an_incarnation_that_logged_nothing_more_than_the_fork_drops_what_followed() -> None:
+    lines = [line(1, step, f"t{step}") for step in range(5)] + [line(4, 2, "t2")]
+    assert [(kept.incarnation, kept.step) for kept in lineage(lines)] == [(1, 0), (1, 1), (4, 2)]
+
+
+def test_trained_twice_counts_every_repetition_within_the_lineage() -> None:
+    assert count_trained_twice([line(1, 0, "a", "b"), line(1, 1, "b", "c"), line(2, 2, "b", "d")]) == 2
+    assert count_trained_twice([line(1, 0, "a"), line(1, 0, "a")]) == 1
+    assert count_trained_twice([]) == 0
+
+
+def test_max_lag_is_of_the_lineage_only() -> None:
+    assert max_lag_seen([line(1, 5, "a", oldest=4), line(1, 6, "b", oldest=3), line(2, 6, "b", oldest=5)]) == 1
+    assert max_lag_seen([]) == 0
+
+
+def test_the_writer_survives_a_torn_line(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    writer.write_step(step_metrics(0))
+    writer.write_trained(1, 0, [TrajectoryId("0000-00000000", 0, 1)], 0)
+    with (tmp_path / METRICS).open("ab") as file:
+        file.write(b'{"incarnation": 1, "ste')
+    assert read_lines(tmp_path / METRICS, StepMetrics) == [step_metrics(0)]
+    RunWriter(tmp_path).write_step(step_metrics(1))
+    assert read_lines(tmp_path / METRICS, StepMetrics) == [step_metrics(0), step_metrics(1)]
+    assert json.loads((tmp_path / TRAINED).read_text()) == {
+        "incarnation": 1,
+        "step": 0,
+        "tids": ["0000-00000000:0:1"],
+        "oldest_step": 0,
+    }
+
+
+def write_run(directory: Path) -> None:
+    """Five steps, killed after the fourth, resumed at step 3."""
+    writer = RunWriter(directory)
+    writer.write_evaluation(1, 0, 0.25)
+    for incarnation, steps in ((1, range(4)), (2, range(3, 5))):
+        for step in steps:
+            writer.write_step(step_metrics(step, incarnation=incarnation, reward=step / 4))
+            writer.write_trained(incarnation, step, [f"g{step}:0:0"], max(0, step - 2))
+    writer.write_evaluation(2, 5, 0.875)
+
+
+def test_the_summary_holds_every_key_and_counts_the_lineage(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    summary = summarize(tmp_path, {"max_lag_allowed": 2, "generated_tokens": 1200, "dropped_stale": 3})
+    assert set(summary) == KEYS_OF_A_SUMMARY
+    assert read_summary(tmp_path) == summary
+    assert (summary["eval_before"], summary["eval_after"]) == (0.25, 0.875)
+    assert (summary["steps"], summary["weight_versions"], summary["trained_trajectories"]) == (5, 6, 5)
+    assert (summary["trained_twice"], summary["max_lag_seen"], summary["dropped_stale"]) == (0, 2, 3)
+    assert summary["reward_first"] == pytest.approx((0 + 0.25 + 0.5) / 3)
+    assert summary["reward_last"] == pytest.approx((0.5 + 0.75 + 1) / 3)
+    assert summary["wall_s"] == pytest.approx(4 * 2.0 + 5 * 2.0)  # each incarnation's last time_s
+    assert summary["generation_tokens_per_s"] == pytest.approx(1200 / 18.0)
+    assert summary["learner_wait_fraction"] == pytest.approx(0.25)
+
+
+def test_amending_keeps_the_rest(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    before = summarize(tmp_path, {"max_lag_allowed": 2})
+    after = amend_summary(tmp_path, {"worker_restarts": 2, "generated_tokens": 180})
+    assert after == {**before, "worker_restarts": 2, "generated_tokens": 180, "generation_tokens_per_s": 10.0}
+
+
+def test_the_summary_of_a_run_without_a_step(tmp_path: Path) -> None:
+    RunWriter(tmp_path)
+    summary = summarize(tmp_path)
+    assert set(summary) == KEYS_OF_A_SUMMARY
+    assert summary["reward_first"] is None
+    assert summary["steps"] == 0
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_the_plot_is_a_picture(tmp_path: Path, is_empty: bool) -> None:
+    if not is_empty:
+        write_run(tmp_path)
+    path = plot(tmp_path, max_lag=2)
+    assert path == tmp_path / "plots" / "reward_lag.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_moving_average() -> None:
+    assert moving_average([1.0, 3.0, 5.0, 7.0], window=2) == [1.0, 2.0, 4.0, 6.0]

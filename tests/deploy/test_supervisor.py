@@ -1,0 +1,260 @@
+"""Real child processes that live, die, drain and hang: nothing is lost sight of, nothing is left over."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.processes import Child, Command, guarded
+from deploy.supervisor import RoleFailedError, Supervisor
+
+FOREVER = "import time\nwhile True: time.sleep(0.05)"
+DEADLINE_S = 30.0
+
+
+def role(name: str, script: str, directory: Path, *, relay: bool = False) -> Command:
+    log = directory / "logs" / f"{name}.log"
+    return Command(name=name, argv=(sys.executable, "-c", script), log=log, cwd=directory, relay=relay)
+
+
+def drains(name: str, *, then: str = "sys.exit(0)") -> str:
+    """Runs until SIGTERM, then writes down when it ended."""
+    return (
+        "import pathlib, signal, sys, time\n"
+        "def end(*_):\n"
+        f"    time.sleep(0.2); pathlib.Path('{name}.ended').write_text(repr(time.monotonic())); {then}\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        f"pathlib.Path('{name}.up').touch()\n"
+        "while True: time.sleep(0.05)\n"
+    )
+
+
+def once_up(directory: Path, names: list[str], *signals: signal.Signals) -> threading.Thread:
+    """When all have written NAME.up, send ourselves the signals, a moment apart."""
+
+    def send() -> None:
+        await_files(*(directory / f"{name}.up" for name in names))
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def await_files(*paths: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"waited in vain for {paths}"
+        time.sleep(0.02)
+
+
+def await_end(pid: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+def children_left() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_learners_end_ends_the_run_and_workers_are_asked_to_stop(tmp_path: Path) -> None:
+    said: list[str] = []
+    learner = role("learner", "import time; time.sleep(0.5)", tmp_path)
+    code = Supervisor([role("w", drains("w"), tmp_path)], learner, say=said.append).run()
+    assert code == 0
+    assert (tmp_path / "w.ended").exists()
+    assert said == ["Stopping 1 worker: leases go back to the broker."]
+    assert children_left() == []
+
+
+def test_a_worker_that_dies_is_restarted_and_its_error_told(tmp_path: Path) -> None:
+    dies_twice = (
+        "import pathlib, sys, time\n"
+        "tries = pathlib.Path('tries'); tries.touch(); tries.write_text(tries.read_text() + 'x')\n"
+        "if len(tries.read_text()) < 3:\n"
+        "    print('a line of its log'); print('Error: no luck today.', file=sys.stderr); sys.exit(1)\n"
+        "pathlib.Path('lives').touch()\n" + FOREVER
+    )
+    learner = "import pathlib, time\nwhile not pathlib.Path('lives').exists(): time.sleep(0.05)"
+    said: list[str] = []
+    supervisor = Supervisor(
+        [role("worker-0", dies_twice, tmp_path)],
+        role("learner", learner, tmp_path),
+        backoff_s=0.05,
+        say=said.append,
+    )
+    assert supervisor.run() == 0
+    assert supervisor.restarts == 2
+    log = tmp_path / "logs" / "worker-0.log"
+    assert said[0] == (f"worker-0 exited with code 1: no luck today.\nRestarting it in 0.05 s (1 of 5). Its log: {log}")
+    assert "Restarting it in 0.1 s (2 of 5)." in said[1]
+
+
+def test_a_worker_that_keeps_failing_stops_the_run_with_its_own_last_error(tmp_path: Path) -> None:
+    failing = role("worker-0", "import sys; sys.exit('Error: the engine is not there. Install it.')", tmp_path)
+    supervisor = Supervisor(
+        [failing], role("learner", FOREVER, tmp_path), max_restarts=2, backoff_s=0.05, say=lambda _: None
+    )
+    with pytest.raises(RoleFailedError) as caught:
+        supervisor.run()
+    assert str(caught.value) == (
+        "worker-0 exited with code 1: the engine is not there. Install it.\n"
+        f"It failed again after 2 restarts: the run has been stopped. Its log: {failing.log}"
+    )
+    assert supervisor.restarts == 2
+    assert children_left() == []
+
+
+def test_a_learner_that_dies_stops_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
+    script = "import os, signal\nprint('step 3', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(RoleFailedError, match=r"^learner was killed by SIGKILL: step 3\nThe run has been stopped\."):
+        Supervisor([role("w", FOREVER, tmp_path)], role("learner", script, tmp_path), say=lambda _: None).run()
+    assert children_left() == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_drains_the_learner_then_the_workers(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    said: list[str] = []
+    thread = once_up(tmp_path, ["learner", "w0", "w1"], number)
+    workers = [role(name, drains(name), tmp_path) for name in ("w0", "w1")]
+    assert Supervisor(workers, role("learner", drains("learner"), tmp_path), say=said.append).run() == code
+    thread.join()
+    ended = {name: float((tmp_path / f"{name}.ended").read_text()) for name in ("learner", "w0", "w1")}
+    assert ended["learner"] < min(ended["w0"], ended["w1"])
+    assert said == [
+        "Stopping: the learner finishes its step and writes a checkpoint. Ctrl-C again stops at once.",
+        "Stopping 2 workers: leases go back to the broker.",
+    ]
+
+
+def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    thread = once_up(tmp_path, ["learner", "w0"], signal.SIGINT, signal.SIGINT)
+    deaf = drains("learner", then="time.sleep(3600)")
+    code = Supervisor([role("w0", drains("w0"), tmp_path)], role("learner", deaf, tmp_path), say=said.append).run()
+    thread.join()
+    assert code == 130
+    assert said[-1].startswith("Stopped at once.")
+    assert not (tmp_path / "w0.ended").exists()
+    assert children_left() == []
+
+
+def test_a_drain_that_fails_is_a_failure(tmp_path: Path) -> None:
+    thread = once_up(tmp_path, ["learner"], signal.SIGINT)
+    fails = drains("learner", then="sys.exit('Error: the disk is full.')")
+    with pytest.raises(RoleFailedError, match=r"learner exited with code 1: the disk is full\."):
+        Supervisor([], role("learner", fails, tmp_path), say=lambda _: None).run()
+    thread.join()
+
+
+def test_a_stopped_warm_up_is_no_failure(tmp_path: Path) -> None:
+    thread = once_up(tmp_path, ["sft"], signal.SIGINT)
+    warm_up = role("sft", drains("sft", then="sys.exit('Error: stopped before its end.')"), tmp_path)
+    assert Supervisor([], warm_up, fails_when_stopped=True, say=lambda _: None).run() == 130
+    thread.join()
+
+
+def test_without_a_learner_it_ends_when_all_workers_have_left(tmp_path: Path) -> None:
+    assert Supervisor([role(name, "pass", tmp_path) for name in ("a", "b")], say=lambda _: None).run() == 0
+
+
+def test_a_relayed_stop_reaches_the_children_and_not_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(drains("rank"))
+    launcher = (
+        "import signal, subprocess, sys, time, pathlib\n"
+        "def told(*_): pathlib.Path('told').touch()\n"
+        "signal.signal(signal.SIGTERM, told)\n"
+        "sys.exit(subprocess.run([sys.executable, 'rank.py']).returncode)"
+    )
+    thread = once_up(tmp_path, ["rank"], signal.SIGTERM)
+    command = role("learner", launcher, tmp_path, relay=True)
+    assert Supervisor([], command, say=lambda _: None).run() == 143
+    thread.join()
+    assert (tmp_path / "rank.ended").exists()
+    assert not (tmp_path / "told").exists()
+
+
+def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from pathlib import Path
+from deploy.processes import Command, guarded
+from deploy.supervisor import Supervisor
+import subprocess
+server = subprocess.Popen([sys.executable, "-c", {FOREVER!r}], start_new_session=True)
+Path("server.pid").write_text(str(server.pid))
+child = "import os, pathlib; pathlib.Path('NAME.pid').write_text(str(os.getpid()))\\n" + {FOREVER!r}
+argv = (sys.executable, "-c")
+roles = [Command(name=n, argv=(*argv, child.replace("NAME", n)), log=Path(n + ".log")) for n in "ab"]
+with guarded(server.pid):
+    Path("guarded.pid").write_text(str(server.pid))
+    Supervisor(roles[1:], roles[0]).run()
+"""
+    supervisor = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
+    pid_files = [tmp_path / f"{name}.pid" for name in ("a", "b", "server", "guarded")]
+    await_files(*pid_files)
+    time.sleep(0.5)  # until the guard is at its post and the files are written
+    supervisor.kill()
+    supervisor.wait()
+    for file in pid_files:
+        await_end(int(file.read_text()))
+
+
+def test_a_guard_leaves_with_its_context(tmp_path: Path) -> None:
+    victim = subprocess.Popen([sys.executable, "-c", FOREVER])
+    with guarded(victim.pid):
+        pass
+    assert victim.poll() is None
+    victim.kill()
+    victim.wait()
+
+
+def test_killing_a_child_takes_what_it_started_along(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, subprocess, sys, time\n"
+        f"grandchild = subprocess.Popen([sys.executable, '-c', {FOREVER!r}])\n"
+        "pathlib.Path('pid.part').write_text(str(grandchild.pid)); pathlib.Path('pid.part').rename('pid')\n" + FOREVER
+    )
+    child = Child(role("w", script, tmp_path))
+    await_files(tmp_path / "pid")
+    child.kill()
+    await_end(int((tmp_path / "pid").read_text()))
+    assert child.exit_code() == -signal.SIGKILL
+
+
+def test_last_words_are_of_the_last_start_only(tmp_path: Path) -> None:
+    for script, words in (
+        ("print('Error: old')", "old"),
+        ("print('new')", "new"),
+        ("pass", "it printed nothing"),
+    ):
+        child = Child(role("w", script, tmp_path))
+        child._process.wait()
+        assert child.last_words() == words
+
+
+def test_children_see_the_import_path_and_their_own_directory(tmp_path: Path) -> None:
+    shown = "os.getcwd(), os.environ['HEADWAY_IMPORT_PATH'], '' in sys.path, os.environ['X']"
+    script = f"import os, sys; print({shown})"
+    command = Command(
+        name="w",
+        argv=(sys.executable, "-c", script),
+        log=tmp_path / "log",
+        cwd=tmp_path,
+        environment={"X": "1"},
+    )
+    child = Child(command)
+    child._process.wait()
+    assert child.last_words() == f"{tmp_path} {os.environ.get('HEADWAY_IMPORT_PATH', os.getcwd())} False 1"

@@ -1,0 +1,183 @@
+import logging
+import random
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from learner.backends import open_backend
+from learner.backends.fsdp.backend import FsdpBackend
+from learner.checkpoint import CheckpointError, CheckpointStore, LearnerState
+from learner.packing import pack
+from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
+
+
+def open_tiny(seed: int = 0, architecture: str = "qwen3_moe") -> FsdpBackend:
+    backend = open_backend("fsdp", model_config(architecture), OPTIMIZER, seed=seed)
+    assert isinstance(backend, FsdpBackend)
+    return backend
+
+
+def train(backend: FsdpBackend, steps: range) -> None:
+    """Batches and learning rates that depend on the process's generators."""
+    for _ in steps:
+        given = sequences([9, 14, 6], seed=int(np.random.randint(1000)))
+        batches = pack(given, 0, 1, 16)
+        rate = 1e-3 * (1 + random.random() + torch.rand(()).item())
+        backend.step(batches, ratio_loss(batches, 10.0), 1.0, rate)
+
+
+def everything(backend: FsdpBackend) -> list[torch.Tensor]:
+    """Parameters, moments, step counters and what the generators give next."""
+    moments = [value for state in backend._optimizer.state.values() for value in state.values()]
+    parameters = [tensor for _, tensor in backend.named_tensors()]
+    draws = torch.tensor([random.gauss(0, 1), np.random.standard_normal(), torch.rand(()).item()], dtype=torch.float64)
+    return [getattr(tensor, "full_tensor", tensor.clone)().clone() for tensor in [*parameters, *moments]] + [draws]
+
+
+def seed_everything() -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_resumed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(
+    architecture: str, steps_before: int, tmp_path: Path
+) -> None:
+    seed_everything()
+    random.gauss(0, 1)
+    np.random.standard_normal()  # both generators now hold a second normal back
+    backend = open_tiny(5, architecture)
+    train(backend, range(steps_before))
+    backend.save(tmp_path / "saved")
+    train(backend, range(2))
+    uninterrupted = everything(backend)
+    resumed = open_tiny(99, architecture)
+    torch.manual_seed(77)
+    resumed.load(tmp_path / "saved")
+    train(resumed, range(2))
+    for got, expected in zip(everything(resumed), uninterrupted, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_checkpoint_is_a_hugging_face_model(tmp_path: Path) -> None:
+    backend = open_tiny()
+    train(backend, range(1))
+    backend.save(tmp_path / "saved")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()
+    (batch,) = pack(sequences([17]), 0, 1, 100)
+    logits = model(input_ids=batch.token_ids_T[None]).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, batch.token_ids_T[1:, None])[:, 0]
+    torch.testing.assert_close(backend.logprobs([batch], 1.0)[0][1:], expected, rtol=0, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("4*5").input_ids == [4, 12, 5]
+    assert model.config.eos_token_id == 18
+    again = open_tiny(1)
+    again.load(tmp_path / "saved")
+    weights = model.state_dict()
+    for name, tensor in again._policy.model.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), weights[name])
+
+
+def state(incarnation: int, step: int) -> LearnerState:
+    return LearnerState(
+        incarnation=incarnation,
+        step=step,
+        cursor={"epoch": 1, "position": 40, "order": [3, 1]},
+    )
+
+
+@pytest.fixture(scope="module")
+def backend() -> FsdpBackend:
+    return open_tiny()
+
+
+def names(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.glob("*/*"))
+
+
+def test_latest_is_the_highest_incarnation_then_step(backend: FsdpBackend, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=10)
+    assert store.latest() is None
+    for incarnation, step in ((1, 4), (1, 20), (2, 10), (2, 9)):
+        store.write(backend, state(incarnation, step))
+    latest = store.latest()
+    assert latest is not None
+    assert latest.path == tmp_path / "checkpoints" / "2" / "step_10"
+    assert latest.state == state(2, 10)
+
+
+def test_only_the_newest_are_kept(backend: FsdpBackend, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for incarnation, step in ((1, 10), (1, 20), (2, 15), (2, 30)):
+        store.write(backend, state(incarnation, step))
+    assert names(tmp_path) == ["2/step_15", "2/step_30"]
+    store.write(backend, state(2, 30))
+    assert names(tmp_path) == ["2/step_15", "2/step_30"]
+
+
+@pytest.mark.parametrize("damage", ["no state", "no list", "short file", "missing file", "unfinished"])
+def test_damaged_checkpoints_are_skipped_and_said_so(
+    damage: str, backend: FsdpBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    whole, broken = store.write(backend, state(1, 10)), store.write(backend, state(1, 20))
+    match damage:
+        case "no state":
+            (broken / "learner.json").write_bytes(b"{")
+        case "no list":
+            (broken / "files.json").unlink()
+        case "short file":
+            with (broken / "model.safetensors").open("r+b") as file:
+                file.truncate(100)
+        case "missing file":
+            shutil.rmtree(broken / "training_state")
+        case "unfinished":
+            broken.rename(broken.with_name(".step_20.partial"))
+    with caplog.at_level(logging.WARNING):
+        latest = store.latest()
+    assert latest is not None
+    assert latest.path == whole
+    assert (f"{broken} is not whole" in caplog.text) is (damage != "unfinished")
+    store.write(backend, state(1, 30))
+    assert names(tmp_path) == ["1/step_10", "1/step_30"]
+
+
+@contextmanager
+def no_file_larger_than(size: int) -> Iterator[None]:
+    """The kernel refuses to write on, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room", [0, 3000, 40_000])
+def test_a_full_disk_costs_nothing_that_was_there(room: int, backend: FsdpBackend, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.write(backend, state(1, 10))
+    with no_file_larger_than(room), pytest.raises(CheckpointError, match="Older checkpoints are untouched"):
+        store.write(backend, state(1, 20))
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == state(1, 10)
+    assert names(tmp_path) == ["1/step_10"]
+    store.write(backend, state(1, 20))
+    assert names(tmp_path) == ["1/step_20"]
+
+
+def test_another_model_is_refused_in_words(backend: FsdpBackend, tmp_path: Path) -> None:
+    backend.save(tmp_path / "moe")
+    with pytest.raises(CheckpointError, match="does not hold a training state that fits this model"):
+        open_tiny(0, "qwen3").load(tmp_path / "moe")
+    with pytest.raises(CheckpointError, match="does not hold"):
+        backend.load(tmp_path / "nowhere")

@@ -1,0 +1,264 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import tests.learner.fsdp_rank as fsdp_rank
+from broker.errors import ConfigError
+from learner.backends import open_backend
+from learner.backends.base import Backend
+from learner.backends.fsdp.policy import FEW_EXPERTS, Policy, head_logprobs
+from learner.batch import PackedBatch
+from learner.config import ModelConfig, OptimizerConfig
+from learner.model import load_model
+from learner.packing import PackableSequence, concatenate, pack
+from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences, share
+
+ARCHITECTURES = ["qwen3", "qwen3_moe"]
+LENGTHS = [7, 12, 5, 20, 3, 9]
+
+
+def ordinary_logprobs(model: PreTrainedModel, batch: PackedBatch, temperature: float) -> torch.Tensor:
+    """An ordinary transformers forward of one sequence; 0 for its first token."""
+    logits = model(input_ids=batch.token_ids_T[None]).logits[0, :-1]
+    log_softmax = (logits.float() / temperature).log_softmax(-1)
+    return torch.nn.functional.pad(log_softmax.gather(1, batch.token_ids_T[1:, None])[:, 0], (1, 0))
+
+
+def ordinary_loss(model: PreTrainedModel, given: list[PackableSequence], temperature: float) -> torch.Tensor:
+    """One sequence at a time, never packed."""
+    ones = [concatenate([sequence]) for sequence in given]
+    shares = [share(one, ordinary_logprobs(model, one, temperature), trained_tokens(given)) for one in ones]
+    return torch.stack(shares).sum()
+
+
+def trained_tokens(given: list[PackableSequence]) -> float:
+    return float(sum(sequence.loss_mask.sum() for sequence in given))
+
+
+def as_dict(backend: Backend) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.named_tensors()}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        model_config("qwen3"),
+        model_config("qwen3_moe", num_experts=FEW_EXPERTS),
+        model_config("qwen3_moe", num_experts=9),
+    ],
+    ids=["dense", "few experts", "many experts"],
+)
+def test_packed_loss_and_gradients_equal_unpacked_ones(config: ModelConfig) -> None:
+    given = sequences(LENGTHS)
+    model = load_model(config, 1)
+    loss = ordinary_loss(model, given, 0.8)
+    loss.backward()
+    policy = Policy(load_model(config, 1), on_cpu=True, half_precision=False)
+    batch = concatenate(given)
+    packed = share(batch, policy(batch, 0.8), trained_tokens(given))
+    packed.backward()
+    assert packed.item() == pytest.approx(loss.item(), abs=1e-5)
+    expected = dict(model.named_parameters())
+    for name, parameter in policy.model.named_parameters():
+        assert expected[name].grad.abs().max() > 0
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_an_ordinary_forward(architecture: str, temperature: float) -> None:
+    backend = open_backend("fsdp", model_config(architecture), OPTIMIZER, seed=2)
+    model = load_model(model_config(architecture), 2)
+    for batch in pack(sequences(LENGTHS), 0, 1, 25):
+        (got,) = backend.logprobs([batch], temperature)
+        assert not got.requires_grad
+        for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+            one = concatenate(sequences([end - start]))
+            one.token_ids_T.copy_(batch.token_ids_T[start:end])
+            torch.testing.assert_close(got[start:end], ordinary_logprobs(model, one, temperature), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_sequence_never_sees_its_neighbours(architecture: str) -> None:
+    backend = open_backend("fsdp", model_config(architecture), OPTIMIZER)
+    first, second, third = sequences([9, 11, 8])
+    (_, other, _) = sequences([9, 11, 8], seed=7)
+    (before,) = backend.logprobs([concatenate([first, second, third])], 1.0)
+    (after,) = backend.logprobs([concatenate([first, other, third])], 1.0)
+    torch.testing.assert_close(before[:9], after[:9], rtol=0, atol=1e-6)
+    torch.testing.assert_close(before[20:], after[20:], rtol=0, atol=1e-6)
+    assert not torch.allclose(before[10:20], after[10:20])
+
+
+def reference_steps(
+    architecture: str, seeds: list[int], lengths: list[int]
+) -> tuple[PreTrainedModel, list[list[float]]]:
+    """The same steps with an ordinary model, AdamW and clipping."""
+    model = load_model(model_config(architecture), 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=OPTIMIZER.weight_decay)
+    results = []
+    for seed in seeds:
+        optimizer.zero_grad()
+        loss = ordinary_loss(model, sequences(lengths, seed=seed), 0.9)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
+        optimizer.step()
+        results.append([loss.item(), norm.item()])
+    return model, results
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("budget", [1, 30, 1000])
+def test_any_split_into_micro_batches_makes_the_same_step(architecture: str, budget: int) -> None:
+    backend = open_backend("fsdp", model_config(architecture), OPTIMIZER, seed=3)
+    model, expected = reference_steps(architecture, [0, 1], LENGTHS)
+    for seed, (loss, norm) in enumerate(expected):
+        given = sequences(LENGTHS, seed=seed)
+        batches = pack(given, 0, 1, budget)
+        got_loss, got_norm, reports = backend.step(batches, ratio_loss(batches, trained_tokens(given)), 0.9, 1e-3)
+        assert got_loss == pytest.approx(loss, abs=1e-5)
+        assert got_norm == pytest.approx(norm, rel=1e-5)
+        assert sum(report["tokens"] for report in reports) == trained_tokens(given)
+    assert norm > OPTIMIZER.max_grad_norm, "clipping must have been put to the test"
+    assert_parameters_close(as_dict(backend), dict(model.named_parameters()))
+
+
+def assert_parameters_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """By Hugging Face name; the experts of the reference are fused."""
+    for name, parameter in expected.items():
+        if "experts" not in name:
+            torch.testing.assert_close(got[name], parameter.detach(), rtol=0, atol=1e-5)
+            continue
+        layer = name.split(".experts.")[0]
+        for expert, weight in enumerate(parameter.detach()):
+            kinds = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+            files = torch.cat([got[f"{layer}.experts.{expert}.{kind}.weight"] for kind in kinds])
+            torch.testing.assert_close(files, weight, rtol=0, atol=1e-5)
+
+
+def run_ranks(directory: Path, architecture: str, count: int) -> list[list[dict[str, float]]]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    done = subprocess.run(
+        [*launcher, "-m", fsdp_rank.__name__, str(directory), architecture],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [msgspec.json.decode((directory / f"rank_{rank}.json").read_bytes()) for rank in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_two_ranks_equal_one(architecture: str, tmp_path: Path) -> None:
+    ranks = run_ranks(tmp_path, architecture, 2)
+    model, expected = reference_steps(architecture, [0, 1], fsdp_rank.LENGTHS)
+    assert sum(result["empty"] for results in ranks for result in results) > 0, "no empty micro-batch was tried"
+    for results in ranks:
+        assert [result["loss"] for result in results] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
+        assert [result["norm"] for result in results] == pytest.approx([norm for _, norm in expected], rel=1e-5)
+    tensors = load_file(tmp_path / "tensors.safetensors")
+    assert_parameters_close(tensors, dict(model.named_parameters()))
+    alone = open_backend("fsdp", model_config(architecture), OPTIMIZER)
+    alone.load(tmp_path / "checkpoint")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in alone.named_tensors())
+
+
+def test_head_in_chunks_equals_one_piece() -> None:
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(8, 50, bias=False).double()
+    hidden = torch.randn(23, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 50, (23,), generator=generator)
+    whole, pieces = (head_logprobs(hidden, head, targets, 0.7, logits_per_chunk=n) for n in (10_000, 250))
+    torch.testing.assert_close(pieces, whole)
+    torch.testing.assert_close(whole, (head(hidden) / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0].float())
+    for got, expected in zip(
+        torch.autograd.grad(pieces.square().sum(), [hidden, head.weight]),
+        torch.autograd.grad(whole.square().sum(), [hidden, head.weight]),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_named_tensors_are_what_save_pretrained_writes(architecture: str, tied: bool, tmp_path: Path) -> None:
+    model = load_model(model_config(architecture, tied=tied), 6)
+    model.save_pretrained(tmp_path)
+    backend = open_backend("fsdp", model_config(architecture, tied=tied), OPTIMIZER, seed=6)
+    got, expected = as_dict(backend), load_file(tmp_path / "model.safetensors")
+    assert got.keys() == expected.keys()
+    assert ("lm_head.weight" in got) is not tied
+    assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
+
+
+def test_bfloat16_rounds_what_leaves_and_keeps_fp32_weights(tmp_path: Path) -> None:
+    backend = open_backend("fsdp", model_config("qwen3_moe", dtype="bfloat16"), OPTIMIZER, seed=3)
+    exact = open_backend("fsdp", model_config("qwen3_moe"), OPTIMIZER, seed=3)
+    batches = pack(sequences(LENGTHS), 0, 1, 30)
+    loss = ratio_loss(batches, 10.0)
+    half, full = (each.step(batches, loss, 1.0, 1e-6) for each in (backend, exact))
+    assert half[0] == pytest.approx(full[0], rel=0.05)
+    assert half[1] == pytest.approx(full[1], rel=0.1)
+    assert {tensor.dtype for tensor in as_dict(backend).values()} == {torch.bfloat16}
+    backend.save(tmp_path / "half")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert exported.dtype == torch.bfloat16
+    backend.step(batches, loss, 1.0, 1e-6)
+    after = as_dict(backend)
+    backend.load(tmp_path / "half")
+    backend.step(batches, loss, 1.0, 1e-6)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in backend.named_tensors())
+
+
+def test_a_broken_gradient_leaves_the_weights() -> None:
+    backend = open_backend("fsdp", model_config("qwen3"), OPTIMIZER)
+    before = as_dict(backend)
+    batches = pack(sequences(LENGTHS), 0, 1, 1000)
+    _, norm, _ = backend.step(batches, lambda _, logprobs: ((logprobs * torch.inf).sum(), {}), 1.0, 1e-3)
+    assert norm != norm or norm == float("inf")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.named_tensors())
+
+
+def test_a_batch_without_anything_to_train_is_a_step() -> None:
+    backend = open_backend("fsdp", model_config("qwen3_moe"), OptimizerConfig())
+    before = as_dict(backend)
+    for batches in (pack([], 0, 1, 100), pack(sequences(LENGTHS), 0, 1, 100)):
+        loss, norm, reports = backend.step(batches, lambda _, logprobs: (torch.tensor(0.0), {"seen": 1.0}), 1.0, 1e-3)
+        assert (loss, norm) == (0.0, 0.0)
+        assert reports == [{"seen": 1.0} if batch.num_sequences else {} for batch in batches]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.named_tensors())
+
+
+class OwnBackend:
+    """A user's own, found by its import path."""
+
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, *, device: str, seed: int) -> None:
+        self.arguments = (model, optimizer, device, seed)
+
+
+def test_backends_by_name() -> None:
+    own = open_backend(f"{__name__}:OwnBackend", model_config("qwen3"), OPTIMIZER, seed=9)
+    assert isinstance(own, OwnBackend)
+    assert own.arguments == (model_config("qwen3"), OPTIMIZER, "cpu", 9)
+    for kind, message in (
+        ("fdsp", "there is no `fdsp`"),
+        ("nowhere:Own", "cannot load"),
+        (f"{__name__}:No", "cannot load"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_backend(kind, model_config("qwen3"), OPTIMIZER)
+
+
+def test_models_with_other_logits_are_refused() -> None:
+    config = model_config("cohere", num_experts=0)
+    del config.random.config["head_dim"], config.random.config["num_experts"]
+    with pytest.raises(ConfigError, match="logit_scale"):
+        open_backend("fsdp", config, OPTIMIZER)

@@ -1,0 +1,90 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from broker.errors import ConfigError
+from learner.config import ModelConfig, RandomModelConfig
+from learner.model import load_config, load_model, load_tokenizer, model_files
+from tests.learner.tiny import ALPHABET, model_config
+
+
+def random_model(**changes: object) -> ModelConfig:
+    given: dict[str, object] = {"architecture": "qwen3", "alphabet": ALPHABET} | changes
+    return ModelConfig(random=RandomModelConfig(**given))
+
+
+def test_seed_decides_the_weights_and_nothing_else_changes() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first, again, other = (load_model(model_config("qwen3_moe"), seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    assert {tensor.dtype for tensor in first.values()} == {torch.float32}
+
+
+def test_tokenizer_is_one_token_a_character_and_survives_its_files(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(random_model(alphabet=ALPHABET + " \n"))
+    tokenizer.save_pretrained(tmp_path)
+    for reader in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        text = "^4*5 =\n7#"
+        ids = reader(text).input_ids
+        assert ids == [(ALPHABET + " \n").index(character) for character in text]
+        assert reader.decode(ids) == text
+        assert reader.decode([*ids, reader.eos_token_id], skip_special_tokens=True) == text
+        assert (reader.pad_token_id, reader.eos_token_id, reader.bos_token_id) == (19, 20, None)
+
+
+def test_unknown_characters_are_an_error() -> None:
+    with pytest.raises(Exception, match="UNK"):
+        load_tokenizer(random_model())("4x5")
+
+
+def test_config_knows_the_tokenizer() -> None:
+    config = load_model(model_config("qwen3")).config
+    assert (config.vocab_size, config.pad_token_id, config.eos_token_id) == (19, 17, 18)
+    assert config.bos_token_id is None
+
+
+def test_files_build_the_same_model_elsewhere(tmp_path: Path) -> None:
+    given = model_config("qwen3_moe")
+    files = model_files(load_config(given), load_tokenizer(given)).files
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    config = AutoConfig.from_pretrained(tmp_path)
+    expected, got = load_config(given).to_dict(), config.to_dict()
+    assert {**got, "_name_or_path": ""} == expected
+    assert (got["architectures"], got["dtype"]) == (["Qwen3MoeForCausalLM"], "float32")
+    assert AutoTokenizer.from_pretrained(tmp_path)("4*5").input_ids == [4, 12, 5]
+    assert "generation_config.json" in files
+
+
+def test_path_model_keeps_weights(tmp_path: Path) -> None:
+    model = load_model(model_config("qwen3"), 4)
+    model.save_pretrained(tmp_path)
+    load_tokenizer(model_config("qwen3")).save_pretrained(tmp_path)
+    loaded = load_model(ModelConfig(path=str(tmp_path), dtype="bfloat16"))
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert load_tokenizer(ModelConfig(path=str(tmp_path)))("4").input_ids == [4]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ModelConfig(), "neither of them"),
+        (ModelConfig(path="x", random=random_model().random), "both of them"),
+        (ModelConfig(path="./missing"), "no directory ./missing"),
+        (random_model(architecture="qwen3_mo"), "nearest name is `qwen3_moe`"),
+        (random_model(architecture="clip"), "no causal language model"),
+        (random_model(config={"hiden_size": 64}), "nearest name is `hidden_size`"),
+        (random_model(config={"hidden_size": "wide"}), "qwen3 refuses it"),
+        (random_model(config={"vocab_size": 100}), "make 19"),
+        (random_model(alphabet="abca"), "twice"),
+    ],
+)
+def test_errors_name_the_remedy(config: ModelConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_model(config)

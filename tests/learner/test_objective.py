@@ -1,0 +1,292 @@
+"""The composition: shares add up however the batch is cut, names are checked, reports combine."""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from algorithms.presets import PRESETS
+from broker.errors import ConfigError, HeadwayError
+from broker.schema import Group, Prompt, Trajectory, TrajectoryId
+from learner.batch import PackedBatch
+from learner.config import AlgorithmConfig
+from learner.objective import Objective, denominators, group_advantages, supervised_loss
+
+LENGTHS = (5, 1, 12, 3, 7, 4)
+KL = {"kl": {"kind": "k3", "coefficient": 0.1}}
+COMPOSITIONS: dict[str, dict[str, object]] = {
+    **PRESETS,
+    "everything": {**PRESETS["tis"], **KL, "aggregation": "sequence_mean"},
+    "pg": {
+        "objective": {"kind": "policy_gradient"},
+        "corrections": [{"kind": "sequence_truncated_is", "cap": 1.5}],
+    },
+    "own": {
+        "objective": {"kind": f"{__name__}:own_objective", "options": {"scale": 2.0}},
+        "corrections": [{"kind": f"{__name__}:own_mask"}],
+    },
+}
+every_composition = pytest.mark.parametrize("name", COMPOSITIONS)
+
+
+def own_objective(current_T, anchor_T, advantages_S, mask_T, cu_seqlens, *, scale):  # type: ignore[no-untyped-def]
+    advantages_T = advantages_S.repeat_interleave(cu_seqlens.diff())
+    metrics = {"own_sum": mask_T.sum() * scale, "own_count": mask_T.sum()}
+    return -scale * advantages_T * current_T, metrics
+
+
+def own_mask(policy_T, behavior_T, mask_T, cu_seqlens):  # type: ignore[no-untyped-def]
+    return (policy_T > behavior_T).float(), {}
+
+
+def own_advantage(rewards_S, group_S):  # type: ignore[no-untyped-def]
+    return rewards_S * 10, {}
+
+
+def algorithm(raw: dict[str, object]) -> AlgorithmConfig:
+    return msgspec.convert(raw, AlgorithmConfig)
+
+
+class Whole:
+    """One ragged batch with the logprobs of all policies, and any part of it as a PackedBatch."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        total = sum(LENGTHS)
+        self.bounds = np.cumsum([0, *LENGTHS]).tolist()
+        self.mask_T = (torch.rand(total, generator=generator) < 0.7).float()
+        self.mask_T[self.bounds[3] : self.bounds[4]] = 0
+        self.behavior_T = -2 * torch.rand(total, generator=generator) * self.mask_T
+        self.proximal_T, self.reference_T, self.current_T = (
+            self.behavior_T + 0.3 * torch.randn(total, generator=generator) for _ in range(3)
+        )
+        self.advantages_S = torch.randn(len(LENGTHS), generator=generator)
+
+    def part(self, sequences: Sequence[int]) -> tuple[PackedBatch, torch.Tensor]:
+        """The batch of these sequences, in this order, and the places of its tokens in the whole."""
+        places = [t for s in sequences for t in range(self.bounds[s], self.bounds[s + 1])]
+        index_T = torch.tensor(places, dtype=torch.int64)
+        lengths = [LENGTHS[s] for s in sequences]
+        batch = PackedBatch(
+            token_ids_T=torch.zeros_like(index_T),
+            position_ids_T=torch.tensor([t for length in lengths for t in range(length)], dtype=torch.int64),
+            cu_seqlens=torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32),
+            loss_mask_T=self.mask_T[index_T],
+            behavior_logprobs_T=self.behavior_T[index_T],
+            advantages_S=self.advantages_S[torch.tensor(list(sequences), dtype=torch.int64)],
+            lags_T=torch.zeros_like(index_T),
+        )
+        return batch, index_T
+
+    def train(
+        self, objective: Objective, split: Sequence[Sequence[int]]
+    ) -> tuple[float, torch.Tensor, dict[str, float]]:
+        """(loss, gradient by token of the whole, metrics) of one update cut into micro-batches by `split`."""
+        current_T = self.current_T.clone().requires_grad_()
+        parts = [self.part(sequences) for sequences in split]
+        loss = objective.token_loss(
+            [batch for batch, _ in parts],
+            proximal_logprobs=[self.proximal_T[i] for _, i in parts] if objective.needs_proximal else None,
+            reference_logprobs=[self.reference_T[i] for _, i in parts] if objective.needs_reference else None,
+        )
+        total, reports = 0.0, []
+        for number, (_, index_T) in enumerate(parts):
+            share, report = loss(number, current_T[index_T])
+            share.backward()
+            total += float(share.detach())
+            reports.append(report)
+        assert current_T.grad is not None
+        return total, current_T.grad, objective.combine_reports(reports)
+
+
+@every_composition
+@pytest.mark.parametrize("split", [[[0], [1], [2], [3], [4], [5]], [[5, 3, 1], [], [0, 2, 4]], [[4, 0], [1, 2, 3, 5]]])
+def test_any_split_gives_the_same_loss_gradient_and_metrics(name: str, split: list[list[int]]) -> None:
+    whole, objective = Whole(), Objective(algorithm(COMPOSITIONS[name]))
+    loss, gradient_T, metrics = whole.train(objective, [range(len(LENGTHS))])
+    split_loss, split_gradient_T, split_metrics = whole.train(objective, split)
+    assert split_loss == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(split_gradient_T, gradient_T, rtol=1e-6, atol=1e-6)
+    assert split_metrics == pytest.approx(metrics, rel=1e-5)
+    assert gradient_T.abs().sum() > 0
+    assert gradient_T[whole.mask_T == 0].abs().sum() == 0
+
+
+@every_composition
+def test_two_ranks_give_what_one_gives(name: str) -> None:
+    whole, objective = Whole(), Objective(algorithm(COMPOSITIONS[name]))
+    loss, gradient_T, metrics = whole.train(objective, [range(len(LENGTHS))])
+    ranks = [whole.part([0, 1, 2]), whole.part([3, 4, 5])]
+    counts = [denominators([batch]) for batch, _ in ranks]
+    everywhere = [sum(column) for column in zip(*counts, strict=True)]
+    current_T, shares, reports = whole.current_T.clone().requires_grad_(), [], []
+    for batch, i in ranks:
+        token_loss = objective.token_loss([batch], lambda _: everywhere, [whole.proximal_T[i]], [whole.reference_T[i]])
+        share, report = token_loss(0, current_T[i])
+        shares.append(share)
+        reports.append(report)
+    assert float(sum(shares).detach()) == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(sum(shares), current_T)[0], gradient_T, rtol=1e-6, atol=1e-6)
+    assert set(objective.combine_reports(reports)) == set(metrics)
+
+
+def test_reports_combine_over_ranks_by_sums_and_maxima() -> None:
+    theirs = {"clip_fraction_count": 3.0, "clip_fraction_sum": 1.0, "ratio_max": 7.0}
+    mine = [
+        {"clip_fraction_sum": 1.0, "clip_fraction_count": 4.0, "ratio_max": 2.0},
+        {"clip_fraction_count": 1.0},
+    ]
+    combined = Objective.combine_reports(
+        mine,
+        lambda values: [value + theirs[name] for value, name in zip(values, sorted(theirs)[:2], strict=True)],
+        lambda values: [max(value, theirs["ratio_max"]) for value in values],
+    )
+    assert combined == {"clip_fraction": 2 / 8, "ratio_max": 7.0}
+
+
+@every_composition
+def test_an_empty_micro_batch_has_a_loss_to_go_back_from(name: str) -> None:
+    objective = Objective(algorithm(COMPOSITIONS[name]))
+    batch, _ = Whole().part([])
+    nothing = torch.zeros(0)
+    current_T = torch.zeros(0, requires_grad=True)
+    share, _ = objective.token_loss([batch], proximal_logprobs=[nothing], reference_logprobs=[nothing])(0, current_T)
+    share.backward()
+    assert float(share.detach()) == 0
+    assert current_T.grad is not None
+
+
+def test_the_composition_is_the_equation() -> None:
+    """Decoupled PPO with KL, as a float64 loop."""
+    whole, config = Whole(), algorithm({**PRESETS["decoupled_ppo"], **KL})
+    loss, _, _ = whole.train(Objective(config), [range(len(LENGTHS))])
+    expected, tokens = 0.0, float(whole.mask_T.sum())
+    for s in range(len(LENGTHS)):
+        for t in range(whole.bounds[s], whole.bounds[s + 1]):
+            if whole.mask_T[t] > 0:
+                current, proximal, behavior, reference = (
+                    float(x[t]) for x in (whole.current_T, whole.proximal_T, whole.behavior_T, whole.reference_T)
+                )
+                advantage, ratio = float(whole.advantages_S[s]), np.exp(current - proximal)
+                surrogate = min(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
+                penalty = np.exp(reference - current) - 1 - (reference - current)
+                expected += (-np.exp(proximal - behavior) * surrogate + 0.1 * penalty) / tokens
+    assert loss == pytest.approx(expected, abs=1e-6)
+
+
+def test_on_policy_every_ratio_is_one() -> None:
+    whole = Whole()
+    whole.current_T = whole.behavior_T
+    _, _, metrics = whole.train(Objective(AlgorithmConfig()), [[0, 1, 2], [3, 4, 5]])
+    assert metrics["ratio_max_deviation"] == 0
+    assert metrics["ess"] == pytest.approx(1)
+    assert (metrics["ratio_mean"], metrics["ratio_max"], metrics["kl_behavior"]) == (1, 1, 0)
+    assert (metrics["clip_fraction"], metrics["mask_fraction"]) == (0, 0)
+
+
+def test_with_one_update_the_current_policy_is_the_proximal_one() -> None:
+    whole, config = Whole(), algorithm(COMPOSITIONS["tis"])
+    lean = Objective(config, is_one_update=True)
+    assert not lean.needs_proximal
+    assert Objective(config).needs_proximal
+    whole.proximal_T = whole.current_T
+    expected, got = (whole.train(o, [range(len(LENGTHS))]) for o in (Objective(config), lean))
+    assert got[0] == pytest.approx(expected[0])
+    assert torch.equal(got[1], expected[1])
+    assert got[2] == pytest.approx(expected[2])
+
+
+def test_own_metrics_are_reported() -> None:
+    _, _, metrics = Whole().train(Objective(algorithm(COMPOSITIONS["own"])), [[0, 1, 2], [3, 4, 5]])
+    assert metrics["own"] == pytest.approx(2)
+    assert 0 < metrics["mask_fraction"] < 1
+
+
+def test_supervised_loss_is_the_mean_cross_entropy() -> None:
+    whole = Whole()
+    parts = [whole.part([0, 1, 2]), whole.part([3, 4, 5]), whole.part([])]
+    loss = supervised_loss([batch for batch, _ in parts])
+    shares, reports = zip(*(loss(n, whole.current_T[i]) for n, (_, i) in enumerate(parts)), strict=True)
+    expected = -float((whole.current_T * whole.mask_T).sum() / whole.mask_T.sum())
+    assert float(sum(shares)) == pytest.approx(expected, abs=1e-6)
+    assert Objective.combine_reports(reports) == pytest.approx({"cross_entropy": expected}, abs=1e-6)
+
+
+BEHAVIOR_PPO = {"objective": {"kind": "ppo_clip", "anchor": "behavior"}}
+REFUSED = [
+    ({"advantage": "group_mean_sdt"}, r"algorithm\.advantage: .*did you mean 'group_mean_std'"),
+    ({"objective": {"kind": "pppo_clip"}}, r"objective\.kind: .*did you mean 'ppo_clip'"),
+    ({"corrections": [{"kind": "truncated"}]}, r"corrections\.kind: .*did you mean 'truncated_is'"),
+    ({**BEHAVIOR_PPO, "corrections": [{"kind": "decoupled"}]}, "behavior policy twice.*anchor=proximal"),
+    (
+        {**BEHAVIOR_PPO, "corrections": [{"kind": "truncated_is"}]},
+        "behavior policy twice.*drop the correction",
+    ),
+    (
+        {"objective": {"kind": "policy_gradient"}, "corrections": [{"kind": "decoupled"}]},
+        "weighs the proximal policy.*anchor=proximal, or use truncated_is",
+    ),
+    (
+        {**PRESETS["tis"], "corrections": [{"kind": "truncated_is"}, {"kind": "decoupled"}]},
+        "truncated_is and decoupled each multiply.*lag twice",
+    ),
+    (
+        {**PRESETS["tis"], "corrections": [{"kind": "decoupled", "cap": 5.0}]},
+        "decoupled has no cap, but cap=5",
+    ),
+    ({"objective": {"kind": "gspo", "options": {"tau": 1}}}, "gspo takes none, but got tau"),
+    ({"objective": {"kind": "no_such_module:f"}}, "cannot import 'no_such_module'.*PYTHONPATH"),
+    ({"objective": {"kind": "math:no_such"}}, "module 'math' has no 'no_such'"),
+]
+
+
+@pytest.mark.parametrize(("raw", "message"), REFUSED)
+def test_nonsense_is_refused_with_the_reason(raw: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Objective(algorithm(raw))
+
+
+def test_group_advantages_come_in_order_with_statistics() -> None:
+    groups = [_group("a", [1.0, 0.0, 0.0]), _group("b", [1.0, 1.0])]
+    advantages, stats = group_advantages(groups, "leave_one_out")
+    assert advantages == pytest.approx([1.0, -0.5, -0.5, 0.0, 0.0])
+    assert stats.mean == pytest.approx(0.6)
+    assert stats.std == pytest.approx(np.std([1, 0, 0, 1, 1]))
+    assert stats.flat_groups == 0.5
+    assert stats.components == pytest.approx({"exact": 0.6})
+
+
+def test_own_advantages_by_import_path() -> None:
+    assert group_advantages([_group("a", [1.0, 2.0])], f"{__name__}:own_advantage")[0] == [10, 20]
+
+
+def test_no_groups_give_no_advantages() -> None:
+    advantages, stats = group_advantages([], "group_mean_std")
+    assert (advantages, stats.mean, stats.std, stats.flat_groups) == ([], 0, 0, 0)
+
+
+def test_a_reward_that_is_no_number_is_named() -> None:
+    with pytest.raises(HeadwayError, match=r"trajectory a:0:1 has reward nan"):
+        group_advantages([_group("a", [1.0, float("nan")])], "group_mean")
+
+
+def _group(name: str, rewards: list[float]) -> Group:
+    prompt = Prompt(group=name, token_ids=[1], text="", ground_truth="", data_source="", num_samples=len(rewards))
+    trajectories = tuple(
+        Trajectory(
+            tid=TrajectoryId(name, 0, sample),
+            prompt_tokens=np.zeros(1, np.int32),
+            response_tokens=np.zeros(1, np.int32),
+            behavior_logprobs=np.zeros(1, np.float32),
+            loss_mask=np.ones(1, np.uint8),
+            spans=(),
+            reward=reward,
+            rewards={"exact": reward},
+            finish_reason="stop",
+            worker="",
+        )
+        for sample, reward in enumerate(rewards)
+    )
+    return Group(prompt=prompt, round=0, trajectories=trajectories)

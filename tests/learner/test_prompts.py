@@ -1,0 +1,479 @@
+"""Sources, rendering and the cursor: one place gives one prompt, and held-out ones never train."""
+
+import json
+import re
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from broker.errors import ConfigError
+from learner.config import PromptsConfig, SftPhaseConfig
+from learner.examples import Example, open_examples
+from learner.prompts import open_prompts, open_source
+from learner.prompts.arithmetic import apply
+from learner.prompts.base import Item, is_held_out
+from learner.prompts.cursor import PromptCursor
+from learner.prompts.rendering import Prompts, Renderer
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def character_tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
+    vocabulary = {chr(code): code - 32 for code in range(32, 127)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="~", unk_token="?")
+    fast.chat_template = CHAT_TEMPLATE if chat else None
+    return fast
+
+
+class ThreeTasks:
+    """A source of one's own."""
+
+    def __init__(self, path: str, seed: int, answer: str = "yes") -> None:
+        self._items = [Item(content=f"{path}{i}", ground_truth=answer, data_source="own") for i in range(3)]
+
+    @property
+    def size(self) -> int:
+        return len(self._items)
+
+    def train(self, epoch: int, position: int) -> Item:
+        return self._items[position]
+
+    def held_out(self, count: int) -> list[Item]:
+        return [Item(content="other", ground_truth="no", data_source="own")][:count]
+
+
+def prompts_of(seed: int = 0, **config: Any) -> Prompts:
+    return open_prompts(PromptsConfig(**config), character_tokenizer(), seed)
+
+
+def listed(tmp_path: Path, count: int) -> Prompts:
+    rows = [{"prompt": f"q{i}", "ground_truth": str(i), "data_source": "test"} for i in range(count)]
+    return prompts_of(kind="jsonl", path=str(jsonl(tmp_path, rows)))
+
+
+def jsonl(tmp_path: Path, rows: list[Any], name: str = "data.jsonl") -> Path:
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# --- arithmetic
+
+
+def test_arithmetic_chains_are_right_and_within_bounds() -> None:
+    source = open_source(PromptsConfig(kind="arithmetic", options={"min_operations": 3, "max_operations": 4}), seed=1)
+    assert source.size is None
+    for position in range(200):
+        item = source.train(0, position)
+        assert isinstance(item.content, str)
+        assert re.fullmatch(r"\^\d([-+*]\d){3,4}=", item.content)
+        value = int(item.content[1])
+        for operator, digit in re.findall(r"([-+*])(\d)", item.content):
+            value = apply(value, operator, int(digit))
+        assert (item.ground_truth, item.data_source) == (str(value), "arithmetic")
+
+
+def test_the_known_chain() -> None:
+    value = 4
+    for operator, digit in (("*", 5), ("*", 8), ("+", 7)):
+        value = apply(value, operator, digit)
+    assert value == 7
+
+
+def test_arithmetic_is_random_access_and_depends_on_the_seed() -> None:
+    first, again, other = (open_source(PromptsConfig(kind="arithmetic"), seed) for seed in (1, 1, 2))
+    backwards = [again.train(2, position) for position in reversed(range(50))]
+    assert [first.train(2, position) for position in range(50)] == backwards[::-1]
+    assert [other.train(2, position) for position in range(50)] != backwards[::-1]
+    assert [first.train(3, position) for position in range(50)] != backwards[::-1]
+
+
+def test_arithmetic_held_out_prompts_are_never_trained() -> None:
+    source = open_source(PromptsConfig(kind="arithmetic", options={"max_operations": 2}), seed=0)
+    held_out = {item.content for item in source.held_out(300)}
+    assert not held_out & {source.train(0, position).content for position in range(2000)}
+    examples = open_examples(SftPhaseConfig(kind="arithmetic", options={"max_operations": 2}), seed=0)
+    assert not held_out & {example.query for example in islice(examples, 2000)}
+    assert source.held_out(5) == open_source(
+        PromptsConfig(kind="arithmetic", options={"max_operations": 2}), 9
+    ).held_out(5)
+
+
+# --- files
+
+
+def test_jsonl_and_parquet_give_the_same_items(tmp_path: Path) -> None:
+    rows = [
+        {
+            "prompt": "1+1=",
+            "ground_truth": "2",
+            "data_source": "sums",
+            "extra_info": {"level": 1},
+            "note": "easy",
+        },
+        {"prompt": [{"role": "user", "content": "hi"}], "ground_truth": "3", "data_source": "sums"},
+    ]
+    items = [open_source(PromptsConfig(kind="jsonl", path=str(jsonl(tmp_path, rows))), 0).train(0, i) for i in (0, 1)]
+    assert items[0] == Item(
+        content="1+1=", ground_truth="2", data_source="sums", extra_info={"note": "easy", "level": 1}
+    )
+    assert items[1].content == [{"role": "user", "content": "hi"}]
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([rows[0]]), path)
+    assert open_source(PromptsConfig(kind="parquet", path=str(path)), 0).train(0, 0) == items[0]
+
+
+def test_verl_rows_and_renamed_fields(tmp_path: Path) -> None:
+    verl = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "4"}, "data_source": "d"}
+    item = open_source(PromptsConfig(kind="jsonl", path=str(jsonl(tmp_path, [verl]))), 0).train(0, 0)
+    assert item.ground_truth == "4"
+    path = jsonl(tmp_path, [{"question": "b", "answer": 5}], "gsm.jsonl")
+    options = {"prompt_field": "question", "ground_truth_field": "answer"}
+    item = open_source(PromptsConfig(kind="jsonl", path=str(path), options=options), 0).train(0, 0)
+    assert (item.content, item.ground_truth, item.data_source) == ("b", "5", "gsm")
+
+
+def test_held_out_rows_are_left_out_of_training(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i % 5}", "ground_truth": str(i)} for i in range(8)]
+    path = str(jsonl(tmp_path, rows))
+    source = open_source(PromptsConfig(kind="jsonl", path=path, options={"held_out_rows": 2}), 0)
+    assert [item.content for item in source.held_out(9)] == ["q1", "q2"]
+    assert source.size == 4
+    assert [source.train(0, i).content for i in range(4)] == ["q0", "q3", "q4", "q0"]
+    other = str(jsonl(tmp_path, rows[:1], "other.jsonl"))
+    source = open_source(PromptsConfig(kind="jsonl", path=path, options={"held_out_path": other}), 0)
+    assert [item.content for item in source.held_out(1)] == ["q0"]
+    assert source.size == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a", "ground_truth": "b"}\n\n{bad\n', r"data\.jsonl:3: this is no JSON"),
+        ("[1]\n", r"data\.jsonl:1: a row must be an object, not list"),
+        ('{"prompt": "a"}\n', r"data\.jsonl:1: no 'ground_truth'; the row has prompt"),
+        ('{"ground_truth": "a"}\n', r"data\.jsonl:1: no 'prompt'; the row has ground_truth"),
+        (
+            '{"prompt": 3, "ground_truth": "a"}\n',
+            r"data\.jsonl:1: 'prompt' is neither text nor a list of messages",
+        ),
+        (
+            '{"prompt": "a", "ground_truth": "b", "extra_info": 1}\n',
+            r"data\.jsonl:1: 'extra_info' is no mapping",
+        ),
+        ("", "has no prompts to train on"),
+    ],
+)
+def test_errors_name_the_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        open_source(PromptsConfig(kind="jsonl", path=str(path)), 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kind": "arithmetik"}, r"prompts\.kind: there is no 'arithmetik'; did you mean 'arithmetic'\?"),
+        (
+            {"kind": "jsonl", "path": "/nowhere"},
+            r"prompts\.path: '/nowhere' is no file; give the jsonl file's path",
+        ),
+        ({"kind": "parquet", "path": __file__}, "is no Parquet file"),
+        (
+            {"kind": "arithmetic", "options": {"min_operation": 2}},
+            r"prompts\.options\.min_operation: no such option; did you mean 'min_operations'",
+        ),
+        ({"kind": "arithmetic", "options": {"min_operations": "two"}}, r"prompts\.options: Expected `int`"),
+        (
+            {"kind": "arithmetic", "options": {"min_operations": 9}},
+            "min_operations 9 exceeds max_operations 6",
+        ),
+        (
+            {"kind": "reasoning_gym", "path": "chain_sm"},
+            "has no task 'chain_sm' among its .*did you mean 'chain_sum'",
+        ),
+        (
+            {"kind": "reasoning_gym", "path": "chain_sum", "options": {"terms": 2}},
+            "'chain_sum' refuses them: .*terms",
+        ),
+        ({"kind": "reasoning_gym", "path": "chain_sum", "options": {"seed": 2}}, "seed are set by Headway"),
+        ({"kind": "no_module:Class"}, r"prompts\.kind: cannot import 'no_module'"),
+        ({"kind": "datasets"}, "give the dataset's hub id"),
+    ],
+)
+def test_wrong_recipes_are_told_what_is_wrong(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_source(PromptsConfig(**config), 0)
+
+
+def test_missing_held_out_prompts_are_told_how_to_get_them(tmp_path: Path) -> None:
+    prompts = listed(tmp_path, 3)
+    assert prompts.held_out(0) == []
+    with pytest.raises(
+        ConfigError, match=r"4 held-out prompts are wanted .* has none; set .*held_out_rows=N, or evaluation"
+    ):
+        prompts.held_out(4)
+
+
+# --- hub, reasoning-gym, one's own
+
+
+def test_without_the_datasets_library_the_remedy_is_told() -> None:
+    try:
+        import datasets  # noqa: F401
+    except ImportError:
+        with pytest.raises(ConfigError, match=r"pip install 'headway\[datasets\]'"):
+            open_source(PromptsConfig(kind="datasets", path="openai/gsm8k"), 0)
+    else:
+        with pytest.raises(ConfigError, match="cannot be loaded"):
+            open_source(PromptsConfig(kind="datasets", path="/nowhere/at/all"), 0)
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "knights_knaves", "game_of_life"])
+def test_reasoning_gym_entries_are_scored_after_the_wire(task: str) -> None:
+    import reasoning_gym
+
+    first, again = (open_source(PromptsConfig(kind="reasoning_gym", path=task), seed=3) for _ in range(2))
+    places = [0, 1, 99, 100, 250]
+    items = [first.train(1, position) for position in places]
+    assert [again.train(1, position) for position in reversed(places)] == items[::-1]
+    assert items != [open_source(PromptsConfig(kind="reasoning_gym", path=task), 4).train(1, p) for p in places]
+    scorer = reasoning_gym.create_dataset(task)
+    for item in items:
+        carried = json.loads(json.dumps(item.extra_info))
+        assert (carried["task"], carried["entry"]["question"]) == (task, item.content)
+        assert scorer.score_answer(item.ground_truth, carried["entry"]) == 1
+
+
+def test_reasoning_gym_held_out_entries_are_never_trained() -> None:
+    source = open_source(PromptsConfig(kind="reasoning_gym", path="chain_sum"), seed=0)
+    held_out = [item.content for item in source.held_out(20)]
+    assert len(held_out) == 20
+    assert all(isinstance(text, str) and is_held_out(text) for text in held_out)
+    assert not any(is_held_out(str(source.train(0, position).content)) for position in range(300))
+
+
+def test_a_source_of_ones_own() -> None:
+    prompts = prompts_of(kind=f"{__name__}:ThreeTasks", path="task", options={"answer": "no"})
+    assert prompts.size == 3
+    assert prompts.train(0, 1, group="g", num_samples=2).ground_truth == "no"
+    assert prompts.held_out(1)[0].text == "other"
+
+
+# --- rendering
+
+
+def test_text_goes_through_the_tokenizer() -> None:
+    prompt = prompts_of(kind="arithmetic").train(0, 5, group="0000-00000005", num_samples=8)
+    assert prompt.token_ids == [ord(character) - 32 for character in prompt.text]
+    assert (prompt.group, prompt.num_samples) == ("0000-00000005", 8)
+
+
+def test_messages_go_through_the_chat_template() -> None:
+    item = Item(content=[{"role": "user", "content": "hi"}], ground_truth="", data_source="x")
+    prompt = Renderer(character_tokenizer(chat=True)).prompt(item, group="g", num_samples=1)
+    assert prompt.text == "<user>hi<assistant>"
+    assert prompt.token_ids == [ord(character) - 32 for character in prompt.text]
+    with pytest.raises(ConfigError, match="no chat template; give prompts as text"):
+        Renderer(character_tokenizer()).prompt(item, group="g", num_samples=1)
+
+
+def test_a_system_prompt_makes_text_a_conversation() -> None:
+    item = Item(content="2+2=", ground_truth="4", data_source="x")
+    prompt = Renderer(character_tokenizer(chat=True), "Be brief.").prompt(item, group="g", num_samples=1)
+    assert prompt.text == "<system>Be brief.<user>2+2=<assistant>"
+    with pytest.raises(ConfigError, match=r"system_prompt is set, but .* no chat template"):
+        Renderer(character_tokenizer(), "Be brief.")
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    item = Item(content="", ground_truth="", data_source="x")
+    with pytest.raises(ConfigError, match=r"prompt g of 'x' has no tokens"):
+        Renderer(character_tokenizer()).prompt(item, group="g", num_samples=1)
+
+
+# --- cursor
+
+
+def cursor_over(prompts: Prompts, **arguments: Any) -> PromptCursor:
+    return PromptCursor(prompts, num_samples=4, seed=7, **arguments)
+
+
+def test_epochs_are_exact_and_shuffled_anew(tmp_path: Path) -> None:
+    cursor = cursor_over(listed(tmp_path, 10), epochs=2)
+    fed = [*cursor.next(7), *cursor.next(7), *cursor.next(99)]
+    assert cursor.is_exhausted
+    assert cursor.next(1) == []
+    assert [prompt.group for prompt in fed] == [f"{e:04d}-{p:08d}" for e in range(2) for p in range(10)]
+    first, second = ([prompt.text for prompt in part] for part in (fed[:10], fed[10:]))
+    assert sorted(first) == sorted(second) == sorted(f"q{i}" for i in range(10))
+    assert first != second
+    assert {prompt.num_samples for prompt in fed} == {4}
+
+
+def test_without_shuffling_the_files_order_is_kept(tmp_path: Path) -> None:
+    cursor = cursor_over(listed(tmp_path, 4), shuffle=False)
+    assert [prompt.text for prompt in cursor.next(6)] == ["q0", "q1", "q2", "q3", "q0", "q1"]
+
+
+def test_an_endless_source_has_one_epoch() -> None:
+    cursor = cursor_over(prompts_of(kind="arithmetic"), epochs=1)
+    assert [prompt.group for prompt in cursor.next(3)] == ["0000-00000000", "0000-00000001", "0000-00000002"]
+    assert not cursor.is_exhausted
+
+
+@pytest.mark.parametrize("trained", [[], [0], [0, 1, 2], [1, 4], [0, 3, 11, 12], list(range(13)), [12, 0, 5, 5]])
+def test_a_resumed_cursor_feeds_exactly_what_is_not_trained(tmp_path: Path, trained: list[int]) -> None:
+    prompts = listed(tmp_path, 5)
+    cursor = cursor_over(prompts, epochs=4)
+    fed = cursor.next(13)
+    groups = {fed[number].group for number in trained}
+    state = json.loads(json.dumps(cursor.state(groups)))
+    resumed = cursor_over(prompts, epochs=4, state=state)
+    everything = {prompt.group: prompt for prompt in cursor_over(prompts, epochs=4).next(20)}
+    again = resumed.next(99)
+    assert [prompt.group for prompt in again] == [group for group in everything if group not in groups]
+    assert again == [everything[prompt.group] for prompt in again]
+    assert resumed.is_exhausted
+
+
+def test_the_watermark_passes_what_is_trained_and_forgets_it(tmp_path: Path) -> None:
+    cursor = cursor_over(listed(tmp_path, 3))
+    groups = [prompt.group for prompt in cursor.next(6)]
+    cursor.mark_trained([groups[1], groups[4]])
+    assert cursor.watermark == groups[0]
+    assert cursor.state() == {"epoch": 0, "position": 0, "trained": [groups[1], groups[4]]}
+    cursor.mark_trained([groups[0], groups[1]])
+    assert cursor.watermark == groups[2]
+    cursor.mark_trained([groups[2], groups[3], groups[0]])
+    assert cursor.state() == {"epoch": 1, "position": 2, "trained": []}
+
+
+def test_feeding_and_training_in_turn_after_a_resume_feeds_nothing_twice(tmp_path: Path) -> None:
+    prompts = listed(tmp_path, 8)
+    cursor = cursor_over(prompts, epochs=1)
+    groups = [prompt.group for prompt in cursor.next(8)]
+    resumed = cursor_over(prompts, epochs=1, state=cursor.state({groups[1], groups[2], groups[5]}))
+    fed = []
+    while not resumed.is_exhausted:
+        fed += [prompt.group for prompt in resumed.next(1)]
+        resumed.mark_trained(fed[-1:])
+    assert fed == [groups[i] for i in (0, 3, 4, 6, 7)]
+
+
+def test_what_is_replayed_before_it_is_fed_is_not_fed(tmp_path: Path) -> None:
+    cursor = cursor_over(listed(tmp_path, 8), epochs=1)
+    groups = [prompt.group for prompt in cursor_over(listed(tmp_path, 8)).next(8)]
+    cursor.mark_trained([groups[0], groups[1], groups[3]])
+    assert [prompt.group for prompt in cursor.next(2)] == [groups[2], groups[4]]
+    cursor.mark_trained([groups[2], groups[6]])
+    assert [prompt.group for prompt in cursor.next(9)] == [groups[5], groups[7]]
+
+
+def test_feeding_again_after_a_lost_server_gives_the_untrained_once_more(tmp_path: Path) -> None:
+    cursor = cursor_over(listed(tmp_path, 8), epochs=1)
+    fed = cursor.next(6)
+    cursor.mark_trained([fed[0].group, fed[3].group])
+    cursor.feed_again()
+    assert cursor.next(5)[:4] == [fed[i] for i in (1, 2, 4, 5)]
+
+
+def test_a_run_whose_every_group_is_trained_resumes_exhausted(tmp_path: Path) -> None:
+    prompts = listed(tmp_path, 3)
+    cursor = cursor_over(prompts, epochs=1)
+    state = cursor.state({prompt.group for prompt in cursor.next(3)})
+    assert cursor_over(prompts, epochs=1, state=state).is_exhausted
+
+
+# --- supervised examples
+
+
+def examples_of(count: int, seed: int = 0, **config: Any) -> list[Example]:
+    return list(islice(open_examples(SftPhaseConfig(**config), seed), count))
+
+
+def test_worked_examples_are_right() -> None:
+    for example in examples_of(200, kind="arithmetic"):
+        value, written = int(example.query[1]), example.query[1]
+        for operator, digit in re.findall(r"([-+*])(\d)", example.query):
+            value = apply(value, operator, int(digit))
+            written += f"{operator}{digit}={value}"
+        assert example.response == f"{written}#{value}"
+
+
+def test_careless_examples_err_and_skip_at_their_rates() -> None:
+    options = {"error_rate": 0.2, "skip_rate": 0.4}
+    examples = examples_of(4000, kind="arithmetic", options=options)
+    assert examples == examples_of(4000, kind="arithmetic", options=options)
+    assert examples != examples_of(4000, seed=1, kind="arithmetic", options=options)
+    skipped = [example for example in examples if re.fullmatch(r"#\d", example.response)]
+    assert len(skipped) / len(examples) == pytest.approx(0.4, abs=0.03)
+    wrong = steps = 0
+    for example in examples:
+        before = int(example.query[1])
+        for operator, digit, after in re.findall(r"([-+*])(\d)=(\d)", example.response):
+            wrong += apply(before, operator, int(digit)) != int(after)
+            steps, before = steps + 1, int(after)
+    assert wrong / steps == pytest.approx(0.2 * 0.9, abs=0.02)  # a random digit is right once in ten
+
+
+def test_examples_from_files_are_repeated_in_new_orders(tmp_path: Path) -> None:
+    rows = [{"query": f"q{i}", "response": f"r{i}"} for i in range(6)]
+    got = examples_of(12, kind="jsonl", path=str(jsonl(tmp_path, rows)))
+    expected = [Example(query=f"q{i}", response=f"r{i}") for i in range(6)]
+    assert sorted(got[:6], key=str) == sorted(got[6:], key=str) == expected
+    assert got[:6] != got[6:]
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert examples_of(12, kind="parquet", path=str(path)) == got
+
+
+def own_examples(path: str, seed: int, word: str) -> list[Example]:
+    return [Example(query=path, response=word)]
+
+
+def test_examples_of_ones_own() -> None:
+    got = examples_of(5, kind=f"{__name__}:own_examples", path="p", options={"word": "w"})
+    assert got == [Example(query="p", response="w")]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kind": "arithmetics"}, r"sft\.phases\.kind: there is no 'arithmetics'; did you mean 'arithmetic'"),
+        (
+            {"kind": "arithmetic", "options": {"error": 1}},
+            r"sft\.phases\.options\.error: no such option; did you mean",
+        ),
+        ({"kind": "arithmetic", "options": {"skip_rate": 2}}, r"sft\.phases\.options: Expected `float` <= 1"),
+        (
+            {"kind": "arithmetic", "options": {"min_operations": 7}},
+            "min_operations 7 exceeds max_operations 6",
+        ),
+        ({"kind": "jsonl", "path": "/nowhere"}, r"sft\.phases\.path: '/nowhere' is no file"),
+        ({"kind": "jsonl", "options": {"x": 1}}, r"sft\.phases\.options\.x: no such option. Known: none"),
+    ],
+)
+def test_wrong_phases_are_told_what_is_wrong(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_examples(SftPhaseConfig(**config), 0)
+
+
+def test_wrong_example_rows_name_the_line(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, [{"query": "a", "response": "b"}, {"query": "a"}])
+    with pytest.raises(ConfigError, match=r"data\.jsonl:2: 'response' must be text; the row has query"):
+        open_examples(SftPhaseConfig(kind="jsonl", path=str(path)), 0)
+    with pytest.raises(ConfigError, match="has no examples"):
+        open_examples(SftPhaseConfig(kind="jsonl", path=str(jsonl(tmp_path, []))), 0)

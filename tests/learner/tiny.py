@@ -1,0 +1,64 @@
+"""Models of a few thousand parameters and sequences to train them on."""
+
+import numpy as np
+import torch
+
+from learner.backends.base import TokenLoss
+from learner.batch import PackedBatch
+from learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
+from learner.packing import PackableSequence
+
+ALPHABET = "0123456789+-*=,#^"
+VOCABULARY = len(ALPHABET) + 2
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=0.1)
+
+
+def model_config(architecture: str, *, dtype: str = "float32", tied: bool = True, **config: object) -> ModelConfig:
+    sizes = SIZES | (EXPERTS if architecture == "qwen3_moe" else {}) | {"tie_word_embeddings": tied} | config
+    random = RandomModelConfig(architecture=architecture, config=sizes, alphabet=ALPHABET)
+    return ModelConfig(random=random, dtype=dtype)
+
+
+def sequences(lengths: list[int], seed: int = 0) -> list[PackableSequence]:
+    """Random tokens with a prompt of a third, random masks, logprobs and advantages."""
+    rng = np.random.default_rng(seed)
+    return [_sequence(rng, length) for length in lengths]
+
+
+def _sequence(rng: np.random.Generator, length: int) -> PackableSequence:
+    prompt_length = max(1, length // 3)
+    response_length = length - prompt_length
+    return PackableSequence(
+        token_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
+        prompt_length=prompt_length,
+        loss_mask=(rng.random(response_length) < 0.8).astype(np.uint8),
+        behavior_logprobs=-3 * rng.random(response_length).astype(np.float32),
+        lags=rng.integers(0, 3, response_length),
+        advantage=float(rng.normal()),
+    )
+
+
+def ratio_loss(batches: list[PackedBatch], denominator: float) -> TokenLoss:
+    """- sum of mask * advantage * exp(current - behavior) / denominator: every field of the batch matters."""
+
+    def loss(index: int, logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        return share(batches[index], logprobs_T, denominator), {"tokens": float(batches[index].loss_mask_T.sum())}
+
+    return loss
+
+
+def share(batch: PackedBatch, logprobs_T: torch.Tensor, denominator: float) -> torch.Tensor:
+    advantages_T = batch.advantages_S.repeat_interleave(batch.cu_seqlens.diff())
+    ratio_T = (logprobs_T - batch.behavior_logprobs_T).exp()
+    return -(batch.loss_mask_T * advantages_T * ratio_T).sum() / denominator

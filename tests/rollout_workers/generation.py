@@ -1,0 +1,77 @@
+"""What the engine tests do with an engine: run one request and keep what came of it."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from transformers import PreTrainedModel
+
+from broker.schema import WeightVersion
+from rollout_workers.engines.base import Chunk, Engine, GenerationRequest
+
+from .models import STOP, forward_logprobs, named_tensors
+
+_ids = count()
+_steps = count(1)
+
+PROMPTS = [[2, 3, 5, 7, 11], [9], [4, 8, 15, 16, 23, 42], list(range(3, 40)), [60, 50, 40], [7] * 12]
+
+
+@dataclass
+class Response:
+    """The chunks of one sample, merged; `versions` has one entry for each token."""
+
+    prompt: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[WeightVersion] = field(default_factory=list)
+    finish_reason: str | None = None
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once ten tokens are there."""
+
+    def add(self, chunk: Chunk) -> None:
+        """Append a chunk."""
+        assert self.finish_reason is None
+        assert len(chunk.token_ids) == len(chunk.logprobs) > 0
+        self.tokens += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.versions += [chunk.version] * len(chunk.token_ids)
+        self.finish_reason = chunk.finish_reason
+        if len(self.tokens) >= 10:
+            self.started.set()
+
+
+def request(prompt: Sequence[int], **changes: object) -> GenerationRequest:
+    """Greedy, at most 24 tokens, unless changed."""
+    settings = {"max_new_tokens": 24, "temperature": 0.0, "stop_token_ids": [STOP]} | changes
+    return GenerationRequest(request_id=f"r{next(_ids)}", prompt_tokens=list(prompt), **settings)
+
+
+async def run(engine: Engine, asked: GenerationRequest, *, response: Response | None = None) -> Response:
+    """Generate to the end."""
+    response = response or Response(asked.prompt_tokens)
+    async with aclosing(engine.generate(asked)) as chunks:
+        async for chunk in chunks:
+            response.add(chunk)
+    return response
+
+
+async def run_all(engine: Engine, prompts: Sequence[Sequence[int]], **changes: object) -> list[Response]:
+    """Concurrently."""
+    return await asyncio.gather(*[run(engine, request(prompt, **changes)) for prompt in prompts])
+
+
+async def hold(engine: Engine, model: PreTrainedModel) -> WeightVersion:
+    """Give the engine this model's weights under a new version."""
+    version = WeightVersion(1, next(_steps))
+    await engine.swap_weights(version, named_tensors(model))
+    return version
+
+
+def difference(model: PreTrainedModel, response: Response, temperature: float = 1.0) -> torch.Tensor:
+    """[R] absolute differences between the engine's logprobs and a transformers forward's."""
+    expected = forward_logprobs(model, response.prompt, response.tokens, temperature)
+    return (expected - torch.tensor(response.logprobs)).abs()

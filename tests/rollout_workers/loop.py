@@ -1,0 +1,178 @@
+"""The parts of a whole loop: a learner moved by hand, and a subscriber that delivers what the test says."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from broker.batches import CheckpointMark
+from broker.client import Broker
+from broker.schema import Group, Probe, Prompt, RunRules, TrajectoryId, WeightManifest, WeightVersion
+from rollout_workers.config import EngineConfig, SamplingConfig, WorkersConfig
+from rollout_workers.decoding import Decoding
+from rollout_workers.engines import open_engine
+from rollout_workers.rewards.base import Score
+from rollout_workers.worker import Worker
+
+from .models import forward_logprobs, make_model, named_tensors, save_config
+
+CAPACITY = 4
+GROUP_SIZE = 2
+PROBE = [3, 14, 15, 9, 2, 6]
+
+
+class Delivery(NamedTuple):
+    """As a subscriber gives it."""
+
+    manifest: WeightManifest
+    tensors: list[tuple[str, torch.Tensor]]
+
+
+class Deliveries:
+    """A subscriber that yields what the test puts in."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.last_error = ""
+        self.queue: asyncio.Queue[Delivery] = asyncio.Queue()
+
+    async def wait_for_version(self, current: WeightVersion | None) -> Delivery:
+        return await self.queue.get()
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+class OneScorer:
+    """Every response is worth 1."""
+
+    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+        return Score(total=1.0, components={"one": 1.0})
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+def manifest(version: WeightVersion, probe: Probe) -> WeightManifest:
+    """Of weights that nobody needs to receive."""
+    return WeightManifest(
+        version=version, tensors=(), buckets=(), probe=probe, group_epoch=0, pull_url="", pull_token=""
+    )
+
+
+def delivery(version: WeightVersion, model: PreTrainedModel, *, error: float = 0.0) -> Delivery:
+    """`error` is added to the probe's logprobs."""
+    logprobs = forward_logprobs(model, PROBE[:1], PROBE[1:]) + error
+    probe = Probe(token_ids=PROBE, logprobs=logprobs.tolist(), tolerance=1e-3)
+    return Delivery(manifest(version, probe), named_tensors(model))
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [
+        Prompt(
+            group=f"0000-{i:08d}",
+            token_ids=[2 + i % 50, 7, 11],
+            text=f"prompt {i}",
+            ground_truth="",
+            data_source="test",
+            num_samples=GROUP_SIZE,
+        )
+        for i in range(count)
+    ]
+
+
+class Learner:
+    """The other side of the broker, moved by hand. Weights of step k: the random model with seed k."""
+
+    @classmethod
+    async def start(cls, broker: Broker, *, groups: int, max_lag: int = 8) -> Self:
+        """Claim the run and feed it."""
+        self = cls()
+        self.broker = broker
+        self.groups_per_step = 2
+        rules = RunRules(
+            max_lag=max_lag,
+            groups_per_step=self.groups_per_step,
+            group_size=GROUP_SIZE,
+            on_straggler="wait",
+            on_over_bound="requeue",
+            max_bytes=1 << 28,
+        )
+        claim = await broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=b"", resume=False)
+        self.owner = claim.owner
+        self.pinned: dict[int, tuple[TrajectoryId, ...]] = {}
+        self.announced: WeightVersion | None = None
+        self.models: dict[WeightVersion, PreTrainedModel] = {}
+        await self.feed(groups)
+        return self
+
+    async def feed(self, groups: int) -> None:
+        await self.broker.prompts.feed(prompts(groups), self.owner)
+        await self.broker.prompts.close_feed(self.owner)
+
+    def version(self, step: int) -> WeightVersion:
+        return WeightVersion(self.owner.incarnation, step)
+
+    async def publish(self, step: int, *workers: Deliveries, error: float = 0.0) -> None:
+        """Announce a version and deliver it."""
+        version = self.version(step)
+        model = self.models.setdefault(version, make_model("dense", step))
+        sent = delivery(version, model, error=error)
+        await self.broker.versions.announce(self.owner, sent.manifest)
+        self.announced = version
+        for worker in workers:
+            worker.queue.put_nowait(sent)
+
+    async def take(self, step: int) -> tuple[Group, ...]:
+        """Wait for a step's batch."""
+        async with asyncio.timeout(60):
+            while True:
+                batch = await self.broker.batches.take(self.owner, step, self.groups_per_step)
+                if batch is not None:
+                    self.pinned[step] = tuple(t.tid for group in batch.groups for t in group.trajectories)
+                    return batch.groups
+                await asyncio.sleep(0.02)
+
+    async def reassert(self, groups: int) -> None:
+        """Adopt a restarted server."""
+        await self.broker.batches.reassert(
+            self.owner, announced=self.announced, committed_groups=(), pinned=self.pinned
+        )
+        await self.feed(groups)
+
+
+def make_engine(directory: Path, capacity: int = CAPACITY, max_model_len: int = 256) -> Any:
+    """The embedded engine on the tests' small dense model, still without weights."""
+    config = EngineConfig(max_concurrent=capacity, max_model_len=max_model_len)
+    return open_engine(config, save_config(make_model("dense", 0), directory / "model"), seed=0)
+
+
+def make_worker(
+    broker: Broker,
+    engine: Any,
+    subscriber: Any,
+    *,
+    name: str = "worker-1",
+    scorer: Any = None,
+    max_new_tokens: int = 16,
+    lease_ttl_s: float = 1000.0,
+    heartbeat_s: float = 0.05,
+    patience_s: float = 60.0,
+    stop_token_ids: Sequence[int] = (),
+) -> Worker:
+    """No stop tokens: every response has exactly `max_new_tokens`."""
+    return Worker(
+        broker=broker,
+        engine=engine,
+        subscriber=subscriber,
+        scorer=scorer or OneScorer(),
+        decoding=Decoding(lambda tokens: " ".join(map(str, tokens)), tuple(stop_token_ids)),
+        sampling=SamplingConfig(max_new_tokens=max_new_tokens),
+        config=WorkersConfig(heartbeat_s=heartbeat_s, patience_s=patience_s),
+        lease_ttl_s=lease_ttl_s,
+        worker=name,
+        engine_kind="embedded",
+    )

@@ -1,0 +1,125 @@
+"""What only the embedded engine does, and how engines are opened."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+
+from broker.errors import ConfigError, HeadwayError
+from broker.schema import WeightVersion
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines import open_engine
+from rollout_workers.engines.embedded import EmbeddedEngine
+from rollout_workers.engines.loading import load_tensors, one_by_one
+from rollout_workers.engines.slot_cache import ATTENTION
+
+from .generation import PROMPTS, difference, hold, request, run, run_all
+from .models import make_model, named_tensors, save_config
+
+SMALL = EngineConfig(max_concurrent=4, max_model_len=128)
+
+
+async def test_weights_beside_the_config_are_loaded(tmp_path: Path) -> None:
+    model = make_model("moe", 0, tied=False)
+    model.save_pretrained(tmp_path)
+    engine = open_engine(SMALL, tmp_path, seed=0)
+    response = await run(engine, request(PROMPTS[0]))
+    assert difference(model, response).max() < 1e-4
+    assert set(response.versions) == {WeightVersion(0, 0)}
+    await engine.close()
+
+
+async def test_an_error_while_decoding_reaches_everyone_who_waits() -> None:
+    model = make_model("dense", 0)
+    model.set_attn_implementation(ATTENTION)
+    engine = EmbeddedEngine(model, SMALL, seed=0, version=WeightVersion(1, 1))
+    await run(engine, request(PROMPTS[0]))
+    model.register_forward_hook(lambda *_: 1 / 0)
+    ends = await asyncio.gather(
+        *[run(engine, request(prompt)) for prompt in PROMPTS], engine.score([2, 3]), return_exceptions=True
+    )
+    for end in ends:
+        assert isinstance(end, HeadwayError)
+        assert "ZeroDivisionError" in str(end)
+    with pytest.raises(HeadwayError, match="ZeroDivisionError"):
+        await hold(engine, model)
+    await engine.close()
+
+
+async def test_long_and_short_samples_share_the_cache(tmp_path: Path) -> None:
+    """The cache grows, slots move when samples end, new samples fill them."""
+    model = make_model("dense", 0)
+    engine = open_engine(EngineConfig(max_concurrent=3, max_model_len=512), save_config(model, tmp_path), seed=0)
+    await hold(engine, model)
+    lengths = [3, 150, 7, 300, 1, 40, 90, 5]
+    responses = await asyncio.gather(
+        *[
+            run(
+                engine,
+                request(prompt, temperature=1.0, stop_token_ids=[], max_new_tokens=length, seed=length),
+            )
+            for prompt, length in zip(PROMPTS * 2, lengths, strict=False)
+        ]
+    )
+    assert [len(response.tokens) for response in responses] == lengths
+    assert max(difference(model, response).max() for response in responses) < 1e-4
+    await engine.close()
+
+
+async def test_seeds_repeat(tmp_path: Path) -> None:
+    model = make_model("dense", 0)
+    engine = open_engine(SMALL, save_config(model, tmp_path), seed=0)
+    await hold(engine, model)
+    first = await run_all(engine, PROMPTS, temperature=1.0, seed=7)
+    second = await run_all(engine, PROMPTS[::-1], temperature=1.0, seed=7)
+    assert [response.tokens for response in first] == [response.tokens for response in second[::-1]]
+    await engine.close()
+
+
+async def test_other_architectures_need_nothing_of_ours(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, initializer_range=0.15)).eval()
+    engine = open_engine(SMALL, save_config(model, tmp_path), seed=0)
+    await hold(engine, model)
+    for response in await run_all(engine, PROMPTS, temperature=1.0):
+        assert difference(model, response).max() < 1e-4
+    await engine.close()
+
+
+def test_attention_that_it_lacks_is_refused(tmp_path: Path) -> None:
+    Qwen3Config(use_sliding_window=True, sliding_window=8, max_window_layers=0).save_pretrained(tmp_path)
+    with pytest.raises(HeadwayError, match="full attention only"):
+        open_engine(SMALL, tmp_path, seed=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_experts_load_fused_or_one_by_one(tied: bool) -> None:
+    sent, fused, single = (make_model("moe", seed, tied=tied) for seed in range(3))
+    load_tensors(fused, named_tensors(sent))
+    load_tensors(single, list(one_by_one(named_tensors(sent))))
+    for name, parameter in sent.named_parameters():
+        assert torch.equal(fused.get_parameter(name), parameter)
+        assert torch.equal(single.get_parameter(name), parameter)
+
+
+def test_a_tied_head_may_be_sent_or_left_out() -> None:
+    sent, received = make_model("dense", 0), make_model("dense", 1)
+    head = ("lm_head.weight", sent.get_parameter("model.embed_tokens.weight").detach())
+    load_tensors(received, [*named_tensors(sent), head])
+    assert torch.equal(received.get_parameter("model.embed_tokens.weight"), head[1])
+
+
+def test_unknown_engines_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean embedded"):
+        open_engine(EngineConfig(kind="embeded"), tmp_path, seed=0)
+    with pytest.raises(ConfigError, match=r"no_such_module:Engine"):
+        open_engine(EngineConfig(kind="no_such_module:Engine"), tmp_path, seed=0)
+
+
+async def test_an_engine_of_the_users_own(tmp_path: Path) -> None:
+    class_path = f"{EmbeddedEngine.__module__}:open_embedded"
+    engine = open_engine(EngineConfig(kind=class_path), save_config(make_model("dense", 0), tmp_path), seed=0)
+    await engine.close()

@@ -1,0 +1,117 @@
+"""Pass rates measured with the real embedded engine on a small random model."""
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from broker.schema import Prompt, WeightVersion
+from rollout_workers.config import EngineConfig, SamplingConfig
+from rollout_workers.engines import open_engine
+from rollout_workers.engines.base import Chunk, Engine, GenerationRequest
+from rollout_workers.evaluate import EvalResult, evaluate
+from rollout_workers.rewards.base import RewardError, Score
+
+from .models import STOP, make_model, named_tensors, save_config
+
+CAPACITY = 3
+SAMPLING = SamplingConfig(max_new_tokens=12)
+PROMPTS = [
+    Prompt(group=f"held-out-{i}", token_ids=[2 + i, 9], text="", ground_truth="", data_source="", num_samples=1)
+    for i in range(10)
+]
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+class LengthScorer:
+    """A tenth for each token; fails on the response that it is told to fail on."""
+
+    def __init__(self, failing_call: int = -1) -> None:
+        self.responses: list[str] = []
+        self.finish_reasons: list[str] = []
+        self._failing_call = failing_call
+
+    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+        if len(self.responses) == self._failing_call:
+            raise RewardError("told to fail")
+        self.responses.append(response)
+        self.finish_reasons.append(finish_reason)
+        return Score(total=len(response.split()) / 10)
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+class CountingEngine:
+    """A real engine, and how many requests it had at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.capacity = engine.capacity
+        self.running = 0
+        self.most = 0
+        self.close = engine.close
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        stream = self._engine.generate(request)
+        try:
+            async for chunk in stream:
+                yield chunk
+        finally:
+            await stream.aclose()
+            self.running -= 1
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[CountingEngine]:
+    model = make_model("dense", 0)
+    config = EngineConfig(max_concurrent=CAPACITY, max_model_len=32)
+    real = open_engine(config, save_config(model, tmp_path / "model"), seed=0)
+    await real.swap_weights(WeightVersion(1, 0), named_tensors(model))
+    yield CountingEngine(real)
+    await real.close()
+
+
+async def run(engine: CountingEngine, scorer: LengthScorer, pass_reward: float = 1.0) -> EvalResult:
+    return await evaluate(engine, PROMPTS, scorer, decode, SAMPLING, [STOP], pass_reward)
+
+
+async def test_means_are_those_of_what_was_sampled(engine: CountingEngine) -> None:
+    scorer = LengthScorer()
+    result = await run(engine, scorer, pass_reward=0.9)
+    rewards = [len(response.split()) / 10 for response in scorer.responses]
+    assert result.prompts == len(rewards) == len(PROMPTS)
+    assert result.reward_mean == pytest.approx(sum(rewards) / len(rewards))
+    assert result.pass_rate == sum(reward >= 0.9 for reward in rewards) / len(rewards)
+    # The stop token counts as a token of the response, but is not in its text.
+    stops = scorer.finish_reasons.count("stop")
+    assert result.response_tokens_mean == pytest.approx((10 * sum(rewards) + stops) / len(rewards))
+    assert all(str(STOP) not in response.split() for response in scorer.responses)
+
+
+async def test_the_same_weights_give_the_same_result(engine: CountingEngine) -> None:
+    first, second = LengthScorer(), LengthScorer()
+    assert await run(engine, first) == await run(engine, second)
+    assert sorted(first.responses) == sorted(second.responses)
+
+
+async def test_the_engine_is_kept_full_and_never_overfull(engine: CountingEngine) -> None:
+    await run(engine, LengthScorer())
+    assert engine.most == CAPACITY
+
+
+async def test_a_failing_reward_ends_it_and_leaves_no_request_behind(engine: CountingEngine) -> None:
+    with pytest.raises(RewardError, match="told to fail"):
+        await run(engine, LengthScorer(failing_call=2))
+    assert engine.running == 0
+    assert (await run(engine, LengthScorer())).prompts == len(PROMPTS)
+
+
+async def test_no_prompts_give_zeros(engine: CountingEngine) -> None:
+    empty = await evaluate(engine, [], LengthScorer(), decode, SAMPLING, [STOP], 1.0)
+    assert empty == EvalResult(pass_rate=0.0, reward_mean=0.0, response_tokens_mean=0.0, prompts=0)

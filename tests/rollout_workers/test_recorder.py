@@ -1,0 +1,134 @@
+"""Tokens, logprobs and version spans of one sample, and the engine output that is refused."""
+
+from collections.abc import AsyncGenerator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.schema import Lease, Prompt, TrajectoryId, WeightVersion
+from rollout_workers.engines.base import Chunk
+from rollout_workers.recorder import EngineOutputError, Recorder, record
+
+V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
+LEASE = Lease(
+    tid=TrajectoryId("0000-00000007", 0, 3),
+    token="a token",
+    ttl_s=30,
+    prompt=Prompt(
+        group="0000-00000007",
+        token_ids=[5, 6],
+        text="56",
+        ground_truth="7",
+        data_source="test",
+        num_samples=4,
+    ),
+)
+
+
+def chunk(tokens: list[int], version: WeightVersion = V1, finish: str | None = None) -> Chunk:
+    return Chunk(token_ids=tokens, logprobs=[-float(t) for t in tokens], version=version, finish_reason=finish)
+
+
+chunk_sizes = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=20)
+
+
+@given(chunk_sizes)
+def test_spans_cover_the_response_and_name_each_tokens_version(sizes: list[tuple[int, int]]) -> None:
+    recorder = Recorder()
+    expected: list[WeightVersion] = []
+    step = 0
+    for count, advance in [*sizes, (1, 0)]:
+        step += advance
+        recorder.add(chunk(list(range(count)), WeightVersion(1, step)))
+        expected += [WeightVersion(1, step)] * count
+    spans = recorder.spans
+    assert [span.version for span in spans for _ in range(span.start, span.end)] == expected
+    assert [span.start for span in spans] == [0, *[span.end for span in spans[:-1]]]
+    assert spans[-1].end == len(recorder.tokens)
+    assert all(left.version < right.version for left, right in pairwise(spans))
+
+
+def test_a_trajectory_holds_what_the_engine_sampled() -> None:
+    recorder = Recorder()
+    recorder.add(chunk([1, 2], V1))
+    recorder.add(chunk([3], V2, "stop"))
+    trajectory = recorder.to_trajectory(LEASE, {"exact": 1.0}, 0.5, "worker-1")
+    assert trajectory.tid == LEASE.tid
+    assert trajectory.prompt_tokens.tolist() == [5, 6]
+    assert trajectory.response_tokens.tolist() == [1, 2, 3]
+    assert trajectory.behavior_logprobs.tolist() == [-1, -2, -3]
+    assert trajectory.loss_mask.tolist() == [1, 1, 1]
+    assert [(s.start, s.end, s.version) for s in trajectory.spans] == [(0, 2, V1), (2, 3, V2)]
+    assert (trajectory.reward, trajectory.rewards, trajectory.worker) == (0.5, {"exact": 1.0}, "worker-1")
+    assert trajectory.finish_reason == "stop"
+    dtypes = [
+        trajectory.response_tokens.dtype,
+        trajectory.behavior_logprobs.dtype,
+        trajectory.loss_mask.dtype,
+    ]
+    assert dtypes == [np.int32, np.float32, np.uint8]
+
+
+def test_versions_going_backwards_are_refused() -> None:
+    recorder = Recorder()
+    recorder.add(chunk([1], V2))
+    with pytest.raises(EngineOutputError, match="went back"):
+        recorder.add(chunk([1], V1))
+
+
+def test_lengths_that_differ_are_refused() -> None:
+    with pytest.raises(EngineOutputError, match="2 tokens with 1 logprobs"):
+        Recorder().add(Chunk(token_ids=[1, 2], logprobs=[-1.0], version=V1))
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("inf"), float("-inf"), 0.5])
+def test_logprobs_that_cannot_be_are_refused(logprob: float) -> None:
+    with pytest.raises(EngineOutputError, match="as a logprob"):
+        Recorder().add(Chunk(token_ids=[1], logprobs=[logprob], version=V1))
+
+
+def test_nothing_follows_a_finish() -> None:
+    recorder = Recorder()
+    recorder.add(chunk([1], V1, "length"))
+    with pytest.raises(EngineOutputError, match="finished"):
+        recorder.add(chunk([2], V1))
+
+
+@pytest.mark.parametrize("chunks", [[], [chunk([1, 2])], [chunk([], finish="stop")]])
+async def test_a_stream_without_tokens_or_finish_is_refused(chunks: list[Chunk]) -> None:
+    async def stream() -> AsyncGenerator[Chunk, None]:
+        for each in chunks:
+            yield each
+
+    with pytest.raises(EngineOutputError, match="needs a token and a last chunk"):
+        await record(stream())
+
+
+async def test_a_refused_chunk_closes_the_stream() -> None:
+    closed = False
+
+    async def stream() -> AsyncGenerator[Chunk, None]:
+        nonlocal closed
+        try:
+            yield chunk([1], V2)
+            yield chunk([1], V1)
+        finally:
+            closed = True
+
+    with pytest.raises(EngineOutputError):
+        await record(stream())
+    assert closed
+
+
+async def test_record_counts_tokens_as_they_come() -> None:
+    async def stream() -> AsyncGenerator[Chunk, None]:
+        yield chunk([1, 2])
+        yield chunk([3], V2, "stop")
+
+    counts: list[int] = []
+    recorder = await record(stream(), counts.append)
+    assert counts == [2, 1]
+    assert recorder.newest_version == V2
