@@ -24,6 +24,15 @@ SPARK_STEPS = 40
 MEAN_STEPS = 5
 
 
+STATES = {
+    "claimed": "The learner has taken the run and prepares its first weights.",
+    "training": "Training.",
+    "finished": "Finished.",
+    "stopped": "Stopped after a checkpoint.",
+}
+"""The run's states for people; what is not here speaks for itself."""
+
+
 class Monitor:
     """Polls `snapshot` in a thread of its own and shows it on `console` between `with` and its end."""
 
@@ -88,7 +97,7 @@ class Monitor:
 
     def _tell_state(self, state: str) -> None:
         if state != self._state and self._live is None:
-            self.say(f"[{state}]")
+            self.say(STATES.get(state, state))
         self._state = state
 
 

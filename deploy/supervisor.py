@@ -105,12 +105,10 @@ class Supervisor:
                 if time.monotonic() >= slot.restart_at:
                     slot.start()
             elif not slot.has_left and (code := slot.child.exit_code()) is not None:
-                self._left(slot) if code == 0 else self._died(slot, slot.child)
-
-    def _left(self, slot: Slot) -> None:
-        slot.has_left = True
-        if self._learner is not None and all(slot.has_left for slot in self._slots):
-            self.say("All workers have left; the learner goes on with what is queued. `headway workers` adds new.")
+                if code == 0:
+                    slot.has_left = True  # on purpose: the run is over, or somebody drained it
+                else:
+                    self._died(slot, slot.child)
 
     def _died(self, slot: Slot, child: Child) -> None:
         recovered = time.monotonic() - slot.started > HEALTHY_S

@@ -67,9 +67,12 @@ def run_learner(recipe: Recipe, url: str, *, resume: bool) -> None:
         if parts.ranks.is_first:
             experience, start = stack.enter_context(_connected(parts, url, resume))
         start = msgspec.msgpack.decode(parts.ranks.share_bytes(msgspec.msgpack.encode(start)), type=Start)
-        is_finished = _learner(parts, experience, start, stack).run()
+        learner = _learner(parts, experience, start, stack)
         if experience is not None:
-            experience.finish("finished" if is_finished else "stopped")
+            experience.set_state("training")
+        is_finished = learner.run()
+        if experience is not None:
+            experience.set_state("finished" if is_finished else "stopped")
             _conclude(recipe, experience.status())
 
 
@@ -204,15 +207,12 @@ def _rules(recipe: Recipe) -> RunRules:
     )
 
 
-def _conclude(recipe: Recipe, status: RunStatus) -> None:
+def _conclude(recipe: Recipe, status: RunStatus | None) -> None:
     """summary.json and the plot."""
-    summarize(
-        recipe.run_directory,
-        {
-            "max_lag_allowed": recipe.staleness.max_lag,
-            "dropped_stale": status.queues.dropped_stale,
-            "requeued_stale": status.queues.requeued_stale,
-            "generated_tokens": sum(worker.generated_tokens for worker in status.workers),
-        },
-    )
+    extras: dict[str, int] = {"max_lag_allowed": recipe.staleness.max_lag}
+    if status is not None:
+        extras["dropped_stale"] = status.queues.dropped_stale
+        extras["requeued_stale"] = status.queues.requeued_stale
+        extras["generated_tokens"] = sum(worker.generated_tokens for worker in status.workers)
+    summarize(recipe.run_directory, extras)
     plot(recipe.run_directory, recipe.staleness.max_lag)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -87,30 +88,33 @@ class Experience:
         """A durable checkpoint contains every step below `step`: what they trained may be forgotten."""
         done = sorted({tid.group for s, tids in self._taken.items() if s < step for tid in tids})
         watermark = self._cursor.watermark
-        self._insist(lambda: self._blocking.broker.batches.commit(self.owner, step, done, watermark))
+        with suppress(Interrupted):  # the next learner commits what this checkpoint contains when it claims the run
+            self._insist(lambda: self._blocking.broker.batches.commit(self.owner, step, done, watermark))
         self._taken = {s: tids for s, tids in self._taken.items() if s >= step}
         self._committed.extend(done)
 
     def publish(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> None:
         """Broadcast and announce `version`; the tensors are iterated once, whatever happens to the server."""
         staged = self._publisher.stage(tensors)
-        try:
+        with suppress(Interrupted):
             self._outlive(lambda: self._publisher.publish(version, staged, probe))
-        except Interrupted:
-            return
-        self._announced = version
+            self._announced = version
 
     def report(self, metrics: StepMetrics) -> None:
         """Show one step to everybody who looks at the run."""
-        self._insist(lambda: self._blocking.broker.status.report_step(self.owner, metrics))
+        with suppress(Interrupted):
+            self._insist(lambda: self._blocking.broker.status.report_step(self.owner, metrics))
 
-    def finish(self, state: str) -> None:
-        """The run's last word: finished, stopped or failed."""
-        self._insist(lambda: self._blocking.broker.batches.finish(self.owner, state))
+    def set_state(self, state: str) -> None:
+        """What the run is doing, for people: training, finished, stopped. After the last two, workers leave."""
+        with suppress(Interrupted):
+            self._insist(lambda: self._blocking.broker.status.set_state(self.owner, state))
 
-    def status(self) -> RunStatus:
-        """One look at the run."""
-        return self._insist(self._blocking.broker.status.snapshot)
+    def status(self) -> RunStatus | None:
+        """One look at the run; None where the server is away and the learner was asked to stop."""
+        with suppress(Interrupted):
+            return self._insist(self._blocking.broker.status.snapshot)
+        return None
 
     def _insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Repeat `verb` until the server has answered it. Raises Interrupted when asked to stop during an outage."""

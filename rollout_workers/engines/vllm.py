@@ -269,6 +269,12 @@ def open_vllm(config: EngineConfig, model_dir: Path, *, seed: int) -> VllmEngine
 
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    head_dim = getattr(shapes.config, "head_dim", None)
+    if not torch.cuda.is_available() and head_dim is not None and head_dim % 32:
+        raise HeadwayError(
+            f"vLLM's CPU attention has no kernel for head_dim={head_dim} (multiples of 32 only): change the "
+            "model's head_dim or use engine.kind=embedded"
+        )
     arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed)
     others = set(active_children())
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))

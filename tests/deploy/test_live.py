@@ -77,7 +77,7 @@ def test_in_a_pipe_every_step_is_one_line_once() -> None:
     with monitor:
         pass
     lines = output.getvalue().splitlines()
-    assert lines[:2] == ["[broker: away]", "[training]"]
+    assert lines[:2] == ["broker: away", "Training."]
     assert [line.partition("/")[0] for line in lines[2:]] == ["step    1", "step    2", "step    3"]
     assert "generated 5,000 tokens/s  12 ready  2 workers" in lines[2]
     assert monitor.generated == {"node-worker-0-ab12": 100_000, "node-worker-1-cd34": 100_000}
