@@ -140,10 +140,6 @@ class Batches:
         self._connection.server_id = (await self._connection.script("reassert", *arguments)).decode()
         await self._versions.restore(owner)
 
-    async def finish(self, owner: Owner, state: str) -> None:
-        """The run's last word: "finished", "stopped" or "failed"."""
-        await self._connection.learner_script("state", owner, state)
-
     async def _fetch(self, owner: Owner, step: int, pinned: Sequence[_Pinned]) -> tuple[Group, ...] | None:
         keys = self._connection.keys
         names = [[f"prompt:{p.group}", *p.payloads] for p in pinned]

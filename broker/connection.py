@@ -143,7 +143,9 @@ class Connection:
         deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
         while True:
             try:
-                return await send()
+                reply = await send()
+                _refuse_lost_cancellation()
+                return reply
             except AuthenticationError as error:
                 raise BrokerUnavailableError(
                     f"The broker at {self.url} refuses our user or password ({error}): put them into the URL."
@@ -194,3 +196,10 @@ class Connection:
                 f"The server at {self.url} is out of memory ({error}): raise its maxmemory, or lower broker.max_bytes."
             )
         return BrokerError(f"The server at {self.url} refused a command: {error}")
+
+
+def _refuse_lost_cancellation() -> None:
+    """Before Python 3.12 `asyncio.wait_for`, which the redis client uses, can swallow a cancellation."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

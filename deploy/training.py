@@ -102,6 +102,7 @@ def _build(recipe: Recipe, resume: bool) -> Parts:
             seed=recipe.run.seed,
             shuffle=recipe.prompts.shuffle,
             epochs=recipe.prompts.epochs,
+            max_prompt_tokens=recipe.engine.max_model_len - recipe.sampling.max_new_tokens,
             state=checkpoint.state.cursor if checkpoint else None,
         ),
         held_out=prompts.held_out(recipe.evaluation.prompts),

@@ -39,8 +39,6 @@ class Outages:
             self._begin(error)
         elif error is None:
             self._end()
-        if error is None or isinstance(error, BrokerError):
-            _refuse_lost_cancellation()
         return isinstance(error, BrokerError)
 
     def _begin(self, error: BrokerError) -> None:
@@ -54,10 +52,3 @@ class Outages:
             self._is_down = False
             self.last_error = ""
             log.warning("broker %s answers again", self._url)
-
-
-def _refuse_lost_cancellation() -> None:
-    """Before Python 3.12 `asyncio.wait_for`, which the redis client uses, can swallow a cancellation."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError

@@ -5,13 +5,19 @@ before the watermark has been trained; what was trained after it is remembered b
 from a saved state feeds again all that is not trained, under the same names, and nothing else.
 """
 
+import logging
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from broker.errors import ConfigError
 from broker.schema import Prompt
 
 from .rendering import Prompts
+
+log = logging.getLogger(__name__)
+
+PASSED_OVER_IN_A_ROW = 100
 
 Place = tuple[int, int]
 """(epoch, position)"""
@@ -28,15 +34,18 @@ class PromptCursor:
         seed: int,
         shuffle: bool = True,
         epochs: int = 0,
+        max_prompt_tokens: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """`epochs` 0: without end. `state`: what `state` returned, to go on from there."""
+        """`epochs` 0: without end. `max_prompt_tokens`: longer prompts are passed over. `state`: what `state` returned."""
         self._prompts = prompts
         self._num_samples = num_samples
         self._seed = seed
         self._shuffle = shuffle and prompts.size is not None
         self._epochs = epochs
+        self._max_prompt_tokens = max_prompt_tokens
         self._orders: dict[int, list[int]] = {}
+        self._passed_over = 0
         start = state or {"epoch": 0, "position": 0, "trained": []}
         self._watermark: Place = (int(start["epoch"]), int(start["position"]))
         self._trained: set[Place] = {place_of(group) for group in start["trained"]}
@@ -53,11 +62,18 @@ class PromptCursor:
         return group_at(self._watermark)
 
     def next(self, count: int) -> list[Prompt]:
-        """The next prompts to feed, `count` of them unless the last epoch ends before."""
+        """The next prompts to feed, `count` of them unless the last epoch ends before.
+
+        Raises ConfigError where prompt after prompt is longer than `max_prompt_tokens`.
+        """
         prompts: list[Prompt] = []
         while len(prompts) < count and not self.is_exhausted:
-            prompts.append(self._prompt(self._next))
-            self._next = self._settled(self._after(self._next))
+            place, prompt = self._next, self._prompt(self._next)
+            self._next = self._settled(self._after(place))
+            if self._fits(prompt):
+                prompts.append(prompt)
+            else:
+                self.mark_trained([prompt.group])
         return prompts
 
     def feed_again(self) -> None:
@@ -82,6 +98,23 @@ class PromptCursor:
             "position": position,
             "trained": [group_at(place) for place in sorted(self._trained)],
         }
+
+    def _fits(self, prompt: Prompt) -> bool:
+        length, limit = len(prompt.token_ids), self._max_prompt_tokens
+        if limit is None or length <= limit:
+            self._passed_over = 0
+            return True
+        self._passed_over += 1
+        told = (
+            f"Prompt {prompt.group} has {length} tokens; engine.max_model_len - sampling.max_new_tokens leaves {limit}."
+        )
+        if self._passed_over >= PASSED_OVER_IN_A_ROW:
+            raise ConfigError(
+                f"{told} So had the {PASSED_OVER_IN_A_ROW - 1} before it: raise engine.max_model_len, or lower "
+                "sampling.max_new_tokens."
+            )
+        log.warning("%s It is passed over.", told)
+        return False
 
     def _prompt(self, place: Place) -> Prompt:
         epoch, position = place

@@ -269,13 +269,23 @@ def open_vllm(config: EngineConfig, model_dir: Path, *, seed: int) -> VllmEngine
 
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
-    head_dim = getattr(shapes.config, "head_dim", None)
-    if not torch.cuda.is_available() and head_dim is not None and head_dim % 32:
-        raise HeadwayError(
-            f"vLLM's CPU attention has no kernel for head_dim={head_dim} (multiples of 32 only): change the "
-            "model's head_dim or use engine.kind=embedded"
-        )
+    check_head_dim(shapes.config)
     arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed)
     others = set(active_children())
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     return VllmEngine(llm, config, shapes, set(active_children()) - others)
+
+
+def check_head_dim(architecture: Any) -> None:
+    """On a CPU vLLM starts with any head size and dies at the first request when it has no kernel for it."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    default = architecture.hidden_size // architecture.num_attention_heads
+    head_dim = getattr(architecture, "head_dim", None) or default
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if current_platform.is_cpu() and head_dim not in sizes:
+        raise HeadwayError(
+            f"vLLM's CPU attention has no kernel for head_dim={head_dim}, only for {sizes}: change the model's "
+            "head_dim or use engine.kind=embedded"
+        )

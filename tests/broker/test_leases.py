@@ -151,7 +151,7 @@ async def test_reasons(broker: Broker) -> None:
     assert (await run.lease(3, 0)).reason == "no prompts"
     await broker.status.set_state(run.owner, "stopped")
     assert (await run.lease(1, 0)).reason == "paused"
-    await broker.batches.finish(run.owner, "finished")
+    await broker.status.set_state(run.owner, "finished")
     reply = await run.lease(1, 0)
     assert (reply.state, reply.reason) == ("finished", "finished")
 

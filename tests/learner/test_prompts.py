@@ -440,6 +440,19 @@ def test_examples_from_files_are_repeated_in_new_orders(tmp_path: Path) -> None:
     assert examples_of(12, kind="parquet", path=str(path)) == got
 
 
+def test_prompts_that_leave_no_room_are_passed_over(tmp_path: Path) -> None:
+    rows = [{"prompt": "3" * (20 if i % 3 == 0 else 4), "ground_truth": "", "data_source": ""} for i in range(9)]
+    config = {"kind": "jsonl", "path": str(jsonl(tmp_path, rows)), "shuffle": False, "epochs": 1}
+    cursor = PromptCursor(prompts_of(**config), num_samples=1, seed=0, shuffle=False, epochs=1, max_prompt_tokens=10)
+    groups = [prompt.group for prompt in cursor.next(9)]
+    assert groups == [f"0000-{i:08d}" for i in (1, 2, 4, 5, 7, 8)]
+    cursor.mark_trained(groups)
+    assert cursor.watermark == "0001-00000000"
+    endless = PromptCursor(prompts_of(**config), num_samples=1, seed=0, max_prompt_tokens=3)
+    with pytest.raises(ConfigError, match="raise engine.max_model_len"):
+        endless.next(1)
+
+
 def own_examples(path: str, seed: int, word: str) -> list[Example]:
     return [Example(query=path, response=word)]
 

@@ -95,6 +95,15 @@ def test_attention_that_it_lacks_is_refused(tmp_path: Path) -> None:
         open_engine(SMALL, tmp_path, seed=0)
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # vLLM's imports warn of its own dependencies
+def test_heads_that_vllm_lacks_are_refused(tmp_path: Path) -> None:
+    Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=16).save_pretrained(tmp_path)
+    with pytest.raises(HeadwayError, match="head_dim=16"):
+        open_engine(EngineConfig(kind="vllm"), tmp_path, seed=0)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_experts_load_fused_or_one_by_one(tied: bool) -> None:
     sent, fused, single = (make_model("moe", seed, tied=tied) for seed in range(3))

@@ -88,7 +88,7 @@ async def test_every_sample_is_generated_once_and_leases_never_exceed_capacity(
     async with running(worker) as task:
         watching = asyncio.create_task(watch())
         groups = await take_all(learner, deliveries)
-        await brokers[0].batches.finish(learner.owner, "finished")
+        await brokers[0].status.set_state(learner.owner, "finished")
         assert await task == "finished"
         watching.cancel()
     tids = [t.tid for group in groups for t in group.trajectories]
@@ -311,7 +311,7 @@ async def test_the_worker_outlives_a_killed_server(
             await learner.take(1)
         await learner.reassert(8)
         groups = await take_all(learner, deliveries)
-        await brokers[0].batches.finish(learner.owner, "finished")
+        await brokers[0].status.set_state(learner.owner, "finished")
         assert await task == "finished"
     tids = [t.tid for group in groups for t in group.trajectories]
     assert len(set(tids)) == len(tids) == 8 * GROUP_SIZE
@@ -337,7 +337,7 @@ async def test_a_run_that_is_over_ends_a_worker_once_its_patience_is(
     brokers: tuple[Broker, Broker], tmp_path: Path
 ) -> None:
     learner = await Learner.start(brokers[0], groups=1)
-    await brokers[0].batches.finish(learner.owner, "stopped")
+    await brokers[0].status.set_state(learner.owner, "stopped")
     worker = make_worker(brokers[1], make_engine(tmp_path), Deliveries(), patience_s=0.2)
     assert await worker.run() == "stopped"
 
