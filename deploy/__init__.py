@@ -7,7 +7,9 @@
     processes.py      one role as a child process   tether.py      a child never outlives its parent
     live.py           progress while it runs        status.py      one look at a run
     report.py         metrics, lineage, summary     plots.py       reward and lag as a picture
-    roles.py          what each role's process does doctor.py      what works on this machine
+    training.py       the learner's process         rollout.py     a worker's process
+    warm_up.py        the supervised stage          evaluation.py  pass rate on held-out prompts
+    observer.py       what the loop reports         doctor.py      what works on this machine
     server.py         headway broker                recipes/       the YAML files that ship
 
 Invariant: roles share nothing but the broker. Only the learner's process writes into the run's directory

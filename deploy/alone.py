@@ -18,11 +18,11 @@ from broker.client import BlockingBroker
 from broker.errors import ConfigError
 from broker.schema import RunStatus
 
-from .config import Recipe
 from .config_files import apply_overrides
 from .live import watch as watch_run
 from .local import after_warm_up, connection, forget, launcher, threads, warm_up, worker_commands
 from .processes import Command
+from .recipe import Recipe
 from .run_directory import CONFIG, endpoint, held, newest_endpoint, prepare
 from .sft_output import is_complete, mark_complete
 from .status import status_json, status_tables

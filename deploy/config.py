@@ -1,75 +1,17 @@
-"""A recipe: every room's own configuration under one roof, from YAML and overrides, typed and closed.
-
-A value that two rooms share is written once here and passed on by deploy. Nothing here imports torch.
-"""
+"""Recipes read from YAML and overrides, typed and closed; written back, and sent to workers."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
-from broker.config import BrokerConfig, StalenessConfig
 from broker.errors import ConfigError
-from learner.config import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    LearnerConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PromptsConfig,
-    SftConfig,
-    preset_defaults,
-)
-from rollout_workers.config import EngineConfig, EvalConfig, RewardConfig, SamplingConfig, WorkersConfig
-from weightsync.config import WeightsConfig
+from learner.config import AlgorithmConfig, preset_defaults
 
 from .config_checks import check_shape, check_values, explain
 from .config_files import apply_overrides, find_recipe, read_yaml, to_yaml
-
-
-class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the run is called and where its report goes."""
-
-    name: Annotated[
-        str,
-        Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-            description="names the run, its keys and directory: letters, digits, dot, dash, underscore",
-        ),
-    ]
-    directory: Annotated[str, Meta(min_length=1, description="the run writes into directory/name")] = "runs"
-    seed: Annotated[int, Meta(ge=0, description="of prompts, sampling and initial weights")] = 0
-
-
-class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a run can be told."""
-
-    run: RunConfig
-    prompts: PromptsConfig
-    rewards: Annotated[
-        tuple[RewardConfig, ...],
-        Meta(min_length=1, description="reward functions; their weighted sum is optimized"),
-    ]
-    model: ModelConfig = ModelConfig()
-    broker: BrokerConfig = BrokerConfig()
-    staleness: StalenessConfig = StalenessConfig()
-    sampling: SamplingConfig = SamplingConfig()
-    engine: EngineConfig = EngineConfig()
-    workers: WorkersConfig = WorkersConfig()
-    evaluation: EvalConfig = EvalConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    learner: LearnerConfig = LearnerConfig()
-    sft: SftConfig = SftConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    weights: WeightsConfig = WeightsConfig()
-
-    @property
-    def run_directory(self) -> Path:
-        """Where this run's report, logs and checkpoints are."""
-        return Path(self.run.directory) / self.run.name
+from .recipe import Recipe
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

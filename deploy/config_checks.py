@@ -5,15 +5,14 @@ import re
 import typing
 from collections.abc import Iterator
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
 from broker.errors import ConfigError
 
-if TYPE_CHECKING:
-    from .config import Recipe
+from .recipe import Recipe
 
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out")
 WORDS = {
@@ -48,13 +47,13 @@ def explain(error: msgspec.ValidationError, raw: Any, struct: type[msgspec.Struc
     return f"{source}: {path} is {value!r}; expected {_expected(path, struct)}{quote}."
 
 
-def check_values(recipe: "Recipe", source: str) -> None:
+def check_values(recipe: Recipe, source: str) -> None:
     """Raise ConfigError where values that are valid alone contradict each other."""
     for complaint in _contradictions(recipe):
         raise ConfigError(f"{source}: {complaint}")
 
 
-def _contradictions(recipe: "Recipe") -> Iterator[str]:
+def _contradictions(recipe: Recipe) -> Iterator[str]:
     learner, sampling, engine = recipe.learner, recipe.sampling, recipe.engine
     if not recipe.model.path and recipe.model.random is None:
         yield "no model: set model.path to a Hugging Face directory or id, or describe model.random."

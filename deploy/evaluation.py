@@ -11,7 +11,7 @@ import msgspec
 
 from broker.schema import ModelFiles, Prompt, WeightVersion
 
-from .config import Recipe
+from .recipe import Recipe
 
 if TYPE_CHECKING:
     import torch

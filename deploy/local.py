@@ -15,9 +15,10 @@ from rich.table import Table
 from broker.client import BlockingBroker
 from broker.server import EmbeddedServer
 
-from .config import Recipe, with_overrides
+from .config import with_overrides
 from .live import watch
 from .processes import Command, guarded
+from .recipe import Recipe
 from .report import amend_summary, read_summary
 from .run_directory import CONFIG, endpoint, held, prepare
 from .sft_output import is_complete

@@ -9,8 +9,8 @@ from learner.backends.base import Backend
 from learner.experience import Experience
 from learner.loop import Step
 
-from .config import Recipe
 from .evaluation import Evaluator
+from .recipe import Recipe
 from .report import RunWriter
 
 log = logging.getLogger(__name__)

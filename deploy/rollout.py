@@ -13,7 +13,8 @@ import uvloop
 
 from broker.client import Broker, open_broker
 
-from .config import Recipe, recipe_from_bytes, with_overrides
+from .config import recipe_from_bytes, with_overrides
+from .recipe import Recipe
 
 if TYPE_CHECKING:
     from rollout_workers.worker import Worker

@@ -18,7 +18,8 @@ import msgspec
 
 from broker.errors import ConfigError, HeadwayError
 
-from .config import Recipe, dump_recipe
+from .config import dump_recipe
+from .recipe import Recipe
 
 CONFIG, ENDPOINT = "config.yaml", "broker.json"
 

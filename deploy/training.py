@@ -24,10 +24,11 @@ from learner.ranks import Ranks
 from learner.update import Updater
 from weightsync.publisher import Publisher
 
-from .config import Recipe, recipe_to_bytes
+from .config import recipe_to_bytes
 from .evaluation import Evaluator
 from .observer import RunObserver
 from .plots import plot
+from .recipe import Recipe
 from .report import RunWriter, summarize
 from .stop_request import StopRequest
 

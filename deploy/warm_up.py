@@ -14,8 +14,8 @@ from learner.prompts import open_prompts
 from learner.ranks import Ranks
 from learner.sft import SftProgress, SftStage
 
-from .config import Recipe
 from .evaluation import Evaluator
+from .recipe import Recipe
 from .stop_request import StopRequest
 
 LINE_EVERY_STEPS = 50

@@ -37,7 +37,7 @@ class PromptCursor:
         max_prompt_tokens: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """`epochs` 0: without end. `max_prompt_tokens`: longer prompts are passed over. `state`: what `state` returned."""
+        """`epochs` 0: without end. `max_prompt_tokens`: longer ones are passed over. `state`: what `state` returned."""
         self._prompts = prompts
         self._num_samples = num_samples
         self._seed = seed

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError
-from deploy.config import Recipe, dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
+from deploy.config import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
 from deploy.config_files import shipped_recipes
+from deploy.recipe import Recipe
 
 MINIMAL = """
 model: {random: {architecture: qwen3, alphabet: "0123456789+"}}

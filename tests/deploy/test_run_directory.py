@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError, HeadwayError
-from deploy.config import Recipe, load_recipe
+from deploy.config import load_recipe
+from deploy.recipe import Recipe
 from deploy.run_directory import endpoint, held, newest_endpoint, prepare
 
 

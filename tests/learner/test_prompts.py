@@ -449,7 +449,7 @@ def test_prompts_that_leave_no_room_are_passed_over(tmp_path: Path) -> None:
     cursor.mark_trained(groups)
     assert cursor.watermark == "0001-00000000"
     endless = PromptCursor(prompts_of(**config), num_samples=1, seed=0, max_prompt_tokens=3)
-    with pytest.raises(ConfigError, match="raise engine.max_model_len"):
+    with pytest.raises(ConfigError, match=r"raise engine\.max_model_len"):
         endless.next(1)
 
 

@@ -1,0 +1,57 @@
+"""A look into a run from outside, as often as a test wants to know whether it has come so far."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from broker import BlockingBroker
+from broker.errors import RunNotFoundError
+from broker.schema import RunStatus, WeightVersion
+
+from .terminals import DEADLINE_S
+
+POLL_S = 0.02
+
+
+class Watch:
+    """Polls a run and remembers every announced version that it saw."""
+
+    def __init__(self, blocking: BlockingBroker) -> None:
+        self._blocking = blocking
+        self.announced: list[WeightVersion] = []
+
+    def status(self) -> RunStatus | None:
+        """None before a learner has claimed the run."""
+        with suppress(RunNotFoundError):
+            status = self._blocking.call(self._blocking.broker.status.snapshot())
+            if status.announced is not None and self.announced[-1:] != [status.announced]:
+                self.announced.append(status.announced)
+            return status
+        return None
+
+    def until(self, what: str, is_so: Callable[[RunStatus], bool]) -> RunStatus:
+        """The first look of which it is so. `what` is for the failure."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            status = self.status()
+            if status is not None and is_so(status):
+                return status
+            assert time.monotonic() < deadline, f"waited in vain until {what}; last seen: {status}"
+            time.sleep(POLL_S)
+
+    def until_step(self, step: int) -> RunStatus:
+        """Until the weights of `step` are announced."""
+        return self.until(f"step {step} is announced", lambda status: has_announced(status, step))
+
+
+def has_announced(status: RunStatus, step: int) -> bool:
+    return status.announced is not None and status.announced.step >= step
+
+
+@contextmanager
+def watching(url: str, run: str) -> Iterator[Watch]:
+    blocking = BlockingBroker(url, run)
+    try:
+        yield Watch(blocking)
+    finally:
+        blocking.close()
