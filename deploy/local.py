@@ -1,6 +1,7 @@
 """`headway run`: every role of one run on this machine, from the recipe to the summary."""
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -109,16 +110,16 @@ class Local:
     def _hints(self, code: int, directory: Path) -> Iterator[tuple[str, str]]:
         name = self.recipe_name
         if code:
-            yield f"headway run {name} --resume", "go on from the last checkpoint"
+            yield f"{program()} run {name} --resume", "go on from the last checkpoint"
             return
-        yield f"headway run {name} staleness.max_lag=8 run.name=stale", "the same with a looser bound on lag"
+        yield f"{program()} run {name} staleness.max_lag=8 run.name=stale", "the same with a looser bound on lag"
         checkpoints = sorted((directory / "checkpoints").glob("*/step_*"), key=lambda path: path.stat().st_mtime)
         if checkpoints:
             yield (
-                f"headway eval {name} --checkpoint {os.path.relpath(checkpoints[-1])}",
+                f"{program()} eval {name} --checkpoint {os.path.relpath(checkpoints[-1])}",
                 "measure the trained model on held-out prompts",
             )
-        yield "headway status --watch", "look into a run from another terminal"
+        yield f"{program()} status --watch", "look into a run from another terminal"
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -161,6 +162,11 @@ def forget(url: str, run: str) -> None:
         broker.call(broker.broker.status.delete_run())
     finally:
         broker.close()
+
+
+def program() -> str:
+    """What the user types for `headway` here: its path, where the virtual environment is not active."""
+    return "headway" if shutil.which("headway") else os.path.relpath(sys.argv[0])
 
 
 def learner_command(recipe: Recipe, directory: Path, url: str, resume: bool) -> Command:

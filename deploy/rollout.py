@@ -1,6 +1,7 @@
 """The worker role: one process, one engine. All it is given is a broker URL and a run name."""
 
 import asyncio
+import importlib
 import logging
 import signal
 import tempfile
@@ -38,12 +39,25 @@ async def _run(url: str, run: str, worker: str, overrides: Sequence[str]) -> Non
     broker = await open_broker(url, run)
     try:
         with tempfile.TemporaryDirectory(prefix="headway-worker-") as private:
-            recipe = await _or_drained(_fetch_recipe(broker, overrides), drain)
+            recipe = await _or_drained(_fetch_recipe_and_libraries(broker, overrides), drain)
             if recipe is not None:
                 broker.leases.payload_ttl_s = recipe.broker.payload_ttl_s
                 await _work(broker, recipe, worker, Path(private), drain)
     finally:
         await broker.close()
+
+
+async def _fetch_recipe_and_libraries(broker: Broker, overrides: Sequence[str]) -> Recipe:
+    """Importing torch takes seconds; they pass while the learner is not there yet either."""
+    libraries = asyncio.create_task(asyncio.to_thread(_import_libraries))
+    recipe = await _fetch_recipe(broker, overrides)
+    await libraries
+    return recipe
+
+
+def _import_libraries() -> None:
+    for name in ("transformers", "rollout_workers.worker"):
+        importlib.import_module(name)
 
 
 async def _fetch_recipe(broker: Broker, overrides: Sequence[str]) -> Recipe:

@@ -107,7 +107,7 @@ def _workers(workers: tuple[WorkerInfo, ...]) -> Table:
     table.add_column("worker", no_wrap=True)
     for heading in ("engine", "state"):
         table.add_column(heading, overflow="fold")
-    for heading in ("version", "leases", "tokens/s", "submitted"):
+    for heading in ("version", "leases", "tokens/s", "sent"):
         table.add_column(heading, justify="right")
     for info in workers:
         table.add_row(

@@ -1,16 +1,18 @@
 """The learner role: wires backend, broker, weight sync and evaluation together and runs the loop to its end."""
 
 import logging
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
+import torch
 
 from broker import BlockingBroker
 from broker.batches import CheckpointMark
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, WeightVersion
-from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.experience import Experience
@@ -24,6 +26,7 @@ from learner.ranks import Ranks
 from learner.update import Updater
 from weightsync.publisher import Publisher
 
+from .backend import recipe_backend
 from .config import recipe_to_bytes
 from .evaluation import Evaluator
 from .observer import RunObserver
@@ -78,13 +81,8 @@ def run_learner(recipe: Recipe, url: str, *, resume: bool) -> None:
 
 
 def _build(recipe: Recipe, resume: bool) -> Parts:
-    backend = open_backend(
-        recipe.learner.backend,
-        recipe.model,
-        recipe.optimizer,
-        device=recipe.learner.device,
-        seed=recipe.run.seed,
-    )
+    _seed_generators(recipe.run.seed)
+    backend = recipe_backend(recipe)
     checkpoints = CheckpointStore(recipe.run_directory / "checkpoints", recipe.checkpoint.keep)
     checkpoint = checkpoints.latest() if resume else None
     if checkpoint is not None:
@@ -110,6 +108,13 @@ def _build(recipe: Recipe, resume: bool) -> Parts:
         probe_tokens=prompts.train(0, 0, group="probe", num_samples=1).token_ids[:PROBE_TOKENS],
         files=model_files(load_config(recipe.model), tokenizer),
     )
+
+
+def _seed_generators(seed: int) -> None:
+    """For whatever draws from the process's own generators, such as a user's loss; checkpoints hold their states."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 @contextmanager
@@ -176,15 +181,7 @@ def _learner(parts: Parts, experience: Experience | None, start: Start, stack: E
 def _updater(parts: Parts) -> Updater:
     recipe = parts.recipe
     objective = Objective(recipe.algorithm, is_one_update=recipe.learner.updates_per_step == 1)
-    reference = None
-    if objective.needs_reference:
-        reference = open_backend(
-            recipe.learner.backend,
-            recipe.model,
-            recipe.optimizer,
-            device=recipe.learner.device,
-            seed=recipe.run.seed,
-        )
+    reference = recipe_backend(recipe) if objective.needs_reference else None
     return Updater(
         parts.backend,
         parts.ranks,

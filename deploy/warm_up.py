@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from broker.errors import HeadwayError
-from learner.backends import open_backend
 from learner.model import load_config, load_tokenizer, model_files
 from learner.prompts import open_prompts
 from learner.ranks import Ranks
 from learner.sft import SftProgress, SftStage
 
+from .backend import recipe_backend
 from .evaluation import Evaluator
 from .recipe import Recipe
 from .stop_request import StopRequest
@@ -36,13 +36,7 @@ class SftOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_sft(recipe: Recipe, output: Path, *, console: Console) -> SftOutcome:
     """Run all phases and write a model for `from_pretrained` to `output`. Raises WarmUpError when it is stopped."""
-    backend = open_backend(
-        recipe.learner.backend,
-        recipe.model,
-        recipe.optimizer,
-        device=recipe.learner.device,
-        seed=recipe.run.seed,
-    )
+    backend = recipe_backend(recipe)
     ranks = Ranks(backend.rank, backend.world_size)
     tokenizer = load_tokenizer(recipe.model)
     prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)

@@ -27,9 +27,9 @@ def load_model(model: ModelConfig, seed: int = 0) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     config = load_config(model)
-    if model.random is None:
-        return AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
+        if model.random is None:
+            return AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=torch.float32)
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

@@ -54,6 +54,8 @@ class Ranks:
             return payload
         size = torch.tensor([len(payload)], dtype=torch.int64)
         dist.broadcast(size, src=0)
+        if not size.item():
+            return b""
         buffer = torch.empty(int(size.item()), dtype=torch.uint8)
         if self.is_first:
             buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))

@@ -251,8 +251,9 @@ def open_embedded(config: EngineConfig, model_dir: Path, *, seed: int) -> Embedd
             f"the embedded engine runs full attention only, {architecture.model_type} has other layers; "
             "use engine.kind=vllm"
         )
-    if any(Path(model_dir).glob("*.safetensors")):
-        model = AutoModelForCausalLM.from_pretrained(model_dir, **settings)
-        return EmbeddedEngine(model, config, seed=seed, version=WeightVersion(0, 0))
-    model = AutoModelForCausalLM.from_config(architecture, **settings)
-    return EmbeddedEngine(model, config, seed=seed)
+    with torch.random.fork_rng(devices=[]):  # evaluating must not disturb a learner that resumes bit for bit
+        if any(Path(model_dir).glob("*.safetensors")):
+            model = AutoModelForCausalLM.from_pretrained(model_dir, **settings)
+            return EmbeddedEngine(model, config, seed=seed, version=WeightVersion(0, 0))
+        model = AutoModelForCausalLM.from_config(architecture, **settings)
+        return EmbeddedEngine(model, config, seed=seed)

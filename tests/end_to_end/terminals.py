@@ -97,6 +97,11 @@ class Terminals:
         self._opened.append(terminal)
         return terminal
 
+    def check(self) -> None:
+        """None has failed so far; what a test itself has killed did not fail."""
+        for terminal in self._opened:
+            assert (terminal.exit_code() or 0) <= 0, terminal.tail()
+
     def close(self) -> None:
         """End all; what they said is shown should the test have failed."""
         for terminal in self._opened:

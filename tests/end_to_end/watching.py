@@ -8,7 +8,7 @@ from broker import BlockingBroker
 from broker.errors import RunNotFoundError
 from broker.schema import RunStatus, WeightVersion
 
-from .terminals import DEADLINE_S
+from .terminals import DEADLINE_S, Terminals
 
 POLL_S = 0.02
 
@@ -16,8 +16,9 @@ POLL_S = 0.02
 class Watch:
     """Polls a run and remembers every announced version that it saw."""
 
-    def __init__(self, blocking: BlockingBroker) -> None:
+    def __init__(self, blocking: BlockingBroker, terminals: Terminals) -> None:
         self._blocking = blocking
+        self._terminals = terminals
         self.announced: list[WeightVersion] = []
 
     def status(self) -> RunStatus | None:
@@ -36,6 +37,7 @@ class Watch:
             status = self.status()
             if status is not None and is_so(status):
                 return status
+            self._terminals.check()
             assert time.monotonic() < deadline, f"waited in vain until {what}; last seen: {status}"
             time.sleep(POLL_S)
 
@@ -49,9 +51,9 @@ def has_announced(status: RunStatus, step: int) -> bool:
 
 
 @contextmanager
-def watching(url: str, run: str) -> Iterator[Watch]:
+def watching(url: str, run: str, terminals: Terminals) -> Iterator[Watch]:
     blocking = BlockingBroker(url, run)
     try:
-        yield Watch(blocking)
+        yield Watch(blocking, terminals)
     finally:
         blocking.close()
