@@ -205,8 +205,10 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     packed_tokens: int
     """Prompt and response tokens that went through the model."""
     micro_batches: int
-    loss: float
-    grad_norm: float
+    loss: float | None
+    """None: not finite."""
+    grad_norm: float | None
+    """None: not finite, so the update was skipped."""
     learning_rate: float
     algorithm: dict[str, float]
     """What the loss reports: ESS, clip and mask fractions, KL."""

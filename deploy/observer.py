@@ -1,6 +1,7 @@
 """What the learner's loop reports, made into files, live metrics and evaluations."""
 
 import logging
+import math
 import time
 from collections import Counter
 
@@ -58,6 +59,8 @@ class RunObserver:
         tids = [t.tid for t in trajectories]
         self._writer.write_trained(step.version.incarnation, step.version.step, tids, oldest)
         self._experience.report(metrics)
+        if metrics.grad_norm is None:
+            log.warning("step %d: the gradient was not finite, so its update was skipped", metrics.step + 1)
         log.info(
             "step %d/%d  reward %.3f  lag %.2f (max %d)  %.2f s",
             metrics.step + 1,
@@ -100,16 +103,21 @@ def step_metrics(step: Step, total_steps: int, time_s: float) -> StepMetrics:
         trained_tokens=sum(int(s.loss_mask.sum()) for s in step.judged.sequences),
         packed_tokens=sum(len(s.token_ids) for s in step.judged.sequences),
         micro_batches=step.update.micro_batches,
-        loss=step.update.loss,
-        grad_norm=step.update.grad_norm,
+        loss=_finite(step.update.loss),
+        grad_norm=_finite(step.update.grad_norm),
         learning_rate=step.update.learning_rate,
-        algorithm=step.update.algorithm,
+        algorithm={name: value for name, value in step.update.algorithm.items() if math.isfinite(value)},
         take_s=seconds["take"],
         train_s=seconds["train"],
         publish_s=seconds["publish"],
         checkpoint_s=seconds["checkpoint"],
-        step_s=sum(seconds.values()),
+        step_s=sum(seconds[phase] for phase in ("checkpoint", "take", "train", "publish")),
     )
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for the others."""
+    return value if math.isfinite(value) else None
 
 
 def _trajectories(step: Step) -> list[Trajectory]:

@@ -3,13 +3,15 @@
 import signal
 from types import FrameType
 
+STOPS = (signal.SIGTERM, signal.SIGINT)
+
 
 class StopRequest:
     """True, when called, once somebody has asked for an orderly end: finish the step, write a checkpoint."""
 
     def __init__(self) -> None:
         self._is_made = False
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPS:
             signal.signal(number, self._note)
 
     def __call__(self) -> bool:
@@ -17,3 +19,5 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._is_made = True
+        for each in STOPS:
+            signal.signal(each, signal.SIG_DFL)  # the second one stops at once

@@ -76,19 +76,26 @@ def run_learner(recipe: Recipe, url: str, *, resume: bool) -> None:
             experience.set_state("training")
         is_finished = learner.run()
         if experience is not None:
+            status = experience.status()  # while the workers are there to be counted
             experience.set_state("finished" if is_finished else "stopped")
-            _conclude(recipe, experience.status())
+            _conclude(recipe, status)
 
 
 def _build(recipe: Recipe, resume: bool) -> Parts:
+    torch.set_num_threads(recipe.learner.threads)
     _seed_generators(recipe.run.seed)
     backend = recipe_backend(recipe)
     checkpoints = CheckpointStore(recipe.run_directory / "checkpoints", recipe.checkpoint.keep)
     checkpoint = checkpoints.latest() if resume else None
     if checkpoint is not None:
         backend.load(checkpoint.path)
+        log.info("resuming from %s", checkpoint.path)
+    elif resume:
+        log.warning("no checkpoint to resume from yet: starting from the first weights")
     tokenizer = load_tokenizer(recipe.model)
     prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
+    max_prompt_tokens = recipe.engine.max_model_len - recipe.sampling.max_new_tokens
+    probe = prompts.train(0, 0, group="probe", num_samples=1).token_ids
     return Parts(
         recipe=recipe,
         backend=backend,
@@ -101,11 +108,11 @@ def _build(recipe: Recipe, resume: bool) -> Parts:
             seed=recipe.run.seed,
             shuffle=recipe.prompts.shuffle,
             epochs=recipe.prompts.epochs,
-            max_prompt_tokens=recipe.engine.max_model_len - recipe.sampling.max_new_tokens,
+            max_prompt_tokens=max_prompt_tokens,
             state=checkpoint.state.cursor if checkpoint else None,
         ),
-        held_out=prompts.held_out(recipe.evaluation.prompts),
-        probe_tokens=prompts.train(0, 0, group="probe", num_samples=1).token_ids[:PROBE_TOKENS],
+        held_out=[p for p in prompts.held_out(recipe.evaluation.prompts) if len(p.token_ids) <= max_prompt_tokens],
+        probe_tokens=[*probe, *probe][:PROBE_TOKENS],  # twice: a prompt of one token predicts none
         files=model_files(load_config(recipe.model), tokenizer),
     )
 
@@ -191,7 +198,6 @@ def _updater(parts: Parts) -> Updater:
         optimizer=recipe.optimizer,
         temperature=recipe.sampling.temperature,
         max_lag=recipe.staleness.max_lag,
-        on_over_bound=recipe.staleness.on_over_bound,
     )
 
 
@@ -210,8 +216,14 @@ def _conclude(recipe: Recipe, status: RunStatus | None) -> None:
     """summary.json and the plot."""
     extras: dict[str, int] = {"max_lag_allowed": recipe.staleness.max_lag}
     if status is not None:
-        extras["dropped_stale"] = status.queues.dropped_stale
-        extras["requeued_stale"] = status.queues.requeued_stale
-        extras["generated_tokens"] = sum(worker.generated_tokens for worker in status.workers)
+        queues = status.queues
+        extras |= {
+            "dropped_stale": queues.dropped_stale,
+            "requeued_stale": queues.requeued_stale,
+            "expired_leases": queues.expired_leases,
+            "refused_submissions": queues.fenced,
+            "rejected_payloads": queues.rejected,
+            "generated_tokens": sum(worker.generated_tokens for worker in status.workers),
+        }
     summarize(recipe.run_directory, extras)
     plot(recipe.run_directory, recipe.staleness.max_lag)

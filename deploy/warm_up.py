@@ -1,17 +1,18 @@
 """The warm-up role: the learner's supervised stage, gated on a pass rate that the workers' room measures."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
 import msgspec
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from broker.errors import HeadwayError
 from learner.model import load_config, load_tokenizer, model_files
 from learner.prompts import open_prompts
 from learner.ranks import Ranks
-from learner.sft import SftProgress, SftStage
+from learner.sft import SftProgress, SftStage, WarmUpError
 
 from .backend import recipe_backend
 from .evaluation import Evaluator
@@ -19,10 +20,6 @@ from .recipe import Recipe
 from .stop_request import StopRequest
 
 LINE_EVERY_STEPS = 50
-
-
-class WarmUpError(HeadwayError):
-    """The warm-up ended without what it was for."""
 
 
 class SftOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,12 +43,19 @@ def run_sft(recipe: Recipe, output: Path, *, console: Console) -> SftOutcome:
         Evaluator(recipe, model_files(load_config(recipe.model), tokenizer), held_out) as evaluator,
         ProgressBars(console) as bars,
     ):
+
+        def gate(tensors: Iterable[tuple[str, torch.Tensor]], count: int | None = None) -> float:
+            pass_rate = evaluator.measure(tensors, count).pass_rate if ranks.is_first else 0.0
+            for _ in tensors:  # gathering is collective
+                pass
+            return ranks.sum([pass_rate])[0]
+
         stage = SftStage(
             backend=backend,
             ranks=ranks,
             tokenizer=tokenizer,
             config=recipe.sft,
-            gate=lambda tensors, count: evaluator.measure(tensors, count).pass_rate,
+            gate=gate,
             seed=recipe.run.seed,
             micro_batch_tokens=recipe.learner.micro_batch_tokens,
             report=bars.show,
@@ -59,9 +63,7 @@ def run_sft(recipe: Recipe, output: Path, *, console: Console) -> SftOutcome:
         )
         if not stage.run():
             raise WarmUpError("The warm-up was stopped before its end; it starts over next time.")
-        outcome = SftOutcome(
-            steps=bars.steps, loss=bars.loss, pass_rate=evaluator.measure(backend.named_tensors()).pass_rate
-        )
+        outcome = SftOutcome(steps=bars.steps, loss=bars.loss, pass_rate=gate(backend.named_tensors()))
     backend.save(output)
     return outcome
 

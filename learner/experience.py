@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 POLL_S = 0.01
 RETRY_S = 0.5
+PATIENCE_S = 60.0
+"""Ranks that wait for this one give up after half an hour of silence."""
 REMEMBERED_STEPS = 64
 """A server can lose the commits of its last second; so many steps' commits are told it again."""
 
@@ -35,7 +37,11 @@ class Interrupted(Exception):  # noqa: N818 - no error: the loop ends in order
 
 
 class NeedsLearner(Exception):  # noqa: N818 - no error: the loop goes on from here
-    """Waiting longer is no use: `rewind` (publish this step's weights) or `bytes` (commit what was trained)."""
+    """The loop must act before waiting on.
+
+    `rewind`: publish this step's weights; `bytes`: commit what was trained; `time`: let the other ranks see that this
+    one lives.
+    """
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -68,17 +74,19 @@ class Experience:
         self._announced: WeightVersion | None = None
         self._is_down = False
         self._is_feed_closed = False
+        self._is_replay_lost = False
 
     def take(self, step: int) -> list[Group] | None:
         """The batch of `step`, waiting for it; the same one however often it is asked for. None: nothing will come."""
         self._feed()
+        until = time.monotonic() + PATIENCE_S
         while True:
             batch = self._insist(lambda: self._blocking.broker.batches.take(self.owner, step, self._groups_per_step))
             if batch is not None:
                 break
             if self._should_stop():
                 raise Interrupted
-            self._ask_for_help(self._blocking.broker.batches.waiting_for)
+            self._ask_for_help(self._blocking.broker.batches.waiting_for, until)
             time.sleep(POLL_S)
             self._feed()
         self._taken[step] = tuple(t.tid for group in batch.groups for t in group.trajectories)
@@ -97,8 +105,12 @@ class Experience:
         """Broadcast and announce `version`; the tensors are iterated once, whatever happens to the server."""
         staged = self._publisher.stage(tensors)
         with suppress(Interrupted):
-            self._outlive(lambda: self._publisher.publish(version, staged, probe))
+            report = self._outlive(lambda: self._publisher.publish(version, staged, probe))
             self._announced = version
+            if report.failed:
+                log.warning(
+                    "Version %d.%d: %s. Workers left out pull it.", version.incarnation, version.step, report.failed
+                )
 
     def report(self, metrics: StepMetrics) -> None:
         """Show one step to everybody who looks at the run."""
@@ -140,9 +152,14 @@ class Experience:
                 self._is_down = False
                 return result
 
-    def _ask_for_help(self, waiting_for: str) -> None:
-        if waiting_for == "rewind" or (waiting_for == "bytes" and self._taken):
-            raise NeedsLearner(waiting_for)
+    def _ask_for_help(self, waiting_for: str, until: float) -> None:
+        if waiting_for in ("rewind", "announce") or self._is_replay_lost:
+            self._is_replay_lost = False
+            raise NeedsLearner("rewind")
+        if waiting_for == "bytes" and self._taken:
+            raise NeedsLearner("bytes")
+        if time.monotonic() > until:
+            raise NeedsLearner("time")
 
     def _feed(self) -> None:
         """Keep the pool ahead of admission, which runs max_lag + 1 steps ahead of training."""
@@ -162,5 +179,6 @@ class Experience:
                 self.owner, announced=self._announced, committed_groups=list(self._committed), pinned=self._taken
             )
         )
+        self._is_replay_lost = self._announced is None  # a server that forgot what is replayed cannot deliver it
         self._cursor.feed_again()
         self._is_feed_closed = False

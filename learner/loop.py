@@ -6,7 +6,7 @@ with the highest step that was announced.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from broker.schema import Group, WeightVersion
@@ -31,7 +31,7 @@ class Step:
     judged: Judged
     update: Update
     seconds: dict[str, float]
-    """By phase: take, train, publish, checkpoint."""
+    """By phase: checkpoint (of the steps before), evaluate, take, train, publish."""
 
 
 class Observer(Protocol):
@@ -72,16 +72,19 @@ class Learner:
     observer: Observer
     should_stop: Callable[[], bool]
     version: WeightVersion
-    _saved_step: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
         self._caught_up_at = self.config.caught_up_at
+        self._saved_step = self.version.step
 
     def run(self) -> bool:
         """Train to the last step or the last prompt, or until asked to stop (False); the end is a checkpoint."""
         self.publish()
         while self.version.step < self.config.steps:
             watch = Stopwatch()
+            if self.version.step % self.config.checkpoint_every == 0:
+                self.commit()
+            watch.lap("checkpoint")
             self.observer.on_weights(self.version, self.backend, is_last=False)
             watch.lap("evaluate")
             groups = self.take()
@@ -105,9 +108,7 @@ class Learner:
         watch.lap("train")
         self.publish()
         watch.lap("publish")
-        if self.version.step % self.config.checkpoint_every == 0:
-            self.commit()
-        watch.lap("checkpoint")
+        # Before the checkpoint: a crash between the two repeats a line, which the record copes with, and loses none.
         self.observer.on_step(Step(version=before, groups=groups, judged=judged, update=update, seconds=watch.seconds))
 
     def take(self) -> list[Group]:
@@ -121,6 +122,8 @@ class Learner:
                     self.publish()
                 case "bytes":
                     self.commit()
+                case "time":
+                    continue
                 case _:
                     return self.ranks.share_groups(groups)
 

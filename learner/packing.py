@@ -40,21 +40,16 @@ class PackableSequence:
     advantage: float
 
 
-def from_trajectory(
-    trajectory: Trajectory, *, advantage: float, step: int, max_lag: int, on_over_bound: str
-) -> PackableSequence:
-    """What step `step` trains of a trajectory: under "mask", tokens over the bound are context only.
+def from_trajectory(trajectory: Trajectory, *, advantage: float, step: int, max_lag: int) -> PackableSequence:
+    """What step `step` trains of a trajectory: tokens over the staleness bound are context only.
 
-    Under "requeue" and "drop" the broker hands out no such token.
+    Under `staleness.on_over_bound` requeue and drop the broker hands out none, unless the bound was lowered since.
     """
     lags = np.zeros(len(trajectory.response_tokens), np.int64)
     loss_mask = trajectory.loss_mask.copy()
     for span in trajectory.spans:
         lags[span.start : span.end] = lag_of(span.version, step)
         if is_too_stale(span.version, step, max_lag):
-            assert on_over_bound == "mask", (
-                f"{trajectory.tid} has tokens of lag {lag_of(span.version, step)} > {max_lag}"
-            )
             loss_mask[span.start : span.end] = 0
     return PackableSequence(
         token_ids=np.concatenate([trajectory.prompt_tokens, trajectory.response_tokens]).astype(np.int32),

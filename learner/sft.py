@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from broker.errors import HeadwayError
+
 from .backends.base import Backend
 from .config import SftConfig, SftPhaseConfig
 from .examples import Example, open_examples
@@ -20,10 +22,14 @@ from .packing import PackableSequence, pack
 from .ranks import Ranks
 
 Gate = Callable[[Iterable[tuple[str, torch.Tensor]], int], float]
-"""(named tensors, number of prompts) -> pass rate on rank 0, 0 on the others, which only iterate the tensors."""
+"""(named tensors, number of prompts) -> pass rate, the same on every rank. Collective: all iterate the tensors."""
 
 RISE_STEPS = 20
 """The learning rate rises over so many steps: fresh Adam moments make the first ones too large."""
+
+
+class WarmUpError(HeadwayError):
+    """The warm-up ended without what it was for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +83,7 @@ class SftStage:
                 return True
             loss = self._step(batch, phase.learning_rate * min(1.0, step / RISE_STEPS))
             if phase.until_pass_rate and step % phase.gate_every_steps == 0:
-                pass_rate = self._ranks.sum([self._gate(self._backend.named_tensors(), phase.gate_prompts)])[0]
+                pass_rate = self._gate(self._backend.named_tensors(), phase.gate_prompts)
             self._report(
                 SftProgress(
                     phase=number + 1,
@@ -92,6 +98,11 @@ class SftStage:
                 return False
             if pass_rate is not None and pass_rate >= phase.until_pass_rate:
                 return True
+        if phase.until_pass_rate:
+            raise WarmUpError(
+                f"sft.phases[{number}] ended after {phase.max_steps} steps at a pass rate of {pass_rate or 0:.2f}, "
+                f"below until_pass_rate={phase.until_pass_rate:g}: raise max_steps or learning_rate, or lower the gate."
+            )
         return True
 
     def _step(self, examples: Sequence[Example], learning_rate: float) -> float:

@@ -1,9 +1,11 @@
 """One batch into one weight version: advantages, packing, proximal logprobs, loss, optimizer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import torch
 
 from broker.schema import Group
@@ -31,7 +33,7 @@ class Update:
     loss: float
     """Mean over the batch's optimizer updates."""
     grad_norm: float
-    """Largest of the updates, before clipping."""
+    """Largest of the updates, before clipping; not finite if one was skipped."""
     learning_rate: float
     micro_batches: int
     """Of this rank."""
@@ -52,7 +54,6 @@ class Updater:
         optimizer: OptimizerConfig,
         temperature: float,
         max_lag: int,
-        on_over_bound: str,
     ) -> None:
         self._backend = backend
         self._ranks = ranks
@@ -62,7 +63,6 @@ class Updater:
         self._optimizer = optimizer
         self._temperature = temperature
         self._max_lag = max_lag
-        self._on_over_bound = on_over_bound
 
     def judge(self, groups: Sequence[Group], step: int) -> Judged:
         """Advantages within each group; tokens over the staleness bound become context."""
@@ -73,7 +73,6 @@ class Updater:
                 advantage=advantage,
                 step=step,
                 max_lag=self._max_lag,
-                on_over_bound=self._on_over_bound,
             )
             for trajectory, advantage in zip(
                 (t for group in groups for t in group.trajectories), advantages, strict=True
@@ -95,9 +94,12 @@ class Updater:
             losses.append(loss)
             norms.append(grad_norm)
             reports += report
+        # A rank without sequences has nothing to report, and must still take part in the sums.
+        names = self._ranks.share_bytes(msgspec.msgpack.encode(sorted({name for report in reports for name in report})))
+        reports.append(dict.fromkeys(msgspec.msgpack.decode(names, type=list[str]), 0.0))
         return Update(
             loss=sum(losses) / len(losses),
-            grad_norm=max(norms),
+            grad_norm=next((norm for norm in norms if not math.isfinite(norm)), max(norms)),
             learning_rate=learning_rate,
             micro_batches=sum(len(part) for part in parts),
             algorithm=self._objective.combine_reports(reports, self._ranks.sum, self._ranks.max),

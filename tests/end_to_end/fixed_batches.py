@@ -128,7 +128,7 @@ def final_checkpoint(terminals: Terminals, incarnation: int) -> Path:
 
 def training_state(checkpoint: Path) -> dict[str, Any]:
     """Parameters and moments by name, whatever number of ranks wrote them."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 

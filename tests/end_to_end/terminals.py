@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from .recipes import SEVENS
@@ -33,7 +34,7 @@ class Terminal:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=directory,
-                env=_machine(directory) | environment,
+                env={**_machine(directory), **environment},
                 start_new_session=True,
             )
 
@@ -107,6 +108,16 @@ class Terminals:
         for terminal in self._opened:
             terminal.close()
             print(terminal.tail())
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """That process stands still meanwhile: what others do takes as long as it takes, and the run waits for it."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def _machine(directory: Path) -> dict[str, str]:

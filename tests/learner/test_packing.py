@@ -90,17 +90,12 @@ def trajectory() -> Trajectory:
 
 
 def test_tokens_over_the_bound_are_context_only() -> None:
-    packable = from_trajectory(trajectory(), advantage=0.5, step=7, max_lag=3, on_over_bound="mask")
+    packable = from_trajectory(trajectory(), advantage=0.5, step=7, max_lag=3)
     assert packable.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert packable.loss_mask.tolist() == [0, 0, 0, 1]
     (batch,) = pack([packable], 0, 1, 100)
     assert batch.lags_T.tolist() == [0, 0, 0, 0, 0, 0, 1]
     assert batch.behavior_logprobs_T.tolist() == [0, 0, 0, 0, 0, 0, -4]
-    within = from_trajectory(trajectory(), advantage=0.5, step=7, max_lag=4, on_over_bound="drop")
+    within = from_trajectory(trajectory(), advantage=0.5, step=7, max_lag=4)
     assert within.loss_mask.tolist() == [1, 1, 0, 1]
     assert trajectory().loss_mask.tolist() == [1, 1, 0, 1]
-
-
-def test_no_token_over_the_bound_gets_past_drop() -> None:
-    with pytest.raises(AssertionError, match="lag 4 > 3"):
-        from_trajectory(trajectory(), advantage=0.5, step=7, max_lag=3, on_over_bound="drop")

@@ -1,0 +1,119 @@
+"""Four terminals: server, learner and workers are started one by one, on a network and nothing else.
+
+They come and go meanwhile: a worker joins, one is drained, one is killed.
+"""
+
+import json
+import signal
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from broker.schema import RunStatus, WorkerInfo
+
+from .recipes import write_recipe
+from .records import check_trained, summary
+from .terminals import Terminal, Terminals, paused
+from .watching import watching
+
+pytestmark = pytest.mark.slow
+
+RUN, STEPS = "four", 40
+
+
+def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    server = terminals.open("server", "broker", "--port", url.rpartition(":")[2])
+    connection = {"HEADWAY_BROKER": url, "HEADWAY_RUN": RUN}
+    with watching(url, RUN, terminals) as watch:
+        drained = terminals.open("drained", "worker", **connection)
+        killed = terminals.open("killed", "workers", **connection)
+        learner = terminals.open("learner", "learner", learners_recipe(terminals), **connection)
+        watch.until("both generate", lambda status: all(is_busy(status, worker) for worker in (drained, killed)))
+        watch.until_step(2)
+        check_status(terminals, url)
+
+        with paused(learner.pid):  # or the run might be over before the newcomer has imported torch
+            joined = terminals.open("joined", "workers", **connection)
+            watch.until("the newcomer is there", lambda status: info_of(status, joined) is not None)
+        watch.until("it generates", lambda status: is_busy(status, joined))
+
+        drained.send(signal.SIGTERM)
+        drained.succeeds()
+        status = watch.until("it has left", lambda status: info_of(status, drained) is None)
+        assert status.state == "training"
+        assert status.queues.expired_leases == 0
+
+        watch.until("the next victim holds leases", lambda status: is_busy(status, killed))
+        killed.send(signal.SIGKILL)
+        status = watch.until("its leases expire", lambda status: status.queues.expired_leases > 0)
+        assert status.state == "training"
+        watch.until("the run is over", lambda status: status.state == "finished")
+    learner.succeeds()
+    joined.succeeds()
+    server.send(signal.SIGINT)
+    server.succeeds()
+    run = terminals.root / "learner" / "runs" / RUN
+    check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
+    assert summary(run)["mixed_version_trajectories"] > 0
+    assert summary(run)["weight_versions"] == STEPS + 1
+    check_nothing_is_shared(terminals)
+
+
+def learners_recipe(terminals: Terminals) -> Path:
+    """Engines much smaller than a batch: they are never idle, so a worker holds leases whenever it is killed."""
+    return write_recipe(
+        terminals.directory("learner"),
+        learner={"steps": STEPS, "groups_per_step": 4, "group_size": 4},
+        engine={"max_concurrent": 4},
+        checkpoint={"every_steps": 20},
+    )
+
+
+def info_of(status: RunStatus, terminal: Terminal) -> WorkerInfo | None:
+    """What the worker in `terminal`, or below it, says of itself; None once it is dead or gone."""
+    for info in status.workers:
+        with suppress(psutil.NoSuchProcess):
+            if terminal.pid in (info.pid, psutil.Process(info.pid).ppid()):
+                return info
+    return None
+
+
+def is_busy(status: RunStatus, terminal: Terminal) -> bool:
+    info = info_of(status, terminal)
+    return info is not None and info.active > 0 and info.submitted > 0
+
+
+def check_status(terminals: Terminals, url: str) -> None:
+    """`headway status --json`, from a fifth terminal."""
+    looking = terminals.open("looking", "status", "--broker", url, "--run", RUN, "--json")
+    looking.succeeds()
+    status = json.loads(looking.said)
+    assert status["run"] == RUN
+    assert status["state"] == "training"
+    incarnation, _, step = status["announced"].partition(".")
+    assert (incarnation, int(step) >= 2) == ("1", True)
+    assert {"pool", "open", "ready", "leased", "pinned", "expired_leases"} <= status["queues"].keys()
+    assert len(status["workers"]) == 2
+    assert all(worker["version"].startswith("1.") for worker in status["workers"])
+    assert set(status["lag_histogram"]) <= {"0", "1", "2"}
+    assert sum(status["lag_histogram"].values()) >= 16
+    assert status["throughput"].keys() == {"generated_tokens_per_s", "trained_tokens_per_s"}
+
+
+def check_nothing_is_shared(terminals: Terminals) -> None:
+    """A worker's directory is as empty as it was, and only the learner has a run."""
+    assert [path.parent.name for path in terminals.root.glob("*/runs")] == ["learner"]
+    for name in ("drained", "joined"):
+        left = {path.name for path in (terminals.root / name).iterdir()}
+        assert left - {".cache", "__pycache__"} == {"tmp", "sevens.py", "terminal.log"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
