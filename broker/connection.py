@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _CONNECTIONS = 32
+_PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "NOREPLICAS")
+"""Refusals that end once somebody has mended the server: a full disk, a failover."""
 
 
 @cache
@@ -59,12 +61,19 @@ def script_digest(name: str) -> str:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown."""
+    """The URL as it may be shown. Raises BrokerError where it is none."""
     url = url.partition("?")[0]  # a password may stand there, too
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise BrokerError(_no_url(url.rpartition("@")[2], error)) from error
     if "@" not in parts.netloc:
         return url
     return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
+
+
+def _no_url(shown: str, error: ValueError) -> str:
+    return f"{shown!r} is no broker URL ({error}). Use redis://host:port, rediss://host:port or unix:///path."
 
 
 class Connection:
@@ -88,9 +97,7 @@ class Connection:
                 retry=Retry(NoBackoff(), 0),
             )
         except ValueError as error:
-            raise BrokerError(
-                f"{self.url!r} is no broker URL ({error}). Use redis://host:port, rediss://host:port or unix:///path."
-            ) from error
+            raise BrokerError(_no_url(self.url, error)) from error
         self._redis: Any = redis.Redis(connection_pool=pool)
 
     async def close(self) -> None:
@@ -151,12 +158,18 @@ class Connection:
                     f"The broker at {self.url} refuses our user or password ({error}): put them into the URL."
                 ) from error
             except (LostConnectionError, SlowServerError, BusyLoadingError, OSError) as error:
+                _refuse_lost_cancellation()
                 if time.monotonic() + pause_s >= deadline:
                     raise self._unavailable(error) from error
             except NoScriptError:
                 raise
             except ResponseError as error:
                 raise self._translate(error) from error
+            except RedisError as error:
+                raise BrokerError(
+                    f"Something at {self.url} answers, but not as a Redis or Valkey server ({error}): "
+                    "check host and port of broker.url. Start a server with `headway broker`."
+                ) from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -191,6 +204,12 @@ class Connection:
                     f"Run {self.run} is already at step {rest}: resume it with --resume, "
                     "choose another run.name, or start anew with --overwrite."
                 )
+        code = error.status_code or word
+        if code in _PASSING:
+            words = str(error) if code == word else f"{code} {error}"
+            return BrokerUnavailableError(
+                f"The server at {self.url} takes no commands now: {words}. It is asked again until it does."
+            )
         if isinstance(error, OutOfMemoryError):
             return BrokerError(
                 f"The server at {self.url} is out of memory ({error}): raise its maxmemory, or lower broker.max_bytes."

@@ -66,11 +66,16 @@ class Leases:
             *(f"{tid} {token}" for tid, token in held.items()),
         )
         granted = {parse_tid(m): token.decode() for m, token in zip(flat[::2], flat[1::2], strict=True)}
-        prompts = await self._prompts({tid.group for tid in granted})
+        prompts, damage = await self._prompts({tid.group for tid in granted})
         leases = tuple(
-            Lease(tid=tid, token=token, ttl_s=ttl_s, prompt=prompts[tid.group]) for tid, token in granted.items()
+            Lease(tid=tid, token=token, ttl_s=ttl_s, prompt=prompts[tid.group])
+            for tid, token in granted.items()
+            if tid.group in prompts  # else the group was settled since, and the lease with it
         )
-        held.update(granted)
+        if damage is not None:
+            await self.release(leases)
+            raise self._damaged(damage) from damage
+        held.update((lease.tid, lease.token) for lease in leases)
         return LeaseReply(leases, state.decode(), server_id.decode(), reason.decode())
 
     async def renew(self, leases: Sequence[Lease], ttl_s: float) -> set[TrajectoryId]:
@@ -119,18 +124,26 @@ class Leases:
             if held.get(lease.tid) == lease.token:
                 del held[lease.tid]
 
-    async def _prompts(self, groups: set[str]) -> dict[str, Prompt]:
+    async def _prompts(self, groups: set[str]) -> tuple[dict[str, Prompt], FrameError | None]:
+        """Those that are there and whole, and what is wrong with the last that is not whole."""
         if not groups:
-            return {}
+            return {}, None
         names = sorted(groups)
         blobs = await self._connection.execute("MGET", *(self._connection.keys(f"prompt:{g}") for g in names))
-        try:
-            return {group: decode(blob or b"", Prompt) for group, blob in zip(names, blobs, strict=True)}
-        except FrameError as error:
-            raise BrokerError(
-                f"A prompt of run {self._connection.run} is damaged on the server ({error}): something else "
-                "writes there, or its disk is bad. Choose another run.name and feed again."
-            ) from error
+        prompts, damage = dict[str, Prompt](), None
+        for group, blob in zip(names, blobs, strict=True):
+            try:
+                if blob is not None:
+                    prompts[group] = decode(blob, Prompt)
+            except FrameError as error:
+                damage = error
+        return prompts, damage
+
+    def _damaged(self, error: FrameError) -> BrokerError:
+        return BrokerError(
+            f"A prompt of run {self._connection.run} is damaged on the server ({error}): something else "
+            "writes there, or its disk is bad. Choose another run.name and feed again."
+        )
 
 
 def parse_tid(member: bytes) -> TrajectoryId:

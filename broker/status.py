@@ -1,8 +1,10 @@
 """What a run says of itself: its state, its workers, its last steps, and which runs there are."""
 
+import logging
+
 from .codec import decode, encode
 from .connection import Command, Connection
-from .errors import RunNotFoundError
+from .errors import FrameError, RunNotFoundError
 from .keys import PREFIX, run_of
 from .owner import Owner
 from .schema import QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
@@ -11,12 +13,16 @@ from .versions import put_blob
 _KEPT_STEPS = 512
 _WORKER_NAMES_TTL_S = 86400
 
+log = logging.getLogger(__name__)
+
 
 class StatusBoard:
     """Everything that is looked at and never decided by."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._unreadable: set[str] = set()
+        """Workers whose heartbeats were complained about."""
 
     async def config(self) -> bytes | None:
         """The resolved recipe that the learner stored when it claimed the run."""
@@ -36,7 +42,7 @@ class StatusBoard:
         await self._connection.pipeline([("UNLINK", keys(f"worker:{worker}")), ("SREM", keys("workers"), worker)])
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
-        """Those alive, by name."""
+        """Those alive, by name; without those of another schema version."""
         keys = self._connection.keys
         names = sorted(name.decode() for name in await self._connection.execute("SMEMBERS", keys("workers")))
         if not names:
@@ -46,7 +52,17 @@ class StatusBoard:
         dead = [name for name in names if name not in alive]
         if dead:  # one that comes back adds itself again with its next heartbeat
             await self._connection.execute("SREM", keys("workers"), *dead)
-        return tuple(decode(blob, WorkerInfo) for blob in alive.values())
+        heard = (self._heard(name, blob) for name, blob in alive.items())
+        return tuple(info for info in heard if info is not None)
+
+    def _heard(self, name: str, heartbeat: bytes) -> WorkerInfo | None:
+        try:
+            return decode(heartbeat, WorkerInfo)
+        except FrameError as error:
+            if name not in self._unreadable:
+                log.warning("worker %s is passed over, its heartbeat cannot be read: %s", name, error)
+                self._unreadable.add(name)
+            return None
 
     async def report_step(self, owner: Owner, metrics: StepMetrics) -> None:
         """Adds a step to the last 512."""

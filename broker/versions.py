@@ -2,10 +2,12 @@
 model's files."""
 
 import secrets
+from contextlib import suppress
 from typing import TypeVar
 
 from .codec import decode, encode
 from .connection import Connection
+from .errors import VersionRegressionError
 from .owner import Owner
 from .schema import BroadcastGroup, ModelFiles, WeightManifest, WeightVersion
 
@@ -65,7 +67,9 @@ class Versions:
         """Stores again what this client stored last (after a re-assertion)."""
         for key, blob in list(self._put.items()):
             if key == "manifest:announced":
-                await self._swap("announced", owner, decode(blob, WeightManifest))
+                # A newer announcement, whose reply the crash swallowed, may have survived: it stays.
+                with suppress(VersionRegressionError):
+                    await self._swap("announced", owner, decode(blob, WeightManifest))
             else:
                 await self._store(key, owner, blob)
 

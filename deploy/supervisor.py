@@ -57,6 +57,8 @@ class Supervisor:
     fails_when_stopped: bool = False
     """Once told to stop, the learner ends with an error and says so itself: a warm-up keeps nothing."""
     say: Callable[[str], None] = print
+    check: Callable[[], None] | None = None
+    """Called now and then while all is well, for what else must be kept alive; what it raises ends the run."""
     restarts: int = field(default=0, init=False)
     """Of all workers, for the summary."""
 
@@ -71,6 +73,8 @@ class Supervisor:
             try:
                 self._start()
                 while not self._is_over():
+                    if self.check is not None:
+                        self.check()
                     self._tend_workers()
                     time.sleep(POLL_S)
                 if self._stops:

@@ -1,6 +1,6 @@
 -- version(incarnation, owner, server, 'offered' | 'announced', version incarnation, version step, blob key) -> OK
 -- Compare and swap: an offer or announcement is newer than everything announced and no older than the newest offer.
--- Repeating one's own last one is allowed (a lost reply). The manifest was SET under `blob key` (with a TTL) before.
+-- Repeating one's own last one is allowed (a lost reply), an announcement also once a newer one was offered. The manifest was SET under `blob key` (with a TTL) before.
 -- Touches: meta, manifest:*, stage:*; after a rewind also what renumber touches.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then call('UNLINK', P .. ARGV[7]) return fenced end
@@ -18,7 +18,9 @@ local function put(name)
   call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', ARGV[2])
 end
 
-if compare('announced') < 0 or compare('offered') < 0 then
+local against = compare('announced')
+local is_repeated = what == 'announced' and against == 0
+if against < 0 or (compare('offered') < 0 and not is_repeated) then
   call('UNLINK', P .. ARGV[7])
   local held = call('HMGET', META, 'announced_incarnation', 'announced_step', 'offered_incarnation', 'offered_step')
   for a = 1, 4 do held[a] = held[a] or '-' end

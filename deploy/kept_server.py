@@ -1,0 +1,78 @@
+"""The run's server as `headway run` keeps it: one that dies is started again, on the same data and address."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from broker.server import EmbeddedServer
+
+from .processes import guarded
+from .supervisor import HEALTHY_S, RoleFailedError
+
+MAX_RESTARTS = 5
+"""In a row; then something is wrong that another start does not mend."""
+LOG_LINES = 12
+
+
+class KeptServer:
+    """An embedded server between `with` and its end, whose owner calls `check` now and then."""
+
+    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
+        self._server = EmbeddedServer(directory)
+        self._say = say
+        self._guard = ExitStack()
+        self._started = 0.0
+        self._failures = 0
+        """In a row."""
+        self.restarts = 0
+        """Of the whole run, for the summary."""
+
+    @property
+    def url(self) -> str:
+        """The same after every start."""
+        return self._server.url
+
+    @property
+    def pid(self) -> int:
+        """Of the server that runs now."""
+        return self._server.pid
+
+    def check(self) -> None:
+        """Start a dead server again. Raises RoleFailedError where it keeps dying, HeadwayError if it does not start."""
+        if self._server.is_alive():
+            return
+        self._failures = 1 if time.monotonic() - self._started > HEALTHY_S else self._failures + 1
+        if self._failures > MAX_RESTARTS:
+            raise RoleFailedError(
+                f"The server has died again after {MAX_RESTARTS} restarts: the run has been stopped."
+                f" Its log, {self._server.log}, ends with:\n{self._last_lines()}"
+            )
+        self._say(
+            f"The server has died. Starting it again with its data ({self._failures} of {MAX_RESTARTS})."
+            f" Its log: {self._server.log}"
+        )
+        self.restarts += 1
+        self._start()
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._guard.close()
+        self._server.stop()
+
+    def _start(self) -> None:
+        self._guard.close()  # a guard of the dead one might some day signal another process of that number
+        self._server.start()
+        self._started = time.monotonic()
+        self._guard.enter_context(guarded(self._server.pid))
+
+    def _last_lines(self) -> str:
+        lines = self._server.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_LINES:])

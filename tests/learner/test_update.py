@@ -1,0 +1,35 @@
+"""One batch into one update, however many ranks share it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from learner.packing import PackableSequence
+from learner.update import split
+from tests.learner import update_rank
+from tests.learner.tiny import sequences
+
+
+@pytest.mark.slow
+def test_ranks_agree_even_where_one_has_no_sequence(tmp_path: Path) -> None:
+    alone = update_rank.updates()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", update_rank.__name__, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for rank in range(2):
+        shared = msgspec.json.decode((tmp_path / f"updates_{rank}.json").read_bytes())
+        assert shared == [pytest.approx(update, rel=1e-4, abs=1e-6) for update in alone]
+
+
+@pytest.mark.parametrize(("count", "parts"), [(8, 1), (8, 4), (7, 3), (2, 5)])
+def test_a_batch_is_split_into_runs_without_loss(count: int, parts: int) -> None:
+    whole: list[PackableSequence] = sequences([5] * count)
+    runs = split(whole, parts)
+    assert [one for run in runs for one in run] == whole
+    assert all(runs)
+    assert len(runs) == min(parts, count)

@@ -1,0 +1,44 @@
+"""One rank of a learner, run by torchrun: updates on batches larger and smaller than the number of ranks.
+
+python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.update_rank DIRECTORY
+"""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from learner.backends import open_backend
+from learner.config import AlgorithmConfig, LearnerConfig
+from learner.objective import Objective
+from learner.ranks import Ranks
+from learner.update import Updater
+from tests.learner.tiny import OPTIMIZER, model_config, sequences
+
+SIZES = (6, 1)
+"""Sequences of each batch: the last one leaves a rank with none."""
+
+
+def updates() -> list[dict[str, float]]:
+    torch.set_num_threads(1)
+    backend = open_backend("fsdp", model_config("qwen3"), OPTIMIZER, seed=3)
+    updater = Updater(
+        backend,
+        Ranks(backend.rank, backend.world_size),
+        Objective(AlgorithmConfig(), is_one_update=True),
+        None,
+        learner=LearnerConfig(micro_batch_tokens=40),
+        optimizer=OPTIMIZER,
+        temperature=1.0,
+        max_lag=2,
+    )
+    done = [updater.update(sequences([12] * size, seed=size), step) for step, size in enumerate(SIZES)]
+    return [{"loss": update.loss, "grad_norm": update.grad_norm, **update.algorithm} for update in done]
+
+
+if __name__ == "__main__":
+    results = updates()
+    Path(sys.argv[1], f"updates_{dist.get_rank()}.json").write_bytes(msgspec.json.encode(results))
+    dist.destroy_process_group()
