@@ -80,7 +80,7 @@ class Batches:
         self._versions.forget()
         self._known = _Known(rules, config, checkpoint.step, "")
         announced = int(reply[2]) if reply[2] else None
-        return Claim(Owner(int(reply[0]), token), announced, tuple(int(step) for step in reply[3:]))
+        return Claim(Owner(int(reply[0]), token), announced)
 
     async def take(self, owner: Owner, step: int, n: int) -> TakenBatch | None:
         """The n groups that train `step`, or None while they are not ready (see `waiting_for`).

@@ -201,14 +201,22 @@ class Connection:
                 )
             case "ADVANCED":
                 return BrokerError(
-                    f"Run {self.run} is already at step {rest}: resume it with --resume, "
+                    f"Run {self.run} is already at step {rest}: resume it with --resume, where its checkpoints are, "
                     "choose another run.name, or start anew with --overwrite."
+                )
+            case "FULL":
+                stored, cap = rest.split()
+                return BrokerError(
+                    f"Run {self.run} has stored {stored} bytes of samples, and one step needs more than "
+                    f"broker.max_bytes={cap}: raise it, or lower learner.groups_per_step, learner.group_size or "
+                    "sampling.max_new_tokens."
                 )
         code = error.status_code or word
         if code in _PASSING:
             words = str(error) if code == word else f"{code} {error}"
             return BrokerUnavailableError(
-                f"The server at {self.url} takes no commands now: {words}. It is asked again until it does."
+                f"The server at {self.url} takes no commands now: {words} "
+                "Once it is mended (a full disk? a failover?), learner and workers go on by themselves."
             )
         if isinstance(error, OutOfMemoryError):
             return BrokerError(

@@ -13,6 +13,7 @@ open                 zset    unfinished groups that were begun, by floor        
 ready                zset    finished groups by floor: taken oldest first       until taken     submit
 batch:K              list    groups pinned to step K                            until commit    take
 pinned               zset    the steps K that have a batch                      until commit    take
+forks                hash    incarnation -> the step that a rewind took it to      the run         announce
 settled              zset    groups trained or dropped that may be fed again    to watermark    commit, take
 payload:G:R:I:NONCE  string  sample I of round R of group G (frame)             TTL, settled    submit (SET)
 stage:NONCE          string  a blob on its way to its key                       60 s            SET
@@ -26,9 +27,9 @@ workers              set     names of workers                                   
 dead                 stream  undecodable payloads: tid, reason, first bytes     last 1000       reject
 
 Fields of `meta`: incarnation, owner; announced_* and offered_* (incarnation, step, by); the rules max_lag,
-groups_per_step, group_size, on_straggler, on_over_bound, max_bytes; the counters admitted, dropped, trained,
-requeued, submitted, expired_leases, fenced, rejected, payload_bytes; feed_closed, watermark, committed_step,
-state, started.
+groups_per_step, on_straggler, on_over_bound, max_bytes; the counters admitted, dropped, trained, requeued,
+submitted, expired_leases, fenced, rejected, payload_bytes, generated_tokens, wasted_tokens; feed_closed,
+watermark, committed_step, state, started.
 
 Fields of `group:G`: size, round, state (pool, open, ready, pinned), index (admission number), floor (lowest
 weight step in this round), newest (highest), bytes, done, pin (step); for each sample I token:I and step:I

@@ -26,7 +26,8 @@ class SubmitOutcome(StrEnum):
     DUPLICATE = "duplicate"
     """This very submission was accepted before; its first reply was lost."""
     FENCED = "fenced"
-    """The lease is no longer held, or the group's round is over: the work is void."""
+    """The lease is no longer held, the group's round is over, or a rewind has abandoned the weights: the work is
+    void."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class LeaseReply:
     """Of the run; "absent" where no learner has claimed it yet."""
     server_id: str
     reason: str
-    """"" | capacity | stale weights | no prompts | bytes | finished | paused (nothing announced, stopped,
-    failed)."""
+    """"" | capacity | stale weights | no prompts | bytes | finished | paused (nothing announced, or
+    stopped)."""
 
 
 class Leases:
@@ -91,7 +92,7 @@ class Leases:
     async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
         """Hands a finished sample in. Raises FrameError where its parts contradict each other."""
         payload = encode_trajectory(trajectory)
-        steps = oldest_step(trajectory.spans), max(span.version.step for span in trajectory.spans)
+        tokens, oldest = len(trajectory.response_tokens), oldest_step(trajectory.spans)
         for _ in range(_ATTEMPTS):
             # A key of its own for each attempt: a repeated SET would put a TTL on a payload already accepted.
             name = f"payload:{lease.tid}:{secrets.token_hex(6)}"
@@ -101,7 +102,9 @@ class Leases:
                 str(lease.tid),
                 lease.token,
                 name,
-                *steps,
+                tokens,
+                oldest,
+                *_newest_steps(trajectory),
                 before=[("SET", self._connection.keys(name), payload, "PX", ttl_ms)],
             )
             if outcome != b"no payload":
@@ -150,6 +153,12 @@ def parse_tid(member: bytes) -> TrajectoryId:
     """The id that a script names `group:round:sample`."""
     group, round_, sample = member.decode().rsplit(":", 2)
     return TrajectoryId(group, int(round_), int(sample))
+
+
+def _newest_steps(trajectory: Trajectory) -> list[int]:
+    """For each incarnation whose weights sampled it, in turn: the incarnation and the newest step."""
+    newest = {version.incarnation: version.step for version in sorted(span.version for span in trajectory.spans)}
+    return [number for pair in newest.items() for number in pair]
 
 
 def _members(leases: Sequence[Lease]) -> list[str]:

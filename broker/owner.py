@@ -26,5 +26,3 @@ class Claim:
     owner: Owner
     highest_announced: int | None
     """Step of the newest announced weights; None if nothing was ever announced."""
-    pinned_steps: tuple[int, ...]
-    """Steps whose batches will be delivered again, in order."""

@@ -246,6 +246,10 @@ class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
     rejected: int
     """Payloads that could not be decoded."""
     payload_bytes: int
+    generated_tokens: int = 0
+    """Response tokens of all samples accepted since the run began."""
+    wasted_tokens: int = 0
+    """Response tokens of those refused."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,7 +271,6 @@ class RunRules(msgspec.Struct, frozen=True, kw_only=True):
 
     max_lag: int
     groups_per_step: int
-    group_size: int
     on_straggler: Literal["wait", "requeue"] = "wait"
     on_over_bound: Literal["requeue", "drop", "mask"] = "requeue"
     max_bytes: int = 1 << 30

@@ -7,7 +7,7 @@ the same batches.
 
 from collections.abc import Iterable
 
-from .schema import Trajectory, VersionSpan, WeightVersion
+from .schema import VersionSpan, WeightVersion
 
 
 def lag_of(version: WeightVersion, step: int) -> int:
@@ -18,11 +18,6 @@ def lag_of(version: WeightVersion, step: int) -> int:
 def oldest_step(spans: Iterable[VersionSpan]) -> int:
     """The step of the oldest weights in `spans` (at least one span)."""
     return min(span.version.step for span in spans)
-
-
-def trajectory_lag(trajectory: Trajectory, step: int) -> int:
-    """A trajectory's lag is that of its oldest token."""
-    return step - oldest_step(trajectory.spans)
 
 
 def is_too_stale(version: WeightVersion, step: int, max_lag: int) -> bool:

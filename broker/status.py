@@ -74,7 +74,7 @@ class StatusBoard:
         return state.decode() if state else "absent"
 
     async def set_state(self, owner: Owner, state: str) -> None:
-        """claimed, warming up, training, finished, stopped, failed."""
+        """claimed, warming up, training, finished, stopped."""
         await self._connection.learner_script("state", owner, state)
 
     async def snapshot(self) -> RunStatus:
@@ -146,6 +146,8 @@ class StatusBoard:
             fenced=number["fenced"],
             rejected=number["rejected"],
             payload_bytes=number["payload_bytes"],
+            generated_tokens=number["generated_tokens"],
+            wasted_tokens=number["wasted_tokens"],
         )
 
 
@@ -158,4 +160,6 @@ _COUNTERS = (
     "fenced",
     "rejected",
     "payload_bytes",
+    "generated_tokens",
+    "wasted_tokens",
 )

@@ -20,11 +20,11 @@ from broker.schema import RunStatus
 
 from .config_files import apply_overrides
 from .live import watch as watch_run
-from .local import after_warm_up, connection, forget, launcher, threads, warm_up, worker_commands
+from .local import after_warm_up, connection, forget, launcher, ping, threads, warm_up, worker_commands
 from .processes import Command
 from .recipe import Recipe
-from .run_directory import CONFIG, endpoint, held, newest_endpoint, prepare
-from .sft_output import is_complete, mark_complete
+from .run_directory import CONFIG, SFT, endpoint, find_endpoint, held, prepare
+from .sft_output import is_complete, is_of, mark_complete
 from .status import status_json, status_tables
 from .supervisor import Supervisor
 
@@ -36,10 +36,13 @@ PATIENCE_S = 3.0
 def run_learner(recipe: Recipe, url: str, *, resume: bool, overwrite: bool, prepared: bool) -> int:
     """This process is the learner or one rank of it; or it starts torchrun, where ranks are wanted."""
     is_rank = "RANK" in os.environ
+    if is_rank and not prepared:
+        _check_warmed_up(recipe, resume=resume, overwrite=overwrite)
     with ExitStack() as stack:
         if not prepared and os.environ.get("RANK", "0") == "0":
             stack.enter_context(held(recipe.run_directory))
-            directory = prepare(recipe, resume=resume, overwrite=overwrite)
+            ping(url, recipe.run.name)  # first: a run that cannot start leaves nothing and takes nothing away
+            directory = prepare(recipe, resume=resume, overwrite=overwrite, say=click.echo)
             if overwrite:
                 forget(url, recipe.run.name)
             stack.enter_context(endpoint(directory, url, recipe.run.name))
@@ -52,6 +55,18 @@ def run_learner(recipe: Recipe, url: str, *, resume: bool, overwrite: bool, prep
 
         train(recipe, url, resume=resume)
     return 0
+
+
+def _check_warmed_up(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
+    """The user's own torchrun gives us ranks, and the warm-up is the work of one process before them."""
+    directory = recipe.run_directory / SFT
+    is_there = is_complete(directory) if resume else is_of(directory, recipe) and not overwrite
+    if recipe.sft.phases and not is_there:
+        raise ConfigError(
+            f"The recipe has a warm-up, and {directory} does not hold it yet. Under torchrun, run"
+            f" `headway sft RECIPE --output {directory}` first"
+            + (", and leave --overwrite out, which would remove it." if overwrite else ".")
+        )
 
 
 def run_workers(url: str, run: str, count: int, overrides: Sequence[str]) -> int:
@@ -83,12 +98,14 @@ def run_sft(recipe: Recipe, output: Path) -> None:
         raise ConfigError(f"{output} already holds a finished warm-up. Choose another --output, or remove it.")
     from .warm_up import run_sft as train
 
-    mark_complete(output, train(recipe, output, console=Console()))
+    mark_complete(output, recipe, train(recipe, output, console=Console()))
     click.echo(f"Warm-up done: {output}")
 
 
 def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: bool) -> None:
     """Print the pass rate of a model's directory."""
+    if checkpoint.is_file():
+        raise ConfigError(f"{checkpoint} is a file; --checkpoint wants the directory of a model.")
     if not (checkpoint / "config.json").exists():
         raise ConfigError(
             f"{checkpoint} holds no model: there is no config.json. Give one such as"
@@ -135,9 +152,7 @@ def _find_run(url: str | None, run: str | None) -> tuple[str, str]:
         if len(runs) == 1:
             return url, runs[0]
         raise ConfigError(f"{url} holds {len(runs)} runs ({', '.join(runs) or 'none'}); name one with --run.")
-    found = newest_endpoint(Path("runs"))
-    if run and run != found.run:
-        raise ConfigError(f"The run that is going on here is {found.run}, not {run}; name the server with --broker.")
+    found = find_endpoint(Path("runs"), run)
     return found.url, found.run
 
 

@@ -20,6 +20,8 @@ DEFAULT_PORT = 6380
 def main() -> None:
     """`headway`. Every error is one paragraph on stderr; --debug, anywhere, adds the traceback."""
     sys.path.append(os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()))  # rewards and sources of the user's own
+    if not sys.stderr.isatty():  # in a log or a pipe, transformers' progress bars are noise
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
@@ -103,7 +105,7 @@ def run(recipe: str, overrides: tuple[str, ...], resume: bool, overwrite: bool, 
     from .local import Local
     from .report import read_summary
 
-    code = Local(loaded, recipe, resume, overwrite, Console(stderr=as_json)).run()
+    code = Local(loaded, recipe, overrides, resume, overwrite, Console(stderr=as_json)).run()
     if as_json:
         _print_json(read_summary(loaded.run_directory))
     return code

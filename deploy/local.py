@@ -1,30 +1,33 @@
 """`headway run`: every role of one run on this machine, from the recipe to the summary."""
 
 import os
+import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from broker.client import BlockingBroker
-from broker.server import EmbeddedServer
 
-from .config import with_overrides
+from .kept_server import KeptServer
 from .live import watch
-from .processes import Command, guarded
+from .processes import Command
 from .recipe import Recipe
 from .report import amend_summary, read_summary
-from .run_directory import CONFIG, endpoint, held, prepare
+from .run_directory import CONFIG, SFT, endpoint, held, prepare
 from .sft_output import is_complete
 from .supervisor import Supervisor
 
+PATIENCE_S = 3.0
+"""Somebody waits for the answer."""
 PYTHON = (sys.executable, "-m", "deploy", "--debug")
 SHOWN = (
     ("held-out pass rate, before", "eval_before", ".3f"),
@@ -41,6 +44,7 @@ SHOWN = (
     ("tokens trained a second", "trained_tokens_per_s", ",.0f"),
     ("learner waiting", "learner_wait_fraction", ".0%"),
     ("worker restarts", "worker_restarts", "d"),
+    ("server restarts", "server_restarts", "d"),
     ("wall clock, s", "wall_s", ",.0f"),
 )
 """Of summary.json, in the table at the end."""
@@ -52,7 +56,8 @@ class Local:
 
     recipe: Recipe
     recipe_name: str
-    """As the user typed it, for what to try next."""
+    overrides: Sequence[str]
+    """Both as the user typed them, for what to try next."""
     resume: bool
     overwrite: bool
     console: Console
@@ -60,19 +65,31 @@ class Local:
     def run(self) -> int:
         """Run to the end; the exit code. Raises HeadwayError."""
         with held(self.recipe.run_directory), ExitStack() as stack:
-            directory = prepare(self.recipe, resume=self.resume, overwrite=self.overwrite).resolve()
+            directory = self._prepare()
             self.console.print(f"Run [bold]{self.recipe.run.name}[/]: {self.recipe.run_directory}", highlight=False)
             if code := warm_up(self.recipe, directory, self._say):
                 return code
-            url = stack.enter_context(serve(self.recipe, directory))
+            server = self._own_server(directory, stack)
+            url = server.url if server is not None else self.recipe.broker.url
             if self.overwrite:
                 forget(url, self.recipe.run.name)
             stack.enter_context(endpoint(directory, url, self.recipe.run.name))
-            code = self._train(directory, url)
+            code = self._train(directory, url, server)
         self._conclude(directory, code)
         return code
 
-    def _train(self, directory: Path, url: str) -> int:
+    def _prepare(self) -> Path:
+        if self.recipe.broker.url != "embedded":
+            ping(self.recipe.broker.url, self.recipe.run.name)  # before anything is taken away
+        return prepare(self.recipe, resume=self.resume, overwrite=self.overwrite, say=self._say).resolve()
+
+    def _own_server(self, directory: Path, stack: ExitStack) -> KeptServer | None:
+        """None: the recipe names one that somebody else runs."""
+        if self.recipe.broker.url != "embedded":
+            return None
+        return stack.enter_context(KeptServer(directory / "broker", self._say))
+
+    def _train(self, directory: Path, url: str, server: KeptServer | None) -> int:
         name, recipe = self.recipe.run.name, self.recipe
         with (
             tempfile.TemporaryDirectory(prefix="headway-workers-") as private,
@@ -91,11 +108,15 @@ class Local:
                 learner_command(recipe, directory, url, self.resume),
                 recipe.workers.max_restarts,
                 say=monitor.say,
+                check=server.check if server is not None else None,
             )
             code = supervisor.run()
         if (directory / "summary.json").exists():
-            generated = max(sum(monitor.generated.values()), read_summary(directory).get("generated_tokens", 0))
-            amend_summary(directory, {"worker_restarts": supervisor.restarts, "generated_tokens": generated})
+            restarts = {
+                "worker_restarts": supervisor.restarts,
+                "server_restarts": server.restarts if server is not None else 0,
+            }
+            amend_summary(directory, restarts)
         return code
 
     def _conclude(self, directory: Path, code: int) -> None:
@@ -108,18 +129,28 @@ class Local:
             self._say(f"  {what}:\n    {command}")
 
     def _hints(self, code: int, directory: Path) -> Iterator[tuple[str, str]]:
-        name = self.recipe_name
+        resolved = shlex.quote(os.path.relpath(directory / CONFIG))
         if code:
-            yield f"{program()} run {name} --resume", "go on from the last checkpoint"
+            yield f"{program()} run {resolved} --resume", "go on from the last checkpoint"
             return
-        yield f"{program()} run {name} staleness.max_lag=8 run.name=stale", "the same with a looser bound on lag"
+        yield f"{program()} run {self._with_a_looser_bound()}", "the same with a looser bound on lag"
         checkpoints = sorted((directory / "checkpoints").glob("*/step_*"), key=lambda path: path.stat().st_mtime)
         if checkpoints:
             yield (
-                f"{program()} eval {name} --checkpoint {os.path.relpath(checkpoints[-1])}",
+                f"{program()} eval {resolved} --checkpoint {shlex.quote(os.path.relpath(checkpoints[-1]))}",
                 "measure the trained model on held-out prompts",
             )
         yield f"{program()} status --watch", "look into a run from another terminal"
+
+    def _with_a_looser_bound(self) -> str:
+        """The recipe as it was typed, under a name that is free."""
+        bound = max(8, 2 * self.recipe.staleness.max_lag)
+        parent, name = self.recipe.run_directory.parent, "stale"
+        while (parent / name).exists():
+            name = f"{name}-{bound}"
+        new = {"staleness.max_lag": f"{bound}", "run.name": name}
+        kept = [override for override in self.overrides if override.partition("=")[0].strip() not in new]
+        return shlex.join([self.recipe_name, *kept, *(f"{key}={value}" for key, value in new.items())])
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -127,32 +158,34 @@ class Local:
 
 def warm_up(recipe: Recipe, directory: Path, say: Callable[[str], None]) -> int:
     """Run the recipe's supervised phases into directory/sft, unless that has been done; the exit code."""
-    if not recipe.sft.phases or recipe.model.path or is_complete(directory / "sft"):
+    if not recipe.sft.phases or is_complete(directory / SFT):
         return 0
     command = Command(
         name="The warm-up",
-        argv=(*PYTHON, "sft", str(directory / CONFIG), "--output", str(directory / "sft")),
+        argv=(*_plainly(), "sft", str(directory / CONFIG), "--output", str(directory / SFT)),
         log=None,
         environment=threads(recipe.learner.threads),
     )
-    return Supervisor((), command, drain_notice="the warm-up starts over next time", say=say).run()
+    notice = "the warm-up starts over next time"
+    return Supervisor((), command, drain_notice=notice, fails_when_stopped=True, say=say).run()
+
+
+def _plainly() -> tuple[str, ...]:
+    """For a child on our own terminal: tracebacks are for logs, and for users who ask."""
+    return PYTHON if "--debug" in sys.argv else PYTHON[:-1]
 
 
 def after_warm_up(recipe: Recipe) -> Recipe:
     """The recipe as the learner runs it: from the model that the warm-up left, if there is one."""
-    if not is_complete(recipe.run_directory / "sft"):
+    if not is_complete(recipe.run_directory / SFT):
         return recipe
-    return with_overrides(recipe, [f"model.path={recipe.run_directory / 'sft'}"])
+    model = msgspec.structs.replace(recipe.model, path=str(recipe.run_directory / SFT), random=None)
+    return msgspec.structs.replace(recipe, model=model)
 
 
-@contextmanager
-def serve(recipe: Recipe, directory: Path) -> Iterator[str]:
-    """The URL of the run's server: an embedded one while this lasts, or the recipe's own."""
-    if recipe.broker.url != "embedded":
-        yield recipe.broker.url
-        return
-    with EmbeddedServer(directory / "broker") as server, guarded(server.pid):
-        yield server.url
+def ping(url: str, run: str) -> None:
+    """Raises BrokerUnavailableError where no server answers, BrokerError where the URL is none."""
+    BlockingBroker(url, run, timeout_s=PATIENCE_S).close()
 
 
 def forget(url: str, run: str) -> None:

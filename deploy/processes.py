@@ -1,6 +1,7 @@
 """One role as a child process: own session, own log, tethered to us, and its last words when it dies."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,9 @@ TAIL_BYTES = 64 * 1024
 TAIL_LINES = 12
 ERROR_PREFIX = "Error: "
 """The command line starts its one-paragraph errors with this; nothing else in a log does."""
+
+NO_MORE_OF_IT = re.compile(r"\n(?=\s*(\n|$)|[IWEF]\d{4} \d\d:|\d\d:\d\d:\d\d |Traceback \()")
+"""Where that paragraph ends: torchrun goes on with a report of its own, and other ranks with their logs."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Child:
         text = self._own_log(self.command.log)
         _, found, error = text.rpartition("\n" + ERROR_PREFIX)
         if found:
-            return error.strip()
+            return NO_MORE_OF_IT.split(error, maxsplit=1)[0].strip()
         lines = [line for line in text.splitlines() if line.strip()][-TAIL_LINES:]
         return "\n".join(lines) if lines else "it printed nothing"
 

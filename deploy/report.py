@@ -125,7 +125,7 @@ def summarize(directory: Path, extras: Mapping[str, Any] | None = None) -> dict[
 
 
 def amend_summary(directory: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what the supervisor knows (restarts, tokens generated) to summary.json, and return it."""
+    """Add what the supervisor knows to summary.json, and return it."""
     return _write_summary(directory, _with(read_summary(directory), changes))
 
 

@@ -6,13 +6,15 @@ import logging
 import signal
 import tempfile
 import zlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
 from broker.client import Broker, open_broker
+from broker.errors import BrokerError, HeadwayError
 
 from .config import recipe_from_bytes, with_overrides
 from .recipe import Recipe
@@ -23,8 +25,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CONFIG_POLL_S = 0.2
+CONFIG_CHECK_S = 5.0
 
 log = logging.getLogger(__name__)
+
+
+class ConfigChangedError(HeadwayError):
+    """A learner took the run over with another configuration than the one this worker started with."""
 
 
 def run_worker(url: str, run: str, worker: str, overrides: Sequence[str]) -> None:
@@ -39,20 +46,22 @@ async def _run(url: str, run: str, worker: str, overrides: Sequence[str]) -> Non
     broker = await open_broker(url, run)
     try:
         with tempfile.TemporaryDirectory(prefix="headway-worker-") as private:
-            recipe = await _or_drained(_fetch_recipe_and_libraries(broker, overrides), drain)
-            if recipe is not None:
+            stored = await _or_drained(_fetch_config_and_libraries(broker), drain)
+            if stored is not None:
+                recipe = with_overrides(recipe_from_bytes(stored), overrides)
                 broker.leases.payload_ttl_s = recipe.broker.payload_ttl_s
-                await _work(broker, recipe, worker, Path(private), drain)
+                async with _drained_when_changed(broker, stored, drain):
+                    await _work(broker, recipe, worker, Path(private), drain)
     finally:
         await broker.close()
 
 
-async def _fetch_recipe_and_libraries(broker: Broker, overrides: Sequence[str]) -> Recipe:
+async def _fetch_config_and_libraries(broker: Broker) -> bytes:
     """Importing torch takes seconds; they pass while the learner is not there yet either."""
     libraries = asyncio.create_task(asyncio.to_thread(_import_libraries))
-    recipe = await _fetch_recipe(broker, overrides)
+    stored = await _fetch_config(broker)
     await libraries
-    return recipe
+    return stored
 
 
 def _import_libraries() -> None:
@@ -60,7 +69,7 @@ def _import_libraries() -> None:
         importlib.import_module(name)
 
 
-async def _fetch_recipe(broker: Broker, overrides: Sequence[str]) -> Recipe:
+async def _fetch_config(broker: Broker) -> bytes:
     """The run's resolved configuration, as soon as a learner has stored it."""
     from rollout_workers.outages import Outages
 
@@ -71,7 +80,40 @@ async def _fetch_recipe(broker: Broker, overrides: Sequence[str]) -> Recipe:
     while stored is None:
         await asyncio.sleep(CONFIG_POLL_S)
         stored = await outages.ride_out(broker.status.config)
-    return with_overrides(recipe_from_bytes(stored), overrides)
+    return stored
+
+
+@asynccontextmanager
+async def _drained_when_changed(broker: Broker, stored: bytes, drain: asyncio.Event) -> AsyncIterator[None]:
+    """Drain once what workers need of the run's configuration has changed; then raise ConfigChangedError."""
+    watch = asyncio.create_task(_watch_config(broker, stored))
+    watch.add_done_callback(lambda _: drain.set())
+    try:
+        yield
+    finally:
+        watch.cancel()
+        await asyncio.wait([watch])
+    if not watch.cancelled() and (error := watch.exception()) is not None:
+        raise error
+
+
+async def _watch_config(broker: Broker, stored: bytes) -> None:
+    while True:
+        await asyncio.sleep(CONFIG_CHECK_S)
+        with suppress(BrokerError):  # an outage: the worker says so
+            now = await broker.status.config() or stored
+            if now != stored and _workers_part(now) != _workers_part(stored):
+                raise ConfigChangedError(
+                    f"The configuration of run {broker.run} has changed since this worker started: it starts anew. "
+                    "If nothing restarts it, start it again."
+                )
+
+
+def _workers_part(stored: bytes) -> tuple[Any, ...]:
+    """What a worker's work depends on."""
+    recipe = recipe_from_bytes(stored)
+    seed, ttls = recipe.run.seed, (recipe.broker.lease_ttl_s, recipe.broker.payload_ttl_s)
+    return recipe.model, recipe.rewards, recipe.sampling, recipe.engine, recipe.workers, recipe.weights, seed, ttls
 
 
 async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drain: asyncio.Event) -> None:

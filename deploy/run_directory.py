@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,8 +20,12 @@ from broker.errors import ConfigError, HeadwayError
 
 from .config import dump_recipe
 from .recipe import Recipe
+from .sft_output import is_complete, is_of
 
 CONFIG, ENDPOINT = "config.yaml", "broker.json"
+SFT, SERVER = "sft", "broker"
+BEFORE_TRAINING = {CONFIG, ENDPOINT, SFT, f".{SFT}.partial", SERVER, "logs"}
+"""What a start leaves that came to nothing: no step, no checkpoint."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,27 +35,56 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     run: str
 
 
-def prepare(recipe: Recipe, *, resume: bool, overwrite: bool) -> Path:
+def prepare(recipe: Recipe, *, resume: bool, overwrite: bool, say: Callable[[str], None] = print) -> Path:
     """Make the run's directory and write config.yaml. Raises ConfigError where a run is there already."""
     directory = recipe.run_directory
-    if resume and not (directory / CONFIG).exists():
-        raise ConfigError(f"There is no run to resume in {directory}. Start it without --resume.")
-    if directory.exists() and any(directory.iterdir()) and not resume:
-        _clear(directory, overwrite)
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG).write_text(dump_recipe(recipe))
+    with _writable(directory):
+        if resume and not (directory / CONFIG).exists():
+            raise ConfigError(f"There is no run to resume in {directory}. Start it without --resume.")
+        if directory.exists() and any(directory.iterdir()) and not resume:
+            _clear(recipe, overwrite, say)
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+        (directory / CONFIG).write_text(dump_recipe(recipe))
     return directory
 
 
-def _clear(directory: Path, overwrite: bool) -> None:
-    if not overwrite:
+def _clear(recipe: Recipe, overwrite: bool, say: Callable[[str], None]) -> None:
+    directory = recipe.run_directory
+    is_ours = (directory / CONFIG).exists() or is_complete(directory / SFT)
+    is_run = not is_ours or not {path.name for path in directory.iterdir()} <= BEFORE_TRAINING
+    if is_run and not overwrite:
         raise ConfigError(
             f"{directory} already holds a run. Go on with it (--resume), start it anew and lose what it holds"
             " (--overwrite), or choose another name (run.name=...)."
         )
-    if not (directory / CONFIG).exists():
+    if not is_ours:
         raise ConfigError(f"{directory} holds no {CONFIG}, so it is no run of Headway's: --overwrite leaves it alone.")
-    shutil.rmtree(directory)
+    if overwrite:
+        shutil.rmtree(directory)
+    else:
+        _clear_false_start(recipe, say)
+
+
+def _clear_false_start(recipe: Recipe, say: Callable[[str], None]) -> None:
+    """Only a finished warm-up is worth keeping, and only if this recipe would make the same."""
+    directory = recipe.run_directory
+    shutil.rmtree(directory / SERVER, ignore_errors=True)
+    (directory / ENDPOINT).unlink(missing_ok=True)
+    if is_complete(directory / SFT) and not is_of(directory / SFT, recipe):
+        say(f"{directory / SFT} holds the warm-up of another recipe; it is removed.")
+        shutil.rmtree(directory / SFT)
+
+
+@contextmanager
+def _writable(directory: Path) -> Iterator[None]:
+    """A place that the system refuses, in words that help."""
+    try:
+        yield
+    except OSError as error:
+        raise HeadwayError(
+            f"{directory} cannot be made or written: {error.strerror or error}."
+            " Choose another place (run.directory=...), or make this one writable."
+        ) from error
 
 
 @contextmanager
@@ -75,8 +108,9 @@ def is_held(directory: Path) -> bool:
 def _lock(directory: Path) -> Iterator[bool]:
     """Whether the lock was to be had; if so it is ours meanwhile."""
     path = directory.parent / f".{directory.name}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with _writable(directory):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_ours = True
@@ -99,6 +133,16 @@ def endpoint(directory: Path, url: str, run: str) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
+def find_endpoint(parent: Path, run: str | None) -> Endpoint:
+    """Of `run` below `parent`, else of the one that started last. Raises HeadwayError if it is not going on."""
+    if run is not None and (parent / run / ENDPOINT).exists() and is_held(parent / run):
+        return _read_endpoint(parent / run / ENDPOINT)
+    found = newest_endpoint(parent)
+    if run is not None and run != found.run:
+        raise ConfigError(f"The run that is going on here is {found.run}, not {run}; name the server with --broker.")
+    return found
+
+
 def newest_endpoint(parent: Path) -> Endpoint:
     """Of the run below `parent` that started last. Raises HeadwayError if none is going on."""
     alive = (path for path in parent.glob(f"*/{ENDPOINT}") if is_held(path.parent))  # a killed run leaves its file
@@ -108,4 +152,8 @@ def newest_endpoint(parent: Path) -> Endpoint:
             f"No run is going on below {parent.resolve()}. Name one: --broker URL --run NAME (HEADWAY_BROKER"
             " and HEADWAY_RUN do as well); a finished run left its figures in runs/NAME/summary.json."
         )
-    return msgspec.json.decode(found[-1].read_bytes(), type=Endpoint)
+    return _read_endpoint(found[-1])
+
+
+def _read_endpoint(path: Path) -> Endpoint:
+    return msgspec.json.decode(path.read_bytes(), type=Endpoint)

@@ -205,7 +205,6 @@ def _rules(recipe: Recipe) -> RunRules:
     return RunRules(
         max_lag=recipe.staleness.max_lag,
         groups_per_step=recipe.learner.groups_per_step,
-        group_size=recipe.learner.group_size,
         on_straggler=recipe.staleness.on_straggler,
         on_over_bound=recipe.staleness.on_over_bound,
         max_bytes=recipe.broker.max_bytes,
@@ -223,7 +222,8 @@ def _conclude(recipe: Recipe, status: RunStatus | None) -> None:
             "expired_leases": queues.expired_leases,
             "refused_submissions": queues.fenced,
             "rejected_payloads": queues.rejected,
-            "generated_tokens": sum(worker.generated_tokens for worker in status.workers),
+            "generated_tokens": queues.generated_tokens,
+            "wasted_tokens": queues.wasted_tokens,
         }
     summarize(recipe.run_directory, extras)
     plot(recipe.run_directory, recipe.staleness.max_lag)

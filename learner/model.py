@@ -5,7 +5,8 @@ import inspect
 import re
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from .config import ModelConfig, RandomModelConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+LONGEST_REASON = 300
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 
 
@@ -29,7 +31,8 @@ def load_model(model: ModelConfig, seed: int = 0) -> "PreTrainedModel":
     config = load_config(model)
     with torch.random.fork_rng(devices=[]):
         if model.random is None:
-            return AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=torch.float32)
+            with _reading(model.path):
+                return AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=torch.float32)
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -40,6 +43,8 @@ def load_config(model: ModelConfig) -> "PretrainedConfig":
 
     _check_choice(model)
     config = _random_config(model.random) if model.random is not None else _path_config(model)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(f"model.path: {model.path} holds a {config.model_type}, which is no causal language model.")
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config.dtype = model.dtype
     return config
@@ -52,10 +57,25 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     _check_choice(model)
     if model.random is not None:
         return _character_tokenizer(model.random)
-    tokenizer = AutoTokenizer.from_pretrained(model.path)
+    with _reading(model.path):
+        tokenizer = AutoTokenizer.from_pretrained(model.path)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
+        raise ConfigError(_no_tokenizer(model.path))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def encode(
+    tokenizer: "PreTrainedTokenizerBase", text: str, what: str = "the text", *, add_special_tokens: bool = True
+) -> list[int]:
+    """The text's tokens. Raises ConfigError, naming `what`, where a random model's alphabet lacks a character."""
+    if stranger := _outside_alphabet(tokenizer, text):
+        raise ConfigError(
+            f"{what} has the character {stranger!r}, which is not in model.random.alphabet: {text[:80]!r}."
+            " Add it to the alphabet, or leave it out of the text."
+        )
+    return list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
 
 
 def model_files(config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> ModelFiles:
@@ -74,6 +94,8 @@ def _check_choice(model: ModelConfig) -> None:
     if bool(model.path) == (model.random is not None):
         given = "both" if model.path else "neither"
         raise ConfigError(f"model: give either `path` or `random`; {given} of them is set.")
+    if Path(model.path).is_file():
+        raise ConfigError(f"model.path: {model.path} is a file. Give the directory of a model, or a hub id.")
     is_local = model.path.startswith(("/", ".", "~"))
     if is_local and not Path(model.path).is_dir():
         raise ConfigError(f"model.path: there is no directory {model.path}. Give a Hugging Face directory or a hub id.")
@@ -82,12 +104,48 @@ def _check_choice(model: ModelConfig) -> None:
 def _path_config(model: ModelConfig) -> "PretrainedConfig":
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model.path)
+    with _reading(model.path):
+        config = AutoConfig.from_pretrained(model.path)
     tokenizer = load_tokenizer(model)
     for name in ("eos_token_id", "pad_token_id"):
         if getattr(config, name, None) is None:
             setattr(config, name, getattr(tokenizer, name))
     return config
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """What transformers says of a bad path, with the path and the remedy."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError) as error:
+        if Path(path).is_dir() and not any(Path(path).glob("*token*")) and "tokenizer" in str(error):
+            raise ConfigError(_no_tokenizer(path)) from error
+        raise ConfigError(f"model.path: {path} cannot be loaded: {_shortened(error)} {_remedy(path)}") from error
+
+
+def _remedy(path: str) -> str:
+    if Path(path).is_dir():
+        return "A model's directory has config.json, its weights (*.safetensors) and its tokenizer's files."
+    return (
+        f"There is no directory of that name in {Path.cwd()}, so it was taken for a hub id: check how it is spelled,"
+        " and that the hub can be reached or the model was downloaded before."
+    )
+
+
+def _no_tokenizer(path: str) -> str:
+    return (
+        f"model.path: {path} has no tokenizer: its files (tokenizer.json, tokenizer_config.json) are missing. Copy"
+        " those of the model that it was made from."
+    )
+
+
+def _shortened(error: Exception) -> str:
+    text = _one_line(error)
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
 
 
 def _random_config(random: RandomModelConfig) -> "PretrainedConfig":
@@ -142,6 +200,19 @@ def _check_vocabulary(random: RandomModelConfig, size: int) -> None:
             f"model.random.config.vocab_size is {given}, but {len(random.alphabet)} characters of the "
             f"alphabet with {PAD_TOKEN} and {EOS_TOKEN} make {size}. Leave vocab_size out."
         )
+
+
+def _outside_alphabet(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
+    """The first character that a tokenizer of characters lacks; '' for all others, which encode anything."""
+    from tokenizers.models import WordLevel
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or tokenizer.unk_token is not None or not isinstance(backend.model, WordLevel):
+        return ""
+    for token in tokenizer.all_special_tokens:
+        text = text.replace(token, "")
+    known = tokenizer.get_vocab()
+    return next((character for character in text if character not in known), "")
 
 
 def _character_tokenizer(random: RandomModelConfig) -> "PreTrainedTokenizerBase":

@@ -62,10 +62,14 @@ class HeldLeases:
             held.task.cancel()
         await self._release(unfinished)
 
-    async def hand_back_all(self) -> None:
-        """The same for whatever is left."""
+    def cancel_all(self) -> None:
+        """Give up what is still being scored or submitted, too; its leases are still held."""
         for held in self._held.values():
             held.task.cancel()
+
+    async def hand_back_all(self) -> None:
+        """Give up and release whatever is left."""
+        self.cancel_all()
         await self._release(list(self._held.values()))
 
     async def wait_submitted(self, timeout_s: float) -> None:

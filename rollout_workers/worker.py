@@ -33,7 +33,7 @@ FAREWELL_S = 5.0
 """What a leaving worker gives its finished samples to be submitted, and then its goodbye to arrive."""
 MISSED_HEARTBEATS = 5
 """After so many a worker no longer counts as alive."""
-RUN_OVER = ("finished", "stopped", "failed")
+RUN_OVER = ("finished", "stopped")
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +85,10 @@ class Worker:
                 background = [tasks.create_task(self._beat()), tasks.create_task(self._weights.follow())]
                 await self._keep_engine_full(tasks)
                 await self._wind_down()
+                # Neither waits by itself for a broker that is away, nor for weights that nobody follows any more.
                 for task in background:
                     task.cancel()
+                self._held.cancel_all()
         except BaseExceptionGroup as group:
             raise _first(group) from group
         finally:

@@ -1,5 +1,5 @@
 -- claim(checkpoint incarnation, checkpoint step, resume, new owner, config, {rule, value}...)
---   -> {incarnation, server id, announced step | '', pinned step...}
+--   -> {incarnation, server id, announced step | ''}
 -- Takes the run over from whoever owned it. Batches that the checkpoint contains are committed, later ones stay pinned.
 -- Touches: meta, config, and what commit touches.
 free_first()
@@ -9,7 +9,8 @@ local reached = math.max(announced or 0, number('committed_step'))
 local last = call('ZRANGE', PINNED, -1, -1)[1]
 if last then reached = math.max(reached, tonumber(last) + 1) end
 if meta('owner') ~= owner then -- else a retry of a claim whose reply was lost
-  if step == 0 and ARGV[3] ~= '1' and reached > 0 then return redis.error_reply('ADVANCED ' .. reached) end
+  -- Resuming without a checkpoint is a fresh start too, once something was trained for good.
+  if step == 0 and reached > 0 and (ARGV[3] ~= '1' or number('committed_step') > 0) then return redis.error_reply('ADVANCED ' .. reached) end
   call('HSET', META, 'incarnation', math.max(number('incarnation'), tonumber(ARGV[1])) + 1, 'owner', owner)
   call('HSET', META, 'state', 'claimed', 'feed_closed', 0)
   call('HSETNX', META, 'started', now())
@@ -18,6 +19,4 @@ if meta('owner') ~= owner then -- else a retry of a claim whose reply was lost
   commit_below(step)
   renumber(step)
 end
-local reply = { number('incarnation'), server_id(), announced and tostring(announced) or '' }
-for _, pinned in ipairs(call('ZRANGE', PINNED, 0, -1)) do reply[#reply + 1] = pinned end
-return reply
+return { number('incarnation'), server_id(), announced and tostring(announced) or '' }

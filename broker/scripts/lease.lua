@@ -10,11 +10,12 @@ local function refuse(reason) reply[3] = reason return reply end
 
 if reply[2] == 'finished' then return refuse('finished') end
 local announced, lag = announced_step(), number('max_lag')
-if not announced or reply[2] == 'stopped' or reply[2] == 'failed' or incarnation > number('incarnation') then
+if not announced or reply[2] == 'stopped' or incarnation > number('incarnation') then
   return refuse('paused')
 end
 -- Weights of an abandoned branch, or too old for the step that comes next: nothing begun with them could be trained.
-if step + lag < announced or (incarnation < number('announced_incarnation') and step > announced) then
+local is_older = incarnation < number('announced_incarnation')
+if step + lag < announced or (is_older and step > announced) or is_abandoned(incarnation, step) then
   return refuse('stale weights')
 end
 

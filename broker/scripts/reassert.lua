@@ -1,7 +1,7 @@
 -- reassert(incarnation, owner, announced incarnation | '', announced step, watermark, committed step, config,
 --          n rules, {rule, value} * n, n committed, group * n, {step, group, round, size}...) -> server id
 -- The server came back, perhaps without its last second: what the learner knows is put in force again.
--- Touches: meta, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*.
+-- Touches: meta, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*, forks.
 local held = call('HMGET', META, 'incarnation', 'owner')
 if held[2] ~= ARGV[2] and (tonumber(held[1] or '') or 0) >= tonumber(ARGV[1]) then
   return redis.error_reply('FENCED ' .. held[1])
@@ -57,6 +57,8 @@ for b = a, #ARGV, 4 do pin_again(ARGV[b], ARGV[b + 1], ARGV[b + 2], ARGV[b + 3])
 local function at_least(name, incarnation, step)
   local held_incarnation, held_step = number(name .. '_incarnation'), tonumber(meta(name .. '_step') or '') or -1
   if incarnation < held_incarnation or (incarnation == held_incarnation and step <= held_step) then return end
+  -- A rewind that was forgotten; it may have been to a lower step, but not by more than the second that was lost.
+  if name == 'announced' and step < held_step then fork(incarnation, step) end
   call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', ARGV[2])
 end
 if ARGV[3] ~= '' then

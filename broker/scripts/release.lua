@@ -5,10 +5,7 @@ for a = 1, #ARGV, 2 do
   local g, round, i = parse(ARGV[a])
   local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'payload:' .. i)
   if had[1] == round and had[2] == ARGV[a + 1] and not had[3] then
-    call('HDEL', group_key(g), 'token:' .. i, 'step:' .. i)
-    call('ZREM', LEASES, ARGV[a])
-    call('ZADD', RETRY, field(g, 'index'), ARGV[a])
-    refloor(g)
+    hand_back(ARGV[a])
     n = n + 1
   end
 end

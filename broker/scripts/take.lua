@@ -36,7 +36,7 @@ local function send_back(g)
 end
 
 -- No token older than the bound is trained; with `mask` a group stays while it has a younger one. Tokens newer than the
--- step that comes next belong to a branch that was abandoned.
+-- step that comes next belong to a branch that was abandoned (of those that are not, see fork).
 local function sweep(queue)
   for _, g in ipairs(call('ZRANGE', queue, 0, -1)) do
     local floor, newest = tonumber(field(g, 'floor')), tonumber(field(g, 'newest') or '')
@@ -93,6 +93,11 @@ local function nothing_more_comes()
   return call('ZCARD', POOL) + call('ZCARD', RETRY) + call('ZCARD', LEASES) + call('ZCARD', OPEN) == 0
 end
 
+-- Over the cap on bytes, with nothing under way and nothing to commit.
+local function nothing_can_free()
+  return call('ZCARD', RETRY) + call('ZCARD', LEASES) + call('ZCARD', OPEN) + call('ZCARD', PINNED) == 0
+end
+
 drop_undeliverable()
 local pinned = call('LLEN', BATCH)
 local need = n - pinned
@@ -105,7 +110,11 @@ sweep(OPEN)
 local ready = floors(READY)
 if #ready < need then
   if not nothing_more_comes() then
-    if number('payload_bytes') >= number('max_bytes') then return { 'wait', 'bytes' } end
+    if number('payload_bytes') >= number('max_bytes') then
+      local full = 'FULL ' .. number('payload_bytes') .. ' ' .. number('max_bytes')
+      if nothing_can_free() then return redis.error_reply(full) end
+      return { 'wait', 'bytes' }
+    end
     -- a server that lost its last seconds, or a new one: workers need this learner's weights first
     if step > announced then return { 'wait', 'announce' } end
     return { 'wait', 'groups' }

@@ -1,7 +1,8 @@
 -- version(incarnation, owner, server, 'offered' | 'announced', version incarnation, version step, blob key) -> OK
 -- Compare and swap: an offer or announcement is newer than everything announced and no older than the newest offer.
--- Repeating one's own last one is allowed (a lost reply), an announcement also once a newer one was offered. The manifest was SET under `blob key` (with a TTL) before.
--- Touches: meta, manifest:*, stage:*; after a rewind also what renumber touches.
+-- Repeating one's own last one is allowed (a lost reply), an announcement also once a newer version was offered. The
+-- manifest was SET under `blob key` (with a TTL) before.
+-- Touches: meta, manifest:*, stage:*; after a rewind also what fork and renumber touch.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then call('UNLINK', P .. ARGV[7]) return fenced end
 free_first()
@@ -32,5 +33,8 @@ put(what)
 if compare('offered') > 0 then put('offered') end
 call('RENAME', P .. ARGV[7], P .. 'manifest:' .. what)
 call('PERSIST', P .. 'manifest:' .. what)
-if what == 'announced' and before and step < before then renumber(step) end
+if what == 'announced' and before and step < before then
+  fork(incarnation, step)
+  renumber(step)
+end
 return redis.status_reply('OK')

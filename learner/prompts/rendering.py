@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from broker.errors import ConfigError
 from broker.schema import Prompt
+from learner.model import encode
 
 from .base import Item, Message, PromptSource
 
@@ -26,9 +27,10 @@ class Renderer:
 
     def prompt(self, item: Item, *, group: str, num_samples: int) -> Prompt:
         """Tokenized, under the name `group`. Raises ConfigError where nothing is left to continue."""
-        text, token_ids = self._render(item.content)
+        what = f"prompt {group} of {item.data_source!r}"
+        text, token_ids = self._render(item.content, what)
         if not token_ids:
-            raise ConfigError(f"prompt {group} of {item.data_source!r} has no tokens: {text[:80]!r}.")
+            raise ConfigError(f"{what} has no tokens: {text[:80]!r}.")
         return Prompt(
             group=group,
             token_ids=token_ids,
@@ -39,12 +41,12 @@ class Renderer:
             num_samples=num_samples,
         )
 
-    def _render(self, content: str | list[Message]) -> tuple[str, list[int]]:
+    def _render(self, content: str | list[Message], what: str) -> tuple[str, list[int]]:
         if isinstance(content, str) and not self._system_prompt:
-            return content, list(self._tokenizer(content).input_ids)
+            return content, encode(self._tokenizer, content, what)
         text = self._conversation(self._messages(content))
         # The template has written the special tokens already.
-        return text, list(self._tokenizer(text, add_special_tokens=False).input_ids)
+        return text, encode(self._tokenizer, text, what, add_special_tokens=False)
 
     def _messages(self, content: str | list[Message]) -> list[Message]:
         if isinstance(content, list):

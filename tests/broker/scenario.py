@@ -39,12 +39,12 @@ def prompt(position: int, num_samples: int = 2) -> Prompt:
     )
 
 
-def trajectory(lease: Lease, *steps: int, tokens: int = 6) -> Trajectory:
-    """Sampled by these steps' weights in turn, a token each at least."""
-    cuts = [*range(len(steps)), tokens]
+def trajectory(lease: Lease, *versions: int | WeightVersion, tokens: int = 6) -> Trajectory:
+    """Sampled by these weights in turn (a step: of incarnation 1), a token each at least."""
+    cuts = [*range(len(versions)), tokens]
     spans = tuple(
-        VersionSpan(start, end, WeightVersion(1, step))
-        for start, end, step in zip(cuts[:-1], cuts[1:], steps, strict=True)
+        VersionSpan(start, end, WeightVersion(1, version) if isinstance(version, int) else version)
+        for start, end, version in zip(cuts[:-1], cuts[1:], versions, strict=True)
     )
     return Trajectory(
         tid=lease.tid,
@@ -86,8 +86,8 @@ class Scenario:
     async def lease(self, count: int, step: int, worker: str = "w", ttl_s: float = TTL_S) -> LeaseReply:
         return await self.broker.leases.lease(worker, WeightVersion(1, step), count, ttl_s)
 
-    async def submit(self, lease: Lease, *steps: int) -> SubmitOutcome:
-        return await self.broker.leases.submit(lease, trajectory(lease, *steps))
+    async def submit(self, lease: Lease, *versions: int | WeightVersion) -> SubmitOutcome:
+        return await self.broker.leases.submit(lease, trajectory(lease, *versions))
 
     async def submit_all(self, leases: Sequence[Lease], step: int) -> None:
         for lease in leases:
@@ -113,20 +113,21 @@ async def begin(
     rules: RunRules,
     *,
     fed: int = 40,
+    group_size: int = 2,
     checkpoint: CheckpointMark = FRESH,
     resume: bool = False,
 ) -> Scenario:
     """Claims the run and feeds groups 0 to `fed`; announces the initial weights of a fresh run."""
     claim = await broker.batches.claim(checkpoint=checkpoint, rules=rules, config=b"recipe", resume=resume)
     scenario = Scenario(broker, claim)
-    await broker.prompts.feed([prompt(i, rules.group_size) for i in range(fed)], claim.owner)
+    await broker.prompts.feed([prompt(i, group_size) for i in range(fed)], claim.owner)
     if claim.highest_announced is None and checkpoint == FRESH:
         await scenario.announce(0)
     return scenario
 
 
-def rules(max_lag: int, groups_per_step: int = 2, group_size: int = 2, **others: object) -> RunRules:
-    return RunRules(max_lag=max_lag, groups_per_step=groups_per_step, group_size=group_size, **others)  # type: ignore[arg-type]
+def rules(max_lag: int, groups_per_step: int = 2, **others: object) -> RunRules:
+    return RunRules(max_lag=max_lag, groups_per_step=groups_per_step, **others)  # type: ignore[arg-type]
 
 
 def groups(*positions: int) -> list[str]:

@@ -34,7 +34,7 @@ async def test_take_gives_whole_groups_and_the_same_ones_again(broker: Broker) -
 
 
 async def test_oldest_weights_first(broker: Broker) -> None:
-    run = await begin(broker, rules(2, groups_per_step=1, group_size=1))
+    run = await begin(broker, rules(2, groups_per_step=1), group_size=1)
     slow, *fast = (await run.lease(3, 0)).leases
     await run.submit_all(fast, 0)
     assert await run.take(0, 1) == groups(1)
@@ -81,7 +81,7 @@ async def test_the_last_batch_is_short_and_then_nothing_comes(broker: Broker) ->
 
 @pytest.mark.parametrize("how", ["requeue", "drop"])
 async def test_a_group_over_the_bound_is_generated_anew_or_dropped(broker: Broker, how: str) -> None:
-    run = await begin(broker, rules(1, groups_per_step=1, group_size=2, on_over_bound=how, on_straggler="requeue"))
+    run = await begin(broker, rules(1, groups_per_step=1, on_over_bound=how, on_straggler="requeue"), group_size=2)
     await run.generate(4, 0)  # groups 0 and 1
     assert await run.take(0, 1) == groups(0)
     await run.announce(1)
@@ -100,7 +100,7 @@ async def test_a_group_over_the_bound_is_generated_anew_or_dropped(broker: Broke
 
 
 async def test_with_mask_a_group_stays_while_something_in_it_is_young_enough(broker: Broker) -> None:
-    run = await begin(broker, rules(1, groups_per_step=1, group_size=1, on_over_bound="mask"))
+    run = await begin(broker, rules(1, groups_per_step=1, on_over_bound="mask"), group_size=1)
     mixed, old = (await run.lease(2, 0)).leases
     await run.submit(mixed, 0, 1)
     await run.submit(old, 0)
@@ -111,7 +111,7 @@ async def test_with_mask_a_group_stays_while_something_in_it_is_young_enough(bro
 
 async def straggler(broker: Broker, how: str) -> tuple[Scenario, Lease, list[str] | None]:
     """Group 0 is begun with weights 0 and not finished; 1 and 2 are; step 1 is the last that may train 0."""
-    run = await begin(broker, rules(1, groups_per_step=1, group_size=2, on_straggler=how))
+    run = await begin(broker, rules(1, groups_per_step=1, on_straggler=how), group_size=2)
     first = (await run.lease(4, 0)).leases
     await run.submit_all(first[1:], 0)
     assert await run.take(0, 1) == groups(1)
@@ -151,7 +151,7 @@ async def test_no_straggler_is_begun_anew_while_there_is_no_batch_without_it(bro
 
 async def test_waiting_looks_ahead(broker: Broker) -> None:
     """Four unfinished groups are due at step 2, two a step: taking others at step 1 would push two over."""
-    run = await begin(broker, rules(2, groups_per_step=2, group_size=1))
+    run = await begin(broker, rules(2, groups_per_step=2), group_size=1)
     leases = (await run.lease(6, 0)).leases
     await run.submit_all(leases[4:], 0)
     assert await run.take(0) == groups(4, 5)
@@ -169,7 +169,7 @@ async def test_waiting_looks_ahead(broker: Broker) -> None:
 async def test_no_lag_exceeds_the_bound_whatever_the_order(broker: Broker, max_lag: int, how: str) -> None:
     """Workers of all speeds, finishing in any order: every group is trained once, none over the bound."""
     chance = random.Random(max_lag)
-    run = await begin(broker, rules(max_lag, groups_per_step=3, group_size=2, on_straggler=how), fed=30)
+    run = await begin(broker, rules(max_lag, groups_per_step=3, on_straggler=how), group_size=2, fed=30)
     await broker.prompts.close_feed(run.owner)
     working: list[tuple[Lease, int]] = []
     trained: list[str] = []
@@ -206,14 +206,14 @@ async def test_a_claim_fences_the_old_owner(broker: Broker, url: str) -> None:
     other = await open_broker(url, broker.run)
     new = await begin(other, rules(1), resume=True)
     assert new.owner.incarnation == old.owner.incarnation + 1
-    assert (new.claim.highest_announced, new.claim.pinned_steps) == (0, (0,))
+    assert new.claim.highest_announced == 0
     for verb in (
         old.take(0),
         old.announce(1),
         broker.batches.commit(old.owner, 1),
         broker.prompts.feed([prompt(50)], old.owner),
         broker.prompts.close_feed(old.owner),
-        broker.status.set_state(old.owner, "failed"),
+        broker.status.set_state(old.owner, "stopped"),
     ):
         with pytest.raises(FencedError, match=r"taken run .* over \(incarnation 2\)"):
             await verb
@@ -246,7 +246,6 @@ async def test_a_resumed_learner_gets_its_batches_again(broker: Broker) -> None:
         await run.announce(step + 1)
     held = (await run.lease(4, 3)).leases
     resumed = await begin(broker, rules(2), checkpoint=CheckpointMark(1, 1), resume=True)
-    assert resumed.claim.pinned_steps == (1, 2)
     assert resumed.claim.highest_announced == 3
     assert (await broker.versions.current())[1] is not None
     assert [await resumed.take(1), await resumed.take(2)] == taken[1:]
@@ -299,11 +298,27 @@ async def test_a_damaged_payload_is_rejected_and_the_group_begun_anew(broker: Br
 
 
 async def test_bytes_are_what_a_starved_learner_waits_for(broker: Broker) -> None:
-    run = await begin(broker, rules(2, max_bytes=1))
+    run = await begin(broker, rules(2, groups_per_step=1, max_bytes=1))
     await run.generate(2, 0)
-    assert (await run.lease(1, 0)).reason == "bytes"
+    assert await run.take(0, 1) == groups(0)
+    await run.announce(1)
+    assert (await run.lease(1, 1)).reason == "bytes"
+    assert await run.take(1, 1) is None
+    assert broker.batches.waiting_for == "bytes"  # what a commit frees
+    await broker.batches.commit(run.owner, 1)
+    await run.generate(2, 1)
+    assert await run.take(1, 1) == groups(1)
+
+
+async def test_a_step_that_cannot_fit_is_an_error(broker: Broker) -> None:
+    run = await begin(broker, rules(2, max_bytes=1))
+    leases = (await run.lease(2, 0)).leases
+    await run.submit_all(leases[:1], 0)
     assert await run.take(0) is None
-    assert broker.batches.waiting_for == "bytes"
+    assert broker.batches.waiting_for == "bytes"  # somebody works on the other sample
+    await run.submit_all(leases[1:], 0)
+    with pytest.raises(BrokerError, match=r"one step needs more than broker.max_bytes=1: raise it, or lower learner"):
+        await run.take(0)
 
 
 async def test_two_runs_on_one_server_never_touch(broker: Broker, url: str) -> None:

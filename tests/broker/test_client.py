@@ -1,5 +1,6 @@
 """Connections, scripts, versions, the status board, and what errors say."""
 
+import asyncio
 import threading
 from pathlib import Path
 
@@ -60,6 +61,54 @@ async def test_bad_urls_and_names() -> None:
     for name in ("", "a b", "{x}", "a:b", "-x", "x" * 101, "é"):
         with pytest.raises(BrokerError, match="is no name for a run"):
             await open_broker("redis://127.0.0.1", name)
+
+
+@pytest.mark.parametrize("url", ["redis://[::1", "redis://me:secret@[::1"])
+async def test_half_an_address(url: str) -> None:
+    with pytest.raises(BrokerError, match=r"\[::1' is no broker URL .* Use redis://host:port") as caught:
+        await open_broker(url, "r")
+    assert "secret" not in str(caught.value)
+
+
+async def test_something_else_answers() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
+        port = other.sockets[0].getsockname()[1]
+        with pytest.raises(BrokerError, match="answers, but not as a Redis or Valkey server"):
+            await open_broker(f"redis://127.0.0.1:{port}", "r", timeout_s=5)
+
+
+async def test_a_server_that_may_not_write_is_waited_for(broker: Broker, server: EmbeddedServer) -> None:
+    run = await begin(broker, rules(0))
+    await broker._connection.execute("REPLICAOF", "127.0.0.1", "1")
+    await broker._connection.execute("CONFIG", "SET", "replica-serve-stale-data", "yes")
+    for verb in (run.announce(1), broker.status.leave("w")):
+        with pytest.raises(BrokerUnavailableError, match="takes no commands now: READONLY You can't write"):
+            await verb
+    await broker._connection.execute("CONFIG", "SET", "replica-serve-stale-data", "no")
+    with pytest.raises(BrokerUnavailableError, match="takes no commands now: MASTERDOWN Link with MASTER is down"):
+        await broker.status.state()
+    await broker._connection.execute("REPLICAOF", "NO", "ONE")
+    await run.announce(1)
+
+
+async def test_a_full_disk_is_waited_for(broker: Broker, tmp_path: Path) -> None:
+    run = await begin(broker, rules(0))
+    await broker._connection.execute("CONFIG", "SET", "save", "3600 1000000")
+    (tmp_path / "server" / "dump.rdb").mkdir()  # a snapshot cannot be written here
+    await broker._connection.execute("BGSAVE")
+    while "err" not in str(await broker._connection.execute("INFO", "persistence")):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    with pytest.raises(BrokerUnavailableError, match="takes no commands now: MISCONF"):
+        await run.announce(1)
+    (tmp_path / "server" / "dump.rdb").rmdir()
+    await broker._connection.execute("SAVE")
+    await run.announce(1)
 
 
 async def test_scripts_are_loaded_again_after_a_flush(broker: Broker) -> None:
@@ -129,6 +178,18 @@ async def test_the_status_board(broker: Broker) -> None:
     await other.close()
     assert await broker.status.delete_run() > 0
     assert await broker._connection.scan("*") == []
+
+
+async def test_a_heartbeat_of_another_schema_is_passed_over(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    await begin(broker, rules(0))
+    for name in ("new", WORKER.worker):
+        await broker.status.heartbeat(msgspec.structs.replace(WORKER, worker=name), 30)
+    await broker._connection.execute("SETRANGE", broker._connection.keys("worker:new"), 4, b"\x09\x00")
+    for _ in range(2):
+        assert await broker.status.workers() == (WORKER,)
+    assert (await broker.status.snapshot()).workers == (WORKER,)
+    assert caplog.text.count("worker new is passed over") == 1
+    assert "a frame of schema 9" in caplog.text
 
 
 async def test_an_out_of_memory_server_says_so_and_commits_still_free(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ STRUCTS = [
         recent_steps=(STEP,),
     ),
     PROBE,
-    RunRules(max_lag=1, groups_per_step=2, group_size=3),
+    RunRules(max_lag=1, groups_per_step=2),
     WeightVersion(3, 4),
 ]
 FIELDS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "loss_mask")

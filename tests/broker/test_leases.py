@@ -5,11 +5,12 @@ import asyncio
 import pytest
 
 from broker import Broker, open_broker
+from broker.errors import BrokerError
 from broker.leases import SubmitOutcome
 from broker.schema import TrajectoryId, WeightVersion
 from broker.staleness import may_admit
 
-from .scenario import begin, group_id, groups, prompt, rules
+from .scenario import begin, group_id, groups, prompt, rules, trajectory
 
 A_MOMENT_S = 0.05
 
@@ -26,7 +27,7 @@ async def test_nothing_is_leased_before_anything_is_announced(broker: Broker) ->
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 @pytest.mark.parametrize("groups_per_step", [1, 3])
 async def test_admission_is_what_staleness_says(broker: Broker, max_lag: int, groups_per_step: int) -> None:
-    run = await begin(broker, rules(max_lag, groups_per_step, group_size=1))
+    run = await begin(broker, rules(max_lag, groups_per_step), group_size=1)
     admitted = 0
     for step in range(4):
         reply = await run.generate(100, step)
@@ -41,7 +42,7 @@ async def test_admission_is_what_staleness_says(broker: Broker, max_lag: int, gr
 
 
 async def test_stale_weights_are_refused(broker: Broker) -> None:
-    run = await begin(broker, rules(1, groups_per_step=1, group_size=1))
+    run = await begin(broker, rules(1, groups_per_step=1), group_size=1)
     await run.submit_all((await run.lease(2, 0)).leases, 0)
     assert await run.take(0, 1) == groups(0)
     await run.announce(1)
@@ -58,7 +59,7 @@ async def test_stale_weights_are_refused(broker: Broker) -> None:
 
 
 async def test_a_retry_is_given_before_new_groups_and_only_to_weights_that_may(broker: Broker) -> None:
-    run = await begin(broker, rules(1, groups_per_step=1, group_size=2))
+    run = await begin(broker, rules(1, groups_per_step=1), group_size=2)
     first = (await run.lease(2, 0)).leases
     await broker.leases.release(first)
     again = (await run.lease(3, 0)).leases
@@ -71,15 +72,31 @@ async def test_a_retry_is_given_before_new_groups_and_only_to_weights_that_may(b
     assert await run.submit(first[0], 0) is SubmitOutcome.FENCED
 
 
+async def test_a_group_settled_before_its_prompt_was_read_costs_no_other_lease(broker: Broker) -> None:
+    run = await begin(broker, rules(0))
+    await broker._connection.execute("UNLINK", broker._connection.keys(f"prompt:{group_id(0)}"))
+    leases = (await run.lease(4, 0)).leases
+    assert [lease.tid.group for lease in leases] == groups(1, 1)
+    assert set(broker.leases._held["w"]) == {lease.tid for lease in leases}
+
+
+async def test_a_damaged_prompt_is_an_error_and_hands_the_other_leases_back(broker: Broker) -> None:
+    run = await begin(broker, rules(0))
+    await broker._connection.execute("SETRANGE", broker._connection.keys(f"prompt:{group_id(0)}"), 20, b"\xff\xff")
+    with pytest.raises(BrokerError, match=r"A prompt of run .* is damaged"):
+        await run.lease(4, 0)
+    assert [lease.tid.group for lease in (await run.lease(4, 0)).leases] == groups(1, 1)
+
+
 async def test_every_lease_has_a_token_of_its_own_and_no_sample_twice(broker: Broker) -> None:
-    run = await begin(broker, rules(2, groups_per_step=4, group_size=3))
+    run = await begin(broker, rules(2, groups_per_step=4), group_size=3)
     leases = [*(await run.lease(20, 0)).leases, *(await run.lease(20, 0, worker="v")).leases]
     assert len(leases) == 36
     assert len({lease.tid for lease in leases}) == len({lease.token for lease in leases}) == 36
 
 
 async def test_an_expired_lease_goes_to_another_worker_and_the_late_one_is_fenced(broker: Broker) -> None:
-    run = await begin(broker, rules(0, groups_per_step=1, group_size=2))
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=2)
     slow = (await run.lease(2, 0, ttl_s=A_MOMENT_S)).leases
     assert await run.submit(slow[0], 0) is SubmitOutcome.ACCEPTED
     await asyncio.sleep(2 * A_MOMENT_S)
@@ -95,7 +112,7 @@ async def test_an_expired_lease_goes_to_another_worker_and_the_late_one_is_fence
 
 
 async def test_a_worker_is_not_given_what_it_holds_but_keeps_it(broker: Broker, url: str) -> None:
-    run = await begin(broker, rules(0, groups_per_step=1, group_size=1))
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
     mine = (await run.lease(1, 0, ttl_s=A_MOMENT_S)).leases
     await asyncio.sleep(2 * A_MOMENT_S)
     assert (await run.lease(1, 0)).leases == ()
@@ -107,7 +124,7 @@ async def test_a_worker_is_not_given_what_it_holds_but_keeps_it(broker: Broker, 
 
 
 async def test_a_lease_whose_reply_was_lost_is_given_again_to_the_same_worker(broker: Broker) -> None:
-    run = await begin(broker, rules(0, groups_per_step=1, group_size=1))
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
     lost = (await run.lease(1, 0, ttl_s=A_MOMENT_S)).leases
     broker.leases._held.clear()  # as if the reply had never come
     await asyncio.sleep(2 * A_MOMENT_S)
@@ -117,14 +134,29 @@ async def test_a_lease_whose_reply_was_lost_is_given_again_to_the_same_worker(br
 
 
 async def test_an_expired_lease_that_nobody_took_may_still_be_submitted(broker: Broker) -> None:
-    run = await begin(broker, rules(0, groups_per_step=1, group_size=1))
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
     late = (await run.lease(1, 0, ttl_s=A_MOMENT_S)).leases
     await asyncio.sleep(2 * A_MOMENT_S)
     assert await run.submit(late[0], 0) is SubmitOutcome.ACCEPTED
 
 
+async def test_tokens_are_counted_once(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1))
+    first, second = (await run.lease(2, 0)).leases
+    await broker.leases.submit(first, trajectory(first, 0, tokens=5))
+    await broker.leases.submit(first, trajectory(first, 0, tokens=5))
+    await broker.leases.release([second])
+    await broker.leases.submit(second, trajectory(second, 0, tokens=7))
+    queues = await run.queues()
+    assert (queues.generated_tokens, queues.wasted_tokens) == (5, 7)
+    await run.generate(1, 0)
+    await run.take(0, 1)
+    await broker.batches.commit(run.owner, 1)
+    assert (await run.queues()).generated_tokens == 11
+
+
 async def test_a_repeated_submission_is_a_duplicate_and_loses_nothing(broker: Broker) -> None:
-    run = await begin(broker, rules(0, groups_per_step=1, group_size=1))
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
     lease = (await run.lease(1, 0)).leases[0]
     assert await run.submit(lease, 0) is SubmitOutcome.ACCEPTED
     stored = (await run.queues()).payload_bytes
@@ -137,7 +169,7 @@ async def test_a_repeated_submission_is_a_duplicate_and_loses_nothing(broker: Br
 
 
 async def test_the_byte_cap_stops_admission_and_not_retries(broker: Broker) -> None:
-    run = await begin(broker, rules(2, groups_per_step=2, group_size=2, max_bytes=1))
+    run = await begin(broker, rules(2, groups_per_step=2, max_bytes=1), group_size=2)
     leases = (await run.lease(3, 0)).leases
     await run.submit_all(leases[:1], 0)
     await broker.leases.release(leases[1:])
@@ -157,7 +189,7 @@ async def test_reasons(broker: Broker) -> None:
 
 
 async def test_feeding_again_changes_nothing(broker: Broker) -> None:
-    run = await begin(broker, rules(0, groups_per_step=1, group_size=1), fed=3)
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1, fed=3)
     assert await broker.prompts.fed_ahead() == 3
     await run.generate(1, 0)
     assert await run.take(0, 1) == groups(0)

@@ -58,6 +58,29 @@ async def test_a_killed_server_comes_back_with_its_data(broker: Broker, server: 
     assert (await run.queues()).payload_bytes == 0
 
 
+async def test_an_offer_that_outlived_its_server_is_no_regression(broker: Broker, server: EmbeddedServer) -> None:
+    run = await begin(broker, rules(1))
+    await broker.versions.offer(run.owner, manifest(1, 1))
+    kill(server)
+    server.start()
+    await reassert(run, 0, [], {})
+    assert await broker.versions.current() == (WeightVersion(1, 1), WeightVersion(1, 0))
+    await run.announce(0)
+    assert await broker.versions.current() == (WeightVersion(1, 1), WeightVersion(1, 0))
+    await run.announce(1)
+
+
+async def test_an_announcement_whose_reply_the_crash_swallowed_stays(broker: Broker, server: EmbeddedServer) -> None:
+    run = await begin(broker, rules(1))
+    known = dict(broker.versions._put)
+    await run.announce(1)
+    broker.versions._put = known  # as if the reply had never come
+    kill(server)
+    server.start()
+    await reassert(run, 0, [], {})
+    assert await broker.versions.announced() == manifest(1, 1)
+
+
 @pytest.fixture
 def rolled_back(server: EmbeddedServer, tmp_path: Path) -> "RolledBack":
     return RolledBack(server, tmp_path)
@@ -143,7 +166,6 @@ async def test_a_server_that_lost_everything_is_filled_again(broker: Broker, rol
     # The trained batch cannot be replayed, but nobody generates it while this learner lives. Its successor,
     # whose checkpoint does not contain it, must begin it anew.
     resumed = await begin(broker, rules(1), fed=8, checkpoint=CheckpointMark(1, 0), resume=True)
-    assert resumed.claim.pinned_steps == (0,)
     assert await resumed.take(0) is None
     assert broker.batches.waiting_for == "rewind"
     await resumed.announce(0)
@@ -154,6 +176,21 @@ async def test_a_server_that_lost_everything_is_filled_again(broker: Broker, rol
         await resumed.submit_all(fresh.leases, 0)
     taken = await resumed.take(0)
     assert taken == groups(0, 1)
+
+
+async def test_a_rewind_that_the_server_forgot_is_made_again(broker: Broker, rolled_back: RolledBack) -> None:
+    run = await begin(broker, rules(1))
+    await run.announce(1)
+    early = (await run.lease(8, 1)).leases
+    await run.submit_all(early[:2], 1)
+    resumed = await begin(broker, rules(1), checkpoint=CheckpointMark(1, 0), resume=True)
+    rolled_back.remember()
+    await resumed.announce(0)
+    rolled_back.kill_and_restart()
+    await reassert(resumed, 0, [], {})
+    assert (await broker.versions.current())[1] == WeightVersion(2, 0)
+    assert (await resumed.queues()).requeued_stale == 1
+    assert await resumed.submit(early[2], 1) is SubmitOutcome.FENCED
 
 
 async def test_reassertion_yields_to_a_newer_learner(broker: Broker, url: str, server: EmbeddedServer) -> None:

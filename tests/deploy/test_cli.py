@@ -107,7 +107,8 @@ def test_errors_are_one_paragraph_and_exit_1(arguments: list[str], message: str,
 
 def test_an_existing_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs" / "arithmetic").mkdir(parents=True)
-    (tmp_path / "runs" / "arithmetic" / "config.yaml").touch()
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / "runs" / "arithmetic" / name).touch()
     answer = headway("run", "arithmetic.yaml", cwd=tmp_path)
     assert answer.returncode == 1
     assert answer.stderr.startswith("Error: runs/arithmetic already holds a run. Go on with it (--resume)")
@@ -187,7 +188,6 @@ async def claimed(broker: Broker) -> Owner:
     rules = RunRules(
         max_lag=2,
         groups_per_step=32,
-        group_size=8,
         on_straggler="wait",
         on_over_bound="requeue",
         max_bytes=1 << 20,
@@ -220,6 +220,11 @@ async def test_status_finds_the_run_that_is_going_on_here(
     with held(tmp_path / "runs" / broker.run):
         answer = headway("status", cwd=tmp_path)
         other = headway("status", "--run", "other", cwd=tmp_path)
+        (tmp_path / "runs" / "newer").mkdir()
+        (tmp_path / "runs" / "newer" / "broker.json").write_text(json.dumps({"url": NOWHERE, "run": "newer"}))
+        with held(tmp_path / "runs" / "newer"):
+            older = headway("status", "--run", broker.run, cwd=tmp_path)
+    assert f"{broker.run}: training, incarnation 1" in older.stdout, older.stderr
     assert answer.returncode == 0, answer.stderr
     assert f"{broker.run}: training, incarnation 1" in answer.stdout
     assert other.stderr == (

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError, HeadwayError
-from deploy.config import load_recipe
+from deploy.config import load_recipe, with_overrides
 from deploy.recipe import Recipe
-from deploy.run_directory import endpoint, held, newest_endpoint, prepare
+from deploy.run_directory import endpoint, find_endpoint, held, newest_endpoint, prepare
+from deploy.sft_output import mark_complete
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def test_a_fresh_directory_holds_the_resolved_recipe(recipe: Recipe, tmp_path: P
 
 
 def test_an_existing_run_is_refused_and_both_ways_out_are_named(recipe: Recipe, tmp_path: Path) -> None:
-    prepare(recipe, resume=False, overwrite=False)
+    (prepare(recipe, resume=False, overwrite=False) / "metrics.jsonl").touch()
     with pytest.raises(ConfigError) as caught:
         prepare(recipe, resume=False, overwrite=False)
     assert str(caught.value) == (
@@ -53,6 +54,62 @@ def test_overwrite_leaves_alone_what_is_no_run(recipe: Recipe) -> None:
     assert precious.exists()
 
 
+def test_a_start_that_came_to_nothing_is_no_run(recipe: Recipe) -> None:
+    directory = prepare(recipe, resume=False, overwrite=False)
+    for name in ("sft", "broker"):
+        (directory / name).mkdir()
+        (directory / name / "half").touch()
+    (directory / "broker.json").touch()
+    (directory / "logs" / "learner.log").touch()
+    prepare(recipe, resume=False, overwrite=False)
+    assert not (directory / "broker").exists()
+    assert not (directory / "broker.json").exists()
+    assert (directory / "logs" / "learner.log").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "thesis.tex"])
+def test_whatever_else_is_there_is_not_lost(recipe: Recipe, name: str) -> None:
+    directory = prepare(recipe, resume=False, overwrite=False)
+    (directory / name).touch()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        prepare(recipe, resume=False, overwrite=False)
+
+
+@pytest.mark.parametrize("is_first_start", [True, False])  # True: `headway sft` made it, before any start
+@pytest.mark.parametrize(
+    ("change", "is_kept"),
+    [
+        ("learner.steps=3", True),
+        ("run.seed=3", False),
+        ("model.dtype=bfloat16", False),
+        ("sft.phases[0].max_steps=3", False),
+        ("prompts.options.max_operations=3", False),
+    ],
+)
+def test_a_finished_warm_up_is_kept_for_the_same_recipe(
+    recipe: Recipe, is_first_start: bool, change: str, is_kept: bool
+) -> None:
+    if not is_first_start:
+        prepare(recipe, resume=False, overwrite=False)
+    sft = recipe.run_directory / "sft"
+    sft.mkdir(parents=True)
+    mark_complete(sft, recipe, {"steps": 1})
+    said: list[str] = []
+    prepare(with_overrides(recipe, [change]), resume=False, overwrite=False, say=said.append)
+    assert sft.exists() == is_kept
+    assert said == ([] if is_kept else [f"{sft} holds the warm-up of another recipe; it is removed."])
+
+
+def test_a_place_that_cannot_be_written_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    nowhere = with_overrides(recipe, [f"run.directory={tmp_path / 'file'}"])
+    said = r"mine cannot be made or written: .*\. Choose another place \(run\.directory=\.\.\.\)"
+    with pytest.raises(HeadwayError, match=said):
+        prepare(nowhere, resume=False, overwrite=False)
+    with pytest.raises(HeadwayError, match=said), held(nowhere.run_directory):
+        pass
+
+
 def test_there_must_be_something_to_resume(recipe: Recipe) -> None:
     with pytest.raises(ConfigError, match=r"There is no run to resume in .*mine\. Start it without --resume\."):
         prepare(recipe, resume=True, overwrite=False)
@@ -76,6 +133,10 @@ def test_the_newest_run_is_found_while_it_runs(tmp_path: Path) -> None:
         os.utime(directory / "broker.json", (1e9 - age, 1e9 - age))
     with held(tmp_path / "old"), held(tmp_path / "new"):
         assert newest_endpoint(tmp_path).run == "new"
+        assert find_endpoint(tmp_path, None).run == "new"
+        assert find_endpoint(tmp_path, "old").run == "old"
+        with pytest.raises(ConfigError, match="going on here is new, not killed"):
+            find_endpoint(tmp_path, "killed")
         (tmp_path / "current").mkdir()
         with held(tmp_path / "current"), endpoint(tmp_path / "current", "unix:///x", "current"):
             assert newest_endpoint(tmp_path).url == "unix:///x"

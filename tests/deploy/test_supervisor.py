@@ -245,6 +245,22 @@ def test_last_words_are_of_the_last_start_only(tmp_path: Path) -> None:
         assert child.last_words() == words
 
 
+TORCHRUNS_REPORT = """
+W1121 12:33:56.028000 12883 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 12982 closing
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+
+
+@pytest.mark.parametrize(
+    "report", [TORCHRUNS_REPORT, "\n\nmore", "\n12:33:56 step 4", "\nTraceback (most recent call last):\n  x"]
+)
+def test_last_words_end_with_the_errors_paragraph(tmp_path: Path, report: str) -> None:
+    child = Child(role("w", f"print('a log\\nError: no luck.\\nIts log: x' + {report!r})", tmp_path))
+    child._process.wait()
+    assert child.last_words() == "no luck.\nIts log: x"
+
+
 def test_children_see_the_import_path_and_their_own_directory(tmp_path: Path) -> None:
     shown = "os.getcwd(), os.environ['HEADWAY_IMPORT_PATH'], '' in sys.path, os.environ['X']"
     script = f"import os, sys; print({shown})"

@@ -23,7 +23,7 @@ from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher
 
 GROUPS_PER_STEP, MAX_LAG = 4, 1
-RULES = RunRules(max_lag=MAX_LAG, groups_per_step=GROUPS_PER_STEP, group_size=2)
+RULES = RunRules(max_lag=MAX_LAG, groups_per_step=GROUPS_PER_STEP)
 PROBE = Probe(token_ids=[1, 2], logprobs=[-1.0], tolerance=0.1)
 TOKENIZER = load_tokenizer(
     ModelConfig(random=RandomModelConfig(architecture="qwen3", alphabet="0123456789+-*=,#^", config={}))

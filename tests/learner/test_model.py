@@ -1,12 +1,13 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, CLIPConfig
 
 from broker.errors import ConfigError
 from learner.config import ModelConfig, RandomModelConfig
-from learner.model import load_config, load_model, load_tokenizer, model_files
+from learner.model import encode, load_config, load_model, load_tokenizer, model_files
 from tests.learner.tiny import ALPHABET, model_config
 
 
@@ -38,9 +39,17 @@ def test_tokenizer_is_one_token_a_character_and_survives_its_files(tmp_path: Pat
         assert (reader.pad_token_id, reader.eos_token_id, reader.bos_token_id) == (19, 20, None)
 
 
-def test_unknown_characters_are_an_error() -> None:
-    with pytest.raises(Exception, match="UNK"):
-        load_tokenizer(random_model())("4x5")
+def test_a_character_outside_the_alphabet_is_named(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(random_model())
+    tokenizer.save_pretrained(tmp_path)
+    for reader in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert encode(reader, "4*5<eos>", "it") == [4, 12, 5, 18]
+        with pytest.raises(ConfigError) as caught:
+            encode(reader, "4x5", "prompt 7")
+        assert str(caught.value) == (
+            "prompt 7 has the character 'x', which is not in model.random.alphabet: '4x5'. Add it to the alphabet,"
+            " or leave it out of the text."
+        )
 
 
 def test_config_knows_the_tokenizer() -> None:
@@ -71,12 +80,72 @@ def test_path_model_keeps_weights(tmp_path: Path) -> None:
     assert load_tokenizer(ModelConfig(path=str(tmp_path)))("4").input_ids == [4]
 
 
+def saved_model(directory: Path) -> Path:
+    load_model(model_config("qwen3")).save_pretrained(directory)
+    load_tokenizer(model_config("qwen3")).save_pretrained(directory)
+    return directory
+
+
+def without_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def with_torn_weights(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"torn")
+
+
+def with_torn_config(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+def with_no_model_type(directory: Path) -> None:
+    (directory / "config.json").write_text("{}")
+
+
+def with_another_kind(directory: Path) -> None:
+    CLIPConfig().save_pretrained(directory)
+
+
+def without_tokenizer(directory: Path) -> None:
+    for path in directory.glob("*token*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_weights, "no file named model.safetensors"),
+        (with_torn_weights, "header"),
+        (with_torn_config, "not a valid JSON file"),
+        (with_no_model_type, "model_type"),
+        (with_another_kind, "holds a clip, which is no causal language model"),
+        (without_tokenizer, r"has no tokenizer: its files \(tokenizer.json, tokenizer_config.json\) are missing"),
+    ],
+)
+def test_a_broken_model_is_named(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    damage(saved_model(tmp_path))
+    load = load_tokenizer if damage is without_tokenizer else load_model
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(ModelConfig(path=str(tmp_path)))
+    assert str(caught.value).startswith(f"model.path: {tmp_path} ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["missing", "no such:id", "nobody/nothing"])
+def test_a_hub_id_that_is_none_names_the_remedy(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ConfigError, match=f"model.path: {path} cannot be loaded: .* taken for a hub id: check"):
+            load(ModelConfig(path=path))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (ModelConfig(), "neither of them"),
         (ModelConfig(path="x", random=random_model().random), "both of them"),
         (ModelConfig(path="./missing"), "no directory ./missing"),
+        (ModelConfig(path=__file__), "is a file. Give the directory"),
         (random_model(architecture="qwen3_mo"), "nearest name is `qwen3_moe`"),
         (random_model(architecture="clip"), "no causal language model"),
         (random_model(config={"hiden_size": 64}), "nearest name is `hidden_size`"),

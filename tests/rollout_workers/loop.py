@@ -96,7 +96,6 @@ class Learner:
         rules = RunRules(
             max_lag=max_lag,
             groups_per_step=self.groups_per_step,
-            group_size=GROUP_SIZE,
             on_straggler="wait",
             on_over_bound="requeue",
             max_bytes=1 << 28,

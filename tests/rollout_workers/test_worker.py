@@ -192,6 +192,35 @@ async def test_a_drain_waits_for_samples_that_are_being_scored(brokers: tuple[Br
     assert worker.info().submitted == CAPACITY
 
 
+@pytest.mark.parametrize("state", ["scored", "generating"])
+async def test_a_drain_ends_while_the_server_is_away(
+    server: EmbeddedServer, brokers: tuple[Broker, Broker], tmp_path: Path, state: str
+) -> None:
+    class HeldScorer(OneScorer):
+        scoring = 0
+        may_end = asyncio.Event()
+
+        async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+            self.scoring += 1
+            await self.may_end.wait()
+            return await super().score(prompt, response, finish_reason)
+
+    learner = await Learner.start(brokers[0], groups=2)
+    deliveries, scorer = Deliveries(), HeldScorer()
+    tokens = 16 if state == "scored" else LONG
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, scorer=scorer, max_new_tokens=tokens)
+    await learner.publish(0, deliveries)
+    task = asyncio.create_task(worker.run())
+    await until(lambda: scorer.scoring == CAPACITY if state == "scored" else worker.info().generated_tokens > 0)
+    os.kill(server.pid, signal.SIGKILL)
+    scorer.may_end.set()
+    worker.request_drain()
+    await asyncio.wait([task], timeout=60)
+    assert task.done()
+    assert task.result() == "drained"
+    assert worker.info().submitted == 0
+
+
 async def test_a_lost_lease_stops_its_generation(brokers: tuple[Broker, Broker], tmp_path: Path) -> None:
     learner = await Learner.start(brokers[0], groups=1)
     deliveries = Deliveries()

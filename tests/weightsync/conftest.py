@@ -49,7 +49,7 @@ class Learner:
         self.step = -1
 
     def _claim(self, resume: bool) -> Owner:
-        rules = RunRules(max_lag=2, groups_per_step=1, group_size=1)
+        rules = RunRules(max_lag=2, groups_per_step=1)
         mark = CheckpointMark(1, 1) if resume else CheckpointMark(0, 0)
         claim = self.blocking.broker.batches.claim(checkpoint=mark, rules=rules, config=b"", resume=resume)
         return self.blocking.call(claim).owner

@@ -1,0 +1,96 @@
+"""A server that dies under a run is started again where it was, and ends with the run whatever happens."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import redis
+
+from deploy.kept_server import MAX_RESTARTS, KeptServer
+from deploy.supervisor import RoleFailedError, Supervisor
+
+from .test_supervisor import FOREVER, await_end, await_files, children_left, role
+
+
+def test_a_server_that_dies_under_a_run_is_started_again_with_its_data(tmp_path: Path) -> None:
+    said: list[str] = []
+    learner = role(
+        "learner", "import pathlib, time\nwhile not pathlib.Path('seen').exists(): time.sleep(0.05)", tmp_path
+    )
+    with KeptServer(tmp_path / "broker", said.append) as server:
+        url, first = server.url, server.pid
+
+        def kill_it_and_come_back() -> None:
+            client = redis.Redis.from_url(url)
+            client.set("key", "value")
+            client.execute_command("WAITAOF", 1, 0, 5000)
+            os.kill(first, signal.SIGKILL)
+            while True:
+                try:
+                    found = client.get("key")
+                    break
+                except redis.RedisError:  # it is away, or loads its data
+                    pass
+            client.close()
+            (tmp_path / "found").write_bytes(found or b"")
+            (tmp_path / "seen").touch()
+
+        thread = threading.Thread(target=kill_it_and_come_back)
+        thread.start()
+        workers = [role("w", FOREVER.replace("0.05", "0.06"), tmp_path)]
+        assert Supervisor(workers, learner, say=lambda _: None, check=server.check).run() == 0
+        thread.join()
+        assert (tmp_path / "found").read_text() == "value"
+        assert (server.url, server.restarts) == (url, 1)
+        assert server.pid != first
+    assert said == [
+        f"The server has died. Starting it again with its data (1 of {MAX_RESTARTS})."
+        f" Its log: {tmp_path / 'broker' / 'server.log'}"
+    ]
+    assert children_left() == []
+
+
+def test_a_server_that_keeps_dying_ends_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
+    with KeptServer(tmp_path / "broker", lambda _: None) as server:
+
+        def die_again() -> None:
+            os.kill(server.pid, signal.SIGKILL)
+            await_end(server.pid)
+            server.check()
+
+        supervisor = Supervisor([], role("learner", FOREVER, tmp_path), say=lambda _: None, check=die_again)
+        with pytest.raises(RoleFailedError) as caught:
+            supervisor.run()
+        assert server.restarts == MAX_RESTARTS
+    message, _, words = str(caught.value).partition("\n")
+    log = tmp_path / "broker" / "server.log"
+    assert message == (
+        f"The server has died again after {MAX_RESTARTS} restarts: the run has been stopped. Its log, {log}, ends with:"
+    )
+    assert words.splitlines() == log.read_text().splitlines()[-len(words.splitlines()) :]
+    assert "Ready to accept connections" in words
+    assert children_left() == []
+
+
+def test_a_restarted_server_does_not_survive_a_killed_supervisor(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, time
+from pathlib import Path
+from deploy.kept_server import KeptServer
+with KeptServer(Path("broker"), print) as server:
+    os.kill(server.pid, signal.SIGKILL)
+    while server.restarts == 0:
+        server.check()
+    time.sleep(0.5)  # until the guard is at its post
+    Path("pid.part").write_text(str(server.pid)); Path("pid.part").rename("pid")
+    {FOREVER.replace(chr(10), chr(10) + "    ")}
+"""
+    supervisor = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
+    await_files(tmp_path / "pid")
+    supervisor.kill()
+    supervisor.wait()
+    await_end(int((tmp_path / "pid").read_text()))

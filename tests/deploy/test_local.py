@@ -1,0 +1,69 @@
+"""`headway run` by its parts: what it suggests at the end, and the warm-up of a model that is there already."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from deploy.config import load_recipe
+from deploy.local import Local, after_warm_up, warm_up
+from deploy.run_directory import prepare
+from learner.config import ModelConfig
+from learner.model import load_model, load_tokenizer
+from tests.end_to_end.recipes import MODEL, TINY
+
+
+def hints(directory: Path, code: int, *overrides: str) -> str:
+    """What is printed after a run with these overrides."""
+    recipe = load_recipe("arithmetic.yaml", overrides)
+    said = StringIO()
+    Local(recipe, "arithmetic.yaml", overrides, False, False, Console(file=said))._conclude(directory, code)
+    return said.getvalue()
+
+
+def test_hints_name_the_runs_own_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = ("run.name=stale", "learner.steps=3", "sampling.max_new_tokens=9")
+    directory = tmp_path / "runs" / "stale"
+    (directory / "checkpoints" / "1" / "step_3").mkdir(parents=True)
+    assert " run runs/stale/config.yaml --resume\n" in hints(directory, 130, *overrides)
+    text = hints(directory, 0, *overrides)
+    assert " eval runs/stale/config.yaml --checkpoint runs/stale/checkpoints/1/step_3\n" in text
+    assert f" run arithmetic.yaml learner.steps=3 {overrides[2]} staleness.max_lag=8 run.name=stale-8\n" in text
+
+
+@pytest.mark.slow
+def test_a_warm_up_starts_from_the_recipes_own_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    base = load_recipe(write(tmp_path / "base.yaml", {}))
+    expected = load_model(base.model, seed=5)
+    expected.save_pretrained(tmp_path / "model")
+    load_tokenizer(base.model).save_pretrained(tmp_path / "model")
+    phase = {"kind": "arithmetic", "learning_rate": 1e-30, "batch_size": 4, "max_steps": 1}
+    recipe = load_recipe(
+        write(
+            tmp_path / "recipe.yaml",
+            {"model": {"path": str(tmp_path / "model")}, "sft": {"phases": [phase]}, "run": run_below(tmp_path)},
+        )
+    )
+    directory = prepare(recipe, resume=False, overwrite=False)
+    capfd.readouterr()
+    assert warm_up(recipe, directory, print) == 0
+    told = capfd.readouterr()
+    assert "Loading weights" not in told.out + told.err
+    assert "\r" not in told.out + told.err
+    assert after_warm_up(recipe).model == ModelConfig(path=str(directory / "sft"))
+    warmed = load_model(after_warm_up(recipe).model).state_dict()
+    assert all(torch.allclose(tensor, warmed[name], atol=1e-5) for name, tensor in expected.state_dict().items())
+    assert warm_up(recipe, directory, lambda _: pytest.fail("it is done already")) == 0
+
+
+def run_below(directory: Path) -> dict[str, str]:
+    return {"name": "mine", "directory": str(directory / "runs")}
+
+
+def write(path: Path, sections: dict[str, object]) -> Path:
+    path.write_text(json.dumps({**TINY, "model": MODEL, "rewards": [{"kind": "arithmetic"}], **sections}))
+    return path

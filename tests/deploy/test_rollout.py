@@ -1,0 +1,69 @@
+"""A worker notices that a learner has taken its run over with another configuration."""
+
+import asyncio
+
+import pytest
+
+from broker import Broker
+from broker.batches import CheckpointMark
+from broker.errors import ConfigError
+from broker.schema import RunRules
+from deploy import rollout
+from deploy.config import recipe_to_bytes
+from deploy.recipe import Recipe, RunConfig
+from learner.config import LearnerConfig, PromptsConfig
+from rollout_workers.config import RewardConfig, SamplingConfig
+
+A_MOMENT_S = 0.02
+
+
+def stored(*, steps: int = 4, max_new_tokens: int = 8) -> bytes:
+    return recipe_to_bytes(
+        Recipe(
+            run=RunConfig(name="r"),
+            prompts=PromptsConfig(kind="arithmetic"),
+            rewards=(RewardConfig(kind="arithmetic"),),
+            learner=LearnerConfig(steps=steps),
+            sampling=SamplingConfig(max_new_tokens=max_new_tokens),
+        )
+    )
+
+
+async def claim(broker: Broker, config: bytes) -> None:
+    rules = RunRules(max_lag=1, groups_per_step=1)
+    await broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=config, resume=True)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "CONFIG_CHECK_S", A_MOMENT_S)
+
+
+async def work(broker: Broker) -> None:
+    """Until asked to drain, as a worker does that began with the default configuration."""
+    drain = asyncio.Event()
+    async with rollout._drained_when_changed(broker, stored(), drain), asyncio.timeout(30):
+        await drain.wait()
+
+
+async def test_a_worker_of_another_configuration_is_drained_and_fails(broker: Broker) -> None:
+    await claim(broker, stored())
+    working = asyncio.create_task(work(broker))
+    await claim(broker, stored(steps=9))  # none of a worker's business
+    await asyncio.sleep(5 * A_MOMENT_S)
+    assert not working.done()
+    await claim(broker, stored(max_new_tokens=9))
+    with pytest.raises(rollout.ConfigChangedError, match=f"configuration of run {broker.run} has changed"):
+        await working
+
+
+async def test_a_configuration_that_cannot_be_read_ends_the_worker_too(broker: Broker) -> None:
+    await claim(broker, b"{}")
+    with pytest.raises(ConfigError, match="this version of Headway cannot read"):
+        await work(broker)
+
+
+async def test_a_worker_that_is_done_is_not_watched_any_more(broker: Broker) -> None:
+    await claim(broker, stored())
+    async with rollout._drained_when_changed(broker, stored(), asyncio.Event()):
+        await asyncio.sleep(3 * A_MOMENT_S)
