@@ -45,8 +45,6 @@ class Monitor:
         self._printed = (-1, -1)
         self._state = ""
         self.last: RunStatus | None = None
-        self.generated: dict[str, int] = {}
-        """Tokens by worker, of those that have left too."""
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -80,8 +78,6 @@ class Monitor:
             self._tell_state(f"broker: {error}")
             return
         self.last = status
-        for worker in status.workers:
-            self.generated[worker.worker] = worker.generated_tokens
         if self._live is not None:
             with suppress(OSError):  # the terminal may be gone
                 self._live.update(panel(status, self._max_lag, time.monotonic() - self._started))
