@@ -17,6 +17,7 @@ from broker.errors import HeadwayError
 from .backends.base import Backend
 from .config import SftConfig, SftPhaseConfig
 from .examples import Example, open_examples
+from .model import encode
 from .objective import supervised_loss
 from .packing import PackableSequence, pack
 from .ranks import Ranks
@@ -119,8 +120,11 @@ class SftStage:
 
 def tokenize(example: Example, tokenizer: PreTrainedTokenizerBase) -> PackableSequence:
     """Query and response as one sequence that ends with the stop token; only the response is trained."""
-    query = tokenizer(example.query).input_ids
-    response = [*tokenizer(example.response, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    query = encode(tokenizer, example.query, "an SFT query")
+    response = [
+        *encode(tokenizer, example.response, "an SFT response", add_special_tokens=False),
+        tokenizer.eos_token_id,
+    ]
     zeros = np.zeros(len(response), np.float32)
     return PackableSequence(
         token_ids=np.asarray(query + response, np.int32),

@@ -86,9 +86,7 @@ def test_it_feeds_ahead_of_admission_and_ends_when_asked_to(url: str) -> None:
         assert blocking.call(blocking.broker.prompts.fed_ahead()) == (MAX_LAG + 2) * GROUPS_PER_STEP
 
 
-def test_a_server_that_forgot_what_is_replayed_makes_us_publish(
-    server: EmbeddedServer, tmp_path: Path
-) -> None:
+def test_a_server_that_forgot_what_is_replayed_makes_us_publish(server: EmbeddedServer, tmp_path: Path) -> None:
     with experience(server.url, CheckpointMark(0, 0), after(1)) as (first, _):
         publish(first, 3)
     with experience(server.url, CheckpointMark(1, 1), after(10_000)) as (resumed, blocking):
