@@ -1,7 +1,6 @@
 # `make demo` and `make test` install what they need into .venv and run; nothing outside this folder is touched.
 PYTHON ?= python3
-# Where pip finds a CPU build of torch, if your default index does not serve one, such as
-# make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# The wheel index where pip finds a CPU build of torch, if your default one serves none: make demo TORCH_INDEX=URL
 TORCH_INDEX ?=
 
 VENV := .venv
