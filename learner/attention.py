@@ -16,10 +16,16 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from broker.errors import HeadwayError
+
 ATTENTION_NAME = "headway_packed"
 
 BUCKET_SPREAD = 1.5
 """Sequences whose lengths lie within this factor share a padded bucket."""
+
+
+class UnsupportedModelError(HeadwayError, NotImplementedError):
+    """The model's attention is of a kind that packed rows do not have yet."""
 
 
 @dataclass(frozen=True)
@@ -196,10 +202,10 @@ def _refuse_what_we_ignore(
     window_matters = sliding_window is not None and sliding_window < layout.max_seqlen
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if attention_mask is not None or dropout or window_matters or unknown:
-        raise NotImplementedError(
+        raise UnsupportedModelError(
             f"{ATTENTION_NAME} is plain causal attention, but the model wants a mask "
             f"({attention_mask is not None}), dropout ({dropout}), a window ({sliding_window}) below the "
-            f"longest sequence ({layout.max_seqlen}), or {unknown}."
+            f"longest sequence ({layout.max_seqlen}), or {unknown}. Train a model with full attention and no dropout."
         )
 
 

@@ -20,31 +20,9 @@ from deploy.report import (
     read_summary,
     summarize,
 )
+from tests.end_to_end.records import SUMMARY_KEYS
 
 from .runs import step_metrics
-
-KEYS_OF_A_SUMMARY = {
-    "reward_first",
-    "reward_last",
-    "eval_before",
-    "eval_after",
-    "steps",
-    "wall_s",
-    "trained_trajectories",
-    "trained_twice",
-    "dropped_stale",
-    "mixed_version_trajectories",
-    "max_lag_allowed",
-    "max_lag_seen",
-    "generated_tokens",
-    "generation_tokens_per_s",
-    "trained_tokens",
-    "trained_tokens_per_s",
-    "learner_wait_fraction",
-    "weight_versions",
-    "publish_s_p50",
-    "worker_restarts",
-}
 
 
 def line(incarnation: int, step: int, *tids: str, oldest: int | None = None) -> TrainedLine:
@@ -116,7 +94,7 @@ def write_run(directory: Path) -> None:
 def test_the_summary_holds_every_key_and_counts_the_lineage(tmp_path: Path) -> None:
     write_run(tmp_path)
     summary = summarize(tmp_path, {"max_lag_allowed": 2, "generated_tokens": 1200, "dropped_stale": 3})
-    assert set(summary) == KEYS_OF_A_SUMMARY
+    assert set(summary) == SUMMARY_KEYS
     assert read_summary(tmp_path) == summary
     assert (summary["eval_before"], summary["eval_after"]) == (0.25, 0.875)
     assert (summary["steps"], summary["weight_versions"], summary["trained_trajectories"]) == (5, 6, 5)
@@ -138,7 +116,7 @@ def test_amending_keeps_the_rest(tmp_path: Path) -> None:
 def test_the_summary_of_a_run_without_a_step(tmp_path: Path) -> None:
     RunWriter(tmp_path)
     summary = summarize(tmp_path)
-    assert set(summary) == KEYS_OF_A_SUMMARY
+    assert set(summary) == SUMMARY_KEYS
     assert summary["reward_first"] is None
     assert summary["steps"] == 0
 
