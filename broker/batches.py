@@ -4,6 +4,7 @@ Take pins: asked again, a step gets the same batch until a checkpoint that conta
 committed.
 """
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +12,19 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from .codec import decode, decode_trajectory
-from .connection import Argument, Connection
+from .connection import Argument, Command, Connection
 from .errors import FrameError
-from .owner import CheckpointMark, Claim, Owner
+from .owner import CheckpointMark, Claim, Contains, Owner
 from .schema import Group, Prompt, RunRules, Trajectory, TrajectoryId, WeightVersion
 from .versions import Versions
 
-__all__ = ["Batches", "CheckpointMark", "Claim", "Owner", "TakenBatch"]
+__all__ = ["Batches", "CheckpointMark", "Claim", "Contains", "Owner", "TakenBatch"]
 
-_DEAD_LETTER_BYTES = 256
+log = logging.getLogger(__name__)
+
+_HEAD_BYTES = 256
+_REPLICA_TIMEOUT_MS = 5000
+NOTHING = Contains("", ())
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class TakenBatch:
 class _Pinned:
     group: str
     round: int
-    payloads: tuple[str, ...]
+    payloads: dict[int, str]
+    """By sample; a trimmed group lacks some."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,9 @@ class _Known:
 class Batches:
     """What comes out at the end of the run, in steps."""
 
-    def __init__(self, connection: Connection, versions: Versions) -> None:
+    def __init__(self, connection: Connection, versions: Versions, replicas: int) -> None:
         self._connection = connection
+        self._replicas = replicas
         self._versions = versions
         self._known: _Known | None = None
         self.waiting_for = ""
@@ -59,14 +66,27 @@ class Batches:
         newest announced weights are older than this step's: announce these), or rewind (the step's batch is
         lost and the workers are ahead: announce this step's weights under the new incarnation)."""
 
-    async def claim(self, *, checkpoint: CheckpointMark, rules: RunRules, config: bytes, resume: bool) -> Claim:
+    async def claim(
+        self,
+        *,
+        checkpoint: CheckpointMark,
+        rules: RunRules,
+        config: bytes,
+        resume: bool,
+        contains: Contains = NOTHING,
+        replayable_to: int = 0,
+    ) -> Claim:
         """Takes the run over from whoever owned it, from this checkpoint on.
 
-        Batches of steps below the checkpoint's are committed, those from it on stay pinned and will be
-        delivered again; workers keep their leases. Raises BrokerError where a fresh start meets a run that
-        has advanced.
+        What the checkpoint contains is settled, whatever the server remembers; batches from its step on stay
+        pinned and will be delivered again; workers keep their leases. Where the run has committed more than
+        the checkpoint contains, the learner promises with `replayable_to` to train the steps below that from
+        its own record; if that is not enough the run forgets them, to be fed and generated again. Raises
+        BrokerError where a fresh start meets a run that has advanced.
         """
+        await self._connection.load_scripts()  # workers may not be allowed to
         token = secrets.token_hex(16)
+        flat = _flat(rules)
         reply = await self._connection.script(
             "claim",
             checkpoint.incarnation,
@@ -74,13 +94,18 @@ class Batches:
             int(resume),
             token,
             config,
-            *_flat(rules),
+            replayable_to,
+            contains.watermark,
+            len(flat) // 2,
+            *flat,
+            *contains.groups,
         )
         self._connection.server_id = reply[1].decode()
         self._versions.forget()
-        self._known = _Known(rules, config, checkpoint.step, "")
+        self._known = _Known(rules, config, checkpoint.step, contains.watermark)
+        await self._replicate()
         announced = int(reply[2]) if reply[2] else None
-        return Claim(Owner(int(reply[0]), token), announced)
+        return Claim(Owner(int(reply[0]), token), announced, int(reply[3]), bool(reply[4]))
 
     async def take(self, owner: Owner, step: int, n: int) -> TakenBatch | None:
         """The n groups that train `step`, or None while they are not ready (see `waiting_for`).
@@ -93,7 +118,7 @@ class Batches:
         if status == b"wait":
             self.waiting_for = rest[0].decode()
             return None
-        pinned = [_Pinned(g.decode(), int(r), tuple(p.decode() for p in payloads)) for g, r, *payloads in rest]
+        pinned = [_Pinned(g.decode(), int(r), {int(i): p.decode() for i, p in samples}) for g, r, *samples in rest]
         groups = await self._fetch(owner, step, pinned)
         self.waiting_for = "rejected" if groups is None else ""
         return None if groups is None else TakenBatch(step, groups)
@@ -110,7 +135,14 @@ class Batches:
         if self._known:
             mark = max(self._known.watermark, watermark or "")
             self._known = replace(self._known, committed_step=max(step, self._known.committed_step), watermark=mark)
+        await self._sweep(owner)
+        await self._replicate()
         return int(freed)
+
+    async def settled_without_training(self) -> list[str]:
+        """Groups from the watermark on that were dropped by a stated rule: nobody need feed them again."""
+        names = await self._connection.execute("ZRANGE", self._connection.keys("dropped"), 0, -1)
+        return [name.decode() for name in names]
 
     async def reassert(
         self,
@@ -137,17 +169,21 @@ class Batches:
         for step in sorted(pinned):
             for group, (round_, size) in _rounds(pinned[step]).items():
                 arguments += [step, group, round_, size]
+        await self._connection.load_scripts()
         self._connection.server_id = (await self._connection.script("reassert", *arguments)).decode()
         await self._versions.restore(owner)
 
     async def _fetch(self, owner: Owner, step: int, pinned: Sequence[_Pinned]) -> tuple[Group, ...] | None:
         keys = self._connection.keys
-        names = [[f"prompt:{p.group}", *p.payloads] for p in pinned]
-        blobs = await self._connection.pipeline([("MGET", *map(keys, group)) for group in names])
+        commands: list[Command] = []
+        for one in pinned:
+            commands.append(("GET", keys(f"prompt:{one.group}")))
+            commands += [("GET", keys.blob(name)) for name in one.payloads.values()]
+        blobs = iter(await self._connection.pipeline(commands))
         groups = []
-        for one, values in zip(pinned, blobs, strict=True):
-            group = await self._decode_or_reject(owner, step, one, values)
-            groups.append(group)
+        for one in pinned:
+            values = [next(blobs) for _ in range(1 + len(one.payloads))]
+            groups.append(await self._decode_or_reject(owner, step, one, values))
         whole = tuple(group for group in groups if group is not None)
         return whole if len(whole) == len(groups) else None
 
@@ -155,18 +191,34 @@ class Batches:
         self, owner: Owner, step: int, pinned: _Pinned, blobs: Sequence[bytes | None]
     ) -> Group | None:
         """The group; or None after its next round was begun, because something in it could not be decoded."""
-        trajectories = []
-        for sample, blob in enumerate(blobs[1:]):
-            tid = TrajectoryId(pinned.group, pinned.round, sample)
-            try:
+        blob, trajectories = blobs[0], list[Trajectory]()
+        where: str = f"prompt:{pinned.group}"
+        try:
+            prompt = decode(blob or b"", Prompt)
+            for sample, blob in zip(pinned.payloads, blobs[1:], strict=True):
+                tid = TrajectoryId(pinned.group, pinned.round, sample)
+                where = str(tid)
                 trajectories.append(_decode_as(tid, blob))
-            except FrameError as error:
-                head = (blob or b"")[:_DEAD_LETTER_BYTES]
-                where = (step, pinned.group, pinned.round, str(tid), str(error), head)
-                await self._connection.learner_script("reject", owner, *where)
-                return None
-        prompt = decode(blobs[0] or b"", Prompt)
+        except FrameError as error:
+            what = (step, pinned.group, pinned.round, where, str(error), (blob or b"")[:_HEAD_BYTES])
+            await self._connection.learner_script("reject", owner, *what, int(where.startswith("prompt:")))
+            return None
         return Group(prompt=prompt, round=pinned.round, trajectories=tuple(trajectories))
+
+    async def _sweep(self, owner: Owner) -> None:
+        """Frees blobs on other shards that scripts could not free."""
+        freed = 0
+        while True:
+            names = await self._connection.learner_script("sweep", owner, freed)
+            if not names:
+                return
+            await self._connection.pipeline([("UNLINK", self._connection.keys.blob(name.decode())) for name in names])
+            freed = len(names)
+
+    async def _replicate(self) -> None:
+        """Where replicas are asked for, they have it before anybody relies on it."""
+        if self._replicas and not await self._connection.make_durable(self._replicas, _REPLICA_TIMEOUT_MS):
+            log.warning("fewer than broker.replicas=%d replicas keep up with the server", self._replicas)
 
 
 def _decode_as(tid: TrajectoryId, blob: bytes | None) -> Trajectory:

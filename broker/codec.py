@@ -1,10 +1,10 @@
 """Wire structs <-> frames.
 
-A frame is: magic, schema number, kind, crc32 of kind and body, length, body. Most bodies are msgpack. A
-trajectory's is a msgpack envelope around raw little-endian buffers, because lists of numbers in msgpack are a
-hundred times slower: tokens (prompt, then response) as a plane of low 16 bits and a plane of high bytes under
-zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits. Whatever the bytes,
-decoding ends in a value or a FrameError.
+A frame is: magic, schema number, kind, crc32 of kind and body, length, body. Most bodies are msgpack. Those of
+trajectories and segments are a msgpack envelope around raw little-endian buffers, because lists of numbers in
+msgpack are a hundred times slower: tokens (prompt, then response) as a plane of low 16 bits and a plane of high
+bytes under zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits. Whatever the
+bytes, decoding ends in a value or a FrameError.
 """
 
 import math
@@ -17,7 +17,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from .errors import FrameError
+from .errors import FrameError, SchemaMismatchError
 from .schema import (
     SCHEMA_VERSION,
     BroadcastGroup,
@@ -26,6 +26,7 @@ from .schema import (
     Prompt,
     RunRules,
     RunStatus,
+    Segment,
     StepMetrics,
     Trajectory,
     TrajectoryId,
@@ -43,7 +44,7 @@ MAX_TOKEN_ID = (1 << 24) - 1
 
 _HEADER = struct.Struct("<4sHHII")
 _ENVELOPE_LENGTH = struct.Struct("<I")
-_TRAJECTORY = 1
+_TRAJECTORY, _SEGMENT = 1, 12
 _KINDS: dict[type, int] = {
     Prompt: 2,
     WeightManifest: 3,
@@ -58,6 +59,15 @@ _KINDS: dict[type, int] = {
 }
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+
+class _SegmentEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    tid: TrajectoryId
+    index: int
+    start: int
+    length: int
+    spans: tuple[VersionSpan, ...]
+    token_bytes: int
 
 
 class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -102,25 +112,22 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     )
     logprobs = trajectory.behavior_logprobs.astype("<f4", copy=False).tobytes()
     mask = np.packbits(trajectory.loss_mask).tobytes()
-    head = _ENVELOPE_LENGTH.pack(len(envelope))
-    return _frame(_TRAJECTORY, b"".join((head, envelope, tokens, logprobs, mask)))
+    return _frame(_TRAJECTORY, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs, mask)
 
 
 def decode_trajectory(frame: bytes) -> Trajectory:
     """The trajectory in the frame, checked; its arrays are its own. Raises FrameError."""
-    body = _open(frame, _TRAJECTORY, "Trajectory")
-    if len(body) < _ENVELOPE_LENGTH.size:
-        raise FrameError("a trajectory frame without an envelope")
-    (size,) = _ENVELOPE_LENGTH.unpack_from(body)
-    start = _ENVELOPE_LENGTH.size + size
-    envelope = _unpack(body[_ENVELOPE_LENGTH.size : start], _Envelope)
-    tokens, logprobs, mask = _cut(body[start:], envelope)
+    envelope, rest = _open_enveloped(frame, _TRAJECTORY, "Trajectory", _Envelope)
+    length, total = envelope.response_length, envelope.prompt_length + envelope.response_length
+    if min(envelope.prompt_length, length) < 0:
+        raise FrameError(f"{envelope.tid}: a negative length")
+    tokens, logprobs, mask = _cut(rest, envelope.tid, total, length, envelope.token_bytes, mask_bytes=(length + 7) // 8)
     trajectory = Trajectory(
         tid=envelope.tid,
         prompt_tokens=tokens[: envelope.prompt_length],
         response_tokens=tokens[envelope.prompt_length :],
         behavior_logprobs=logprobs,
-        loss_mask=mask,
+        loss_mask=np.unpackbits(np.frombuffer(mask, np.uint8), count=length),
         spans=envelope.spans,
         reward=envelope.reward,
         rewards=envelope.rewards,
@@ -129,6 +136,46 @@ def decode_trajectory(frame: bytes) -> Trajectory:
     )
     check_trajectory(trajectory)
     return trajectory
+
+
+def encode_segment(segment: Segment) -> bytes:
+    """The segment's frame. Raises FrameError where its parts contradict each other."""
+    check_segment(segment)
+    tokens = _pack_tokens(segment.tokens)
+    envelope = msgspec.msgpack.encode(
+        _SegmentEnvelope(segment.tid, segment.index, segment.start, len(segment.tokens), segment.spans, len(tokens))
+    )
+    logprobs = segment.behavior_logprobs.astype("<f4", copy=False).tobytes()
+    return _frame(_SEGMENT, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs)
+
+
+def decode_segment(frame: bytes) -> Segment:
+    """The segment in the frame, checked; its arrays are its own. Raises FrameError."""
+    envelope, rest = _open_enveloped(frame, _SEGMENT, "Segment", _SegmentEnvelope)
+    length = envelope.length
+    tokens, logprobs, _ = _cut(rest, envelope.tid, length, length, envelope.token_bytes, mask_bytes=0)
+    segment = Segment(
+        tid=envelope.tid,
+        index=envelope.index,
+        start=envelope.start,
+        tokens=tokens,
+        behavior_logprobs=logprobs,
+        spans=envelope.spans,
+    )
+    check_segment(segment)
+    return segment
+
+
+def check_segment(segment: Segment) -> None:
+    """Raises FrameError unless the parts agree."""
+    length, tid = len(segment.tokens), segment.tid
+    if length == 0 or min(segment.index, segment.start) < 0 or segment.start + length > MAX_TOKENS:
+        raise FrameError(f"{tid}: segment {segment.index} of {length} tokens at {segment.start}")
+    if len(segment.behavior_logprobs) != length:
+        raise FrameError(f"{tid}: {length} tokens in a segment, but {len(segment.behavior_logprobs)} logprobs")
+    _check_spans(tid, segment.spans, segment.start, segment.start + length)
+    _check_tokens(tid, segment.tokens)
+    _check_logprobs(tid, segment.behavior_logprobs)
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
@@ -142,38 +189,55 @@ def check_trajectory(trajectory: Trajectory) -> None:
             f"{trajectory.tid}: {length} response tokens, but {len(trajectory.behavior_logprobs)} logprobs "
             f"and a loss mask of {len(trajectory.loss_mask)}"
         )
-    _check_spans(trajectory, length)
-    _check_values(trajectory)
-
-
-def _check_spans(trajectory: Trajectory, length: int) -> None:
-    position = 0
-    for span in trajectory.spans:
-        if span.start != position or span.end <= span.start:
-            raise FrameError(f"{trajectory.tid}: version span [{span.start}, {span.end}) does not follow {position}")
-        if span.version.step < 0 or span.version.incarnation < 0:
-            raise FrameError(f"{trajectory.tid}: a negative weight version {span.version}")
-        position = span.end
-    if position != length:
-        raise FrameError(f"{trajectory.tid}: version spans cover {position} of {length} response tokens")
-
-
-def _check_values(trajectory: Trajectory) -> None:
-    for tokens in (trajectory.prompt_tokens, trajectory.response_tokens):
-        if len(tokens) and (tokens.min() < 0 or tokens.max() > MAX_TOKEN_ID):
-            raise FrameError(f"{trajectory.tid}: token ids outside [0, {MAX_TOKEN_ID}]")
+    _check_spans(trajectory.tid, trajectory.spans, 0, length)
+    _check_tokens(trajectory.tid, trajectory.prompt_tokens)
+    _check_tokens(trajectory.tid, trajectory.response_tokens)
+    _check_logprobs(trajectory.tid, trajectory.behavior_logprobs)
     if trajectory.loss_mask.max() > 1:
         raise FrameError(f"{trajectory.tid}: a loss mask is 0 or 1, not {trajectory.loss_mask.max()}")
-    if not np.isfinite(trajectory.behavior_logprobs).all():
-        raise FrameError(f"{trajectory.tid}: a behaviour logprob that is not finite")
     if not all(math.isfinite(reward) for reward in (trajectory.reward, *trajectory.rewards.values())):
         raise FrameError(f"{trajectory.tid}: a reward that is not finite: {trajectory.reward}, {trajectory.rewards}")
 
 
-def _frame(kind: int, body: bytes) -> bytes:
-    if len(body) + _HEADER.size > MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are allowed")
-    return _HEADER.pack(MAGIC, SCHEMA_VERSION, kind, zlib.crc32(body, kind), len(body)) + body
+def _check_spans(tid: TrajectoryId, spans: tuple[VersionSpan, ...], start: int, end: int) -> None:
+    position = start
+    for span in spans:
+        if span.start != position or span.end <= span.start:
+            raise FrameError(f"{tid}: version span [{span.start}, {span.end}) does not follow {position}")
+        if span.version.step < 0 or span.version.incarnation < 0:
+            raise FrameError(f"{tid}: a negative weight version {span.version}")
+        position = span.end
+    if position != end:
+        raise FrameError(f"{tid}: version spans end at {position}, the tokens at {end}")
+
+
+def _check_tokens(tid: TrajectoryId, tokens: NDArray[np.int32]) -> None:
+    if len(tokens) and (tokens.min() < 0 or tokens.max() > MAX_TOKEN_ID):
+        raise FrameError(f"{tid}: token ids outside [0, {MAX_TOKEN_ID}]")
+
+
+def _check_logprobs(tid: TrajectoryId, logprobs: NDArray[np.float32]) -> None:
+    if not np.isfinite(logprobs).all():
+        raise FrameError(f"{tid}: a behaviour logprob that is not finite")
+
+
+def _frame(kind: int, *parts: bytes) -> bytes:
+    length, crc = sum(map(len, parts)), kind
+    if length + _HEADER.size > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return b"".join((_HEADER.pack(MAGIC, SCHEMA_VERSION, kind, crc, length), *parts))
+
+
+def _open_enveloped(frame: bytes, kind: int, name: str, envelope: type[T]) -> tuple[T, memoryview]:
+    """The envelope, and the buffers after it."""
+    body = _open(frame, kind, name)
+    if len(body) < _ENVELOPE_LENGTH.size:
+        raise FrameError(f"a {name} frame without an envelope")
+    (size,) = _ENVELOPE_LENGTH.unpack_from(body)
+    start = _ENVELOPE_LENGTH.size + size
+    return _unpack(body[_ENVELOPE_LENGTH.size : start], envelope), body[start:]
 
 
 def _open(frame: bytes, expected: int, name: str) -> memoryview:
@@ -183,7 +247,7 @@ def _open(frame: bytes, expected: int, name: str) -> memoryview:
     if magic != MAGIC:
         raise FrameError(f"no frame of ours: it begins with {magic!r}")
     if schema != SCHEMA_VERSION:
-        raise FrameError(
+        raise SchemaMismatchError(
             f"a frame of schema {schema}, this is schema {SCHEMA_VERSION}: run the same version of Headway everywhere"
         )
     body = memoryview(frame)[_HEADER.size :]
@@ -209,17 +273,18 @@ def _pack_tokens(tokens: NDArray[np.int32]) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(low + high)
 
 
-def _cut(rest: memoryview, envelope: _Envelope) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.uint8]]:
-    length, total = envelope.response_length, envelope.prompt_length + envelope.response_length
-    if min(envelope.prompt_length, length, envelope.token_bytes) < 0 or total > MAX_TOKENS:
-        raise FrameError(f"{envelope.tid}: {total} tokens; at most {MAX_TOKENS} are allowed")
-    if len(rest) != envelope.token_bytes + 4 * length + (length + 7) // 8:
-        raise FrameError(f"{envelope.tid}: {len(rest)} bytes of buffers do not fit {length} response tokens")
-    logprobs_at, mask_at = envelope.token_bytes, envelope.token_bytes + 4 * length
-    tokens = _unpack_tokens(rest[:logprobs_at], total)
-    logprobs = np.frombuffer(rest[logprobs_at:mask_at], "<f4").astype(np.float32)
-    mask = np.unpackbits(np.frombuffer(rest[mask_at:], np.uint8), count=length)
-    return tokens, logprobs, mask
+def _cut(
+    rest: memoryview, tid: TrajectoryId, total: int, length: int, token_bytes: int, *, mask_bytes: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32], memoryview]:
+    """`total` tokens, `length` logprobs and the mask's bytes."""
+    if min(length, token_bytes) < 0 or total > MAX_TOKENS:
+        raise FrameError(f"{tid}: {total} tokens; at most {MAX_TOKENS} are allowed")
+    if len(rest) != token_bytes + 4 * length + mask_bytes:
+        raise FrameError(f"{tid}: {len(rest)} bytes of buffers do not fit {length} response tokens")
+    mask_at = token_bytes + 4 * length
+    tokens = _unpack_tokens(rest[:token_bytes], total)
+    logprobs = np.frombuffer(rest[token_bytes:mask_at], "<f4").astype(np.float32)
+    return tokens, logprobs, rest[mask_at:]
 
 
 def _unpack_tokens(compressed: memoryview, total: int) -> NDArray[np.int32]:

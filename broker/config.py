@@ -11,8 +11,14 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     url: Annotated[
         str,
-        Meta(description="embedded (a server of our own), redis://host:port, rediss://..., or unix:///path"),
+        Meta(
+            description="embedded (a server of our own), redis://host:port, rediss:// for TLS, unix:///path, "
+            "redis+cluster://host:port or rediss+cluster://"
+        ),
     ] = "embedded"
+    password_file: Annotated[
+        str, Meta(description="a file with the server's password; else HEADWAY_BROKER_PASSWORD, or the URL")
+    ] = ""
     lease_ttl_s: Annotated[float, Meta(gt=0, description="a lease not renewed for so long goes to another worker")] = (
         30.0
     )
@@ -22,6 +28,15 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_bytes: Annotated[int, Meta(gt=0, description="stored payload bytes above which no new group is admitted")] = (
         1 << 30
     )
+    max_leases_per_worker: Annotated[
+        int, Meta(ge=0, description="samples that one worker may hold at once; 0: as many as its engine batches")
+    ] = 0
+    payload_shards: Annotated[
+        int, Meta(ge=1, le=1024, description="on a cluster: spread payloads over so many slots; 1: all of a run in one")
+    ] = 1
+    replicas: Annotated[
+        int, Meta(ge=0, description="replicas of the server that must have a write before it counts as durable")
+    ] = 0
 
 
 class StalenessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,9 +46,13 @@ class StalenessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         int, Meta(ge=0, description="no token older than this many steps is ever trained; 0: on-policy")
     ] = 2
     on_straggler: Annotated[
-        Literal["wait", "requeue"],
-        Meta(description="a group that the next step would push over the bound: wait for it, or start it anew"),
+        Literal["wait", "trim", "requeue"],
+        Meta(
+            description="an unfinished group that the next step would push over the bound: wait for it, train it "
+            "with the samples that are there (at least min_group_size, else requeue), or start it anew"
+        ),
     ] = "wait"
+    min_group_size: Annotated[int, Meta(ge=1, description="trim leaves a group no fewer samples than this")] = 1
     on_over_bound: Annotated[
         Literal["requeue", "drop", "mask"],
         Meta(description="a finished group over the bound: generate it anew, drop it, or mask its old tokens"),

@@ -11,40 +11,37 @@ from functools import cache
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
-import redis.asyncio as redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    NoPermissionError,
     NoScriptError,
-    OutOfMemoryError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import TimeoutError as SlowServerError
 
-from .errors import (
-    BrokerError,
-    BrokerUnavailableError,
-    FencedError,
-    ServerRestartedError,
-    VersionRegressionError,
-)
+from .address import Address, without_password
+from .errors import BrokerError, BrokerUnavailableError
 from .keys import Keys
 from .owner import Owner
+from .refusals import translated
+from .round_trips import Argument, Command, RoundTrips
+from .routes import open_routes
 
-Argument = str | bytes | int | float
-Command = tuple[Argument, ...]
+__all__ = ["Argument", "Command", "Connection", "script_digest", "script_source", "without_password"]
+
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-_CONNECTIONS = 32
-_PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "NOREPLICAS")
-"""Refusals that end once somebody has mended the server: a full disk, a failover."""
+_SCANNED_AT_ONCE = 1000
+_MOVED_KEY = "attempted to access a non local key"
 
 
 @cache
@@ -60,65 +57,43 @@ def script_digest(name: str) -> str:
     return sha1(script_source(name).encode(), usedforsecurity=False).hexdigest()
 
 
-def without_password(url: str) -> str:
-    """The URL as it may be shown. Raises BrokerError where it is none."""
-    url = url.partition("?")[0]  # a password may stand there, too
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise BrokerError(_no_url(url.rpartition("@")[2], error)) from error
-    if "@" not in parts.netloc:
-        return url
-    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
-
-
-def _no_url(shown: str, error: ValueError) -> str:
-    return f"{shown!r} is no broker URL ({error}). Use redis://host:port, rediss://host:port or unix:///path."
+@cache
+def script_names() -> tuple[str, ...]:
+    """All scripts there are."""
+    names = (entry.name.removesuffix(".lua") for entry in (files("broker") / "scripts").iterdir())
+    return tuple(sorted(name for name in names if name != "lib"))
 
 
 class Connection:
-    """A pool of connections to one server, for one run."""
+    """The way to one run, on one server or on a cluster."""
 
-    def __init__(self, url: str, run: str, timeout_s: float) -> None:
+    def __init__(self, url: str, run: str, timeout_s: float, password_file: str = "") -> None:
         self.keys = Keys(run)
         self.run = run
         self.url = without_password(url)
         self.server_id = ""
         """The server that this client claimed the run on; learner verbs are refused by any other one."""
         self._timeout_s = timeout_s
-        try:
-            pool = redis.BlockingConnectionPool.from_url(
-                url,
-                max_connections=_CONNECTIONS,
-                timeout=timeout_s,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                health_check_interval=30,
-                retry=Retry(NoBackoff(), 0),
-            )
-        except ValueError as error:
-            raise BrokerError(_no_url(self.url, error)) from error
-        self._redis: Any = redis.Redis(connection_pool=pool)
+        self._routes = open_routes(Address.parse(url, password_file), self.keys, timeout_s)
 
     async def close(self) -> None:
-        await self._redis.aclose(close_connection_pool=True)
+        await self._routes.close()
 
     async def execute(self, *command: Argument) -> Any:
         """One plain command."""
-        return await self._attempt(lambda: self._redis.execute_command(*command))
+        return (await self.pipeline([command]))[0]
 
     async def pipeline(self, commands: Sequence[Command], *, atomic: bool = False) -> list[Any]:
-        """Several plain commands in one round trip."""
-        return await self._attempt(lambda: self._pipeline(commands, atomic))
+        """Several plain commands in one round trip. `atomic`: nothing comes between them; their keys are the run's
+        own, not those of its shards."""
+        if not atomic:
+            return await self._attempt(lambda: self._send(commands))
+        replies = await self._attempt(lambda: self._send([("MULTI",), *commands, ("EXEC",)]))
+        return list(replies[-1])
 
     async def script(self, name: str, *arguments: Argument, before: Sequence[Command] = ()) -> Any:
-        """A script's reply; the commands `before` it go in the same round trip."""
-        call: Command = ("EVALSHA", script_digest(name), 1, self.keys.meta, *arguments)
-        try:
-            return (await self._attempt(lambda: self._pipeline([*before, call], False)))[-1]
-        except NoScriptError:
-            await self.execute("SCRIPT", "LOAD", script_source(name))
-            return (await self._attempt(lambda: self._pipeline([*before, call], False)))[-1]
+        """A script's reply; the commands `before` it have been carried out, where possible in the same round trip."""
+        return await self._attempt(lambda: self._run(name, arguments, before))
 
     async def learner_script(
         self, name: str, owner: Owner, *arguments: Argument, before: Sequence[Command] = ()
@@ -126,45 +101,74 @@ class Connection:
         """A script that only the run's owner may run, on the server that it claimed the run on."""
         return await self.script(name, owner.incarnation, owner.token, self.server_id, *arguments, before=before)
 
+    async def load_scripts(self) -> None:
+        """Makes every script known to the server, for users who may only run those that are."""
+        loads: list[Command] = [("SCRIPT", "LOAD", script_source(name)) for name in script_names()]
+        await self._attempt(lambda: self._on_primaries(lambda _, server: server.send(loads)))
+
     async def scan(self, pattern: str) -> list[str]:
         """Names of all keys that match."""
-        cursor, names = b"0", list[str]()
-        while True:
-            cursor, found = await self.execute("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
-            names.extend(key.decode() for key in found)
-            if int(cursor) == 0:
-                return sorted(set(names))
+        found = await self._attempt(lambda: self._on_primaries(lambda _, server: _scan(server, pattern)))
+        return sorted({key.decode() for names in found for key in names})
 
-    async def _pipeline(self, commands: Sequence[Command], atomic: bool) -> list[Any]:
-        async with self._redis.pipeline(transaction=atomic) as pipe:
-            for command in commands:
-                pipe.execute_command(*command)
-            replies: list[Any] = await pipe.execute(raise_on_error=False)
-        for reply in replies:
-            if isinstance(reply, RedisError):
-                raise reply
-        return replies
+    async def unlink(self, names: Sequence[str]) -> None:
+        """Frees these keys, wherever they lie."""
+        for start in range(0, len(names), _SCANNED_AT_ONCE):
+            await self.pipeline([("UNLINK", name) for name in names[start : start + _SCANNED_AT_ONCE]])
+
+    async def make_durable(self, replicas: int, timeout_ms: int) -> bool:
+        """Whether all that was written up to now has reached the servers' disks, and so many replicas of each.
+
+        Waits at most `timeout_ms`. False where that has passed, and where a server without an append-only file has
+        no replicas to ask for.
+        """
+        patience_ms = int(min(timeout_ms, 500 * self._timeout_s))  # below the socket's own deadline
+        written = await self._attempt(
+            lambda: self._on_primaries(lambda key, server: _written(server, key, replicas, patience_ms))
+        )
+        return all(written)
+
+    async def _run(self, name: str, arguments: Sequence[Argument], before: Sequence[Command]) -> Any:
+        if before and not self._routes.keeps_order:
+            await self._send(before)
+            before = ()
+        call = (1, self.keys.meta, *arguments)
+        try:
+            return (await self._send([*before, ("EVALSHA", script_digest(name), *call)]))[-1]
+        except NoScriptError:
+            return await self._run_unknown(name, call, before)
+
+    async def _run_unknown(self, name: str, call: Command, before: Sequence[Command]) -> Any:
+        try:
+            return (await self._send([*before, ("EVAL", script_source(name), *call)]))[-1]
+        except NoPermissionError as error:
+            raise _NotLoadedError(
+                f"its script {name} is not loaded, and our user may not load it: the run's learner does, once it is up"
+            ) from error
+
+    async def _send(self, commands: Sequence[Command]) -> list[Any]:
+        return _accepted(await self._routes.send(commands))
+
+    async def _on_primaries(self, ask: Callable[[str, RoundTrips], Awaitable[T]]) -> list[T]:
+        return [await ask(key, server) for key, server in (await self._routes.primaries()).items()]
 
     async def _attempt(self, send: Callable[[], Awaitable[T]]) -> T:
         """Sends until it is answered or `timeout_s` has passed, and says what went wrong in our words."""
         deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
         while True:
             try:
-                reply = await send()
-                _refuse_lost_cancellation()
-                return reply
+                return await send()
             except AuthenticationError as error:
                 raise BrokerUnavailableError(
-                    f"The broker at {self.url} refuses our user or password ({error}): put them into the URL."
+                    f"The broker at {self.url} refuses our user or password ({error}): put them into the URL, "
+                    "or see broker.password_file."
                 ) from error
             except (LostConnectionError, SlowServerError, BusyLoadingError, OSError) as error:
-                _refuse_lost_cancellation()
                 if time.monotonic() + pause_s >= deadline:
                     raise self._unavailable(error) from error
-            except NoScriptError:
-                raise
             except ResponseError as error:
-                raise self._translate(error) from error
+                if not _ends_by_itself(error) or time.monotonic() + pause_s >= deadline:
+                    raise translated(error, run=self.run, url=self.url, server_id=self.server_id) from error
             except RedisError as error:
                 raise BrokerError(
                     f"Something at {self.url} answers, but not as a Redis or Valkey server ({error}): "
@@ -180,53 +184,39 @@ class Connection:
             "Is it running? Start one with `headway broker`, or set broker.url."
         )
 
-    def _translate(self, error: ResponseError) -> BrokerError:
-        word, _, rest = str(error).partition(" ")
-        match word:
-            case "FENCED":
-                return FencedError(
-                    f"Another learner has taken run {self.run} over (incarnation {rest}), "
-                    "or the run was deleted: this one must stop."
-                )
-            case "RESTARTED":
-                return ServerRestartedError(
-                    f"The server at {self.url} is no longer {self.server_id} but {rest}: "
-                    "it restarted and may have lost its last second. Re-assert before going on."
-                )
-            case "REGRESSION":
-                held = rest.split()
-                return VersionRegressionError(
-                    f"Run {self.run} has announced version ({held[0]}, {held[1]}) and been offered "
-                    f"({held[2]}, {held[3]}); only newer weights of the run's owner can follow."
-                )
-            case "ADVANCED":
-                return BrokerError(
-                    f"Run {self.run} is already at step {rest}: resume it with --resume, where its checkpoints are, "
-                    "choose another run.name, or start anew with --overwrite."
-                )
-            case "FULL":
-                stored, cap = rest.split()
-                return BrokerError(
-                    f"Run {self.run} has stored {stored} bytes of samples, and one step needs more than "
-                    f"broker.max_bytes={cap}: raise it, or lower learner.groups_per_step, learner.group_size or "
-                    "sampling.max_new_tokens."
-                )
-        code = error.status_code or word
-        if code in _PASSING:
-            words = str(error) if code == word else f"{code} {error}"
-            return BrokerUnavailableError(
-                f"The server at {self.url} takes no commands now: {words} "
-                "Once it is mended (a full disk? a failover?), learner and workers go on by themselves."
-            )
-        if isinstance(error, OutOfMemoryError):
-            return BrokerError(
-                f"The server at {self.url} is out of memory ({error}): raise its maxmemory, or lower broker.max_bytes."
-            )
-        return BrokerError(f"The server at {self.url} refused a command: {error}")
+
+class _NotLoadedError(LostConnectionError):
+    """As good as away: the learner loads the scripts when it comes."""
 
 
-def _refuse_lost_cancellation() -> None:
-    """Before Python 3.12 `asyncio.wait_for`, which the redis client uses, can swallow a cancellation."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
+def _accepted(replies: list[Any]) -> list[Any]:
+    """The replies, or the first refusal among them."""
+    for reply in replies:
+        if isinstance(reply, RedisError):
+            raise reply
+    return replies
+
+
+def _ends_by_itself(error: ResponseError) -> bool:
+    """A cluster that moves slots or is electing a primary."""
+    is_moving = isinstance(error, (AskError, TryAgainError, ClusterDownError)) or _MOVED_KEY in str(error)
+    return is_moving and not isinstance(error, MasterDownError)
+
+
+async def _scan(server: RoundTrips, pattern: str) -> list[bytes]:
+    cursor, names = b"0", list[bytes]()
+    while True:
+        ((cursor, found),) = _accepted(await server.send([("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)]))
+        names.extend(found)
+        if int(cursor) == 0:
+            return names
+
+
+async def _written(server: RoundTrips, key: str, replicas: int, patience_ms: int) -> bool:
+    """Asks on a connection of its own, after a write there: the server waits for what the connection has written."""
+    written, on_disk, on_replicas = await server.send_alone(
+        [("SET", key, "", "PX", 1000), ("WAITAOF", 1, 0, patience_ms), ("WAIT", replicas, patience_ms)]
+    )
+    _accepted([written, on_replicas])
+    has_file = not isinstance(on_disk, ResponseError)  # else there is no such file, or an older server
+    return (on_disk[0] == 1 if has_file else replicas > 0) and on_replicas >= replicas

@@ -41,5 +41,9 @@ class FrameError(HeadwayError):
     """Bytes that are no valid frame: corrupt, truncated, oversized, or of another schema version."""
 
 
+class SchemaMismatchError(FrameError):
+    """A whole frame of another schema version: two versions of Headway in one run."""
+
+
 class WeightSyncError(HeadwayError):
     """A transfer failed or an engine does not hold what it should; the engine keeps its old version."""

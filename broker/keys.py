@@ -1,42 +1,55 @@
 """The table of Redis keys. A run lies under `headway:{RUN}:`; the braces make it one slot of a cluster.
 
-key                  type    meaning                                            lifetime        written by
--------------------  ------  -------------------------------------------------  --------------  -------------
-meta                 hash    owner, rules, versions, counters, state (below)    the run         most scripts
-config               string  the resolved recipe                                the run         claim
-prompt:G             string  the prompt of group G (frame)                      until settled   feed (SET)
-group:G              hash    all about group G but its blobs (below)            until settled   feed, lease...
-pool                 zset    groups not yet admitted; score 0 keeps feed order  until admitted  feed, lease
-retry                zset    samples without a lease, by admission number       until leased    lease, requeue
-leases               zset    samples leased, by deadline (server's clock)       until done      lease, renew
-open                 zset    unfinished groups that were begun, by floor        until ready     lease, submit
-ready                zset    finished groups by floor: taken oldest first       until taken     submit
-batch:K              list    groups pinned to step K                            until commit    take
-pinned               zset    the steps K that have a batch                      until commit    take
-forks                hash    incarnation -> the step that a rewind took it to      the run         announce
-settled              zset    groups trained or dropped that may be fed again    to watermark    commit, take
-payload:G:R:I:NONCE  string  sample I of round R of group G (frame)             TTL, settled    submit (SET)
-stage:NONCE          string  a blob on its way to its key                       60 s            SET
-manifest:offered     string  the weights being sent (frame)                     the run         offer
-manifest:announced   string  the newest complete weights (frame)                the run         announce
-broadcast            string  the broadcast group (frame)                        the run         put_group
-model                string  model files without weights (frame)                the run         put_model
-steps                list    the last 512 StepMetrics (frames)                  the run         report_step
-worker:W             string  what worker W says of itself (frame)               heartbeat TTL   heartbeat
-workers              set     names of workers                                   a day           heartbeat
-dead                 stream  undecodable payloads: tid, reason, first bytes     last 1000       reject
+key                   type    meaning                                            lifetime        written by
+--------------------  ------  -------------------------------------------------  --------------  -------------
+meta                  hash    owner, rules, versions, counters, state (below)    the run         most scripts
+tally                 hash    groups dispatched and trained, by length and lag   the run         lease, commit
+config                string  the resolved recipe                                the run         claim
+prompt:G              string  the prompt of group G (frame)                      until settled   feed (SET)
+group:G               hash    all about group G but its blobs (below)            until settled   feed, lease...
+pool                  zset    groups not yet admitted; score 0 keeps feed order  until admitted  feed, lease
+retry                 zset    samples anybody may lease, by admission number     until leased    lease, requeue
+leases                zset    samples leased, by deadline (server's clock)       until done      lease, renew
+open                  zset    unfinished groups that were begun, by floor        until ready     lease, submit
+ready                 zset    finished groups by floor: taken oldest first       until taken     submit
+batch:K               list    groups pinned to step K                            until commit    take
+pinned                zset    the steps K that have a batch                      until commit    take
+forks                 hash    incarnation -> the step that a rewind took it to   the run         announce
+settled               zset    groups trained that may be fed again               to watermark    commit
+dropped               zset    groups dropped that may be fed again               to watermark    take
+lost                  set     groups to feed again: their prompt was damaged     until fed       lose, reject
+segments:G:R:I        list    sample I's segments: `name bytes tokens` each      until submit    append
+segment:G:R:I:NONCE   string  a segment (frame)                                  TTL, submit     append (SET)
+payload:G:R:I:NONCE   string  sample I of round R of group G (frame)             TTL, settled    submit (SET)
+garbage               list    blobs on other shards that nothing needs           until swept     most scripts
+stage:NONCE           string  a blob on its way to its key                       60 s            SET
+manifest:offered      string  the weights being sent (frame)                     the run         offer
+manifest:announced    string  the newest complete weights (frame)                the run         announce
+broadcast             string  the broadcast group (frame)                        the run         put_group
+model                 string  model files without weights (frame)                the run         put_model
+steps                 list    the last 512 StepMetrics (frames)                  the run         report_step
+worker:W              string  what worker W says of itself (frame)               heartbeat TTL   heartbeat
+workers               set     names of workers                                   a day           heartbeat
+dead                  stream  undecodable blobs: tid, reason, first bytes        last 1000       reject...
 
-Fields of `meta`: incarnation, owner; announced_* and offered_* (incarnation, step, by); the rules max_lag,
-groups_per_step, on_straggler, on_over_bound, max_bytes; the counters admitted, dropped, trained, requeued,
-submitted, expired_leases, fenced, rejected, payload_bytes, generated_tokens, wasted_tokens; feed_closed,
-watermark, committed_step, state, started.
+Fields of `meta`: incarnation, owner (a digest of the learner's token: reading it lets nobody act as the learner);
+announced_* and offered_* (incarnation, step, by); the rules (`schema.RunRules`); the counters admitted, dropped,
+trained, requeued, submitted, expired_leases, fenced, rejected, payload_bytes, generated_tokens, wasted_tokens,
+resumed_tokens, discarded_tokens, trimmed_samples; feed_closed, watermark, committed_step, newest_step (highest that
+sampled anything), is_rewound, state, started.
 
-Fields of `group:G`: size, round, state (pool, open, ready, pinned), index (admission number), floor (lowest
-weight step in this round), newest (highest), bytes, done, pin (step); for each sample I token:I and step:I
-(of its lease, then of its submission) and payload:I (once submitted).
+Fields of `group:G`: size, length (of the prompt, up to a power of two), round, state (pool, open, ready, pinned),
+index (admission number), floor (lowest weight step in this round), newest (highest), bytes, done, trimmed, pin (step);
+for each sample I token:I, step:I (the lowest of its lease and segments, then of its submission), oldest:I (lowest of
+its segments) and payload:I (once submitted).
+
+With `payload_shards` above 1, payloads and segments lie under `headway:{RUN/N}:` instead, so that a cluster spreads
+them over its nodes. Their names then begin with `N/`, scripts leave them alone, and the learner frees what they put on
+the garbage list.
 """
 
 import re
+from zlib import crc32
 
 from .errors import BrokerError
 
@@ -58,11 +71,23 @@ class Keys:
     """Full key names of one run."""
 
     def __init__(self, run: str) -> None:
-        self.prefix = f"{PREFIX}{{{check_run_name(run)}}}:"
+        self.run = check_run_name(run)
+        self.prefix = f"{PREFIX}{{{run}}}:"
         self.meta = self("meta")
 
     def __call__(self, name: str) -> str:
         return self.prefix + name
+
+    def blob(self, name: str) -> str:
+        """The key of a payload or segment, by the name that scripts know it by."""
+        shard, slash, rest = name.partition("/")
+        return f"{PREFIX}{{{self.run}/{shard}}}:{rest}" if slash else self(name)
+
+
+def blob_name(kind: str, tid: object, nonce: str, shards: int) -> str:
+    """A name for a new payload or segment; over several shards it begins with `N/`."""
+    name = f"{kind}:{tid}:{nonce}"
+    return name if shards == 1 else f"{crc32(name.encode()) % shards}/{name}"
 
 
 def run_of(meta_key: str) -> str:

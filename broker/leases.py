@@ -1,22 +1,28 @@
-"""The worker's verbs: lease a sample, keep the lease, submit the trajectory, or hand the lease back.
+"""The worker's verbs: lease a sample, keep the lease, append segments, submit the trajectory, or hand the lease back.
 
-A lease expires on the server's clock and then goes to another worker under a new token; whoever comes late is
-fenced.
+A lease expires on the server's clock and then goes to another worker under a new token, together with the
+segments that were appended; whoever comes late is fenced.
 """
 
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from .codec import decode, encode_trajectory
-from .connection import Connection
-from .errors import BrokerError, FrameError
-from .schema import Lease, Prompt, Trajectory, TrajectoryId, WeightVersion
+from .codec import decode, decode_segment, encode_segment, encode_trajectory
+from .connection import Argument, Command, Connection
+from .errors import BrokerError, FrameError, SchemaMismatchError
+from .keys import blob_name
+from .schema import Lease, Prompt, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from .staleness import oldest_step
+from .unconfirmed import Submission, Unconfirmed
 
 _ATTEMPTS = 3
+_HEAD_BYTES = 256
+_DURABLE_TIMEOUT_MS = 2000
 
 
 class SubmitOutcome(StrEnum):
@@ -30,6 +36,24 @@ class SubmitOutcome(StrEnum):
     void."""
 
 
+class AppendOutcome(StrEnum):
+    """What became of a segment."""
+
+    APPENDED = "appended"
+    OUT_OF_ORDER = "out of order"
+    """The server wants another one next: see `AppendReply.expected`."""
+    FENCED = "fenced"
+    """As for a submission: stop generating."""
+
+
+@dataclass(frozen=True)
+class AppendReply:
+    """`expected` is the index of the segment that comes next."""
+
+    outcome: AppendOutcome
+    expected: int
+
+
 @dataclass(frozen=True)
 class LeaseReply:
     """The leases handed out, and where fewer than asked for, why."""
@@ -37,27 +61,33 @@ class LeaseReply:
     leases: tuple[Lease, ...]
     state: str
     """Of the run; "absent" where no learner has claimed it yet."""
-    server_id: str
     reason: str
-    """"" | capacity | stale weights | no prompts | bytes | finished | paused (nothing announced, or
-    stopped)."""
+    """"" | capacity | stale weights | no prompts | bytes | worker limit | finished | paused (nothing announced,
+    or stopped)."""
 
 
 class Leases:
     """One worker process's hold on samples. It remembers what it holds, so as not to be given the same sample
-    twice."""
+    twice, and what it submitted, until that is durable."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, replicas: int) -> None:
         self._connection = connection
+        self._replicas = replicas
         self._held: dict[str, dict[TrajectoryId, str]] = defaultdict(dict)
+        self._unconfirmed = Unconfirmed()
+        self._server_id = ""
         self.payload_ttl_s = 600.0
-        """A payload whose submission never followed is forgotten after this."""
+        """A payload or segment that was stored and never recorded is forgotten after this."""
+        self.payload_shards = 1
+        """See `BrokerConfig.payload_shards`; the same for all who work on a run."""
 
     async def lease(self, worker: str, version: WeightVersion, count: int, ttl_s: float) -> LeaseReply:
         """Up to `count` samples for an engine that holds `version`. A lost reply's leases expire by
         themselves."""
+        if not self._server_id:
+            self._server_id = await self._ask_server_id()
         held = self._held[worker]
-        server_id, state, reason, *flat = await self._connection.script(
+        state, reason, *granted = await self._connection.script(
             "lease",
             version.incarnation,
             version.step,
@@ -66,57 +96,72 @@ class Leases:
             secrets.token_hex(8),
             *(f"{tid} {token}" for tid, token in held.items()),
         )
-        granted = {parse_tid(m): token.decode() for m, token in zip(flat[::2], flat[1::2], strict=True)}
-        prompts, damage = await self._prompts({tid.group for tid in granted})
-        leases = tuple(
-            Lease(tid=tid, token=token, ttl_s=ttl_s, prompt=prompts[tid.group])
-            for tid, token in granted.items()
-            if tid.group in prompts  # else the group was settled since, and the lease with it
-        )
-        if damage is not None:
-            await self.release(leases)
-            raise self._damaged(damage) from damage
+        leases = await self._fetch([_Granted.read(one) for one in granted], ttl_s)
         held.update((lease.tid, lease.token) for lease in leases)
-        return LeaseReply(leases, state.decode(), server_id.decode(), reason.decode())
+        return LeaseReply(leases, state.decode(), reason.decode())
 
     async def renew(self, leases: Sequence[Lease], ttl_s: float) -> set[TrajectoryId]:
         """Moves the deadlines; returns those that are no longer held, whose generation must stop."""
         if not leases:
             return set()
-        lost = {parse_tid(m) for m in await self._connection.script("renew", ttl_s, *_members(leases))}
+        _, *members = await self._connection.script("renew", ttl_s, *_members(leases))
+        lost = {parse_tid(m) for m in members}
         for lease in leases:
             if lease.tid in lost:
                 self._forget(lease)
         return lost
 
-    async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
-        """Hands a finished sample in. Raises FrameError where its parts contradict each other."""
-        payload = encode_trajectory(trajectory)
-        tokens, oldest = len(trajectory.response_tokens), oldest_step(trajectory.spans)
+    async def append(self, lease: Lease, segment: Segment, ttl_s: float) -> AppendReply:
+        """Keeps a segment for whoever goes on with the sample, and renews the lease. Raises FrameError."""
+        frame = encode_segment(segment)
         for _ in range(_ATTEMPTS):
-            # A key of its own for each attempt: a repeated SET would put a TTL on a payload already accepted.
-            name = f"payload:{lease.tid}:{secrets.token_hex(6)}"
-            ttl_ms = int(1000 * self.payload_ttl_s)
-            outcome, _ = await self._connection.script(
-                "submit",
+            name, store = self._blob("segment", lease.tid, frame)
+            outcome, held = await self._connection.script(
+                "append",
                 str(lease.tid),
                 lease.token,
+                segment.index,
                 name,
-                tokens,
-                oldest,
-                *_newest_steps(trajectory),
-                before=[("SET", self._connection.keys(name), payload, "PX", ttl_ms)],
+                len(frame),
+                len(segment.tokens),
+                ttl_s,
+                *_steps(segment.spans),
+                before=[store],
             )
-            if outcome != b"no payload":
-                self._forget(lease)
-                return SubmitOutcome(outcome.decode())
-        raise BrokerError(
-            f"The server at {self._connection.url} loses payloads of {len(payload)} bytes as soon as "
-            "they are stored: its maxmemory-policy must be noeviction."
-        )
+            if outcome != b"no blob":
+                await self._keep(name, is_accepted=outcome == b"appended")
+                return AppendReply(AppendOutcome(outcome.decode()), int(held))
+        raise self._evicting(len(frame))
+
+    async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
+        """Hands a finished sample in. Raises FrameError where its parts contradict each other."""
+        oldest, *versions = _steps(trajectory.spans)
+        metadata = (len(trajectory.response_tokens), oldest, *versions)
+        submission = Submission(lease, encode_trajectory(trajectory), metadata, time.monotonic())
+        outcome = await self._submit(submission, is_again=False)
+        self._forget(lease)
+        if outcome is not SubmitOutcome.FENCED:
+            self._unconfirmed.keep(submission)
+        return outcome
+
+    async def confirm(self) -> int:
+        """Call it about once a second: forgets submissions that are durable now. After the server restarted,
+        or a replica took over, submits again what may have been lost; how many those were."""
+        if not len(self._unconfirmed):
+            return 0
+        submissions, known = self._unconfirmed.all(), self._server_id
+        is_durable = await self._connection.make_durable(self._replicas, _DURABLE_TIMEOUT_MS)
+        self._server_id = await self._ask_server_id()
+        if self._server_id != known:
+            return await self._submit_again(self._unconfirmed.all())
+        if is_durable:
+            self._unconfirmed.forget(submissions)
+        else:
+            self._unconfirmed.forget_old()
+        return 0
 
     async def release(self, leases: Sequence[Lease]) -> None:
-        """Hands leases back at once, for others to take."""
+        """Hands leases back at once, with their segments, for others to take."""
         if leases:
             await self._connection.script("release", *_members(leases))
         for lease in leases:
@@ -127,26 +172,109 @@ class Leases:
             if held.get(lease.tid) == lease.token:
                 del held[lease.tid]
 
-    async def _prompts(self, groups: set[str]) -> tuple[dict[str, Prompt], FrameError | None]:
-        """Those that are there and whole, and what is wrong with the last that is not whole."""
-        if not groups:
-            return {}, None
-        names = sorted(groups)
-        blobs = await self._connection.execute("MGET", *(self._connection.keys(f"prompt:{g}") for g in names))
-        prompts, damage = dict[str, Prompt](), None
-        for group, blob in zip(names, blobs, strict=True):
-            try:
-                if blob is not None:
-                    prompts[group] = decode(blob, Prompt)
-            except FrameError as error:
-                damage = error
-        return prompts, damage
+    async def _submit(self, submission: Submission, *, is_again: bool) -> SubmitOutcome:
+        tokens, *versions = submission.metadata
+        for _ in range(_ATTEMPTS):
+            # A key of its own for each attempt: a repeated SET would put a TTL on a payload already accepted.
+            name, store = self._blob("payload", submission.lease.tid, submission.payload)
+            outcome = await self._connection.script(
+                "submit",
+                str(submission.lease.tid),
+                submission.lease.token,
+                name,
+                len(submission.payload),
+                tokens,
+                int(is_again),
+                *versions,
+                before=[store],
+            )
+            if outcome != b"no payload":
+                await self._keep(name, is_accepted=outcome == b"accepted")
+                return SubmitOutcome(outcome.decode())
+        raise self._evicting(len(submission.payload))
 
-    def _damaged(self, error: FrameError) -> BrokerError:
+    async def _submit_again(self, submissions: Sequence[Submission]) -> int:
+        accepted = 0
+        for submission in submissions:
+            outcome = await self._submit(submission, is_again=True)
+            accepted += outcome is SubmitOutcome.ACCEPTED
+            if outcome is SubmitOutcome.FENCED:
+                self._unconfirmed.forget([submission])
+        return accepted
+
+    async def _ask_server_id(self) -> str:
+        """Of the server that holds the run's metadata."""
+        (server_id,) = await self._connection.script("renew", 0)
+        return str(server_id.decode())
+
+    def _blob(self, kind: str, tid: TrajectoryId, frame: bytes) -> tuple[str, Command]:
+        """A new name, and the command that stores the frame under it until a script has recorded it."""
+        name = blob_name(kind, tid, secrets.token_hex(6), self.payload_shards)
+        return name, ("SET", self._connection.keys.blob(name), frame, "PX", int(1000 * self.payload_ttl_s))
+
+    async def _keep(self, name: str, *, is_accepted: bool) -> None:
+        """On another shard, where scripts do not reach: no time to live any more. Else the script has done it."""
+        if is_accepted and self.payload_shards > 1:
+            await self._connection.execute("PERSIST", self._connection.keys.blob(name))
+
+    async def _fetch(self, granted: "Sequence[_Granted]", ttl_s: float) -> tuple[Lease, ...]:
+        """The leases with their prompts and segments. What is damaged is reported; its lease, or its segments, go."""
+        if not granted:
+            return ()
+        keys, groups = self._connection.keys, sorted({one.tid.group for one in granted})
+        commands: list[Command] = [("MGET", *(keys(f"prompt:{group}") for group in groups))]
+        commands += [("GET", keys.blob(name)) for one in granted for name in one.segments]
+        blobs, *segments = await self._connection.pipeline(commands)
+        prompts = {group: await self._prompt(group, blob) for group, blob in zip(groups, blobs, strict=True)}
+        leases, left = [], iter(segments)
+        for one in granted:
+            frames = [next(left) for _ in one.segments]
+            prompt = prompts[one.tid.group]
+            if prompt is not None:  # else the group was settled since, or lost, and the lease with it
+                lease = Lease(tid=one.tid, token=one.token, ttl_s=ttl_s, prompt=prompt)
+                leases.append(await self._with_segments(lease, frames))
+        return tuple(leases)
+
+    async def _prompt(self, group: str, blob: bytes | None) -> Prompt | None:
+        try:
+            return None if blob is None else decode(blob, Prompt)
+        except SchemaMismatchError:
+            raise  # it is we who are wrong here
+        except FrameError as error:
+            await self._connection.script("lose", group, str(error), (blob or b"")[:_HEAD_BYTES])
+            return None
+
+    async def _with_segments(self, lease: Lease, frames: Sequence[bytes | None]) -> Lease:
+        segments: list[Segment] = []
+        for frame in frames:
+            try:
+                segments.append(_decode_next(lease.tid, segments, frame))
+            except FrameError as error:
+                head = (frame or b"")[:_HEAD_BYTES]
+                await self._connection.script("discard", str(lease.tid), lease.token, str(error), head)
+                return lease
+        return Lease(tid=lease.tid, token=lease.token, ttl_s=lease.ttl_s, prompt=lease.prompt, segments=tuple(segments))
+
+    def _evicting(self, size: int) -> BrokerError:
         return BrokerError(
-            f"A prompt of run {self._connection.run} is damaged on the server ({error}): something else "
-            "writes there, or its disk is bad. Choose another run.name and feed again."
+            f"The server at {self._connection.url} loses blobs of {size} bytes as soon as they are stored: its "
+            "maxmemory-policy must be noeviction."
         )
+
+
+@dataclass(frozen=True)
+class _Granted:
+    """A lease as the script tells it."""
+
+    tid: TrajectoryId
+    token: str
+    segments: tuple[str, ...]
+    """Names of their blobs."""
+
+    @classmethod
+    def read(cls, reply: Sequence[Any]) -> "_Granted":
+        member, token, *segments = reply
+        return cls(parse_tid(member), token.decode(), tuple(name.decode() for name in segments))
 
 
 def parse_tid(member: bytes) -> TrajectoryId:
@@ -155,10 +283,21 @@ def parse_tid(member: bytes) -> TrajectoryId:
     return TrajectoryId(group, int(round_), int(sample))
 
 
-def _newest_steps(trajectory: Trajectory) -> list[int]:
-    """For each incarnation whose weights sampled it, in turn: the incarnation and the newest step."""
-    newest = {version.incarnation: version.step for version in sorted(span.version for span in trajectory.spans)}
-    return [number for pair in newest.items() for number in pair]
+def _decode_next(tid: TrajectoryId, before: Sequence[Segment], frame: bytes | None) -> Segment:
+    if frame is None:
+        raise FrameError(f"{tid}: segment {len(before)} is missing")
+    segment, start = decode_segment(frame), sum(len(one.tokens) for one in before)
+    if (segment.tid, segment.index, segment.start) != (tid, len(before), start):
+        raise FrameError(
+            f"{tid}: segment {segment.index} of {segment.tid} at {segment.start} is not the one at {start}"
+        )
+    return segment
+
+
+def _steps(spans: Sequence[VersionSpan]) -> list[Argument]:
+    """The oldest step, then for each incarnation whose weights sampled it: the incarnation and its newest step."""
+    newest = {version.incarnation: version.step for version in sorted(span.version for span in spans)}
+    return [oldest_step(spans), *(number for pair in newest.items() for number in pair)]
 
 
 def _members(leases: Sequence[Lease]) -> list[str]:

@@ -20,9 +20,21 @@ class CheckpointMark:
 
 
 @dataclass(frozen=True)
+class Contains:
+    """What a checkpoint has been trained on: all groups below the watermark, and these."""
+
+    watermark: str
+    groups: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Claim:
     """What a learner finds when it takes a run over."""
 
     owner: Owner
     highest_announced: int | None
     """Step of the newest announced weights; None if nothing was ever announced."""
+    committed_step: int = 0
+    """All steps below it were committed before."""
+    is_rewound: bool = False
+    """The run has forgotten what was committed from the checkpoint's step on."""

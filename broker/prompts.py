@@ -28,7 +28,7 @@ class PromptFeed:
         keys = self._connection.keys
         # NX: the blob of a group that is already registered must not get a TTL.
         blobs = [("SET", keys(f"prompt:{p.group}"), encode(p), "NX", "EX", _UNREGISTERED_TTL_S) for p in prompts]
-        groups = [argument for p in prompts for argument in (p.group, p.num_samples)]
+        groups = [argument for p in prompts for argument in (p.group, p.num_samples, len(p.token_ids))]
         new, *missing = await self._connection.learner_script("feed", owner, *groups, before=blobs)
         if not missing:
             return int(new)
@@ -42,3 +42,7 @@ class PromptFeed:
     async def fed_ahead(self) -> int:
         """Groups fed and not yet admitted."""
         return int(await self._connection.execute("ZCARD", self._connection.keys("pool")))
+
+    async def lost(self) -> bool:
+        """Were prompts damaged on the server? Then feed again from the watermark."""
+        return bool(await self._connection.execute("EXISTS", self._connection.keys("lost")))

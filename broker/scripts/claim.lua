@@ -1,22 +1,36 @@
--- claim(checkpoint incarnation, checkpoint step, resume, new owner, config, {rule, value}...)
---   -> {incarnation, server id, announced step | ''}
--- Takes the run over from whoever owned it. Batches that the checkpoint contains are committed, later ones stay pinned.
+-- claim(checkpoint incarnation, checkpoint step, resume, new owner, config, replayable to, watermark, n rules,
+--       {rule, value} * n, group...) -> {incarnation, server id, announced step | '', committed step, is rewound}
+-- Takes the run over from whoever owned it. What the checkpoint contains (all groups below its watermark, and those
+-- named) is settled; batches after it stay pinned. Where more was committed than it contains, the claimant trains that
+-- again by itself (`replayable to`), or the run forgets it: it is fed and generated anew.
 -- Touches: meta, config, and what commit touches.
 free_first()
-local step, owner = tonumber(ARGV[2]), ARGV[4]
-local announced = announced_step()
-local reached = math.max(announced or 0, number('committed_step'))
+local step, owner, mark = tonumber(ARGV[2]), ARGV[4], ARGV[7]
+local announced, committed = announced_step(), number('committed_step')
+local reached = math.max(announced or 0, committed)
 local last = call('ZRANGE', PINNED, -1, -1)[1]
 if last then reached = math.max(reached, tonumber(last) + 1) end
-if meta('owner') ~= owner then -- else a retry of a claim whose reply was lost
+local is_rewound = step < committed and tonumber(ARGV[6]) < committed
+
+local function forget()
+  call('UNLINK', SETTLED, DROPPED)
+  call('HSET', META, 'watermark', mark, 'committed_step', step)
+  for a = 9 + 2 * ARGV[8], #ARGV do call('ZADD', SETTLED, 0, ARGV[a]) end
+end
+
+if meta('owner') ~= redis.sha1hex(owner) then -- else a retry of a claim whose reply was lost
   -- Resuming without a checkpoint is a fresh start too, once something was trained for good.
-  if step == 0 and reached > 0 and (ARGV[3] ~= '1' or number('committed_step') > 0) then return redis.error_reply('ADVANCED ' .. reached) end
-  call('HSET', META, 'incarnation', math.max(number('incarnation'), tonumber(ARGV[1])) + 1, 'owner', owner)
-  call('HSET', META, 'state', 'claimed', 'feed_closed', 0)
+  if step == 0 and reached > 0 and (ARGV[3] ~= '1' or committed > 0) and ARGV[6] == '0' then
+    return redis.error_reply('ADVANCED ' .. reached)
+  end
+  call('HSET', META, 'incarnation', math.max(number('incarnation'), tonumber(ARGV[1])) + 1, 'owner', redis.sha1hex(owner))
+  call('HSET', META, 'state', 'claimed', 'feed_closed', 0, 'is_rewound', is_rewound and 1 or 0)
   call('HSETNX', META, 'started', now())
-  for a = 6, #ARGV, 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end
+  for a = 9, 7 + 2 * ARGV[8], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end
   call('SET', P .. 'config', ARGV[5])
+  if is_rewound then forget() end
   commit_below(step)
+  settle_contained(mark, 9 + 2 * ARGV[8])
   renumber(step)
 end
-return { number('incarnation'), server_id(), announced and tostring(announced) or '' }
+return { number('incarnation'), server_id(), announced and tostring(announced) or '', committed, number('is_rewound') }

@@ -1,14 +1,11 @@
 -- commit(incarnation, owner, server, step, watermark, group...) -> how many groups were settled by this call
 -- Every batch pinned to a step below `step` is trained for good, and so are the groups named. Groups below the
 -- watermark will never be fed again, so their names are forgotten.
--- Touches: everything that a group has (see settle), pinned, batch:*, settled.
+-- Touches: everything that a group has (see settle), pinned, batch:*, settled, dropped.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 free_first()
 local n = commit_below(ARGV[4])
 for a = 6, #ARGV do n = n + settle_trained(ARGV[a]) end
-if ARGV[5] ~= '' and ARGV[5] > (meta('watermark') or '') then
-  call('HSET', META, 'watermark', ARGV[5])
-  call('ZREMRANGEBYLEX', SETTLED, '-', '(' .. ARGV[5])
-end
+raise_watermark(ARGV[5])
 return n

@@ -1,19 +1,21 @@
--- feed(incarnation, owner, server, {group, size}...) -> {new groups, groups whose blob is missing...}
+-- feed(incarnation, owner, server, {group, size, prompt tokens}...) -> {new groups, groups whose blob is missing...}
 -- Registers unknown groups in the pool; their blobs were SET (with a TTL) just before. Idempotent.
--- Touches: meta, pool, settled, group:*, prompt:* (PERSIST, UNLINK).
+-- Touches: meta, pool, lost, settled, dropped, group:*, prompt:* (PERSIST, UNLINK).
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local reply = { 0 }
-for a = 4, #ARGV, 2 do
-  local g, blob = ARGV[a], P .. 'prompt:' .. ARGV[a]
+for a = 4, #ARGV, 3 do
+  local g, blob, length = ARGV[a], P .. 'prompt:' .. ARGV[a], 1
+  while length < tonumber(ARGV[a + 2]) do length = 2 * length end
   if is_settled(g) then
     call('UNLINK', blob)
   elseif call('EXISTS', blob) == 0 then
     reply[#reply + 1] = g
   else
     call('PERSIST', blob)
+    call('SREM', LOST, g)
     if call('EXISTS', group_key(g)) == 0 then
-      call('HSET', group_key(g), 'size', ARGV[a + 1], 'round', 0, 'state', 'pool')
+      call('HSET', group_key(g), 'size', ARGV[a + 1], 'length', length, 'round', 0, 'state', 'pool')
       call('ZADD', POOL, 0, g)
       reply[1] = reply[1] + 1
     end

@@ -3,12 +3,13 @@
 -- The server came back, perhaps without its last second: what the learner knows is put in force again.
 -- Touches: meta, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*, forks.
 local held = call('HMGET', META, 'incarnation', 'owner')
-if held[2] ~= ARGV[2] and (tonumber(held[1] or '') or 0) >= tonumber(ARGV[1]) then
+local owner = redis.sha1hex(ARGV[2])
+if held[2] ~= owner and (tonumber(held[1] or '') or 0) >= tonumber(ARGV[1]) then
   return redis.error_reply('FENCED ' .. held[1])
 end
 free_first()
-if held[2] ~= ARGV[2] then
-  call('HSET', META, 'incarnation', ARGV[1], 'owner', ARGV[2], 'state', 'training', 'feed_closed', 0)
+if held[2] ~= owner then
+  call('HSET', META, 'incarnation', ARGV[1], 'owner', owner, 'state', 'training', 'feed_closed', 0)
   call('HSETNX', META, 'started', now())
   call('SET', P .. 'config', ARGV[7])
 end
@@ -26,9 +27,10 @@ for _, g in ipairs(next_list(1)) do settle_trained(g) end
 commit_below(ARGV[6])
 
 local function has_payloads(g, round)
-  if field(g, 'round') ~= round or tonumber(field(g, 'done') or '') ~= size_of(g) then return false end
+  if field(g, 'round') ~= round or not is_whole(g) then return false end
   for i = 0, size_of(g) - 1 do
-    if call('EXISTS', P .. field(g, 'payload:' .. i)) == 0 then return false end
+    local payload = field(g, 'payload:' .. i)
+    if payload and not keep_blob(payload) then return false end
   end
   return true
 end
@@ -59,11 +61,11 @@ local function at_least(name, incarnation, step)
   if incarnation < held_incarnation or (incarnation == held_incarnation and step <= held_step) then return end
   -- A rewind that was forgotten; it may have been to a lower step, but not by more than the second that was lost.
   if name == 'announced' and step < held_step then fork(incarnation, step) end
-  call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', ARGV[2])
+  call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', owner)
 end
 if ARGV[3] ~= '' then
   for _, name in ipairs({ 'announced', 'offered' }) do at_least(name, tonumber(ARGV[3]), tonumber(ARGV[4])) end
 end
 renumber(tonumber(ARGV[6]))
-if ARGV[5] ~= '' and ARGV[5] > (meta('watermark') or '') then call('HSET', META, 'watermark', ARGV[5]) end
+raise_watermark(ARGV[5])
 return server_id()

@@ -1,10 +1,10 @@
--- release({member, token}...) -> how many were handed back. Touches: retry, leases, open, group:*.
+-- release({member, token}...) -> how many were handed back, with their segments. Touches: retry, leases, open, group:*.
 free_first()
 local n = 0
 for a = 1, #ARGV, 2 do
   local g, round, i = parse(ARGV[a])
-  local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'payload:' .. i)
-  if had[1] == round and had[2] == ARGV[a + 1] and not had[3] then
+  local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'payload:' .. i, 'state')
+  if had[1] == round and had[2] == ARGV[a + 1] and not had[3] and had[4] == 'open' then
     hand_back(ARGV[a])
     n = n + 1
   end

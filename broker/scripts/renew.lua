@@ -1,14 +1,16 @@
--- renew(ttl_s, {member, token}...) -> members no longer held: their writer must stop.
--- An expired lease that nobody else took is held again. Touches: leases, group:*.
+-- renew(ttl_s, {member, token}...) -> {server id, member no longer held: its writer must stop...}
+-- An expired lease that nobody else took is held again. Touches: leases, retry, group:*.
 free_first()
-local lost, deadline = {}, now() + tonumber(ARGV[1])
+local reply, deadline = { server_id() }, now() + tonumber(ARGV[1])
 for a = 2, #ARGV, 2 do
-  local g, round, i = parse(ARGV[a])
-  local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'payload:' .. i)
-  if had[1] == round and had[2] == ARGV[a + 1] and not had[3] then
-    call('ZADD', LEASES, deadline, ARGV[a])
+  local m = ARGV[a]
+  local g, round, i = parse(m)
+  local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'payload:' .. i, 'state')
+  if had[1] == round and had[2] == ARGV[a + 1] and not had[3] and had[4] == 'open' then
+    call('ZADD', LEASES, deadline, m)
+    call('ZREM', RETRY, m)
   else
-    lost[#lost + 1] = ARGV[a]
+    reply[#reply + 1] = m
   end
 end
-return lost
+return reply

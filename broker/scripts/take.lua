@@ -1,17 +1,19 @@
--- take(incarnation, owner, server, step, n) -> {'batch', {group, round, payload...}...} | {'wait', why} | {'exhausted'}
+-- take(incarnation, owner, server, step, n) -> {'batch', {group, round, {sample, payload}...}...} | {'wait', why}
+--   | {'exhausted'}
 -- Pins n ready groups to the step, oldest weights first; asked again, the same step gives the same batch until committed.
--- Touches: meta, pool, retry, leases, open, ready, pinned, batch:*, settled, group:*, prompt:*, payload:*.
+-- Touches: meta, tally, pool, retry, leases, open, ready, pinned, batch:*, settled, dropped, group:*, prompt:*, payload:*,
+-- segments:*, segment:*.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 free_first()
 local step, n, lag = tonumber(ARGV[4]), tonumber(ARGV[5]), number('max_lag')
-local BATCH, on_over_bound = batch_key(ARGV[4]), meta('on_over_bound')
+local BATCH, on_over_bound, on_straggler = batch_key(ARGV[4]), meta('on_over_bound'), meta('on_straggler')
 local announced = announced_step() or -1
 
 -- A group pinned by a re-asserting learner without its payloads cannot be delivered: generate it anew.
 local function drop_undeliverable()
   for _, g in ipairs(call('LRANGE', BATCH, 0, -1)) do
-    if tonumber(field(g, 'done') or '') ~= size_of(g) then requeue(g) end
+    if not is_whole(g) then requeue(g) end
   end
 end
 
@@ -19,7 +21,10 @@ local function deliver()
   local reply = { 'batch' }
   for _, g in ipairs(call('LRANGE', BATCH, 0, -1)) do
     local one = { g, field(g, 'round') }
-    for i = 0, size_of(g) - 1 do one[#one + 1] = field(g, 'payload:' .. i) end
+    for i = 0, size_of(g) - 1 do
+      local payload = field(g, 'payload:' .. i)
+      if payload then one[#one + 1] = { i, payload } end
+    end
     reply[#reply + 1] = one
   end
   return reply
@@ -27,7 +32,7 @@ end
 
 local function send_back(g)
   if on_over_bound == 'drop' then
-    settle(g)
+    settle(g, DROPPED)
     count('dropped')
   else
     requeue(g)
@@ -35,15 +40,18 @@ local function send_back(g)
   end
 end
 
--- No token older than the bound is trained; with `mask` a group stays while it has a younger one. Tokens newer than the
--- step that comes next belong to a branch that was abandoned (of those that are not, see fork).
-local function sweep(queue)
+-- No token older than the bound is trained; with `mask` a group stays while it has a younger one.
+local function sweep_old(queue)
+  for _, g in ipairs(call('ZRANGEBYSCORE', queue, '-inf', step - lag - 1)) do
+    local newest = tonumber(field(g, 'newest') or '')
+    if on_over_bound ~= 'mask' or (queue == READY and step - newest > lag) then send_back(g) end
+  end
+end
+
+-- Tokens newer than the step that comes next belong to a branch that was abandoned (of those that are not, see fork).
+local function sweep_abandoned(queue)
   for _, g in ipairs(call('ZRANGE', queue, 0, -1)) do
-    local floor, newest = tonumber(field(g, 'floor')), tonumber(field(g, 'newest') or '')
-    local over = step - floor > lag
-    if over and on_over_bound == 'mask' then over = queue == READY and step - newest > lag end
-    if over then send_back(g)
-    elseif newest and newest > step and announced <= step then requeue(g) count('requeued') end
+    if (tonumber(field(g, 'newest') or '') or -1) > step then requeue(g) count('requeued') end
   end
 end
 
@@ -71,10 +79,33 @@ local function must_wait(ready, need)
   return false
 end
 
-local function requeue_stragglers()
+-- The samples that are missing are given up: the group is trained without them.
+local function trim(g)
+  for i = 0, size_of(g) - 1 do
+    if not field(g, 'payload:' .. i) then
+      local m = member(g, field(g, 'round'), i)
+      discard_segments(g, m, i)
+      call('ZREM', LEASES, m)
+      call('ZREM', RETRY, m)
+      call('HDEL', group_key(g), 'token:' .. i, 'step:' .. i)
+      count('trimmed_samples')
+    end
+  end
+  call('ZREM', OPEN, g)
+  call('HSET', group_key(g), 'state', 'ready', 'trimmed', 1)
+  refloor(g)
+  call('ZADD', READY, field(g, 'floor'), g)
+end
+
+-- Groups that would be over the bound at the next step.
+local function give_up_stragglers()
   for _, g in ipairs(call('ZRANGEBYSCORE', OPEN, step - lag, step - lag)) do
-    requeue(g)
-    count('requeued')
+    if on_straggler == 'trim' and (tonumber(field(g, 'done') or '') or 0) >= number('min_group_size') then
+      trim(g)
+    else
+      requeue(g)
+      count('requeued')
+    end
   end
 end
 
@@ -105,8 +136,10 @@ local need = n - pinned
 if need <= 0 or (pinned > 0 and step < announced) then return deliver() end
 if step < announced then return { 'wait', 'rewind' } end
 
-sweep(READY)
-sweep(OPEN)
+for _, queue in ipairs({ READY, OPEN }) do
+  sweep_old(queue)
+  if announced <= step and number('newest_step') > step then sweep_abandoned(queue) end
+end
 local ready = floors(READY)
 if #ready < need then
   if not nothing_more_comes() then
@@ -123,8 +156,9 @@ if #ready < need then
   need = #ready
 end
 if need > 0 and must_wait(ready, need) then
-  if meta('on_straggler') == 'wait' then return { 'wait', 'stragglers' } end
-  requeue_stragglers()
+  if on_straggler == 'wait' then return { 'wait', 'stragglers' } end
+  give_up_stragglers()
+  ready = floors(READY)
 end
 pin(ready, need)
 return deliver()

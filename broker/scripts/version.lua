@@ -6,17 +6,17 @@
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then call('UNLINK', P .. ARGV[7]) return fenced end
 free_first()
-local what, incarnation, step = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
+local what, incarnation, step, by = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), redis.sha1hex(ARGV[2])
 -- -1, 0, 1: the version against the one that `name` holds
 local function compare(name)
   local held = call('HMGET', META, name .. '_incarnation', name .. '_step', name .. '_by')
   if not held[1] then return 1 end
   local i, s = tonumber(held[1]), tonumber(held[2])
-  if incarnation == i and step == s then return held[3] == ARGV[2] and 0 or -1 end
+  if incarnation == i and step == s then return held[3] == by and 0 or -1 end
   return (incarnation > i or (incarnation == i and step > s)) and 1 or -1
 end
 local function put(name)
-  call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', ARGV[2])
+  call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', by)
 end
 
 local against = compare('announced')

@@ -203,8 +203,8 @@ def test_noise_is_refused(noise: bytes) -> None:
 def test_another_schema_a_foreign_magic_another_kind_and_nothing() -> None:
     body = msgspec.msgpack.encode(PROBE)
     assert decode(header(9, body), Probe) == PROBE
-    with pytest.raises(FrameError, match=f"schema 2, this is schema {SCHEMA_VERSION}"):
-        decode(header(9, body, schema=2), Probe)
+    with pytest.raises(FrameError, match=f"schema 9, this is schema {SCHEMA_VERSION}"):
+        decode(header(9, body, schema=9), Probe)
     with pytest.raises(FrameError, match="no frame of ours"):
         decode(header(9, body, magic=b"\x80\x04\x95\x00"), Probe)
     with pytest.raises(FrameError, match="kind 9 where a WorkerInfo"):
@@ -251,13 +251,13 @@ def test_a_decompression_bomb_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"spans": (VersionSpan(0, 3, WeightVersion(1, 1)),)}, "cover 3 of 6"),
+        ({"spans": (VersionSpan(0, 3, WeightVersion(1, 1)),)}, "end at 3, the tokens at 6"),
         (
             {"spans": (VersionSpan(0, 2, WeightVersion(1, 1)), VersionSpan(3, 6, WeightVersion(1, 1)))},
             "does not follow",
         ),
         ({"spans": (VersionSpan(0, 0, WeightVersion(1, 1)), VersionSpan(0, 6, WeightVersion(1, 1)))}, "span"),
-        ({"spans": ()}, "cover 0 of 6"),
+        ({"spans": ()}, "end at 0, the tokens at 6"),
         ({"spans": (VersionSpan(0, 6, WeightVersion(1, -1)),)}, "negative weight version"),
         ({"behavior_logprobs": np.zeros(5, np.float32)}, "5 logprobs"),
         ({"loss_mask": np.ones(7, np.uint8)}, "mask of 7"),

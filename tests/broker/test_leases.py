@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from broker import Broker, open_broker
-from broker.errors import BrokerError
+from broker.codec import encode
+from broker.errors import SchemaMismatchError
 from broker.leases import SubmitOutcome
-from broker.schema import TrajectoryId, WeightVersion
+from broker.schema import SCHEMA_VERSION, TrajectoryId, WeightVersion
 from broker.staleness import may_admit
 
 from .scenario import begin, group_id, groups, prompt, rules, trajectory
@@ -80,12 +81,26 @@ async def test_a_group_settled_before_its_prompt_was_read_costs_no_other_lease(b
     assert set(broker.leases._held["w"]) == {lease.tid for lease in leases}
 
 
-async def test_a_damaged_prompt_is_an_error_and_hands_the_other_leases_back(broker: Broker) -> None:
+async def test_a_damaged_prompt_is_fed_again_and_costs_no_other_lease(broker: Broker) -> None:
     run = await begin(broker, rules(0))
     await broker._connection.execute("SETRANGE", broker._connection.keys(f"prompt:{group_id(0)}"), 20, b"\xff\xff")
-    with pytest.raises(BrokerError, match=r"A prompt of run .* is damaged"):
-        await run.lease(4, 0)
     assert [lease.tid.group for lease in (await run.lease(4, 0)).leases] == groups(1, 1)
+    assert await broker.prompts.lost()
+    (letter,) = await broker._connection.execute("XRANGE", broker._connection.keys("dead"), "-", "+")
+    assert b"checksum" in letter[1][b"reason"]
+    assert await broker.prompts.feed([prompt(0), prompt(1)], run.owner) == 1
+    assert not await broker.prompts.lost()
+    assert [lease.tid.group for lease in (await run.lease(4, 0)).leases] == groups(0, 0)
+
+
+async def test_a_worker_of_another_version_leaves_prompts_alone(broker: Broker) -> None:
+    run = await begin(broker, rules(0))
+    blob = bytearray(encode(prompt(0)))
+    blob[4:6] = (SCHEMA_VERSION + 1).to_bytes(2, "little")
+    await broker._connection.execute("SET", broker._connection.keys(f"prompt:{group_id(0)}"), bytes(blob))
+    with pytest.raises(SchemaMismatchError, match="run the same version of Headway everywhere"):
+        await run.lease(4, 0)
+    assert not await broker.prompts.lost()
 
 
 async def test_every_lease_has_a_token_of_its_own_and_no_sample_twice(broker: Broker) -> None:

@@ -44,7 +44,6 @@ async def test_a_killed_server_comes_back_with_its_data(broker: Broker, server: 
     known = broker._connection.server_id
     kill(server)
     server.start()
-    assert (await run.lease(0, 0)).server_id != known  # workers see it in every reply
     await run.submit_all(leases[5:7], 0)
     for verb in (run.take(0), run.announce(1), broker.batches.commit(run.owner, 1), feed(run)):
         with pytest.raises(ServerRestartedError, match=f"no longer {known}"):
@@ -203,3 +202,48 @@ async def test_reassertion_yields_to_a_newer_learner(broker: Broker, url: str, s
         await reassert(old, 0, [], {})
     await reassert(new, 0, [], {})
     await other.close()
+
+
+async def test_what_was_submitted_and_forgotten_is_submitted_again(broker: Broker, rolled_back: RolledBack) -> None:
+    run = await begin(broker, rules(0))
+    leases = (await run.lease(4, 0)).leases
+    await run.submit_all(leases[:1], 0)
+    rolled_back.remember()
+    await run.submit_all(leases[1:], 0)
+    rolled_back.kill_and_restart()
+    await reassert(run, 0, [], {})
+    assert await run.take(0) is None
+    assert await broker.leases.confirm() == 3
+    assert await broker.leases.confirm() == 0
+    assert await run.take(0) == groups(0, 1)
+    queues = await run.queues()
+    assert (queues.leased, queues.retry, queues.fenced) == (0, 0, 0)
+
+
+async def test_submissions_whose_leases_were_forgotten_too_still_count(broker: Broker, rolled_back: RolledBack) -> None:
+    """The round decides: whoever leased the sample in the meantime is the late one."""
+    run = await begin(broker, rules(0))
+    (first,) = (await run.lease(1, 0)).leases
+    await broker.leases.release([first])
+    rolled_back.remember()  # the group is admitted, nobody holds anything
+    await run.generate(4, 0)
+    rolled_back.kill_and_restart()
+    await reassert(run, 0, [], {})
+    again = (await run.lease(2, 0, worker="v")).leases
+    assert await broker.leases.confirm() == 2  # those of the group that was admitted
+    assert await run.submit(again[0], 0) is SubmitOutcome.FENCED
+    await run.generate(4, 0)
+    assert await run.take(0) == groups(0, 1)
+    assert (await run.queues()).payload_bytes > 0
+
+
+async def test_durable_submissions_are_not_kept(broker: Broker, server: EmbeddedServer) -> None:
+    run = await begin(broker, rules(0))
+    await run.generate(4, 0)
+    assert len(broker.leases._unconfirmed) == 4
+    assert await broker.leases.confirm() == 0
+    assert len(broker.leases._unconfirmed) == 0
+    kill(server)
+    server.start()
+    await reassert(run, 0, [], {})
+    assert await run.take(0) == groups(0, 1)  # durable indeed

@@ -1,0 +1,69 @@
+"""What a server refuses, in our words: the scripts' own errors, and the server's."""
+
+from redis.exceptions import NoPermissionError, OutOfMemoryError, ResponseError
+
+from .errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    FencedError,
+    ServerRestartedError,
+    VersionRegressionError,
+)
+
+_PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "NOREPLICAS", "MOVED", "ASK")
+"""Refusals that end once somebody has mended the server: a full disk, a failover."""
+
+
+def translated(error: ResponseError, *, run: str, url: str, server_id: str) -> BrokerError:
+    """The error to raise; `server_id` is that of the server that the learner claimed the run on."""
+    word, _, rest = str(error).partition(" ")
+    match word:
+        case "FENCED":
+            return FencedError(
+                f"Another learner has taken run {run} over (incarnation {rest}), "
+                "or the run was deleted: this one must stop."
+            )
+        case "RESTARTED":
+            return ServerRestartedError(
+                f"The server at {url} is no longer {server_id} but {rest}: "
+                "it restarted and may have lost its last second. Re-assert before going on."
+            )
+        case "REGRESSION":
+            held = rest.split()
+            return VersionRegressionError(
+                f"Run {run} has announced version ({held[0]}, {held[1]}) and been offered "
+                f"({held[2]}, {held[3]}); only newer weights of the run's owner can follow."
+            )
+        case "ADVANCED":
+            return BrokerError(
+                f"Run {run} is already at step {rest}: resume it with --resume, where its checkpoints are, "
+                "choose another run.name, or start anew with --overwrite."
+            )
+        case "FULL":
+            stored, cap = rest.split()
+            return BrokerError(
+                f"Run {run} has stored {stored} bytes of samples, and one step needs more than "
+                f"broker.max_bytes={cap}: raise it, or lower learner.groups_per_step, learner.group_size or "
+                "sampling.max_new_tokens."
+            )
+    return _refused_by_server(error, url)
+
+
+def _refused_by_server(error: ResponseError, url: str) -> BrokerError:
+    word = str(error).partition(" ")[0]
+    code = error.status_code or word
+    if code in _PASSING:
+        words = str(error) if code == word else f"{code} {error}"
+        return BrokerUnavailableError(
+            f"The server at {url} takes no commands now: {words} "
+            "Once it is mended (a full disk? a failover?), learner and workers go on by themselves."
+        )
+    if isinstance(error, OutOfMemoryError):
+        return BrokerError(
+            f"The server at {url} is out of memory ({error}): raise its maxmemory, or lower broker.max_bytes."
+        )
+    if isinstance(error, NoPermissionError):
+        return BrokerError(
+            f"Our user at {url} may not do this ({error}): `headway acl` prints what each role's user needs."
+        )
+    return BrokerError(f"The server at {url} refused a command: {error}")

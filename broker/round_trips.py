@@ -1,0 +1,104 @@
+"""Verbs that run at the same time share round trips to one server: what arrives while others are under way goes out
+together.
+
+A round trip of its own costs a verb several times the work that its command is.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Argument = str | bytes | int | float
+Command = tuple[Argument, ...]
+
+_CARRIERS = 4
+"""Round trips at a time: while the server works on one, the next is prepared, and a large one holds up few others."""
+_SHARED_BY = 16
+"""Most requests in one round trip; with more, server and client wait for each other."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    commands: Sequence[Command]
+    replies: asyncio.Future[list[Any]]
+
+
+class RoundTrips:
+    """Carries requests to one server. Those whose caller was cancelled may be carried out nevertheless."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._waiting = deque[_Request]()
+        self._carriers = set[asyncio.Task[None]]()
+
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        """The replies, refusals as exceptions among them; commands of one request are carried out in order.
+
+        Raises what kept the server from answering.
+        """
+        loop = asyncio.get_running_loop()
+        request = _Request(commands, loop.create_future())
+        self._waiting.append(request)
+        if len(self._carriers) < _CARRIERS:
+            carrier = loop.create_task(self._carry())
+            self._carriers.add(carrier)
+            carrier.add_done_callback(self._carriers.discard)
+        return await request.replies
+
+    async def send_alone(self, commands: Sequence[Command]) -> list[Any]:
+        """As `send`, and whatever the commands wait for holds up nobody else."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            replies: list[Any] = await pipe.execute(raise_on_error=False)
+            return replies
+
+    async def close(self) -> None:
+        """Whoever still waits is cancelled."""
+        self._cancel(self._take(len(self._waiting)))
+        carriers = list(self._carriers)
+        for carrier in carriers:
+            carrier.cancel()
+        await asyncio.gather(*carriers, return_exceptions=True)
+        await self._client.aclose(close_connection_pool=True)
+
+    async def _carry(self) -> None:
+        while requests := self._take(_SHARED_BY):
+            try:
+                replies = await self.send_alone([command for request in requests for command in request.commands])
+            except asyncio.CancelledError:
+                self._cancel(requests)
+                raise
+            except Exception as error:  # noqa: BLE001 - it belongs to those who asked
+                # Those whose turn has not come learn it, too: each has a deadline of its own to try again.
+                self._fail([*requests, *self._take(len(self._waiting))], error)
+            else:
+                self._hand_out(requests, replies)
+
+    def _take(self, count: int) -> list[_Request]:
+        """The next ones that somebody still waits for."""
+        taken = list[_Request]()
+        while self._waiting and len(taken) < count:
+            request = self._waiting.popleft()
+            if not request.replies.done():
+                taken.append(request)
+        return taken
+
+    def _hand_out(self, requests: Sequence[_Request], replies: Sequence[Any]) -> None:
+        first = 0
+        for request in requests:
+            end = first + len(request.commands)
+            if not request.replies.done():
+                request.replies.set_result(list(replies[first:end]))
+            first = end
+
+    def _fail(self, requests: Sequence[_Request], error: Exception) -> None:
+        for request in requests:
+            if not request.replies.done():
+                request.replies.set_exception(error)
+
+    def _cancel(self, requests: Sequence[_Request]) -> None:
+        for request in requests:
+            request.replies.cancel()

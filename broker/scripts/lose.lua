@@ -1,0 +1,15 @@
+-- lose(group, reason, first bytes) -> 1, or 0 if nobody is to generate it.
+-- The prompt of a group cannot be decoded: the learner feeds it again, what it has produced is void.
+-- Touches: everything that a group has, lost, dead.
+free_first()
+local g = ARGV[1]
+local state = field(g, 'state')
+if state ~= 'open' and state ~= 'pool' then return 0 end
+call('UNLINK', P .. 'prompt:' .. g)
+requeue(g)
+if state == 'pool' then
+  call('ZREM', POOL, g)
+  count('admitted') -- requeue took one back that it never had
+end
+to_dead_letters(g, ARGV[2], ARGV[3])
+return 1

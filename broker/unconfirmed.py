@@ -1,0 +1,61 @@
+"""What a worker has submitted and the server may still forget: kept here until it is known to be durable.
+
+A server that fsyncs once a second, or a replica that takes over, can lose what it has acknowledged. Whoever
+submitted it submits it again; a trajectory that was not lost is then a duplicate, and free.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .connection import Argument
+from .schema import Lease
+
+KEPT_BYTES = 64 << 20
+"""Beyond this the oldest is forgotten: if a server loses that, it is generated again."""
+KEPT_S = 10.0
+"""Where the server cannot say what is durable. Several times what `everysec` loses."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A finished sample as it was handed in."""
+
+    lease: Lease
+    payload: bytes
+    metadata: tuple[Argument, ...]
+    """What `submit.lua` wants to know: tokens, then after `is again` the versions."""
+    at: float
+
+
+class Unconfirmed:
+    """Submissions in the order in which they were accepted."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Submission] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, submission: Submission) -> None:
+        """Accepted by the server."""
+        self._kept[submission.lease.token] = submission
+        self._bytes += len(submission.payload)
+        while self._bytes > KEPT_BYTES:
+            self.forget([next(iter(self._kept.values()))])
+
+    def all(self) -> list[Submission]:
+        """Oldest first."""
+        return list(self._kept.values())
+
+    def forget(self, submissions: Sequence[Submission]) -> None:
+        """Durable, or void."""
+        for submission in submissions:
+            if self._kept.pop(submission.lease.token, None) is not None:
+                self._bytes -= len(submission.payload)
+
+    def forget_old(self) -> None:
+        """All that the server has had ample time to make durable."""
+        latest = time.monotonic() - KEPT_S
+        self.forget([submission for submission in self.all() if submission.at < latest])

@@ -1,0 +1,208 @@
+"""A sample that its worker cannot finish goes on elsewhere after its last segment."""
+
+import asyncio
+
+import msgspec
+import numpy as np
+import pytest
+
+from broker import Broker
+from broker.errors import FrameError
+from broker.leases import AppendOutcome, SubmitOutcome
+from broker.schema import Lease, Segment, VersionSpan, WeightVersion
+
+from .scenario import FRESH, TTL_S, Scenario, begin, group_id, groups, prompt, rules
+
+A_MOMENT_S = 0.05
+
+
+def segment(lease: Lease, index: int, step: int = 0, *, tokens: int = 4, start: int | None = None) -> Segment:
+    begin = index * tokens if start is None else start
+    return Segment(
+        tid=lease.tid,
+        index=index,
+        start=begin,
+        tokens=np.arange(begin, begin + tokens, dtype=np.int32) + 65_530,
+        behavior_logprobs=-np.linspace(0.1, 1, tokens, dtype=np.float32),
+        spans=(VersionSpan(begin, begin + tokens, WeightVersion(1, step)),),
+    )
+
+
+async def append(broker: Broker, lease: Lease, *indices: int, step: int = 0, ttl_s: float = TTL_S) -> None:
+    for index in indices:
+        reply = await broker.leases.append(lease, segment(lease, index, step), ttl_s)
+        assert (reply.outcome, reply.expected) == (AppendOutcome.APPENDED, index + 1)
+
+
+async def kept(broker: Broker) -> int:
+    """Bytes of all segments and payloads on the server."""
+    names = [
+        n
+        for kind in ("payload", "segment")
+        for n in await broker._connection.scan(broker._connection.keys(f"{kind}:*"))
+    ]
+    return sum(await broker._connection.pipeline([("STRLEN", name) for name in names]))
+
+
+async def test_another_worker_goes_on_after_the_last_segment_of_an_expired_lease(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
+    (first,) = (await run.lease(1, 0)).leases
+    assert first.segments == ()
+    await append(broker, first, 0)
+    await append(broker, first, 1, ttl_s=A_MOMENT_S)
+    await asyncio.sleep(2 * A_MOMENT_S)
+    (second,) = (await run.lease(1, 0, worker="v")).leases
+    assert second.tid == first.tid
+    assert [(s.index, s.start, len(s.tokens)) for s in second.segments] == [(0, 0, 4), (1, 4, 4)]
+    np.testing.assert_array_equal(second.segments[1].tokens, segment(first, 1).tokens)
+    np.testing.assert_array_equal(second.segments[1].behavior_logprobs, segment(first, 1).behavior_logprobs)
+    late = await broker.leases.append(first, segment(first, 2), TTL_S)
+    assert late.outcome is AppendOutcome.FENCED
+    assert await run.submit(first, 0) is SubmitOutcome.FENCED
+    await append(broker, second, 2)
+    assert await run.submit(second, 0) is SubmitOutcome.ACCEPTED
+    queues = await run.queues()
+    assert (queues.resumed_tokens, queues.discarded_tokens) == (8, 0)
+    assert queues.payload_bytes == await kept(broker)
+    assert await broker._connection.scan(broker._connection.keys("segment*")) == []
+
+
+async def test_appending_renews_the_lease(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
+    (lease,) = (await run.lease(1, 0, ttl_s=A_MOMENT_S)).leases
+    await append(broker, lease, 0)
+    await asyncio.sleep(2 * A_MOMENT_S)
+    assert (await run.lease(1, 0, worker="v")).leases == ()
+
+
+async def test_an_expired_lease_that_nobody_took_is_held_again_by_its_next_segment(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
+    (lease,) = (await run.lease(1, 0, ttl_s=A_MOMENT_S)).leases
+    await asyncio.sleep(2 * A_MOMENT_S)
+    assert (await run.lease(5, 0)).leases == ()  # its own worker's request only collects it
+    await append(broker, lease, 0)
+    assert (await run.lease(1, 0, worker="v")).leases == ()
+    assert await run.submit(lease, 0) is SubmitOutcome.ACCEPTED
+
+
+async def test_segments_come_in_order_and_a_repeated_one_counts_once(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
+    (lease,) = (await run.lease(1, 0)).leases
+    reply = await broker.leases.append(lease, segment(lease, 1), TTL_S)
+    assert (reply.outcome, reply.expected) == (AppendOutcome.OUT_OF_ORDER, 0)
+    await append(broker, lease, 0)
+    reply = await broker.leases.append(lease, segment(lease, 0), TTL_S)
+    assert (reply.outcome, reply.expected) == (AppendOutcome.OUT_OF_ORDER, 1)
+    assert (await run.queues()).payload_bytes == await kept(broker) > 0
+
+
+async def test_a_lost_reply_appends_once(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
+    (lease,) = (await run.lease(1, 0)).leases
+    arguments = [str(lease.tid), lease.token, 0, "segment:x", 10, 4, TTL_S, 0, 1, 0]
+    store = ("SET", broker._connection.keys("segment:x"), b"0123456789", "PX", 60_000)
+    for _ in range(2):  # as the connection repeats what it got no answer to
+        assert await broker._connection.script("append", *arguments, before=[store]) == [b"appended", 1]
+    assert await broker._connection.execute("TTL", broker._connection.keys("segment:x")) == -1
+    assert (await run.queues()).payload_bytes == 10
+
+
+async def test_a_drained_worker_hands_its_segments_over_at_once(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
+    (lease,) = (await run.lease(1, 0)).leases
+    await append(broker, lease, 0)
+    await broker.leases.release([lease])
+    (again,) = (await run.lease(1, 0, worker="v")).leases
+    assert (again.tid, len(again.segments)) == (lease.tid, 1)
+
+
+async def test_old_segments_keep_the_group_old(broker: Broker) -> None:
+    """Whoever goes on with newer weights: the oldest token decides until when the group must be trained."""
+    run = await begin(broker, rules(1, groups_per_step=1), group_size=1)
+    old, other = (await run.lease(2, 0)).leases
+    await append(broker, old, 0)
+    await broker.leases.release([old])
+    await run.submit_all([other], 0)
+    assert await run.take(0, 1) == [other.tid.group]
+    await run.announce(1)
+    again, newer = (await run.lease(2, 1)).leases
+    assert again.tid == old.tid
+    await run.submit_all([newer], 1)
+    assert await run.take(1, 1) is None
+    assert broker.batches.waiting_for == "stragglers"
+    assert await run.submit(again, 0, 1) is SubmitOutcome.ACCEPTED
+    assert await run.take(1, 1) == [old.tid.group]
+
+
+@pytest.mark.parametrize(("on_over_bound", "resumed"), [("requeue", 0), ("mask", 1)])
+async def test_segments_over_the_bound_are_thrown_away_unless_masked(
+    broker: Broker, on_over_bound: str, resumed: int
+) -> None:
+    run = await begin(broker, rules(1, groups_per_step=1, on_over_bound=on_over_bound), group_size=1)
+    (lease,) = (await run.lease(1, 0)).leases
+    await append(broker, lease, 0)
+    await broker.leases.release([lease])
+    for step in (1, 2):
+        await run.announce(step)
+    (again,) = (await run.lease(1, 2)).leases
+    assert (again.tid, len(again.segments)) == (lease.tid, resumed)
+    queues = await run.queues()
+    assert (queues.resumed_tokens, queues.discarded_tokens) == (4 * resumed, 4 - 4 * resumed)
+
+
+async def test_a_damaged_segment_goes_to_the_dead_letters_and_the_sample_begins_anew(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
+    (lease,) = (await run.lease(1, 0)).leases
+    await append(broker, lease, 0, 1)
+    (name, _) = await broker._connection.scan(broker._connection.keys("segment:*"))
+    await broker._connection.execute("SETRANGE", name, 30, b"\xff\xff\xff")
+    await broker.leases.release([lease])
+    (again,) = (await run.lease(1, 0, worker="v")).leases
+    assert again.segments == ()
+    await append(broker, again, 0)
+    assert await broker._connection.execute("XLEN", broker._connection.keys("dead")) == 1
+    queues = await run.queues()
+    assert (queues.rejected, queues.discarded_tokens, queues.payload_bytes) == (1, 8, await kept(broker))
+
+
+async def test_a_rewind_voids_segments_of_the_abandoned_branch(broker: Broker) -> None:
+    run = await begin(broker, rules(2, groups_per_step=1), group_size=1)
+    await run.announce(1)
+    (lease,) = (await run.lease(1, 1)).leases
+    await append(broker, lease, 0, step=1)
+    claim = await broker.batches.claim(checkpoint=FRESH, rules=rules(2, groups_per_step=1), config=b"", resume=True)
+    await Scenario(broker, claim).announce(0)
+    (again,) = (await broker.leases.lease("v", WeightVersion(2, 0), 1, TTL_S)).leases
+    assert (again.tid.group, again.tid.round, again.segments) == (lease.tid.group, 1, ())
+    assert (await broker.leases.append(lease, segment(lease, 1, 1), TTL_S)).outcome is AppendOutcome.FENCED
+
+
+async def test_requeued_and_trained_groups_leave_no_segment_behind(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=2), group_size=2)
+    leases = (await run.lease(4, 0)).leases
+    for lease in leases:
+        await append(broker, lease, 0)
+    await run.submit_all(leases, 0)
+    assert await run.take(0) == groups(0, 1)
+    await broker.batches.commit(run.owner, 1)
+    assert (await run.queues()).payload_bytes == await kept(broker) == 0
+
+
+async def test_parts_that_contradict_each_other_are_refused(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
+    (lease,) = (await run.lease(1, 0)).leases
+    moved = msgspec.structs.replace(segment(lease, 0), start=9)
+    with pytest.raises(FrameError, match="version span"):
+        await broker.leases.append(lease, moved, TTL_S)
+
+
+async def test_a_lost_prompt_voids_what_was_begun(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=2)
+    first, second = (await run.lease(2, 0)).leases
+    await append(broker, first, 0)
+    await broker.leases.release([second])
+    await broker._connection.execute("SET", broker._connection.keys(f"prompt:{group_id(0)}"), b"junk")
+    assert [lease.tid.group for lease in (await run.lease(1, 0, worker="v")).leases] == []
+    assert await broker.leases.renew([first], TTL_S) == {first.tid}
+    assert await broker.prompts.feed([prompt(0)], run.owner) == 1
+    assert (await run.queues()).payload_bytes == await kept(broker) == 0
