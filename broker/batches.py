@@ -56,9 +56,8 @@ class _Known:
 class Batches:
     """What comes out at the end of the run, in steps."""
 
-    def __init__(self, connection: Connection, versions: Versions, replicas: int) -> None:
+    def __init__(self, connection: Connection, versions: Versions) -> None:
         self._connection = connection
-        self._replicas = replicas
         self._versions = versions
         self._known: _Known | None = None
         self.waiting_for = ""
@@ -217,8 +216,9 @@ class Batches:
 
     async def _replicate(self) -> None:
         """Where replicas are asked for, they have it before anybody relies on it."""
-        if self._replicas and not await self._connection.make_durable(self._replicas, _REPLICA_TIMEOUT_MS):
-            log.warning("fewer than broker.replicas=%d replicas keep up with the server", self._replicas)
+        replicas = self._known.rules.replicas if self._known else 0
+        if replicas and not await self._connection.make_durable(replicas, _REPLICA_TIMEOUT_MS):
+            log.warning("fewer than broker.replicas=%d replicas keep up with the server", replicas)
 
 
 def _decode_as(tid: TrajectoryId, blob: bytes | None) -> Trajectory:

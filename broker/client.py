@@ -12,6 +12,7 @@ from .connection import Connection
 from .leases import Leases
 from .prompts import PromptFeed
 from .status import StatusBoard
+from .usage import Usage
 from .versions import Versions
 
 T = TypeVar("T")
@@ -20,16 +21,17 @@ T = TypeVar("T")
 class Broker:
     """One run on one server. Its verbs stand in the parts; all of them retry while the server is away."""
 
-    def __init__(self, url: str, run: str, *, timeout_s: float = 10.0, replicas: int = 0) -> None:
-        """`replicas`: so many must have a write before it counts as durable."""
-        self._connection = Connection(url, run, timeout_s)
+    def __init__(self, url: str, run: str, *, timeout_s: float = 10.0, password_file: str = "") -> None:
+        """`password_file`: see `BrokerConfig`."""
+        self._connection = Connection(url, run, timeout_s, password_file)
         self.run = run
         self.url = url
         self.prompts = PromptFeed(self._connection)
-        self.leases = Leases(self._connection, replicas)
+        self.leases = Leases(self._connection)
         self.versions = Versions(self._connection)
-        self.batches = Batches(self._connection, self.versions, replicas)
+        self.batches = Batches(self._connection, self.versions)
         self.status = StatusBoard(self._connection)
+        self.usage = Usage(self._connection)
 
     async def ping(self) -> None:
         """Raises BrokerUnavailableError where nobody answers."""
@@ -39,9 +41,9 @@ class Broker:
         await self._connection.close()
 
 
-async def open_broker(url: str, run: str, *, timeout_s: float = 10.0, replicas: int = 0) -> Broker:
+async def open_broker(url: str, run: str, *, timeout_s: float = 10.0, password_file: str = "") -> Broker:
     """A broker that has answered. Raises BrokerUnavailableError, or BrokerError for a bad URL or run name."""
-    broker = Broker(url, run, timeout_s=timeout_s, replicas=replicas)
+    broker = Broker(url, run, timeout_s=timeout_s, password_file=password_file)
     try:
         await broker.ping()
     except BaseException:
@@ -53,12 +55,12 @@ async def open_broker(url: str, run: str, *, timeout_s: float = 10.0, replicas: 
 class BlockingBroker:
     """A broker for code that is not asynchronous: coroutines run on an event loop in a thread of its own."""
 
-    def __init__(self, url: str, run: str, *, timeout_s: float = 10.0, replicas: int = 0) -> None:
+    def __init__(self, url: str, run: str, *, timeout_s: float = 10.0, password_file: str = "") -> None:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="broker", daemon=True)
         self._thread.start()
         try:
-            self.broker = self.call(open_broker(url, run, timeout_s=timeout_s, replicas=replicas))
+            self.broker = self.call(open_broker(url, run, timeout_s=timeout_s, password_file=password_file))
         except BaseException:
             self._stop()
             raise

@@ -27,7 +27,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import TimeoutError as SlowServerError
 
-from .address import Address, without_password
+from .address import PASSWORD_FILE, Address, without_password
 from .errors import BrokerError, BrokerUnavailableError
 from .keys import Keys
 from .owner import Owner
@@ -40,8 +40,7 @@ __all__ = ["Argument", "Command", "Connection", "script_digest", "script_source"
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-_SCANNED_AT_ONCE = 1000
-_MOVED_KEY = "attempted to access a non local key"
+_MOVED_KEY = "access a non local key"
 
 
 @cache
@@ -91,6 +90,13 @@ class Connection:
         replies = await self._attempt(lambda: self._send([("MULTI",), *commands, ("EXEC",)]))
         return list(replies[-1])
 
+    async def look(self, commands: Sequence[Command]) -> list[Any]:
+        """As `pipeline`, for keys of the run itself; does not count as use of them, where the server can tell (from
+        Redis 7.2 on)."""
+        watched: list[Command] = [("CLIENT", "NO-TOUCH", "ON"), *commands, ("CLIENT", "NO-TOUCH", "OFF")]
+        replies = await self._attempt(lambda: self._routes.send(watched))
+        return _accepted(replies[1:-1])
+
     async def script(self, name: str, *arguments: Argument, before: Sequence[Command] = ()) -> Any:
         """A script's reply; the commands `before` it have been carried out, where possible in the same round trip."""
         return await self._attempt(lambda: self._run(name, arguments, before))
@@ -110,11 +116,6 @@ class Connection:
         """Names of all keys that match."""
         found = await self._attempt(lambda: self._on_primaries(lambda _, server: _scan(server, pattern)))
         return sorted({key.decode() for names in found for key in names})
-
-    async def unlink(self, names: Sequence[str]) -> None:
-        """Frees these keys, wherever they lie."""
-        for start in range(0, len(names), _SCANNED_AT_ONCE):
-            await self.pipeline([("UNLINK", name) for name in names[start : start + _SCANNED_AT_ONCE]])
 
     async def make_durable(self, replicas: int, timeout_ms: int) -> bool:
         """Whether all that was written up to now has reached the servers' disks, and so many replicas of each.
@@ -158,13 +159,8 @@ class Connection:
         while True:
             try:
                 return await send()
-            except AuthenticationError as error:
-                raise BrokerUnavailableError(
-                    f"The broker at {self.url} refuses our user or password ({error}): put them into the URL, "
-                    "or see broker.password_file."
-                ) from error
             except (LostConnectionError, SlowServerError, BusyLoadingError, OSError) as error:
-                if time.monotonic() + pause_s >= deadline:
+                if time.monotonic() + pause_s >= deadline or _is_about_us(error):
                     raise self._unavailable(error) from error
             except ResponseError as error:
                 if not _ends_by_itself(error) or time.monotonic() + pause_s >= deadline:
@@ -179,6 +175,11 @@ class Connection:
 
     def _unavailable(self, error: Exception) -> BrokerUnavailableError:
         reason = str(error) or type(error).__name__
+        if _is_about_us(error):
+            return BrokerUnavailableError(
+                f"The broker at {self.url} refuses our user or password ({reason}): put them into the URL, "
+                f"or the password into a file that broker.password_file or ${PASSWORD_FILE} names."
+            )
         return BrokerUnavailableError(
             f"No answer from the broker at {self.url} within {self._timeout_s:g} s ({reason}). "
             "Is it running? Start one with `headway broker`, or set broker.url."
@@ -187,6 +188,11 @@ class Connection:
 
 class _NotLoadedError(LostConnectionError):
     """As good as away: the learner loads the scripts when it comes."""
+
+
+def _is_about_us(error: BaseException | None) -> bool:
+    """The driver tells of a refused password as of a lost connection, with the refusal behind it."""
+    return isinstance(error, AuthenticationError) or (error is not None and _is_about_us(error.__context__))
 
 
 def _accepted(replies: list[Any]) -> list[Any]:

@@ -70,9 +70,8 @@ class Leases:
     """One worker process's hold on samples. It remembers what it holds, so as not to be given the same sample
     twice, and what it submitted, until that is durable."""
 
-    def __init__(self, connection: Connection, replicas: int) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._replicas = replicas
         self._held: dict[str, dict[TrajectoryId, str]] = defaultdict(dict)
         self._unconfirmed = Unconfirmed()
         self._server_id = ""
@@ -80,6 +79,8 @@ class Leases:
         """A payload or segment that was stored and never recorded is forgotten after this."""
         self.payload_shards = 1
         """See `BrokerConfig.payload_shards`; the same for all who work on a run."""
+        self.replicas = 0
+        """See `BrokerConfig.replicas`."""
 
     async def lease(self, worker: str, version: WeightVersion, count: int, ttl_s: float) -> LeaseReply:
         """Up to `count` samples for an engine that holds `version`. A lost reply's leases expire by
@@ -130,6 +131,8 @@ class Leases:
             )
             if outcome != b"no blob":
                 await self._keep(name, is_accepted=outcome == b"appended")
+                if outcome == b"fenced":
+                    self._forget(lease)
                 return AppendReply(AppendOutcome(outcome.decode()), int(held))
         raise self._evicting(len(frame))
 
@@ -150,7 +153,7 @@ class Leases:
         if not len(self._unconfirmed):
             return 0
         submissions, known = self._unconfirmed.all(), self._server_id
-        is_durable = await self._connection.make_durable(self._replicas, _DURABLE_TIMEOUT_MS)
+        is_durable = await self._connection.make_durable(self.replicas, _DURABLE_TIMEOUT_MS)
         self._server_id = await self._ask_server_id()
         if self._server_id != known:
             return await self._submit_again(self._unconfirmed.all())

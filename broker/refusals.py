@@ -62,7 +62,7 @@ def _refused_by_server(error: ResponseError, url: str) -> BrokerError:
         return BrokerError(
             f"The server at {url} is out of memory ({error}): raise its maxmemory, or lower broker.max_bytes."
         )
-    if isinstance(error, NoPermissionError):
+    if isinstance(error, NoPermissionError) or "ACL failure in script" in str(error):
         return BrokerError(
             f"Our user at {url} may not do this ({error}): `headway acl` prints what each role's user needs."
         )

@@ -6,7 +6,7 @@ A round trip of its own costs a verb several times the work that its command is.
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,50 +32,63 @@ class RoundTrips:
         self._client = client
         self._waiting = deque[_Request]()
         self._carriers = set[asyncio.Task[None]]()
+        self._alone = set[asyncio.Task[None]]()
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
         """The replies, refusals as exceptions among them; commands of one request are carried out in order.
 
         Raises what kept the server from answering.
         """
-        loop = asyncio.get_running_loop()
-        request = _Request(commands, loop.create_future())
+        request = _Request(commands, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         if len(self._carriers) < _CARRIERS:
-            carrier = loop.create_task(self._carry())
-            self._carriers.add(carrier)
-            carrier.add_done_callback(self._carriers.discard)
+            self._start(self._carry(), self._carriers)
         return await request.replies
 
     async def send_alone(self, commands: Sequence[Command]) -> list[Any]:
-        """As `send`, and whatever the commands wait for holds up nobody else."""
+        """As `send`, but on a connection of its own: whatever the commands wait for holds up nobody else."""
+        request = _Request(commands, asyncio.get_running_loop().create_future())
+        self._start(self._exchange([request]), self._alone)
+        return await request.replies
+
+    async def close(self) -> None:
+        """Whoever still waits is cancelled."""
+        self._cancel(self._take(len(self._waiting)))
+        tasks = [*self._carriers, *self._alone]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.aclose(close_connection_pool=True)
+
+    def _start(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+        """In a task of its own: before Python 3.12 the driver, inside `asyncio.wait_for`, can swallow its caller's
+        cancellation."""
+        task = asyncio.get_running_loop().create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _carry(self) -> None:
+        while requests := self._take(_SHARED_BY):
+            await self._exchange(requests)
+
+    async def _exchange(self, requests: Sequence[_Request]) -> None:
+        try:
+            replies = await self._pipeline([command for request in requests for command in request.commands])
+        except asyncio.CancelledError:
+            self._cancel(requests)
+            raise
+        except Exception as error:  # noqa: BLE001 - it belongs to those who asked
+            # Those whose turn has not come learn it, too: each has a deadline of its own to try again.
+            self._fail([*requests, *self._take(len(self._waiting))], error)
+        else:
+            self._hand_out(requests, replies)
+
+    async def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
         async with self._client.pipeline(transaction=False) as pipe:
             for command in commands:
                 pipe.execute_command(*command)
             replies: list[Any] = await pipe.execute(raise_on_error=False)
             return replies
-
-    async def close(self) -> None:
-        """Whoever still waits is cancelled."""
-        self._cancel(self._take(len(self._waiting)))
-        carriers = list(self._carriers)
-        for carrier in carriers:
-            carrier.cancel()
-        await asyncio.gather(*carriers, return_exceptions=True)
-        await self._client.aclose(close_connection_pool=True)
-
-    async def _carry(self) -> None:
-        while requests := self._take(_SHARED_BY):
-            try:
-                replies = await self.send_alone([command for request in requests for command in request.commands])
-            except asyncio.CancelledError:
-                self._cancel(requests)
-                raise
-            except Exception as error:  # noqa: BLE001 - it belongs to those who asked
-                # Those whose turn has not come learn it, too: each has a deadline of its own to try again.
-                self._fail([*requests, *self._take(len(self._waiting))], error)
-            else:
-                self._hand_out(requests, replies)
 
     def _take(self, count: int) -> list[_Request]:
         """The next ones that somebody still waits for."""

@@ -137,9 +137,12 @@ class Cluster:
         ]
 
     async def _redirected(self, command: Command, refusal: AskError) -> Any:
-        """A slot that has moved is looked up anew by the next attempt; one that is just moving, for this key only."""
-        if isinstance(refusal, MovedError):
-            self._is_outdated = True
+        """A slot that has moved is looked up by the next attempt; a key of one that is moving now is there already.
+
+        Not so for a script: it would see only those keys that are.
+        """
+        self._is_outdated |= isinstance(refusal, MovedError)
+        if isinstance(refusal, MovedError) or command[0] in ("EVAL", "EVALSHA"):
             return refusal
         _, reply = await self._at(refusal.host, refusal.port).send([("ASKING",), command])
         return reply

@@ -316,3 +316,5 @@ class RunRules(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int = 1 << 30
     max_leases_per_worker: int = 0
     """0: as many as it asks for."""
+    replicas: int = 0
+    """So many replicas must have a commit before the learner relies on it."""

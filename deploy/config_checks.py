@@ -14,6 +14,7 @@ from broker.errors import ConfigError
 
 from .recipe import Recipe
 
+SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out")
 WORDS = {
     int: "an integer",
@@ -83,10 +84,15 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"workers.heartbeat_s ({recipe.workers.heartbeat_s:g}) must be at most half of broker.lease_ttl_s"
             f" ({recipe.broker.lease_ttl_s:g}), or leases expire under healthy workers."
         )
-    if recipe.broker.url != "embedded" and not recipe.broker.url.startswith(("redis://", "rediss://", "unix://")):
+    if recipe.broker.url != "embedded" and not recipe.broker.url.startswith(SCHEMES):
         yield (
-            f"broker.url is {recipe.broker.url!r}; expected embedded, redis://host:port,"
-            " rediss://host:port or unix:///path."
+            f"broker.url is {recipe.broker.url!r}; expected embedded, redis://host:port, rediss://host:port,"
+            " redis+cluster://host:port, rediss+cluster://host:port or unix:///path."
+        )
+    if recipe.staleness.min_group_size > learner.group_size:
+        yield (
+            f"staleness.min_group_size ({recipe.staleness.min_group_size}) is above learner.group_size"
+            f" ({learner.group_size}): no group could ever be trimmed."
         )
 
 

@@ -50,6 +50,8 @@ async def _run(url: str, run: str, worker: str, overrides: Sequence[str]) -> Non
             if stored is not None:
                 recipe = with_overrides(recipe_from_bytes(stored), overrides)
                 broker.leases.payload_ttl_s = recipe.broker.payload_ttl_s
+                broker.leases.payload_shards = recipe.broker.payload_shards
+                broker.leases.replicas = recipe.broker.replicas
                 async with _drained_when_changed(broker, stored, drain):
                     await _work(broker, recipe, worker, Path(private), drain)
     finally:
@@ -112,8 +114,9 @@ async def _watch_config(broker: Broker, stored: bytes) -> None:
 def _workers_part(stored: bytes) -> tuple[Any, ...]:
     """What a worker's work depends on."""
     recipe = recipe_from_bytes(stored)
-    seed, ttls = recipe.run.seed, (recipe.broker.lease_ttl_s, recipe.broker.payload_ttl_s)
-    return recipe.model, recipe.rewards, recipe.sampling, recipe.engine, recipe.workers, recipe.weights, seed, ttls
+    broker, parts = recipe.broker, (recipe.model, recipe.rewards, recipe.sampling, recipe.engine, recipe.workers)
+    leases = broker.lease_ttl_s, broker.payload_ttl_s, broker.payload_shards, broker.replicas
+    return *parts, recipe.weights, recipe.run.seed, leases
 
 
 async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drain: asyncio.Event) -> None:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from broker.schema import QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
+from broker.schema import QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
 
 RECENT_STEPS = 20
 """Throughput and lag are of the last so many steps."""
@@ -62,7 +62,9 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 
 def status_tables(status: RunStatus) -> RenderableType:
     """The same for people."""
-    return Group(_head(status), _queues(status.queues), _workers(status.workers), _lags(status))
+    return Group(
+        _head(status), _queues(status.queues), _lengths(status.tallies), _workers(status.workers), _lags(status)
+    )
 
 
 def _head(status: RunStatus) -> Table:
@@ -96,9 +98,20 @@ def _queues(queues: QueueDepths) -> Table:
     table.caption = (
         f"{queues.admitted} groups admitted, {queues.expired_leases} leases expired, {queues.fenced} late or"
         f" duplicate submissions refused, {queues.rejected} unreadable,"
-        f" {queues.payload_bytes / 1e6:,.1f} MB stored"
+        f" {queues.payload_bytes / 1e6:,.1f} MB stored; {queues.resumed_tokens:,} tokens resumed from segments,"
+        f" {queues.discarded_tokens:,} discarded, {queues.trimmed_samples} samples trimmed"
     )
     table.caption_justify = "left"
+    return table
+
+
+def _lengths(tallies: Tallies) -> Table:
+    """Are the prompts that are trained those that were begun?"""
+    table = Table(title="Groups by length of the prompt", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("tokens up to", "begun", "trained"):
+        table.add_column(heading, justify="right")
+    for length, begun in tallies.dispatched_by_prompt_length.items():
+        table.add_row(f"{length}", f"{begun:,}", f"{tallies.trained_by_prompt_length.get(length, 0):,}")
     return table
 
 

@@ -68,7 +68,10 @@ class Supervisor:
         self._stops: list[signal.Signals] = []
 
     def run(self) -> int:
-        """Supervise to the end: 0 when all is done, 128 + signal when stopped. Raises RoleFailedError."""
+        """Supervise to the end: 0 when all is done, 128 + signal when stopped. Raises RoleFailedError.
+
+        Workers alone are done whenever all of them have handed their work back.
+        """
         with self._signals():
             try:
                 self._start()
@@ -82,7 +85,7 @@ class Supervisor:
                 self._stop_workers()
             finally:
                 self._kill_all()
-        return 128 + self._stops[0] if self._stops else 0
+        return 128 + self._stops[0] if self._stops and not self._workers_left() else 0
 
     def _start(self) -> None:
         for slot in self._all():
@@ -147,6 +150,11 @@ class Supervisor:
                 self.say(f"A worker did not stop within {DRAIN_WORKER_S:g} s and is killed.")
                 return
             time.sleep(POLL_S)
+
+    def _workers_left(self) -> bool:
+        """There was no learner to stop, and every worker ended as it was asked to."""
+        ends = [slot.child is not None and slot.child.exit_code() == 0 for slot in self._slots]
+        return self._learner is None and all(ends)
 
     def _kill_all(self) -> None:
         if len(self._stops) > 1:

@@ -61,6 +61,17 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(ge=0, description="how long a worker that finds its run ended waits for a learner to resume it"),
     ] = 60.0
     probe_swaps: Annotated[bool, Meta(description="verify the engine's logprobs after every weight swap")] = True
+    segment_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="store a running sample's tokens every so many, so that a crash loses no more; 0: by time only",
+        ),
+    ] = 512
+    segment_s: Annotated[
+        float,
+        Meta(ge=0, description="store them also after so long, if there are new ones; both 0: a sample starts anew"),
+    ] = 10.0
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,7 +13,8 @@ from broker.schema import Prompt
 from .config import SamplingConfig
 from .decoding import Decoding, response_text
 from .engines.base import Engine, GenerationRequest
-from .recorder import record
+from .generation import generate
+from .recorder import Recorder
 from .rewards.base import Scorer
 
 
@@ -50,7 +51,8 @@ async def evaluate(
 
     async def one(index: int, prompt: Prompt) -> _Sample:
         async with places:
-            recorder = await record(engine.generate(_request(index, prompt, sampling, decoding)))
+            recorder = Recorder()
+            await generate(engine, _request(index, prompt, sampling, decoding), recorder)
         text = response_text(decoding, recorder.tokens)
         score = await scorer.score(prompt, text, recorder.finished())
         return _Sample(score.total, len(recorder.tokens))

@@ -8,11 +8,14 @@ import msgspec
 from broker.leases import Leases
 from broker.schema import Lease
 
+from .segments import SegmentLog
+
 log = logging.getLogger(__name__)
 
 
 class _Held(msgspec.Struct, eq=False):
     lease: Lease
+    segments: SegmentLog
     task: asyncio.Task[None]
     is_generating: bool = True
 
@@ -29,9 +32,9 @@ class HeldLeases:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, lease: Lease, task: asyncio.Task[None]) -> None:
+    def hold(self, lease: Lease, segments: SegmentLog, task: asyncio.Task[None]) -> None:
         """`task` generates, scores and submits the sample."""
-        self._held[lease.token] = _Held(lease, task)
+        self._held[lease.token] = _Held(lease, segments, task)
 
     def mark_generated(self, lease: Lease) -> None:
         """From now on a drain waits for the sample instead of cancelling it."""
@@ -42,24 +45,35 @@ class HeldLeases:
         """Submitted, in whatever way that ended."""
         self._held.pop(lease.token, None)
 
+    def lose(self, lease: Lease) -> None:
+        """The lease is another's: stop generating. Submitting will tell about a finished sample."""
+        held = self._held.get(lease.token)
+        if held is not None and held.is_generating:
+            log.info("lease of %s was lost; its generation is cancelled", lease.tid)
+            self.lost += 1
+            held.task.cancel()
+            self.forget(lease)
+
     async def renew(self) -> None:
-        """Renew all; stop generating those that were lost. Submitting will tell about a finished sample."""
-        asked = list(self._held.values())
+        """Renew all; stop generating those that were lost."""
+        asked = [held.lease for held in self._held.values()]
         if not asked:
             return
-        gone = await self._leases.renew([held.lease for held in asked], self._ttl_s)
-        for held in asked:
-            if held.lease.tid in gone and held.is_generating and held.lease.token in self._held:
-                log.info("lease of %s was lost; its generation is cancelled", held.lease.tid)
-                self.lost += 1
-                held.task.cancel()
-                self.forget(held.lease)
+        gone = await self._leases.renew(asked, self._ttl_s)
+        for lease in asked:
+            if lease.tid in gone:
+                self.lose(lease)
 
     async def hand_back_unfinished(self) -> None:
-        """Cancel what is still generating and release it, so that another worker can begin it at once."""
+        """Cancel what is still generating, store what there is of it and release it: another worker can go on with
+        it at once."""
         unfinished = [held for held in self._held.values() if held.is_generating]
+        if not unfinished:
+            return
         for held in unfinished:
             held.task.cancel()
+        await asyncio.wait([held.task for held in unfinished])
+        await asyncio.gather(*(held.segments.append_rest() for held in unfinished))
         await self._release(unfinished)
 
     def cancel_all(self) -> None:

@@ -4,18 +4,14 @@ It trusts no engine: output that cannot be right is refused here, before the lea
 """
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
-from typing import Literal, cast
+from collections.abc import Sequence
 
 import numpy as np
 
 from broker.errors import HeadwayError
-from broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
+from broker.schema import Lease, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 
-from .engines.base import Chunk
-
-FinishReason = Literal["stop", "length"]
+from .engines.base import Chunk, FinishReason
 
 LOGPROB_ROUNDING = 1e-3
 """A logprob of a certain token may come out as slightly more than 0 in low precision."""
@@ -26,13 +22,19 @@ class EngineOutputError(HeadwayError):
 
 
 class Recorder:
-    """One sample as it grows. Spans always cover [0, R); adjacent tokens of one version share a span."""
+    """One sample as it grows, from its segments on. Spans always cover [0, R); adjacent tokens of one version share
+    a span."""
 
-    def __init__(self) -> None:
+    def __init__(self, segments: Sequence[Segment] = ()) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[VersionSpan] = []
         self.finish_reason: FinishReason | None = None
+        for segment in segments:
+            for span in segment.spans:
+                self._extend_spans(span.end - span.start, span.version)
+                self.tokens += segment.tokens[span.start - segment.start : span.end - segment.start].tolist()
+            self.logprobs += segment.behavior_logprobs.tolist()
 
     @property
     def newest_version(self) -> WeightVersion:
@@ -46,7 +48,8 @@ class Recorder:
             self._extend_spans(len(chunk.token_ids), chunk.version)
         self.tokens += chunk.token_ids
         self.logprobs += chunk.logprobs
-        self.finish_reason = chunk.finish_reason
+        if chunk.finish_reason != "interrupted":
+            self.finish_reason = chunk.finish_reason
 
     def finished(self) -> FinishReason:
         """Why the sample ended. Raises EngineOutputError if it did not, or has no token."""
@@ -72,6 +75,17 @@ class Recorder:
             worker=worker,
         )
 
+    def segment(self, tid: TrajectoryId, index: int, start: int) -> Segment:
+        """What was recorded from `start` on, as the sample's segment `index`."""
+        return Segment(
+            tid=tid,
+            index=index,
+            start=start,
+            tokens=np.asarray(self.tokens[start:], np.int32),
+            behavior_logprobs=np.asarray(self.logprobs[start:], np.float32),
+            spans=tuple(VersionSpan(max(s.start, start), s.end, s.version) for s in self.spans if s.end > start),
+        )
+
     def _extend_spans(self, count: int, version: WeightVersion) -> None:
         start = len(self.tokens)
         if self.spans and self.spans[-1].version == version:
@@ -84,20 +98,8 @@ class Recorder:
             raise EngineOutputError(f"{at} sent more, though it had finished with {self.finish_reason!r}")
         if len(chunk.token_ids) != len(chunk.logprobs):
             raise EngineOutputError(f"{at} sent {len(chunk.token_ids)} tokens with {len(chunk.logprobs)} logprobs")
-        if self.spans and chunk.version < self.newest_version:
+        if self.spans and chunk.token_ids and chunk.version < self.newest_version:
             raise EngineOutputError(f"{at} went back from {self.newest_version} to {chunk.version}")
         wrong = [value for value in chunk.logprobs if not (math.isfinite(value) and value <= LOGPROB_ROUNDING)]
         if wrong:
             raise EngineOutputError(f"{at} sent {wrong[0]} as a logprob; weights with NaN or Inf do this")
-
-
-async def record(chunks: AsyncIterator[Chunk], count: Callable[[int], None] | None = None) -> Recorder:
-    """Drain one sample's stream, telling `count` of new tokens; an error or cancelling ends the request."""
-    recorder = Recorder()
-    async with aclosing(cast(AsyncGenerator[Chunk, None], chunks)) as stream:
-        async for chunk in stream:
-            recorder.add(chunk)
-            if count is not None:
-                count(len(chunk.token_ids))
-    recorder.finished()
-    return recorder

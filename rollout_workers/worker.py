@@ -1,7 +1,8 @@
 """The rollout worker: refresh weights -> lease -> generate -> score -> submit, for many samples at once.
 
-Its tasks share one event loop: the lease loop, one for every sample, heartbeat and weights. The first that
-fails ends the worker with its error. A broker that is away never does; leases are handed back in any case.
+Its tasks share one event loop: the lease loop, one for every sample, heartbeat, confirmations and weights. The
+first that fails ends the worker with its error. A broker that is away never does; leases are handed back in any
+case.
 """
 
 import asyncio
@@ -13,24 +14,28 @@ from contextlib import AsyncExitStack, suppress
 from typing import Literal
 
 from broker.client import Broker
-from broker.leases import SubmitOutcome
-from broker.schema import Lease, Trajectory, WorkerInfo
+from broker.leases import AppendOutcome, AppendReply, SubmitOutcome
+from broker.schema import Lease, Segment, Trajectory, WorkerInfo
 from weightsync.subscriber import Subscriber
 
 from .config import SamplingConfig, WorkersConfig
 from .decoding import Decoding, response_text
 from .engines.base import Engine, GenerationRequest
+from .generation import generate
 from .held_leases import HeldLeases
 from .outages import Outages
-from .recorder import Recorder, record
+from .recorder import Recorder
 from .rewards.base import Scorer
+from .segments import SegmentLog
 from .throughput import Throughput
 from .weights import HeldWeights
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.2
 """Between two requests for leases, after one that was refused."""
+CONFIRM_S = 1.0
+"""How often a worker asks which of its submissions are durable."""
 FAREWELL_S = 5.0
-"""What a leaving worker gives its finished samples to be submitted, and then its goodbye to arrive."""
+"""What a leaving worker gives each of these: handing back, submitting what is finished, its goodbye."""
 MISSED_HEARTBEATS = 5
 """After so many a worker no longer counts as alive."""
 RUN_OVER = ("finished", "stopped")
@@ -77,12 +82,16 @@ class Worker:
         self._end = ""
         self.outcomes = dict.fromkeys(SubmitOutcome, 0)
         """How submissions ended: a duplicate was accepted before, its reply lost; a fenced one is void."""
+        self.resumed_tokens = 0
+        """Of segments that this worker went on after: it did not have to generate them."""
 
     async def run(self) -> str:
         """Work until drained ("drained") or the run is over (its state). Raises any part's first error."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(self._beat()), tasks.create_task(self._weights.follow())]
+                background = [
+                    tasks.create_task(part) for part in (self._beat(), self._confirm(), self._weights.follow())
+                ]
                 await self._keep_engine_full(tasks)
                 await self._wind_down()
                 # Neither waits by itself for a broker that is away, nor for weights that nobody follows any more.
@@ -106,12 +115,18 @@ class Worker:
             self._wake.clear()
             leases = await self._lease()
             for lease in leases:
-                self._held.hold(lease, tasks.create_task(self._sample(lease)))
+                self._begin(lease, tasks)
             was_woken = await self._wait(None if self._is_full() else wait_s)
             wait_s = SHORTEST_WAIT_S if leases or was_woken else min(2 * wait_s, LONGEST_WAIT_S)
 
-    async def _sample(self, lease: Lease) -> None:
-        recorder = await self._generate(lease)
+    def _begin(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
+        recorder = Recorder(lease.segments)
+        segments = SegmentLog(lease, recorder, self._append, self._config)
+        self._held.hold(lease, segments, tasks.create_task(self._sample(lease, recorder, segments)))
+
+    async def _sample(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> None:
+        async with segments:
+            await self._generate(lease, recorder, segments)
         self._held.mark_generated(lease)
         # Tokens of weights that then fail their verification must not reach the learner.
         await self._weights.reach(recorder.newest_version)
@@ -130,8 +145,20 @@ class Worker:
             return reply.leases
         return ()
 
-    async def _generate(self, lease: Lease) -> Recorder:
-        request = GenerationRequest(
+    async def _generate(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> None:
+        if recorder.tokens:
+            log.info("%s goes on after %d tokens", lease.tid, len(recorder.tokens))
+            self.resumed_tokens += len(recorder.tokens)
+            await self._weights.reach(recorder.newest_version)  # versions never go back within a sample
+
+        def note(count: int) -> None:
+            self._generated.add(count)
+            segments.note()
+
+        await generate(self._engine, self._request(lease), recorder, note)
+
+    def _request(self, lease: Lease) -> GenerationRequest:
+        return GenerationRequest(
             request_id=f"{lease.tid}:{lease.token}",
             prompt_tokens=lease.prompt.token_ids,
             max_new_tokens=self._sampling.max_new_tokens,
@@ -140,7 +167,18 @@ class Worker:
             top_k=self._sampling.top_k,
             stop_token_ids=list(self._decoding.stop_token_ids),
         )
-        return await record(self._engine.generate(request), self._generated.add)
+
+    async def _append(self, lease: Lease, segment: Segment) -> AppendReply | None:
+        """None if the broker is away: generation goes on, and a later segment has it all."""
+        # As for a whole sample: what failing weights sampled must not be gone on from.
+        await self._weights.reach(segment.spans[-1].version)
+        with self._outages:
+            reply = await self._broker.leases.append(lease, segment, self._lease_ttl_s)
+            if reply.outcome is AppendOutcome.FENCED:
+                self._held.lose(lease)
+                self._wake.set()
+            return reply
+        return None
 
     async def _score(self, lease: Lease, recorder: Recorder) -> Trajectory:
         text = response_text(self._decoding, recorder.tokens)
@@ -162,6 +200,14 @@ class Worker:
                 self._note_state(await self._broker.status.state())
             self._wake.set()
             await asyncio.sleep(self._config.heartbeat_s)
+
+    async def _confirm(self) -> None:
+        """Have the server make submissions durable, which takes it up to a second: hence not with the heartbeat."""
+        while True:
+            await asyncio.sleep(CONFIRM_S)
+            with self._outages:
+                if again := await self._broker.leases.confirm():
+                    log.warning("the server had lost %d submissions that it gets again", again)
 
     def info(self) -> WorkerInfo:
         """What this worker says of itself."""
@@ -228,6 +274,7 @@ class Worker:
                 async with asyncio.timeout(FAREWELL_S):
                     await self._held.hand_back_all()
                     await self._broker.status.leave(self._worker)
+                    await self._broker.leases.confirm()
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -8,6 +8,9 @@ import torch
 
 from broker.schema import WeightVersion
 
+FinishReason = Literal["stop", "length"]
+"""How a response ends: with a stop token, or because it may not get longer."""
+
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 """Hugging Face parameter names with full (unsharded) CPU tensors."""
 
@@ -34,8 +37,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     """Of the sampled tokens, temperature applied, before top-p and top-k cut the distribution."""
     version: WeightVersion
-    finish_reason: Literal["stop", "length"] | None = None
-    """Set on the last chunk; the stop token itself is part of the response."""
+    finish_reason: FinishReason | Literal["interrupted"] | None = None
+    """Set on the last chunk, which may have no tokens; the stop token itself is part of the response. "interrupted":
+    the engine had to give the request up, and another request can go on after these tokens."""
 
 
 class Engine(Protocol):
@@ -43,9 +47,16 @@ class Engine(Protocol):
 
     capacity: int
     """Requests that it can batch."""
+    max_model_len: int
+    """Longest prompt plus response, in tokens: there a response ends with "length"."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        """Stream one sample. Closing the iterator cancels the request and frees its place."""
+        """Stream one sample up to a chunk with a finish reason. Closing the iterator cancels the request and frees
+        its place.
+
+        The prompt may end with tokens that a request generated before: what follows is sampled as if there had been
+        only one request.
+        """
         ...
 
     async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:

@@ -70,12 +70,12 @@ class EmbeddedEngine:
         self, model: nn.Module, config: EngineConfig, *, seed: int, version: WeightVersion | None = None
     ) -> None:
         self.capacity = config.max_concurrent
-        self._max_len = config.max_model_len
+        self.max_model_len = config.max_model_len
         self._threads = config.threads
         self._vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         device = torch.device(config.device)
         model = model.to(device).eval().requires_grad_(False)
-        self._decoder = Decoder(model, self.capacity, self._max_len, Sampler(seed, device), device, version)
+        self._decoder = Decoder(model, self.capacity, self.max_model_len, Sampler(seed, device), device, version)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queued: deque[Stream] = deque()
         self._streams: dict[Sample, Stream] = {}
@@ -89,10 +89,10 @@ class EmbeddedEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """See Engine."""
-        self._check(request.prompt_tokens, self._max_len - 1)
+        self._check(request.prompt_tokens, self.max_model_len - 1)
         if self._decoder.version is None:
             raise HeadwayError("this engine has no weights yet: call swap_weights first")
-        limit = min(len(request.prompt_tokens) + request.max_new_tokens, self._max_len)
+        limit = min(len(request.prompt_tokens) + request.max_new_tokens, self.max_model_len)
         sample = Sample(request, limit, list(request.prompt_tokens))
         stream = Stream(sample, asyncio.get_running_loop())
         self._post(lambda: self._queued.append(stream))
@@ -114,7 +114,7 @@ class EmbeddedEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See Engine."""
-        self._check(token_ids, self._max_len)
+        self._check(token_ids, self.max_model_len)
         return await self._ask(lambda: self._decoder.score(token_ids))
 
     async def close(self) -> None:
@@ -126,7 +126,7 @@ class EmbeddedEngine:
     def _check(self, token_ids: Sequence[int], longest: int) -> None:
         if not 1 <= len(token_ids) <= longest:
             raise HeadwayError(
-                f"{len(token_ids)} tokens, but engine.max_model_len={self._max_len} allows 1 to {longest}"
+                f"{len(token_ids)} tokens, but engine.max_model_len={self.max_model_len} allows 1 to {longest}"
             )
         if min(token_ids) < 0 or max(token_ids) >= self._vocabulary:
             raise HeadwayError(f"token ids must lie in [0, {self._vocabulary}): another model's tokenizer?")

@@ -26,7 +26,7 @@ from broker.errors import HeadwayError, WeightSyncError
 from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
 
-from .base import Chunk, GenerationRequest, NamedTensors
+from .base import Chunk, FinishReason, GenerationRequest, NamedTensors
 from .loading import find_places, one_by_one, tied_names
 
 T = TypeVar("T")
@@ -36,6 +36,9 @@ DEADLINE_S = 300.0
 
 CLOSE_S = 1.0
 """Then its process is killed: with requests running it does not end by itself."""
+
+INTERRUPTED = "abort"
+"""How vLLM ends a request that somebody else than its reader gave up, such as a pause that keeps no requests."""
 
 
 def prepare_environment(threads: int) -> None:
@@ -82,7 +85,7 @@ class VllmEngine:
         self.capacity = config.max_concurrent
         self._llm = llm
         self._processes = processes
-        self._max_len = config.max_model_len
+        self.max_model_len = config.max_model_len
         self._shapes = shapes
         self._vocabulary = shapes.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         self._version: WeightVersion | None = None
@@ -104,9 +107,11 @@ class VllmEngine:
                 tokens = list(completion.token_ids)
                 entries = zip(completion.logprobs or (), tokens, strict=True)
                 logprobs = [entry[token].logprob for entry, token in entries]
-                for chunk in split(tokens, logprobs, position, starts, completion.finish_reason):
+                for chunk in split(tokens, logprobs, position, starts, ending(completion.finish_reason)):
                     yield chunk
                 position += len(tokens)
+                if completion.finish_reason == INTERRUPTED:
+                    yield Chunk(token_ids=[], logprobs=[], version=self._version, finish_reason="interrupted")
 
     async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
         """See Engine. If vLLM itself fails in between, it stays paused until a swap succeeds."""
@@ -177,9 +182,10 @@ class VllmEngine:
                 await self._llm.abort(collector.request_id, internal=True)
 
     def _check(self, prompt: Sequence[int]) -> None:
-        if not 1 <= len(prompt) < self._max_len:
+        if not 1 <= len(prompt) < self.max_model_len:
             raise HeadwayError(
-                f"{len(prompt)} tokens do not fit: engine.max_model_len={self._max_len} allows 1 to {self._max_len - 1}"
+                f"{len(prompt)} tokens do not fit: engine.max_model_len={self.max_model_len} allows 1 to "
+                f"{self.max_model_len - 1}"
             )
         if min(prompt) < 0 or max(prompt) >= self._vocabulary:
             raise HeadwayError(f"token ids must lie in [0, {self._vocabulary}): another model's tokenizer?")
@@ -219,13 +225,13 @@ def split(
     logprobs: list[float],
     position: int,
     starts: Sequence[tuple[str, int]],
-    finish_reason: str | None,
+    finish_reason: FinishReason | None,
 ) -> Iterator[Chunk]:
     """One chunk for each version in a run of tokens that begins at `position` of the response."""
-    if finish_reason not in (None, "stop", "length"):
-        raise HeadwayError(f"vLLM ended a request with {finish_reason!r}")
+    if not token_ids:  # interrupted, perhaps before any weights had sampled for it
+        return
     end = position + len(token_ids)
-    bounds = [start for _, start in starts[1:]] + [max(end, 1)]
+    bounds = [start for _, start in starts[1:]] + [end]
     for (label, start), stop in zip(starts, bounds, strict=True):
         lower, upper = max(start, position), min(stop, end)
         if lower < upper:
@@ -233,8 +239,19 @@ def split(
                 token_ids=token_ids[lower - position : upper - position],
                 logprobs=logprobs[lower - position : upper - position],
                 version=version_of(label),
-                finish_reason=finish_reason if upper == end else None,  # type: ignore[arg-type]
+                finish_reason=finish_reason if upper == end else None,
             )
+
+
+def ending(finish_reason: str | None) -> FinishReason | None:
+    """vLLM's word in ours; None while the response may go on, in this request or in the next."""
+    match finish_reason:
+        case "stop" | "length":
+            return finish_reason
+        case None | "abort":
+            return None
+        case other:
+            raise HeadwayError(f"vLLM ended a request with {other!r}")
 
 
 def version_of(label: str) -> WeightVersion:

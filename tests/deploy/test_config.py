@@ -96,7 +96,7 @@ def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
             "sft.phases[0].kindd=x",
             "mine.yaml: unknown key sft.phases[0].kindd; did you mean sft.phases[0].kind?",
         ),
-        ("checkpoint.zzz=1", "mine.yaml: unknown key checkpoint.zzz. Valid here: every_steps, keep."),
+        ("checkpoint.zzz=1", "mine.yaml: unknown key checkpoint.zzz. Valid here: every_steps, keep, log_bytes."),
         ("staleness.max_lag=-1", f"mine.yaml: staleness.max_lag is -1; expected an integer >= 0 {MAX_LAG}."),
         (
             "staleness.max_lag=two",
@@ -189,7 +189,7 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
         ),
         (
             ["broker.url=localhost:6379"],
-            "broker.url is 'localhost:6379'; expected embedded, redis://host:port, rediss://host:port or unix:///path.",
+            "broker.url is 'localhost:6379'; expected embedded, redis://host:port, rediss://host:port, redis+cluster://host:port, rediss+cluster://host:port or unix:///path.",
         ),
     ],
 )

@@ -170,6 +170,14 @@ def test_without_a_learner_it_ends_when_all_workers_have_left(tmp_path: Path) ->
     assert Supervisor([role(name, "pass", tmp_path) for name in ("a", "b")], say=lambda _: None).run() == 0
 
 
+@pytest.mark.parametrize(("then", "code"), [("sys.exit(0)", 0), ("sys.exit(1)", 143)])
+def test_without_a_learner_it_is_done_when_all_workers_have_left_as_asked(tmp_path: Path, then: str, code: int) -> None:
+    thread = once_up(tmp_path, ["a", "b"], signal.SIGTERM)
+    workers = [role("a", drains("a"), tmp_path), role("b", drains("b", then=then), tmp_path)]
+    assert Supervisor(workers, say=lambda _: None).run() == code
+    thread.join()
+
+
 def test_a_relayed_stop_reaches_the_children_and_not_the_launcher(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(drains("rank"))
     launcher = (

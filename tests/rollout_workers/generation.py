@@ -9,8 +9,11 @@ from itertools import count
 import torch
 from transformers import PreTrainedModel
 
-from broker.schema import WeightVersion
+from broker.codec import decode_segment, encode_segment
+from broker.schema import TrajectoryId, WeightVersion
 from rollout_workers.engines.base import Chunk, Engine, GenerationRequest
+from rollout_workers.generation import generate
+from rollout_workers.recorder import Recorder
 
 from .models import STOP, forward_logprobs, named_tensors
 
@@ -69,6 +72,18 @@ async def hold(engine: Engine, model: PreTrainedModel) -> WeightVersion:
     version = WeightVersion(1, next(_steps))
     await engine.swap_weights(version, named_tensors(model))
     return version
+
+
+async def resume(engine: Engine, asked: GenerationRequest, first: Response, count: int) -> Response:
+    """Go on after the first `count` tokens of a response, which reached us as a segment."""
+    earlier = Recorder()
+    for i in range(count):
+        earlier.add(Chunk(token_ids=[first.tokens[i]], logprobs=[first.logprobs[i]], version=first.versions[i]))
+    segment = decode_segment(encode_segment(earlier.segment(TrajectoryId("g", 0, 0), 0, 0)))
+    recorder = Recorder([segment])
+    await generate(engine, asked, recorder)
+    versions = [span.version for span in recorder.spans for _ in range(span.start, span.end)]
+    return Response(asked.prompt_tokens, recorder.tokens, recorder.logprobs, versions, recorder.finished())
 
 
 def difference(model: PreTrainedModel, response: Response, temperature: float = 1.0) -> torch.Tensor:

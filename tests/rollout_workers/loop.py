@@ -160,6 +160,7 @@ def make_worker(
     lease_ttl_s: float = 1000.0,
     heartbeat_s: float = 0.05,
     patience_s: float = 60.0,
+    segment_tokens: int = 16,
     stop_token_ids: Sequence[int] = (),
 ) -> Worker:
     """No stop tokens: every response has exactly `max_new_tokens`."""
@@ -170,7 +171,7 @@ def make_worker(
         scorer=scorer or OneScorer(),
         decoding=Decoding(lambda tokens: " ".join(map(str, tokens)), tuple(stop_token_ids)),
         sampling=SamplingConfig(max_new_tokens=max_new_tokens),
-        config=WorkersConfig(heartbeat_s=heartbeat_s, patience_s=patience_s),
+        config=WorkersConfig(heartbeat_s=heartbeat_s, patience_s=patience_s, segment_tokens=segment_tokens),
         lease_ttl_s=lease_ttl_s,
         worker=name,
         engine_kind="embedded",

@@ -14,12 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from broker.errors import HeadwayError, WeightSyncError
-from broker.schema import WeightVersion
+from broker.schema import VersionSpan, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine
+from rollout_workers.generation import generate
+from rollout_workers.recorder import Recorder
 
-from .generation import PROMPTS, Response, difference, hold, request, run, run_all
+from .generation import PROMPTS, Response, difference, hold, request, resume, run, run_all
 from .models import STOP, Architecture, forward_logprobs, make_model, named_tensors, save_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -114,6 +116,30 @@ async def test_stop_token_and_length_end_a_sample(case: Case) -> None:
     assert (at_the_end.finish_reason, len(at_the_end.tokens)) == ("length", 5)
 
 
+async def test_a_resumed_sample_is_that_of_one_request(case: Case) -> None:
+    version = await hold(case.engine, case.old)
+    asked = [request(prompt, stop_token_ids=[]) for prompt in PROMPTS]
+    whole = await asyncio.gather(*[run(case.engine, one) for one in asked])
+    cuts = [1, 5, 10, 17, 23, 24]  # the last has nothing left to generate
+    resumed = await asyncio.gather(*[resume(case.engine, *one) for one in zip(asked, whole, cuts, strict=True)])
+    for response, expected in zip(resumed, whole, strict=True):
+        assert response.tokens == expected.tokens
+        assert response.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
+        assert (response.versions, response.finish_reason) == ([version] * 24, "length")
+
+
+async def test_a_sample_resumed_under_newer_weights_names_both(case: Case) -> None:
+    old_version = await hold(case.engine, case.old)
+    asked = request(PROMPTS[3], temperature=0.7, stop_token_ids=[])
+    whole = await run(case.engine, asked)
+    new_version = await hold(case.engine, case.new)
+    response = await resume(case.engine, asked, whole, 9)
+    assert response.tokens[:9] == whole.tokens[:9]
+    assert response.versions == [old_version] * 9 + [new_version] * 15
+    assert difference(case.old, response, 0.7)[:9].max() < TOLERANCE
+    assert difference(case.new, response, 0.7)[9:].max() < TOLERANCE
+
+
 async def test_after_a_swap_it_is_a_fresh_engine(case: Case) -> None:
     if (case.kind, case.old.config.model_type) == ("vllm", "qwen3"):
         pytest.skip("one more start of vLLM shows it for experts, which are the harder case")
@@ -188,6 +214,30 @@ async def test_closing_the_iterator_frees_its_place(case: Case) -> None:
         other.cancel()
     ends = await asyncio.gather(*others, return_exceptions=True)
     assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+
+
+async def test_requests_that_vllm_gives_up_are_gone_on_with(case: Case) -> None:
+    if case.kind != "vllm":
+        pytest.skip("the embedded engine gives no request up")
+    version = await hold(case.engine, case.old)
+    asked = [request(prompt, temperature=1.0, stop_token_ids=[], max_new_tokens=200) for prompt in PROMPTS]
+    recorders = [Recorder() for _ in asked]
+    counted = asyncio.Event()
+    running = [
+        asyncio.create_task(generate(case.engine, one, recorder, lambda _: counted.set()))
+        for one, recorder in zip(asked, recorders, strict=True)
+    ]
+    await counted.wait()
+    await case.engine._llm.pause_generation(mode="abort", clear_cache=True)
+    reasons = [recorder.finish_reason for recorder in recorders]
+    await case.engine._llm.resume_generation()
+    await asyncio.gather(*running)
+    assert reasons == [None] * len(asked)
+    for one, recorder in zip(asked, recorders, strict=True):
+        response = Response(one.prompt_tokens, recorder.tokens, recorder.logprobs)
+        assert (len(recorder.tokens), recorder.finished()) == (200, "length")
+        assert recorder.spans == [VersionSpan(0, 200, version)]
+        assert difference(case.old, response).max() < TOLERANCE
 
 
 async def test_wrong_tensors_are_refused_and_the_old_weights_stay(case: Case) -> None:

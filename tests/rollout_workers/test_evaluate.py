@@ -51,6 +51,7 @@ class CountingEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.capacity = engine.capacity
+        self.max_model_len = engine.max_model_len
         self.running = 0
         self.most = 0
         self.close = engine.close

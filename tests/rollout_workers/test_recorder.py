@@ -1,6 +1,5 @@
-"""Tokens, logprobs and version spans of one sample, and the engine output that is refused."""
+"""Tokens, logprobs and version spans of one sample, its segments, and the engine output that is refused."""
 
-from collections.abc import AsyncGenerator
 from itertools import pairwise
 
 import numpy as np
@@ -8,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.schema import Lease, Prompt, TrajectoryId, WeightVersion
+from broker.codec import decode_segment, encode_segment
+from broker.schema import Lease, Prompt, TrajectoryId, VersionSpan, WeightVersion
 from rollout_workers.engines.base import Chunk
-from rollout_workers.recorder import EngineOutputError, Recorder, record
+from rollout_workers.recorder import EngineOutputError, Recorder
 
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 LEASE = Lease(
@@ -97,38 +97,38 @@ def test_nothing_follows_a_finish() -> None:
         recorder.add(chunk([2], V1))
 
 
-@pytest.mark.parametrize("chunks", [[], [chunk([1, 2])], [chunk([], finish="stop")]])
-async def test_a_stream_without_tokens_or_finish_is_refused(chunks: list[Chunk]) -> None:
-    async def stream() -> AsyncGenerator[Chunk, None]:
-        for each in chunks:
-            yield each
-
-    with pytest.raises(EngineOutputError, match="needs a token and a last chunk"):
-        await record(stream())
-
-
-async def test_a_refused_chunk_closes_the_stream() -> None:
-    closed = False
-
-    async def stream() -> AsyncGenerator[Chunk, None]:
-        nonlocal closed
-        try:
-            yield chunk([1], V2)
-            yield chunk([1], V1)
-        finally:
-            closed = True
-
-    with pytest.raises(EngineOutputError):
-        await record(stream())
-    assert closed
+def test_an_interruption_is_no_end() -> None:
+    recorder = Recorder()
+    recorder.add(chunk([1], V2, "interrupted"))
+    assert recorder.finish_reason is None
+    recorder.add(chunk([], V1))  # no token, no version: nothing went back
+    recorder.add(chunk([2], V2, "stop"))
+    assert (recorder.tokens, recorder.spans) == ([1, 2], [VersionSpan(0, 2, V2)])
 
 
-async def test_record_counts_tokens_as_they_come() -> None:
-    async def stream() -> AsyncGenerator[Chunk, None]:
-        yield chunk([1, 2])
-        yield chunk([3], V2, "stop")
+@given(chunk_sizes, st.lists(st.integers(0, 100), max_size=4))
+def test_segments_cut_anywhere_restore_the_sample(sizes: list[tuple[int, int]], cuts: list[int]) -> None:
+    recorder = Recorder()
+    step = 0
+    for count, advance in [*sizes, (1, 0)]:
+        step += advance
+        recorder.add(chunk(list(range(count)), WeightVersion(1, step)))
+    length = len(recorder.tokens)
+    starts = sorted({0, *(cut for cut in cuts if cut < length)})
+    segments = [
+        decode_segment(encode_segment(until(recorder, end).segment(LEASE.tid, index, start)))
+        for index, (start, end) in enumerate(pairwise([*starts, length]))
+    ]
+    restored = Recorder(segments)
+    assert (restored.tokens, restored.logprobs) == (recorder.tokens, recorder.logprobs)
+    assert restored.spans == recorder.spans
 
-    counts: list[int] = []
-    recorder = await record(stream(), counts.append)
-    assert counts == [2, 1]
-    assert recorder.newest_version == V2
+
+def until(recorder: Recorder, end: int) -> Recorder:
+    """What it was when it had `end` tokens."""
+    earlier = Recorder()
+    for span in recorder.spans:
+        for position in range(span.start, min(span.end, end)):
+            token, logprob = recorder.tokens[position], recorder.logprobs[position]
+            earlier.add(Chunk(token_ids=[token], logprobs=[logprob], version=span.version))
+    return earlier

@@ -1,0 +1,74 @@
+"""What a run holds on its server, and for how long nobody has used it. Asking does not count as use."""
+
+from dataclasses import dataclass
+
+from .codec import decode
+from .connection import Command, Connection
+from .errors import FrameError
+from .schema import StepMetrics, WeightVersion
+
+
+@dataclass(frozen=True)
+class RunUsage:
+    """A line about a run."""
+
+    run: str
+    state: str
+    incarnation: int
+    announced: WeightVersion | None
+    last_step: StepMetrics | None
+    """None before the first, and where another schema version wrote it."""
+    workers: int
+    """Alive."""
+    payload_bytes: int
+    idle_s: int
+    """Since its learner, a worker or a status display last used it. Before Redis 7.2 asking is use, too."""
+
+
+class Usage:
+    """How much a run is used, and by how many."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def look(self) -> RunUsage | None:
+        """None where no learner has claimed the run yet."""
+        keys = self._connection.keys
+        idle_s, flat, steps, names = await self._connection.look(
+            [
+                ("OBJECT", "IDLETIME", keys.meta),  # first, lest the others count
+                ("HGETALL", keys.meta),
+                ("LRANGE", keys("steps"), -1, -1),
+                ("SMEMBERS", keys("workers")),
+            ]
+        )
+        meta = {name.decode(): value.decode() for name, value in flat.items()}
+        if "state" not in meta:
+            return None
+        return RunUsage(
+            run=self._connection.run,
+            state=meta["state"],
+            incarnation=int(meta["incarnation"]),
+            announced=_announced(meta),
+            last_step=_read(steps[0]) if steps else None,
+            workers=await self._alive([name.decode() for name in names]),
+            payload_bytes=int(meta.get("payload_bytes", 0)),
+            idle_s=int(idle_s or 0),
+        )
+
+    async def _alive(self, workers: list[str]) -> int:
+        asked: list[Command] = [("EXISTS", self._connection.keys(f"worker:{worker}")) for worker in workers]
+        return sum(await self._connection.look(asked)) if asked else 0
+
+
+def _announced(meta: dict[str, str]) -> WeightVersion | None:
+    if "announced_step" not in meta:
+        return None
+    return WeightVersion(int(meta["announced_incarnation"]), int(meta["announced_step"]))
+
+
+def _read(frame: bytes) -> StepMetrics | None:
+    try:
+        return decode(frame, StepMetrics)
+    except FrameError:
+        return None

@@ -1,0 +1,113 @@
+"""A worker as a process of its own, with an engine that is slow and says in every token who sampled it."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+from broker.client import open_broker
+from broker.schema import Probe, Prompt, WeightManifest, WeightVersion
+from rollout_workers.config import SamplingConfig, WorkersConfig
+from rollout_workers.decoding import Decoding
+from rollout_workers.engines.base import Chunk, GenerationRequest, NamedTensors
+from rollout_workers.rewards.base import Score
+from rollout_workers.worker import Worker
+from weightsync.subscriber import Delivery
+
+VERSION = WeightVersion(1, 0)
+PROMPT_TOKENS = [3, 1, 4]
+LENGTH = 100
+"""Tokens of every response."""
+TOKEN_S = 0.02
+LEASE_TTL_S = 1.0
+
+
+class SlowEngine:
+    """The token at position p of a response is `base + p`."""
+
+    capacity = 2
+    max_model_len = 1000
+
+    def __init__(self, base: int) -> None:
+        self._base = base
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        start = len(request.prompt_tokens) - len(PROMPT_TOKENS)
+        for position in range(start, start + request.max_new_tokens):
+            await asyncio.sleep(TOKEN_S)
+            token = self._base + position
+            yield Chunk(
+                token_ids=[token],
+                logprobs=[logprob_of(token)],
+                version=VERSION,
+                finish_reason="length" if position + 1 == start + request.max_new_tokens else None,
+            )
+
+    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
+        assert version == VERSION
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        raise AssertionError("nobody probes here")
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+class OneVersion:
+    """A subscriber that delivers the first weights and no others."""
+
+    epoch = 0
+    last_error = ""
+
+    async def wait_for_version(self, current: WeightVersion | None) -> Delivery:
+        if current is not None:
+            await asyncio.Event().wait()
+        return Delivery(manifest(), [])
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+class OneScorer:
+    """Every response is worth 1."""
+
+    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+        return Score(total=1.0)
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+def manifest() -> WeightManifest:
+    """Of weights that nobody needs to receive."""
+    probe = Probe(token_ids=[1], logprobs=[], tolerance=0.0)
+    return WeightManifest(
+        version=VERSION, tensors=(), buckets=(), probe=probe, group_epoch=0, pull_url="", pull_token=""
+    )
+
+
+def logprob_of(token: int) -> float:
+    return -token / 1024
+
+
+async def work(url: str, run: str, name: str, base: int, capacity: int) -> None:
+    broker = await open_broker(url, run)
+    engine = SlowEngine(base)
+    engine.capacity = capacity
+    worker = Worker(
+        broker=broker,
+        engine=engine,
+        subscriber=OneVersion(),  # type: ignore[arg-type]
+        scorer=OneScorer(),
+        decoding=Decoding(lambda tokens: "", (0,)),
+        sampling=SamplingConfig(max_new_tokens=LENGTH),
+        config=WorkersConfig(heartbeat_s=0.1, segment_tokens=4, probe_swaps=False),
+        lease_ttl_s=LEASE_TTL_S,
+        worker=name,
+        engine_kind="slow",
+    )
+    await worker.run()
+    await broker.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(work(*sys.argv[1:4], *map(int, sys.argv[4:])))
