@@ -1,4 +1,4 @@
-"""Who may do what on the server: a user for each role, as access control lists say it (Redis 7.2, Valkey 7.2 or newer).
+"""Who may do what on the server: a user for each role, as access control lists say it (Redis 7, Valkey 7.2 or newer).
 
     learner    everything of its runs, and nothing of anybody else's
     worker     what its own scripts touch; weights, batches and the recipe only to read; no scripts but those loaded
@@ -17,6 +17,8 @@ from hashlib import sha256
 from .keys import PREFIX, check_run_name
 
 _PASSWORD_BYTES = 24
+_UNKNOWN_TO_7_0 = ("client|setinfo", "client|no-touch", "waitaof")
+"""Redis 7.0 refuses rules that name them."""
 
 
 class Role(StrEnum):
@@ -78,8 +80,9 @@ class User:
     def name(self) -> str:
         return f"headway-{self.role}" + (f"-{self.run}" if self.run else "")
 
-    def rules(self) -> list[str]:
+    def rules(self, *, is_for_7_0: bool = False) -> list[str]:
         """What `ACL SETUSER NAME` is told; the password only by its digest."""
+        unknown = _UNKNOWN_TO_7_0 if is_for_7_0 else ()
         rights = _RIGHTS[self.role]
         reads = set(rights.reads.split()) - set(rights.writes.split())
         return [
@@ -88,7 +91,7 @@ class User:
             "#" + sha256(self.password.encode()).hexdigest(),
             *self._keys("~", rights.writes.split()),
             *self._keys("%R~", sorted(reads)),
-            *(f"+{command}" for command in rights.commands.split()),
+            *(f"+{command}" for command in rights.commands.split() if command not in unknown),
             *(f"(%W~{key} +unlink)" for key in self._keys("", rights.frees.split())),
         ]
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import parse_qs, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qs, parse_qsl, urlencode, urlsplit, urlunsplit
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
@@ -16,22 +16,36 @@ PASSWORD = "HEADWAY_BROKER_PASSWORD"
 PASSWORD_FILE = "HEADWAY_BROKER_PASSWORD_FILE"
 _CLUSTER = "+cluster"
 _SCHEMES = ("redis", "rediss", "unix", f"redis{_CLUSTER}", f"rediss{_CLUSTER}")
+_SECRETS = ("password", "ssl_password")
 _CONNECTIONS = 8
 
 
 def without_password(url: str) -> str:
     """The URL as it may be shown. Raises BrokerError where it is none."""
     url = url.partition("?")[0]  # a password may stand there, too
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise _no_url(url.rpartition("@")[2], error) from error
-    if "@" not in parts.netloc:
+    netloc = _split(url).netloc
+    return url.replace(netloc, "***@" + netloc.rpartition("@")[2], 1) if "@" in netloc else url
+
+
+def without_secrets(url: str) -> str:
+    """The URL as it may be written down: it leads to the same server once the passwords come from elsewhere."""
+    parts = _split(url)
+    if not parts.scheme:
         return url
-    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
+    where = parts.netloc.rpartition("@")[2]
+    where = f"{parts.username}@{where}" if parts.username else where
+    query = urlencode([pair for pair in parse_qsl(parts.query) if pair[0] not in _SECRETS], safe="/")
+    return f"{parts.scheme}://{where}{parts.path}" + (f"?{query}" if query else "")
 
 
-@dataclass(frozen=True)
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise _no_url(url.partition("?")[0].rpartition("@")[2], error) from error
+
+
+@dataclass(frozen=True, repr=False)
 class Address:
     """One server, or the first one of a cluster to ask."""
 
@@ -55,7 +69,7 @@ class Address:
             raise _no_url(shown, ValueError(f"its scheme is {parts.scheme!r}"))
         has_password = parts.password or parse_qs(parts.query).get("password") or parts.scheme == "unix"
         return cls(
-            url=urlunsplit(parts._replace(scheme=parts.scheme.removesuffix(_CLUSTER))),
+            url=url.replace(_CLUSTER, "", 1) if parts.scheme.endswith(_CLUSTER) else url,
             password=None if has_password else _password(password_file),
             is_cluster=parts.scheme.endswith(_CLUSTER),
         )

@@ -1,6 +1,6 @@
 """Wire structs <-> frames.
 
-A frame is: magic, schema number, kind, crc32 of kind and body, length, body. Most bodies are msgpack. Those of
+A frame is: magic, schema number, kind, crc32 of these two and the body, length, body. Most bodies are msgpack. Those of
 trajectories and segments are a msgpack envelope around raw little-endian buffers, because lists of numbers in
 msgpack are a hundred times slower: tokens (prompt, then response) as a plane of low 16 bits and a plane of high
 bytes under zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits. Whatever the
@@ -222,12 +222,17 @@ def _check_logprobs(tid: TrajectoryId, logprobs: NDArray[np.float32]) -> None:
 
 
 def _frame(kind: int, *parts: bytes) -> bytes:
-    length, crc = sum(map(len, parts)), kind
+    length, crc = sum(map(len, parts)), _seed(SCHEMA_VERSION, kind)
     if length + _HEADER.size > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
     for part in parts:
         crc = zlib.crc32(part, crc)
     return b"".join((_HEADER.pack(MAGIC, SCHEMA_VERSION, kind, crc, length), *parts))
+
+
+def _seed(schema: int, kind: int) -> int:
+    """What the checksum covers of the header; magic and length are checked by themselves."""
+    return schema << 16 | kind
 
 
 def _open_enveloped(frame: bytes, kind: int, name: str, envelope: type[T]) -> tuple[T, memoryview]:
@@ -246,17 +251,17 @@ def _open(frame: bytes, expected: int, name: str) -> memoryview:
     magic, schema, kind, crc, length = _HEADER.unpack_from(frame)
     if magic != MAGIC:
         raise FrameError(f"no frame of ours: it begins with {magic!r}")
-    if schema != SCHEMA_VERSION:
-        raise SchemaMismatchError(
-            f"a frame of schema {schema}, this is schema {SCHEMA_VERSION}: run the same version of Headway everywhere"
-        )
     body = memoryview(frame)[_HEADER.size :]
     if length != len(body):
         raise FrameError(f"a frame that says {length} bytes and has {len(body)}: truncated or overlong")
+    if zlib.crc32(body, _seed(schema, kind)) != crc:
+        raise FrameError(f"a frame of {len(frame)} bytes whose checksum does not match: corrupt")
+    if schema != SCHEMA_VERSION:  # known only now that the number is no damage
+        raise SchemaMismatchError(
+            f"a frame of schema {schema}, this is schema {SCHEMA_VERSION}: run the same version of Headway everywhere"
+        )
     if kind != expected:
         raise FrameError(f"a frame of kind {kind} where a {name} ({expected}) should be")
-    if zlib.crc32(body, kind) != crc:
-        raise FrameError(f"a {name} frame of {len(frame)} bytes whose checksum does not match: corrupt")
     return body
 
 

@@ -45,9 +45,11 @@ _MOVED_KEY = "access a non local key"
 
 @cache
 def script_source(name: str) -> str:
-    """A script with its shared prelude."""
+    """A script behind the files that its first line includes."""
     folder = files("broker") / "scripts"
-    return (folder / "lib.lua").read_text() + (folder / f"{name}.lua").read_text()
+    script = (folder / f"{name}.lua").read_text()
+    included = script.partition("\n")[0].removeprefix("-- include: ").split()
+    return "".join((folder / f"{library}.lua").read_text() for library in included) + script
 
 
 @cache
@@ -60,7 +62,7 @@ def script_digest(name: str) -> str:
 def script_names() -> tuple[str, ...]:
     """All scripts there are."""
     names = (entry.name.removesuffix(".lua") for entry in (files("broker") / "scripts").iterdir())
-    return tuple(sorted(name for name in names if name != "lib"))
+    return tuple(sorted(name for name in names if not name.startswith("lib_")))
 
 
 class Connection:
@@ -99,7 +101,9 @@ class Connection:
 
     async def script(self, name: str, *arguments: Argument, before: Sequence[Command] = ()) -> Any:
         """A script's reply; the commands `before` it have been carried out, where possible in the same round trip."""
-        return await self._attempt(lambda: self._run(name, arguments, before))
+        call = (1, self.keys.meta, *arguments)
+        digest = script_digest(name)  # here, where a missing file is no lost connection
+        return await self._attempt(lambda: self._run(name, ("EVALSHA", digest, *call), before))
 
     async def learner_script(
         self, name: str, owner: Owner, *arguments: Argument, before: Sequence[Command] = ()
@@ -129,19 +133,19 @@ class Connection:
         )
         return all(written)
 
-    async def _run(self, name: str, arguments: Sequence[Argument], before: Sequence[Command]) -> Any:
+    async def _run(self, name: str, call: Command, before: Sequence[Command]) -> Any:
         if before and not self._routes.keeps_order:
             await self._send(before)
             before = ()
-        call = (1, self.keys.meta, *arguments)
         try:
-            return (await self._send([*before, ("EVALSHA", script_digest(name), *call)]))[-1]
+            return (await self._send([*before, call]))[-1]
         except NoScriptError:
             return await self._run_unknown(name, call, before)
 
     async def _run_unknown(self, name: str, call: Command, before: Sequence[Command]) -> Any:
+        _, _, *rest = call
         try:
-            return (await self._send([*before, ("EVAL", script_source(name), *call)]))[-1]
+            return (await self._send([*before, ("EVAL", script_source(name), *rest)]))[-1]
         except NoPermissionError as error:
             raise _NotLoadedError(
                 f"its script {name} is not loaded, and our user may not load it: the run's learner does, once it is up"

@@ -34,7 +34,7 @@ dead                  stream  undecodable blobs: tid, reason, first bytes       
 
 Fields of `meta`: incarnation, owner (a digest of the learner's token: reading it lets nobody act as the learner);
 announced_* and offered_* (incarnation, step, by); the rules (`schema.RunRules`); the counters admitted, dropped,
-trained, requeued, submitted, expired_leases, fenced, rejected, payload_bytes, generated_tokens, wasted_tokens,
+trained, requeued, expired_leases, fenced, rejected, payload_bytes, generated_tokens, wasted_tokens,
 resumed_tokens, discarded_tokens, trimmed_samples; feed_closed, watermark, committed_step, newest_step (highest that
 sampled anything), is_rewound, state, started.
 

@@ -152,11 +152,13 @@ class Leases:
         or a replica took over, submits again what may have been lost; how many those were."""
         if not len(self._unconfirmed):
             return 0
-        submissions, known = self._unconfirmed.all(), self._server_id
+        submissions = self._unconfirmed.all()
         is_durable = await self._connection.make_durable(self.replicas, _DURABLE_TIMEOUT_MS)
-        self._server_id = await self._ask_server_id()
-        if self._server_id != known:
-            return await self._submit_again(self._unconfirmed.all())
+        server_id = await self._ask_server_id()
+        if server_id != self._server_id:
+            accepted = await self._submit_again(self._unconfirmed.all())
+            self._server_id = server_id  # not before: what an outage has cut short is done over
+            return accepted
         if is_durable:
             self._unconfirmed.forget(submissions)
         else:

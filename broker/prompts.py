@@ -39,10 +39,8 @@ class PromptFeed:
         """No more prompts will come: the last, short batch may be taken. A claim opens the feed again."""
         await self._connection.learner_script("close_feed", owner)
 
-    async def fed_ahead(self) -> int:
-        """Groups fed and not yet admitted."""
-        return int(await self._connection.execute("ZCARD", self._connection.keys("pool")))
-
-    async def lost(self) -> bool:
-        """Were prompts damaged on the server? Then feed again from the watermark."""
-        return bool(await self._connection.execute("EXISTS", self._connection.keys("lost")))
+    async def waiting(self) -> tuple[int, bool]:
+        """(groups fed and not yet admitted, whether prompts were damaged on the server and must be fed again)."""
+        keys = self._connection.keys
+        ahead, has_lost = await self._connection.pipeline([("ZCARD", keys("pool")), ("EXISTS", keys("lost"))])
+        return int(ahead), bool(has_lost)

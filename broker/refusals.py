@@ -59,8 +59,9 @@ def _refused_by_server(error: ResponseError, url: str) -> BrokerError:
             "Once it is mended (a full disk? a failover?), learner and workers go on by themselves."
         )
     if isinstance(error, OutOfMemoryError):
-        return BrokerError(
-            f"The server at {url} is out of memory ({error}): raise its maxmemory, or lower broker.max_bytes."
+        return BrokerUnavailableError(
+            f"The server at {url} is out of memory ({error}): raise its maxmemory, or lower broker.max_bytes. "
+            "Learner and workers go on by themselves then."
         )
     if isinstance(error, NoPermissionError) or "ACL failure in script" in str(error):
         return BrokerError(

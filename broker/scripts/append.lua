@@ -1,10 +1,12 @@
+-- include: lib_base lib_samples
 -- append(member, token, index, segment, bytes, tokens, ttl_s, oldest step, {incarnation, its newest step}...)
 --   -> {outcome, segments held}
 -- The segment was SET (with a TTL) just before, under a key of its own. Recorded for the holder of the lease only, in order;
 -- that renews the lease. Touches: meta, leases, retry, open, group:*, segments:*, segment:* (PERSIST, UNLINK).
 local g, round, i = parse(ARGV[1])
 local index, name, bytes = tonumber(ARGV[3]), ARGV[4], ARGV[5]
-local had = call('HMGET', group_key(g), 'round', 'state', 'token:' .. i, 'payload:' .. i, 'oldest:' .. i, 'step:' .. i)
+local had = call('HMGET', group_key(g), 'round', 'state', 'token:' .. i, 'payload:' .. i, 'oldest:' .. i, 'step:' .. i,
+  'newest')
 local mine = had[1] == round and had[3] == ARGV[2] and had[2] == 'open' and not had[4]
 local newest, is_void = newest_of(9)
 if mine and is_void then hand_back(ARGV[1]) end
@@ -28,7 +30,7 @@ count('payload_bytes', bytes)
 call('HINCRBY', group_key(g), 'bytes', bytes)
 local oldest = tonumber(ARGV[8])
 if not had[5] or oldest < tonumber(had[5]) then call('HSET', group_key(g), 'oldest:' .. i, oldest) end
-note_newest(g, newest)
+note_newest(g, had[7], newest)
 if oldest < tonumber(had[6]) then
   call('HSET', group_key(g), 'step:' .. i, oldest)
   refloor(g)

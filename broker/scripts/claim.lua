@@ -1,3 +1,4 @@
+-- include: lib_base lib_samples lib_groups
 -- claim(checkpoint incarnation, checkpoint step, resume, new owner, config, replayable to, watermark, n rules,
 --       {rule, value} * n, group...) -> {incarnation, server id, announced step | '', committed step, is rewound}
 -- Takes the run over from whoever owned it. What the checkpoint contains (all groups below its watermark, and those

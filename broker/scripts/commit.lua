@@ -1,3 +1,4 @@
+-- include: lib_base lib_samples lib_groups
 -- commit(incarnation, owner, server, step, watermark, group...) -> how many groups were settled by this call
 -- Every batch pinned to a step below `step` is trained for good, and so are the groups named. Groups below the
 -- watermark will never be fed again, so their names are forgotten.

@@ -1,3 +1,4 @@
+-- include: lib_base lib_samples lib_groups
 -- feed(incarnation, owner, server, {group, size, prompt tokens}...) -> {new groups, groups whose blob is missing...}
 -- Registers unknown groups in the pool; their blobs were SET (with a TTL) just before. Idempotent.
 -- Touches: meta, pool, lost, settled, dropped, group:*, prompt:* (PERSIST, UNLINK).

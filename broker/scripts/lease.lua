@@ -1,34 +1,34 @@
+-- include: lib_base lib_samples
 -- lease(incarnation, step, count, ttl_s, nonce, 'member token' held...) -> {state, reason, {member, token, segment...}...}
 -- Admitted samples without a lease (expired, handed back, never begun) in the order of their deadlines, then new groups as
 -- far as admission allows. Touches: meta, tally, pool, retry, leases, open, group:*, segments:*.
 local incarnation, step, wanted, ttl = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local reply = { meta('state') or 'absent', '' }
-local given, time, held = 0, now(), {}
+local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'announced_incarnation', 'announced_step', 'max_lag',
+  'groups_per_step', 'max_leases_per_worker', 'admitted', 'dropped', 'payload_bytes', 'max_bytes')
+local state, on_over_bound = known[1] or 'absent', known[2]
+for a = 3, #known do known[a] = tonumber(known[a] or '') end
+local newest_incarnation, announced_incarnation, announced, lag, groups_per_step = unpack(known, 3, 7)
+local reply, given, time, held, n_held = { state, '' }, 0, now(), {}, #ARGV - 5
 for a = 6, #ARGV do held[ARGV[a]] = true end
-local n_held = #ARGV - 5
 
 local function refuse(reason) reply[2] = reason return reply end
 
-if reply[1] == 'finished' then return refuse('finished') end
-local announced, lag = announced_step(), number('max_lag')
-if not announced or reply[1] == 'stopped' or incarnation > number('incarnation') then return refuse('paused') end
+if state == 'finished' then return refuse('finished') end
+if not announced or state == 'stopped' or incarnation > newest_incarnation then return refuse('paused') end
 -- Weights of an abandoned branch, or too old for the step that comes next: nothing begun with them could be trained.
-local is_older = incarnation < number('announced_incarnation')
-if step + lag < announced or (is_older and step > announced) or is_abandoned(incarnation, step) then
+if step + lag < announced or (incarnation < announced_incarnation and step > announced) or is_abandoned(incarnation, step) then
   return refuse('stale weights')
 end
-local limit = number('max_leases_per_worker')
+local limit = known[8] or 0
 if limit > 0 then wanted = math.min(wanted, limit - n_held) end
 if wanted <= 0 then return refuse('worker limit') end
 
-local groups_per_step = number('groups_per_step')
 local function may(index) return math.floor(index / groups_per_step) <= step + lag end
 
--- The names of what is kept of sample i, to go on after. Too old to be trained, it is thrown away.
-local function usable_segments(g, m, i)
-  local oldest, names = tonumber(field(g, 'oldest:' .. i) or ''), {}
-  if not oldest then return names end
-  if announced - oldest > lag and meta('on_over_bound') ~= 'mask' then discard_segments(g, m, i) return names end
+-- The names of what is kept of a sample, to go on after, and its oldest step. Too old to be trained, it is thrown away.
+local function usable_segments(g, m, i, oldest)
+  if announced - oldest > lag and on_over_bound ~= 'mask' then discard_segments(g, m, i) return {} end
+  local names = {}
   for _, entry in ipairs(call('LRANGE', segments_key(m), 0, -1)) do
     local name, _, tokens = parse_segment(entry)
     names[#names + 1] = name
@@ -37,17 +37,15 @@ local function usable_segments(g, m, i)
   return names, oldest
 end
 
-local function hand(m)
-  local g, _, i = parse(m)
+local function hand(m, g, i, had, oldest, floor)
   given = given + 1
-  local token, had = ARGV[5] .. '.' .. given, field(g, 'step:' .. i)
-  local names, oldest = usable_segments(g, m, i)
+  local token, names = ARGV[5] .. '.' .. given, {}
+  if oldest then names, oldest = usable_segments(g, m, i, tonumber(oldest)) end
   local from = math.min(step, oldest or step)
   call('HSET', group_key(g), 'token:' .. i, token, 'step:' .. i, from)
-  call('ZADD', LEASES, time + ttl, m)
-  call('ZREM', RETRY, m)
-  local floor = tonumber(field(g, 'floor') or '')
-  if had or not floor or from < floor then refloor(g) end
+  floor = tonumber(floor or '')
+  if not floor or from < floor then set_floor(g, from, 'open')
+  elseif had and tonumber(had) < from then refloor(g) end
   reply[#reply + 1] = { m, token, unpack(names) }
 end
 
@@ -61,29 +59,47 @@ local function collect_expired()
 end
 
 local function hand_retries()
-  local queue = call('ZRANGE', RETRY, 0, wanted - given - 1 + n_held, 'WITHSCORES')
+  local queue, handed, leased, reason = call('ZRANGE', RETRY, 0, wanted - given - 1 + n_held, 'WITHSCORES'), {}, {}, nil
   for a = 1, #queue, 2 do
-    if given == wanted then return end
+    if given == wanted then break end
     local m = queue[a]
+    if not may(tonumber(queue[a + 1])) then reason = 'stale weights' break end
     local g, _, i = parse(m)
-    if not may(tonumber(queue[a + 1])) then return 'stale weights' end
+    local token, had, oldest, floor = fields(g, 'token:' .. i, 'step:' .. i, 'oldest:' .. i, 'floor')
     -- The caller may be generating it still: it renews what it holds, and never gets the same sample twice.
-    if not held[m .. ' ' .. (field(g, 'token:' .. i) or '')] then hand(m) end
+    if not (token and held[m .. ' ' .. token]) then
+      hand(m, g, i, had, oldest, floor)
+      handed[#handed + 1] = m
+      leased[#leased + 1] = time + ttl
+      leased[#leased + 1] = m
+    end
   end
+  if #handed > 0 then
+    call('ZADD', LEASES, unpack(leased))
+    call('ZREM', RETRY, unpack(handed))
+  end
+  return reason
 end
 
+local index, payload_bytes, max_bytes = (known[9] or 0) - (known[10] or 0), known[11] or 0, known[12]
+
 -- nil, or why no new group may be begun now.
-local function admit()
-  local index = number('admitted') - number('dropped')
-  if call('ZCARD', POOL) == 0 then return 'no prompts' end
+local function refusal()
   if math.floor(index / groups_per_step) > announced + lag then return 'capacity' end
   if not may(index) then return 'stale weights' end
-  if number('payload_bytes') >= number('max_bytes') then return 'bytes' end
-  local g = call('ZPOPMIN', POOL)[1]
+  if payload_bytes >= max_bytes then return 'bytes' end
+end
+
+local function admit()
+  local reason = refusal()
+  if reason then return call('ZCARD', P .. 'pool') == 0 and 'no prompts' or reason end
+  local g = call('ZPOPMIN', P .. 'pool')[1]
+  if not g then return 'no prompts' end
   count('admitted')
   tally('dispatched_by_prompt_length', field(g, 'length'))
   call('HSET', group_key(g), 'index', index, 'state', 'open')
   enqueue(g)
+  index = index + 1
 end
 
 local function hand_all()

@@ -1,3 +1,4 @@
+-- include: lib_base lib_samples lib_groups
 -- lose(group, reason, first bytes) -> 1, or 0 if nobody is to generate it.
 -- The prompt of a group cannot be decoded: the learner feeds it again, what it has produced is void.
 -- Touches: everything that a group has, lost, dead.

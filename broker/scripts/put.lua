@@ -1,3 +1,4 @@
+-- include: lib_base lib_samples lib_groups
 -- put(incarnation, owner, server, key, staged key, keep) -> OK
 -- Stores a blob that was SET under the staged key (with a TTL): as the key itself, or with keep > 0 at the end of a list
 -- of at most `keep`. Touches: the key, stage:*.

@@ -1,3 +1,4 @@
+-- include: lib_base lib_samples lib_groups
 -- reassert(incarnation, owner, announced incarnation | '', announced step, watermark, committed step, config,
 --          n rules, {rule, value} * n, n committed, group * n, {step, group, round, size}...) -> server id
 -- The server came back, perhaps without its last second: what the learner knows is put in force again.

@@ -1,3 +1,4 @@
+-- include: lib_base lib_samples lib_groups
 -- reject(incarnation, owner, server, step, group, round, member, reason, first bytes, is prompt) -> 1, or 0 if not pinned.
 -- A payload of a pinned group, or its prompt (1), cannot be decoded: the group is generated anew (its prompt fed again),
 -- the bytes go to the dead-letter stream. Touches: meta, pinned groups' queues (see requeue), prompt:*, lost, dead.

@@ -1,3 +1,4 @@
+-- include: lib_base lib_samples
 -- release({member, token}...) -> how many were handed back, with their segments. Touches: retry, leases, open, group:*.
 free_first()
 local n = 0

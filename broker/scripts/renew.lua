@@ -1,3 +1,4 @@
+-- include: lib_base lib_samples
 -- renew(ttl_s, {member, token}...) -> {server id, member no longer held: its writer must stop...}
 -- An expired lease that nobody else took is held again. Touches: leases, retry, group:*.
 free_first()

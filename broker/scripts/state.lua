@@ -1,3 +1,4 @@
+-- include: lib_base lib_samples lib_groups
 -- state(incarnation, owner, server, state) -> OK. Touches: meta.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end

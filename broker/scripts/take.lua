@@ -1,3 +1,4 @@
+-- include: lib_base lib_samples lib_groups
 -- take(incarnation, owner, server, step, n) -> {'batch', {group, round, {sample, payload}...}...} | {'wait', why}
 --   | {'exhausted'}
 -- Pins n ready groups to the step, oldest weights first; asked again, the same step gives the same batch until committed.
@@ -20,10 +21,10 @@ end
 local function deliver()
   local reply = { 'batch' }
   for _, g in ipairs(call('LRANGE', BATCH, 0, -1)) do
-    local one = { g, field(g, 'round') }
-    for i = 0, size_of(g) - 1 do
-      local payload = field(g, 'payload:' .. i)
-      if payload then one[#one + 1] = { i, payload } end
+    local round, size = fields(g, 'round', 'size')
+    local one = { g, round }
+    for i, payload in ipairs(by_sample(g, 'payload', size)) do
+      if payload then one[#one + 1] = { i - 1, payload } end
     end
     reply[#reply + 1] = one
   end
@@ -81,10 +82,13 @@ end
 
 -- The samples that are missing are given up: the group is trained without them.
 local function trim(g)
-  for i = 0, size_of(g) - 1 do
-    if not field(g, 'payload:' .. i) then
-      local m = member(g, field(g, 'round'), i)
-      discard_segments(g, m, i)
+  local round, size = fields(g, 'round', 'size')
+  local oldest = by_sample(g, 'oldest', size)
+  for a, payload in ipairs(by_sample(g, 'payload', size)) do
+    if not payload then
+      local i = a - 1
+      local m = member(g, round, i)
+      if oldest[a] then discard_segments(g, m, i) end
       call('ZREM', LEASES, m)
       call('ZREM', RETRY, m)
       call('HDEL', group_key(g), 'token:' .. i, 'step:' .. i)
@@ -120,7 +124,7 @@ local function pin(ready, need)
 end
 
 local function nothing_more_comes()
-  if meta('feed_closed') ~= '1' then return false end
+  if meta('feed_closed') ~= '1' or call('EXISTS', LOST) == 1 then return false end
   return call('ZCARD', POOL) + call('ZCARD', RETRY) + call('ZCARD', LEASES) + call('ZCARD', OPEN) == 0
 end
 

@@ -1,3 +1,4 @@
+-- include: lib_base lib_samples lib_groups
 -- version(incarnation, owner, server, 'offered' | 'announced', version incarnation, version step, blob key) -> OK
 -- Compare and swap: an offer or announcement is newer than everything announced and no older than the newest offer.
 -- Repeating one's own last one is allowed (a lost reply), an announcement also once a newer version was offered. The

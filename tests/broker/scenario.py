@@ -1,5 +1,7 @@
 """A run in a test: small real prompts and trajectories, and one learner with its owner, driven by hand."""
 
+import struct
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +21,7 @@ from broker.schema import (
     WeightVersion,
 )
 
+HEADER = struct.Struct("<4sHHII")
 FRESH = CheckpointMark(0, 0)
 TTL_S = 30.0
 
@@ -132,3 +135,11 @@ def rules(max_lag: int, groups_per_step: int = 2, **others: object) -> RunRules:
 
 def groups(*positions: int) -> list[str]:
     return [group_id(position) for position in positions]
+
+
+def of_another_schema(frame: bytes) -> bytes:
+    """The same frame as another version of Headway would write it, its checksum included."""
+    magic, schema, kind, _, length = HEADER.unpack_from(frame)
+    body = frame[HEADER.size :]
+    crc = zlib.crc32(body, (schema + 7) << 16 | kind)
+    return HEADER.pack(magic, schema + 7, kind, crc, length) + body

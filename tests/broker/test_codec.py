@@ -131,7 +131,7 @@ def assert_same(one: Trajectory, other: Trajectory) -> None:
 
 
 def header(kind: int, body: bytes, *, magic: bytes = b"HDWY", schema: int = SCHEMA_VERSION) -> bytes:
-    return struct.pack("<4sHHII", magic, schema, kind, zlib.crc32(body, kind), len(body)) + body
+    return struct.pack("<4sHHII", magic, schema, kind, zlib.crc32(body, schema << 16 | kind), len(body)) + body
 
 
 @pytest.mark.parametrize("value", STRUCTS, ids=lambda v: type(v).__name__)

@@ -8,10 +8,10 @@ from broker import Broker, open_broker
 from broker.codec import encode
 from broker.errors import SchemaMismatchError
 from broker.leases import SubmitOutcome
-from broker.schema import SCHEMA_VERSION, TrajectoryId, WeightVersion
+from broker.schema import TrajectoryId, WeightVersion
 from broker.staleness import may_admit
 
-from .scenario import begin, group_id, groups, prompt, rules, trajectory
+from .scenario import begin, group_id, groups, of_another_schema, prompt, rules, trajectory
 
 A_MOMENT_S = 0.05
 
@@ -85,22 +85,21 @@ async def test_a_damaged_prompt_is_fed_again_and_costs_no_other_lease(broker: Br
     run = await begin(broker, rules(0))
     await broker._connection.execute("SETRANGE", broker._connection.keys(f"prompt:{group_id(0)}"), 20, b"\xff\xff")
     assert [lease.tid.group for lease in (await run.lease(4, 0)).leases] == groups(1, 1)
-    assert await broker.prompts.lost()
+    assert (await broker.prompts.waiting())[1]
     (letter,) = await broker._connection.execute("XRANGE", broker._connection.keys("dead"), "-", "+")
     assert b"checksum" in letter[1][b"reason"]
     assert await broker.prompts.feed([prompt(0), prompt(1)], run.owner) == 1
-    assert not await broker.prompts.lost()
+    assert not (await broker.prompts.waiting())[1]
     assert [lease.tid.group for lease in (await run.lease(4, 0)).leases] == groups(0, 0)
 
 
 async def test_a_worker_of_another_version_leaves_prompts_alone(broker: Broker) -> None:
     run = await begin(broker, rules(0))
-    blob = bytearray(encode(prompt(0)))
-    blob[4:6] = (SCHEMA_VERSION + 1).to_bytes(2, "little")
-    await broker._connection.execute("SET", broker._connection.keys(f"prompt:{group_id(0)}"), bytes(blob))
+    blob = of_another_schema(encode(prompt(0)))
+    await broker._connection.execute("SET", broker._connection.keys(f"prompt:{group_id(0)}"), blob)
     with pytest.raises(SchemaMismatchError, match="run the same version of Headway everywhere"):
         await run.lease(4, 0)
-    assert not await broker.prompts.lost()
+    assert not (await broker.prompts.waiting())[1]
 
 
 async def test_every_lease_has_a_token_of_its_own_and_no_sample_twice(broker: Broker) -> None:
@@ -205,10 +204,10 @@ async def test_reasons(broker: Broker) -> None:
 
 async def test_feeding_again_changes_nothing(broker: Broker) -> None:
     run = await begin(broker, rules(0, groups_per_step=1), group_size=1, fed=3)
-    assert await broker.prompts.fed_ahead() == 3
+    assert (await broker.prompts.waiting())[0] == 3
     await run.generate(1, 0)
     assert await run.take(0, 1) == groups(0)
     await broker.batches.commit(run.owner, 1)
     assert await broker.prompts.feed([prompt(i, 1) for i in range(5)], run.owner) == 2
-    assert await broker.prompts.fed_ahead() == 4
+    assert (await broker.prompts.waiting())[0] == 4
     assert await broker._connection.execute("EXISTS", broker._connection.keys(f"prompt:{group_id(0)}")) == 0

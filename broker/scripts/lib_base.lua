@@ -1,0 +1,94 @@
+-- What all scripts share: keys, counters, fields, blobs. Scripts begin with `-- include: FILE...`, and those files stand in
+-- front of them; each costs every call some microseconds, so a script includes no more than it uses.
+-- KEYS[1] is the run's meta hash; its prefix names all other keys (see broker/keys.py). Blobs never pass through here:
+-- scripts see only their names.
+local call = redis.call
+local META = KEYS[1]
+local P = string.sub(META, 1, -5)
+local RETRY, LEASES, OPEN, READY = P .. 'retry', P .. 'leases', P .. 'open', P .. 'ready'
+
+-- An out-of-memory server refuses a script's first write if it may need memory, but none after one that frees.
+local function free_first() call('UNLINK', P .. 'none') end
+
+local function now() local t = call('TIME') return t[1] + t[2] / 1e6 end
+local function meta(field) return call('HGET', META, field) end
+local function number(field) return tonumber(meta(field) or '') or 0 end
+-- Counters never bring back the meta hash of a run that was deleted.
+local is_there
+local function count(field, n)
+  if is_there == nil then is_there = call('EXISTS', META) == 1 end
+  if is_there then call('HINCRBY', META, field, n or 1) end
+end
+local function tally(what, key, n) call('HINCRBY', P .. 'tally', what .. ':' .. key, n or 1) end
+local function server_id() return string.match(call('INFO', 'server'), 'run_id:(%x+)') end
+
+local function group_key(g) return P .. 'group:' .. g end
+local function member(g, round, i) return g .. ':' .. round .. ':' .. i end
+local function parse(m) return string.match(m, '^(.+):(%d+):(%d+)$') end
+local function segments_key(m) return P .. 'segments:' .. m end
+local function field(g, name) return call('HGET', group_key(g), name) end
+local function fields(g, ...) return unpack(call('HMGET', group_key(g), ...)) end
+-- {value of `name:I` or false} for the samples I = 0, 1, ... of a group.
+local function by_sample(g, name, size)
+  local names = {}
+  for i = 1, size do names[i] = name .. ':' .. (i - 1) end
+  return call('HMGET', group_key(g), unpack(names))
+end
+local function members(g, round, size)
+  local all = {}
+  for i = 1, size do all[i] = member(g, round, i - 1) end
+  return all
+end
+
+-- A blob is named by its key below the run's prefix. One that begins with a number and a slash lies on another shard of
+-- a cluster, where only clients reach: it goes through the garbage list.
+local function is_remote(name) return string.find(name, '^%d+/') end
+local function free_blob(name) if is_remote(name) then call('RPUSH', P .. 'garbage', name) else call('UNLINK', P .. name) end end
+-- Takes the time to live off a blob; false if it is gone.
+local function keep_blob(name)
+  return is_remote(name) or call('PERSIST', P .. name) == 1 or call('EXISTS', P .. name) == 1
+end
+
+local function to_dead_letters(tid, reason, head)
+  count('rejected')
+  call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'tid', tid, 'reason', reason, 'head', head)
+end
+
+local function set_floor(g, floor, state)
+  call('HSET', group_key(g), 'floor', floor)
+  if state == 'open' then call('ZADD', OPEN, floor, g) end
+end
+
+-- The floor of a group: the lowest weight step among its leases and its submissions in this round.
+local function refloor(g)
+  local size, state = fields(g, 'size', 'state')
+  local floor
+  for _, step in ipairs(by_sample(g, 'step', size)) do
+    if step then floor = math.min(floor or tonumber(step), tonumber(step)) end
+  end
+  if floor then set_floor(g, floor, state) return end
+  call('HDEL', group_key(g), 'floor')
+  call('ZREM', OPEN, g)
+end
+
+local function parse_segment(entry) return string.match(entry, '^(%S+) (%d+) (%d+)$') end
+
+-- Frees the segments of sample i, which has some; how many tokens they had.
+local function free_segments(g, m, i)
+  local bytes, tokens = 0, 0
+  for _, entry in ipairs(call('LRANGE', segments_key(m), 0, -1)) do
+    local name, b, t = parse_segment(entry)
+    free_blob(name)
+    bytes, tokens = bytes + b, tokens + t
+  end
+  call('UNLINK', segments_key(m))
+  call('HDEL', group_key(g), 'oldest:' .. i)
+  if bytes > 0 then
+    call('HINCRBY', group_key(g), 'bytes', -bytes)
+    count('payload_bytes', -bytes)
+  end
+  return tokens
+end
+
+-- The same for segments that nobody can use any more.
+local function discard_segments(g, m, i) count('discarded_tokens', free_segments(g, m, i)) end

@@ -1,0 +1,47 @@
+-- Samples between two hands: leased, handed back, written by abandoned weights.
+
+local function enqueue(g)
+  local round, index, size = fields(g, 'round', 'index', 'size')
+  local scored = {}
+  for _, m in ipairs(members(g, round, size)) do
+    scored[#scored + 1] = index
+    scored[#scored + 1] = m
+  end
+  call('ZADD', RETRY, unpack(scored))
+end
+
+-- A sample without its lease again: others may take it, and go on after its segments.
+local function hand_back(m)
+  local g, _, i = parse(m)
+  local oldest = field(g, 'oldest:' .. i)
+  call('HDEL', group_key(g), 'token:' .. i)
+  if oldest then call('HSET', group_key(g), 'step:' .. i, oldest) else call('HDEL', group_key(g), 'step:' .. i) end
+  call('ZREM', LEASES, m)
+  call('ZADD', RETRY, field(g, 'index'), m)
+  refloor(g)
+end
+
+-- Are these weights of a branch that a rewind left behind?
+local function is_abandoned(incarnation, step)
+  local forks = call('HGETALL', P .. 'forks')
+  for a = 1, #forks, 2 do
+    if incarnation < tonumber(forks[a]) and step > tonumber(forks[a + 1]) then return true end
+  end
+  return false
+end
+
+-- {incarnation, its newest step}... from ARGV[a] on: the newest step of all, and whether any was abandoned by a rewind.
+local function newest_of(a)
+  local newest, is_void = -1, false
+  for b = a, #ARGV, 2 do
+    newest = math.max(newest, tonumber(ARGV[b + 1]))
+    is_void = is_void or is_abandoned(tonumber(ARGV[b]), tonumber(ARGV[b + 1]))
+  end
+  return newest, is_void
+end
+
+local function note_newest(g, had, newest)
+  if newest <= (tonumber(had or '') or -1) then return end
+  call('HSET', group_key(g), 'newest', newest)
+  if newest > number('newest_step') then call('HSET', META, 'newest_step', newest) end
+end

@@ -1,0 +1,169 @@
+"""The contract of the protocol in Python: what a learner may be given, and what no script may ever do.
+
+It knows nothing of queues and keys. A *lineage* is what some weights were trained on, step by step; weights are
+known by it, so a token of an abandoned branch shows however its version is numbered.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from broker.schema import Group, RunRules, TrajectoryId, VersionSpan, WeightVersion
+
+from .scenario import group_id
+
+Batch = tuple[TrajectoryId, ...]
+Lineage = tuple[Batch, ...]
+
+
+def token_at(tid: TrajectoryId, position: int, version: WeightVersion) -> int:
+    """What these weights sample there: another sample's or version's tokens are others."""
+    place = int(tid.group.rpartition("-")[2])
+    return 1 + position + 10 * (version.step + 40 * (tid.sample + 4 * (tid.round % 50 + 50 * place)))
+
+
+def groups_of(lineage: Iterable[Batch]) -> list[str]:
+    """In the order of training, once for each step that trained it."""
+    return [group for batch in lineage for group in dict.fromkeys(tid.group for tid in batch)]
+
+
+@dataclass
+class Cursor:
+    """Which groups there are to feed, and which are done with: a dataset of `total` prompts, once."""
+
+    total: int
+    watermark: int = 0
+    done: set[str] = field(default_factory=set)
+    next: int = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.next >= self.total
+
+    def take(self, count: int) -> list[int]:
+        """The next places to feed."""
+        places: list[int] = []
+        while len(places) < count and not self.is_exhausted:
+            if group_id(self.next) not in self.done:
+                places.append(self.next)
+            self.next += 1
+        return places
+
+    def mark(self, groups: Iterable[str]) -> None:
+        """Trained, or dropped by a stated rule."""
+        self.done |= set(groups)
+        while group_id(self.watermark) in self.done:
+            self.watermark += 1
+        self.next = max(self.next, self.watermark)
+
+    def again(self) -> "Cursor":
+        """The same place, with nothing fed after it."""
+        return replace(self, done=set(self.done), next=self.watermark)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What survives a learner."""
+
+    incarnation: int
+    step: int
+    lineage: Lineage
+    cursor: Cursor
+
+
+@dataclass
+class Samples:
+    """Who may hand in what, from the replies that workers got. It is rolled back with the server."""
+
+    holders: dict[TrajectoryId, str] = field(default_factory=dict)
+    accepted: dict[TrajectoryId, str] = field(default_factory=dict)
+    appended: dict[TrajectoryId, int] = field(default_factory=dict)
+
+    def copy(self) -> "Samples":
+        return Samples(dict(self.holders), dict(self.accepted), dict(self.appended))
+
+    def keep(self, rounds: dict[str, int]) -> None:
+        """Nothing else is held: these are the groups that there are, and their rounds."""
+        for facts in (self.holders, self.accepted, self.appended):
+            for tid in [tid for tid in facts if rounds.get(tid.group) != tid.round]:
+                del facts[tid]
+
+    def lease(self, tid: TrajectoryId, token: str) -> None:
+        assert tid not in self.accepted, f"{tid} is leased, but was accepted from {self.accepted[tid]}"
+        self.holders[tid] = token
+
+    def submit(self, tid: TrajectoryId, token: str, outcome: str) -> None:
+        if outcome == "accepted":
+            assert tid not in self.accepted, f"{tid} is accepted twice"
+            self.accepted[tid] = token
+            self.holders.pop(tid, None)
+            self.appended.pop(tid, None)
+        if outcome == "duplicate":
+            assert self.accepted.get(tid) == token, f"{tid} is a duplicate of what {token} never handed in"
+
+
+@dataclass
+class Model:
+    """What has happened to a run, and whether what happens next may."""
+
+    rules: RunRules
+    group_size: int
+    weights: dict[WeightVersion, Lineage] = field(default_factory=dict)
+    """What announced weights were trained on; without those that a lossy replay has made nobody's."""
+    delivered: dict[int, Batch] = field(default_factory=dict)
+    """What a step was given, and gets again."""
+    samples: Samples = field(default_factory=Samples)
+    damaged: set[str] = field(default_factory=set)
+    """Groups with bytes on the server that are not what was stored."""
+
+    def announce(self, version: WeightVersion, lineage: Lineage) -> None:
+        assert self.weights.setdefault(version, lineage) == lineage, f"{version} names two different weights"
+
+    def judge_batch(self, step: int, lineage: Lineage, groups: Sequence[Group]) -> None:
+        """May these train `step`, after `lineage`?"""
+        names = [group.prompt.group for group in groups]
+        twice = set(names) & set(groups_of(lineage[:step]))
+        assert not twice, f"step {step}: {twice} would be trained twice"
+        assert len(set(names)) == len(names), f"step {step}: {names}"
+        assert len(groups) <= self.rules.groups_per_step
+        for group in groups:
+            self._judge_group(step, lineage, group)
+
+    def judge_repetition(self, step: int, batch: Batch, *, has_log: bool) -> None:
+        """The same step gets the same batch, whoever asks, unless bytes of it were damaged. Only a log makes up for
+        that; without it the step is trained with what is left, and nobody has the weights announced after it."""
+        before = self.delivered.setdefault(step, batch)
+        if before == batch:
+            return
+        lost = self.damaged & set(groups_of([before]))
+        assert lost, f"step {step} was given {[*map(str, before)]}, now {[*map(str, batch)]}"
+        self.delivered[step] = batch
+        if not has_log:
+            self.weights = {version: lineage for version, lineage in self.weights.items() if version.step <= step}
+
+    def _judge_group(self, step: int, lineage: Lineage, group: Group) -> None:
+        samples = [trajectory.tid.sample for trajectory in group.trajectories]
+        least = self.group_size
+        if self.rules.on_straggler == "trim":
+            least = min(least, self.rules.min_group_size)
+        assert least <= len(samples) <= self.group_size, f"{group.prompt.group} is trained with {len(samples)} samples"
+        assert samples == sorted(set(samples))
+        spans = [span for trajectory in group.trajectories for span in trajectory.spans]
+        for span in spans:
+            self._judge_version(step, lineage, span.version)
+        newest = max(span.version.step for span in spans)
+        assert step - newest <= self.rules.max_lag, f"{group.prompt.group}: nothing in it may be trained at {step}"
+        for trajectory in group.trajectories:
+            assert trajectory.response_tokens.tolist() == expected_tokens(trajectory.tid, trajectory.spans)
+
+    def _judge_version(self, step: int, lineage: Lineage, version: WeightVersion) -> None:
+        lag = step - version.step
+        bound = step if self.rules.on_over_bound == "mask" else self.rules.max_lag
+        assert 0 <= lag <= bound, f"a token of {version} at step {step}: the bound is {bound}"
+        known = self.weights.get(version, lineage[: version.step])
+        assert known == lineage[: version.step], (
+            f"a token of {version} at step {step}: its weights are of another branch"
+        )
+
+
+def expected_tokens(tid: TrajectoryId, spans: Iterable[VersionSpan]) -> list[int]:
+    return [token_at(tid, position, span.version) for span in spans for position in range(span.start, span.end)]

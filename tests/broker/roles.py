@@ -1,0 +1,331 @@
+"""A learner and a worker over a real broker, without weights: what they do is `learner.loop`'s and
+`rollout_workers.worker`'s protocol, one verb at a time, so that a test can come between any two."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from broker import Broker
+from broker.batches import CheckpointMark, Claim, Contains
+from broker.errors import ServerRestartedError
+from broker.leases import AppendOutcome, AppendReply, SubmitOutcome
+from broker.schema import Group, Lease, Segment, VersionSpan, WeightVersion
+
+from .model import Batch, Checkpoint, Lineage, Model, groups_of, token_at
+from .scenario import TTL_S, group_id, manifest, prompt, trajectory
+
+T = TypeVar("T")
+
+
+def batch_of(groups: Sequence[Group]) -> Batch:
+    return tuple(trajectory.tid for group in groups for trajectory in group.trajectories)
+
+
+@dataclass
+class Learner:
+    """One incarnation; it begins at a checkpoint and ends with the process."""
+
+    broker: Broker
+    model: Model
+    claim: Claim
+    step: int
+    lineage: Lineage
+    checkpoint: Checkpoint
+    log: dict[int, Batch] | None
+    """What each step trained, on the learner's disk; None: it keeps no log."""
+    replayed_to: int = 0
+    """Steps below it are trained from the log."""
+    caught_up_at: int = 0
+    announced: WeightVersion | None = None
+    taken: dict[int, Batch] = field(default_factory=dict)
+    committed: list[str] = field(default_factory=list)
+    has_published: bool = False
+    is_feed_closed: bool = False
+    is_replay_lost: bool = False
+    is_exhausted: bool = False
+
+    def __post_init__(self) -> None:
+        self.cursor = self.checkpoint.cursor.again()
+
+    @classmethod
+    async def start(
+        cls,
+        broker: Broker,
+        model: Model,
+        checkpoint: Checkpoint,
+        log: dict[int, Batch] | None,
+        *,
+        resume: bool,
+        is_anew: bool = False,
+    ) -> "Learner":
+        """Claims the run from this checkpoint on. `is_anew`: what came after it is forgotten."""
+        log_end = checkpoint.step
+        while log is not None and log_end in log:
+            log_end += 1
+        replayable_to = 0 if is_anew or log is None else log_end
+        cursor = checkpoint.cursor
+        done = tuple(sorted(group for group in cursor.done if group >= group_id(cursor.watermark)))
+        claim = await broker.batches.claim(
+            checkpoint=CheckpointMark(checkpoint.incarnation, checkpoint.step),
+            rules=model.rules,
+            config=b"recipe",
+            resume=resume,
+            contains=Contains(group_id(cursor.watermark), done),
+            replayable_to=replayable_to,
+        )
+        self = cls(broker, model, claim, checkpoint.step, checkpoint.lineage, checkpoint, log)
+        is_anew = is_anew or claim.is_rewound
+        self.caught_up_at = 0 if is_anew else claim.highest_announced or 0
+        if is_anew:
+            self.drop_log()
+        elif claim.committed_step > checkpoint.step:
+            self._replay(range(checkpoint.step, replayable_to))
+        return self
+
+    @property
+    def version(self) -> WeightVersion:
+        return WeightVersion(self.claim.owner.incarnation, self.step)
+
+    async def feed(self, count: int) -> None:
+        await self._feed_lost()
+        places = self.cursor.take(count)
+        await self._feed(places)
+        if self.cursor.is_exhausted and not self.is_feed_closed:
+            await self.insist(lambda: self.broker.prompts.close_feed(self.claim.owner))
+            self.is_feed_closed = self.cursor.is_exhausted  # unless the server was found restarted
+
+    async def publish(self) -> None:
+        """Announces the weights as they are; while replaying, nothing."""
+        self.has_published = True
+        if self.step < self.caught_up_at:
+            return
+        self.model.announce(self.version, self.lineage)
+        version = manifest(self.version.incarnation, self.step)
+        await self.insist(lambda: self.broker.versions.announce(self.claim.owner, version))
+        self.announced = self.version
+
+    async def train(self) -> bool:
+        """One step, if its batch is there. What is in the way is done as the loop would do it."""
+        await self.feed(0)
+        if self.step < self.replayed_to and self.log is not None:
+            self._learn(self.log[self.step])
+            return True
+        groups = await self._pinned()
+        if groups is None:
+            await self._help()
+            return False
+        self.is_exhausted = not groups
+        if groups:
+            self.model.judge_batch(self.step, self.lineage, groups)
+            self._learn(batch_of(groups))
+        return bool(groups)
+
+    async def save(self) -> Checkpoint:
+        """The state as it is, with what was dropped marked."""
+        self.cursor.mark(await self.insist(self.broker.batches.settled_without_training))
+        return Checkpoint(self.claim.owner.incarnation, self.step, self.lineage, self.cursor.again())
+
+    async def commit(self, checkpoint: Checkpoint) -> None:
+        """The checkpoint is durable: the broker may forget what it contains."""
+        self.checkpoint = checkpoint
+        done = sorted(groups_of(batch for step, batch in self.taken.items() if step < self.step))
+        watermark = group_id(self.cursor.watermark)
+        await self.insist(lambda: self.broker.batches.commit(self.claim.owner, self.step, done, watermark))
+        self.taken = {step: batch for step, batch in self.taken.items() if step >= self.step}
+        self.committed += done
+
+    async def insist(self, verb: Callable[[], Awaitable[T]]) -> T:
+        """The verb's result, from a server that has been told again what it may have forgotten."""
+        while True:
+            try:
+                return await verb()
+            except ServerRestartedError:
+                await self._tell_again()
+                self.is_replay_lost = self.announced is None
+                self.cursor = self.cursor.again()
+                self.is_feed_closed = False
+
+    def drop_log(self) -> None:
+        """What follows is a branch of its own."""
+        if self.log is not None:
+            for step in [step for step in self.log if step >= self.step]:
+                del self.log[step]
+        for step in [step for step in self.model.delivered if step >= self.step]:
+            del self.model.delivered[step]
+
+    def _learn(self, batch: Batch) -> None:
+        self.lineage = (*self.lineage, batch)
+        self.taken[self.step] = batch
+        self.cursor.mark(groups_of([batch]))
+        self.step += 1
+        self.has_published = False
+
+    async def _pinned(self) -> list[Group] | None:
+        n = self.model.rules.groups_per_step
+        batch = await self.insist(lambda: self.broker.batches.take(self.claim.owner, self.step, n))
+        if batch is None:
+            return None
+        groups = list(batch.groups)
+        if self.log is not None and set(batch_of(groups)) < set(self.log.get(self.step, ())):
+            self.is_replay_lost = True
+            return None
+        if groups:
+            self.model.judge_repetition(self.step, batch_of(groups), has_log=self.log is not None)
+            if self.log is not None:
+                self.log[self.step] = batch_of(groups)
+        return groups
+
+    async def _help(self) -> None:
+        waiting_for = self.broker.batches.waiting_for
+        if waiting_for in ("rewind", "announce") or self.is_replay_lost:
+            self.is_replay_lost = False
+            await self._replay_what_is_lost()
+        elif waiting_for == "bytes" and self.taken:
+            await self.commit(await self.save())
+
+    async def _replay_what_is_lost(self) -> None:
+        end = self.step
+        while self.log is not None and end in self.log:
+            end += 1
+        if end > self.step:
+            self._replay(range(self.step, end))
+            await self._tell_again()
+        else:
+            self.caught_up_at = 0
+            self.drop_log()
+            await self.publish()
+
+    def _replay(self, steps: range) -> None:
+        assert self.log is not None or not steps
+        self.replayed_to = steps.stop
+        self.taken |= {step: (self.log or {})[step] for step in steps}
+
+    async def _tell_again(self) -> None:
+        await self.broker.batches.reassert(
+            self.claim.owner, announced=self.announced, committed_groups=self.committed, pinned=self.taken
+        )
+
+    async def _feed_lost(self) -> None:
+        if (await self.insist(self.broker.prompts.waiting))[1]:
+            end = self.cursor.next
+            self.cursor = self.cursor.again()
+            await self._feed(self.cursor.take(end - self.cursor.next))
+            self.cursor.next = max(self.cursor.next, end)
+
+    async def _feed(self, places: Sequence[int]) -> None:
+        prompts = [prompt(place, self.model.group_size) for place in places]
+        await self.insist(lambda: self.broker.prompts.feed(prompts, self.claim.owner))
+
+
+@dataclass(eq=False)
+class Flight:
+    """A sample that a worker generates, whether it may still or not."""
+
+    lease: Lease
+    versions: list[WeightVersion]
+    """Which weights sampled each token."""
+    ends: list[int]
+    """Where each segment ends that the server has of it."""
+
+    @classmethod
+    def resume(cls, lease: Lease) -> "Flight":
+        spans = [span for segment in lease.segments for span in segment.spans]
+        versions = [span.version for span in spans for _ in range(span.start, span.end)]
+        tokens = [token for segment in lease.segments for token in segment.tokens.tolist()]
+        assert tokens == [token_at(lease.tid, i, version) for i, version in enumerate(versions)], "mixed-up segments"
+        return cls(lease, versions, [segment.start + len(segment.tokens) for segment in lease.segments])
+
+    def generate(self, version: WeightVersion, tokens: int) -> None:
+        self.versions += [version] * tokens
+
+    def spans(self, start: int = 0) -> tuple[VersionSpan, ...]:
+        spans, position = [], start
+        for version, tokens in groupby(self.versions[start:]):
+            end = position + len(list(tokens))
+            spans.append(VersionSpan(position, end, version))
+            position = end
+        return tuple(spans)
+
+    def tokens(self, start: int = 0) -> list[int]:
+        tid = self.lease.tid
+        return [token_at(tid, i, version) for i, version in enumerate(self.versions) if i >= start]
+
+
+class Worker:
+    """Several samples at once; its weights may be old."""
+
+    def __init__(self, broker: Broker, name: str, shards: int) -> None:
+        self.broker = broker
+        self.name = name
+        self.version: WeightVersion | None = None
+        self.flights: list[Flight] = []
+        self.landed: list[Flight] = []
+        """Handed in; a lost reply makes a worker hand in again."""
+        broker.leases.payload_shards = shards
+
+    async def refresh(self) -> None:
+        """The announced weights, unless its own are newer."""
+        _, announced = await self.broker.versions.current()
+        if announced is not None and (self.version is None or announced > self.version):
+            self.version = announced
+
+    async def lease(self, count: int) -> list[Flight]:
+        assert self.version is not None
+        reply = await self.broker.leases.lease(self.name, self.version, count, TTL_S)
+        flights = [Flight.resume(lease) for lease in reply.leases]
+        self.flights += flights
+        return flights
+
+    def generate(self, flight: Flight, tokens: int) -> None:
+        assert self.version is not None
+        flight.generate(self.version, tokens)
+
+    async def append(self, flight: Flight) -> AppendReply:
+        """What was generated since the last segment that the server has."""
+        start = flight.ends[-1] if flight.ends else 0
+        tokens = flight.tokens(start)
+        segment = Segment(
+            tid=flight.lease.tid,
+            index=len(flight.ends),
+            start=start,
+            tokens=np.array(tokens, np.int32),
+            behavior_logprobs=np.full(len(tokens), -1.0, np.float32),
+            spans=flight.spans(start),
+        )
+        reply = await self.broker.leases.append(flight.lease, segment, TTL_S)
+        match reply.outcome:
+            case AppendOutcome.APPENDED:
+                flight.ends.append(start + len(tokens))
+            case AppendOutcome.OUT_OF_ORDER:
+                del flight.ends[reply.expected :]
+            case AppendOutcome.FENCED:
+                self._end(flight)
+        return reply
+
+    async def submit(self, flight: Flight) -> SubmitOutcome:
+        finished = msgspec.structs.replace(
+            trajectory(flight.lease, 0, tokens=len(flight.versions)),
+            response_tokens=np.array(flight.tokens(), np.int32),
+            spans=flight.spans(),
+        )
+        outcome = await self.broker.leases.submit(flight.lease, finished)
+        if flight in self.flights:
+            self.landed.append(flight)
+        self._end(flight)
+        return outcome
+
+    async def renew(self) -> list[Flight]:
+        """Those that it may go on with."""
+        lost = await self.broker.leases.renew([flight.lease for flight in self.flights], TTL_S)
+        return [flight for flight in self.flights if flight.lease.tid not in lost]
+
+    async def release(self, flight: Flight) -> None:
+        await self.broker.leases.release([flight.lease])
+        self._end(flight)
+
+    def _end(self, flight: Flight) -> None:
+        self.flights = [other for other in self.flights if other is not flight]

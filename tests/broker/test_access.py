@@ -1,0 +1,237 @@
+"""Each role with a user of its own: what it needs works, and what it must not do is refused."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from broker import Broker, open_broker
+from broker.access import Role, User, users
+from broker.errors import BrokerError, BrokerUnavailableError, RunNotFoundError
+from broker.leases import AppendOutcome, SubmitOutcome
+from broker.owner import Owner
+from broker.schema import BroadcastGroup, Lease, ModelFiles, Segment, TrajectoryId, VersionSpan, WeightVersion
+from broker.server import EmbeddedServer
+
+from .scenario import Scenario, begin, group_id, groups, manifest, prompt, rules, trajectory
+from .test_codec import STEP, WORKER
+from .topologies import ask, is_redis_7_0
+
+GROUP = BroadcastGroup(
+    epoch=1, incarnation=1, transport="gloo", store_host="h", store_port=1, timeout_s=1, members=("w",)
+)
+
+
+def admit(server: EmbeddedServer, run: str | None) -> dict[Role, User]:
+    """Creates the users."""
+    made = {user.role: user for user in users(run, {})}
+    for user in made.values():
+        ask(server, "ACL", "SETUSER", user.name, *user.rules(is_for_7_0=is_redis_7_0(server)))
+    return made
+
+
+def url_of(server: EmbeddedServer, user: User) -> str:
+    return server.url.replace("unix://", f"unix://{user.name}:{user.password}@")
+
+
+@pytest.fixture
+async def brokers(server: EmbeddedServer, run_name: str) -> AsyncIterator[dict[Role, Broker]]:
+    async with AsyncExitStack() as stack:
+        opened = {}
+        for role, user in admit(server, run_name).items():
+            opened[role] = await open_broker(url_of(server, user), run_name, timeout_s=2)
+            stack.push_async_callback(opened[role].close)
+        yield opened
+
+
+def segment(lease: Lease, index: int) -> Segment:
+    return Segment(
+        tid=lease.tid,
+        index=index,
+        start=2 * index,
+        tokens=np.array([5, 6], np.int32),
+        behavior_logprobs=np.array([-1, -2], np.float32),
+        spans=(VersionSpan(2 * index, 2 * index + 2, WeightVersion(1, 0)),),
+    )
+
+
+async def work(worker: Broker, shards: int) -> None:
+    """Everything that a worker ever does."""
+    worker.leases.payload_shards = shards
+    assert await worker.status.config() == b"recipe"
+    assert await worker.versions.announced() == manifest(1, 0)
+    assert await worker.versions.offered() is None
+    assert await worker.versions.model() == ModelFiles(files={"config.json": b"{}"})
+    assert await worker.versions.group() == GROUP
+    assert await worker.versions.current() == (WeightVersion(1, 0), WeightVersion(1, 0))
+    await worker.status.heartbeat(WORKER, 30)
+    assert await worker.status.workers() == (WORKER,)
+    assert await worker.status.state() == "claimed"
+    first, *others = (await worker.leases.lease("w", WeightVersion(1, 0), 4, 30)).leases
+    assert (await worker.leases.append(first, segment(first, 0), 30)).outcome is AppendOutcome.APPENDED
+    assert await worker.leases.renew([first, *others], 30) == set()
+    await worker.leases.release([first])
+    (again,) = (await worker.leases.lease("v", WeightVersion(1, 0), 1, 30)).leases
+    assert len(again.segments) == 1
+    for lease in (again, *others):
+        assert await worker.leases.submit(lease, trajectory(lease, 0)) is SubmitOutcome.ACCEPTED
+    assert await worker.leases.confirm() == 0
+    await worker.status.snapshot()  # `headway workers` shows the run
+    await worker.status.leave(WORKER.worker)
+
+
+async def watch(observer: Broker) -> None:
+    """Everything that a status display ever does."""
+    assert (await observer.status.snapshot()).announced == WeightVersion(1, 1)
+    assert await observer.status.runs() == (observer.run,)
+    usage = await observer.usage.look()
+    assert usage is not None
+    assert usage.state == "training"
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker], shards: int) -> None:
+    learner, worker = brokers[Role.LEARNER], brokers[Role.WORKER]
+    run = await begin(learner, rules(1), fed=8)
+    await learner.versions.put_model(run.owner, ModelFiles(files={"config.json": b"{}"}))
+    await learner.versions.put_group(run.owner, GROUP)
+    await work(worker, shards)
+    assert await run.take(0) == groups(0, 1)
+    await learner.status.report_step(run.owner, STEP)
+    await run.announce(1)
+    await learner.status.set_state(run.owner, "training")
+    await watch(brokers[Role.OBSERVER])
+    pinned = {0: [TrajectoryId(group_id(position), 0, sample) for position in (0, 1) for sample in (0, 1)]}
+    await learner.batches.reassert(run.owner, announced=WeightVersion(1, 1), committed_groups=[], pinned=pinned)
+    assert await learner.prompts.feed([prompt(8)], run.owner) == 1
+    assert await learner.batches.commit(run.owner, 1, watermark=group_id(2)) == 2
+    await learner.prompts.close_feed(run.owner)
+    assert await learner.batches.settled_without_training() == []
+    assert not (await learner.prompts.waiting())[1]
+    assert (await learner.status.snapshot()).queues.payload_bytes == 0
+    assert await learner.status.delete_run() > 0
+    with pytest.raises(RunNotFoundError):
+        await learner.status.snapshot()
+
+
+async def test_what_is_damaged_is_reported_by_the_worker(brokers: dict[Role, Broker], server: EmbeddedServer) -> None:
+    run = await begin(brokers[Role.LEARNER], rules(1), fed=8)
+    worker, keys = brokers[Role.WORKER].leases, brokers[Role.WORKER]._connection.keys
+    (lease,) = (await worker.lease("w", WeightVersion(1, 0), 1, 30)).leases
+    await worker.append(lease, segment(lease, 0), 30)
+    await worker.release([lease])
+    (name,) = ask(server, "KEYS", keys("segment:*"))
+    ask(server, "SETRANGE", name, 20, "\xff\xff")
+    ask(server, "SETRANGE", keys(f"prompt:{group_id(1)}"), 20, "\xff\xff")
+    granted = (await worker.lease("v", WeightVersion(1, 0), 4, 30)).leases
+    assert {lease.tid.group for lease in granted} == {group_id(0)}
+    assert all(lease.segments == () for lease in granted)
+    assert (await brokers[Role.LEARNER].prompts.waiting())[1]
+    assert (await run.queues()).rejected == 2
+
+
+FORBIDDEN = {
+    Role.LEARNER: ("FLUSHALL", "CONFIG GET dir", "KEYS *", "GET {other}:config", "SET {other}:config x", "GET plain"),
+    Role.WORKER: (
+        "FLUSHALL",
+        "CONFIG SET dir /tmp",
+        "KEYS *",
+        "SCAN 0",
+        "ACL LIST",
+        "SHUTDOWN",
+        "REPLICAOF NO ONE",
+        "SCRIPT FLUSH",
+        "SCRIPT LOAD x",
+        "EVAL x 0",
+        "SET {run}:manifest:announced x",
+        "RENAME {run}:payload:x {run}:manifest:announced",
+        "SET {run}:prompt:x x",
+        "SET {run}:config x",
+        "RPUSH {run}:batch:0 x",
+        "ZADD {run}:settled 0 x",
+        "GET {run}:owner",
+        "UNLINK {run}:model",
+        "GET {other}:config",
+        "HSET {other}:meta x y",
+        "SET {other}:payload:x x",
+    ),
+    Role.OBSERVER: (
+        "FLUSHALL",
+        "GET {run}:manifest:announced",
+        "GET {run}:payload:x",
+        "HSET {run}:meta state stopped",
+        "UNLINK {run}:meta",
+        "EVALSHA x 1 {run}:meta",
+        "HGETALL {other}:meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_the_rest_is_refused(brokers: dict[Role, Broker], role: Role) -> None:
+    tags = {"run": f"headway:{{{brokers[role].run}}}", "other": "headway:{other}"}
+    for line in FORBIDDEN[role]:
+        command = [part.format(**tags) for part in line.split()]
+        with pytest.raises(BrokerError, match=r"user at unix:.* may not do this .*`headway acl`"):
+            await brokers[role]._connection.execute(*command)
+
+
+async def test_a_worker_cannot_pose_as_the_learner(brokers: dict[Role, Broker]) -> None:
+    run = await begin(brokers[Role.LEARNER], rules(1))
+    await run.generate(4, 0)
+    worker = brokers[Role.WORKER]
+    found = await worker._connection.execute("HGET", worker._connection.keys.meta, "owner")  # all that it can read
+    posing = Scenario(worker, replace(run.claim, owner=Owner(run.owner.incarnation, found.decode())))
+    before = await brokers[Role.OBSERVER].status.snapshot()
+    for verb in (
+        lambda: posing.announce(5),
+        lambda: posing.take(0),
+        lambda: worker.batches.commit(posing.owner, 5),
+        lambda: worker.prompts.close_feed(posing.owner),
+    ):
+        with pytest.raises(BrokerError, match=r"may not do this|taken run .* over"):
+            await verb()
+    with pytest.raises(BrokerError, match="may not do this"):
+        await worker.prompts.feed([prompt(99)], posing.owner)
+    assert await brokers[Role.OBSERVER].status.snapshot() == before
+    assert await run.take(0) == groups(0, 1)
+
+
+async def test_a_worker_waits_for_scripts_until_the_learner_loads_them(
+    brokers: dict[Role, Broker], server: EmbeddedServer
+) -> None:
+    run = await begin(brokers[Role.LEARNER], rules(1))
+    ask(server, "SCRIPT", "FLUSH")
+    worker = Scenario(brokers[Role.WORKER], run.claim)
+    leasing = asyncio.create_task(worker.lease(4, 0))
+    await asyncio.sleep(0.05)
+    assert not leasing.done()
+    await brokers[Role.LEARNER]._connection.load_scripts()
+    assert len((await leasing).leases) == 4
+    ask(server, "SCRIPT", "FLUSH")
+    with pytest.raises(BrokerUnavailableError, match="its script lease is not loaded, and our user may not load it"):
+        await worker.lease(4, 0)
+
+
+async def test_users_of_all_runs(server: EmbeddedServer) -> None:
+    made = admit(server, None)
+    for run in ("one", "two"):
+        learner = await open_broker(url_of(server, made[Role.LEARNER]), run)
+        worker = await open_broker(url_of(server, made[Role.WORKER]), run)
+        scenario = Scenario(worker, (await begin(learner, rules(1))).claim)
+        await scenario.generate(4, 0)
+        with pytest.raises(BrokerError, match="may not do this"):
+            await worker._connection.execute("SET", worker._connection.keys("manifest:announced"), "x")
+        await learner.close()
+        await worker.close()
+
+
+async def test_a_wrong_password_is_told_and_not_shown(server: EmbeddedServer, run_name: str) -> None:
+    user = admit(server, run_name)[Role.WORKER]
+    wrong = User(user.role, user.run, "sesame")
+    with pytest.raises(BrokerUnavailableError, match="refuses our user or password") as caught:
+        await open_broker(url_of(server, wrong), run_name)
+    assert "sesame" not in str(caught.value)

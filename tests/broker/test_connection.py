@@ -1,0 +1,152 @@
+"""Verbs that share round trips: each gets its own reply or error, and nobody waits for what only others wait for."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from broker import Broker, open_broker
+from broker.connection import Connection, script_names
+from broker.errors import BrokerError, BrokerUnavailableError
+from broker.server import EmbeddedServer
+
+from .scenario import begin, groups, rules
+from .topologies import Proxy, ask, free_port, is_redis_7_0, port_of
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(tmp_path / "server", port=free_port()) as running:
+        yield running
+
+
+@pytest.fixture
+def proxy(server: EmbeddedServer) -> Iterator[Proxy]:
+    with Proxy(port_of(server)) as running:
+        yield running
+
+
+@pytest.fixture
+async def connection(proxy: Proxy, run_name: str) -> AsyncIterator[Connection]:
+    opened = Connection(f"redis://127.0.0.1:{proxy.port}", run_name, 10)
+    yield opened
+    await opened.close()
+
+
+async def test_concurrent_verbs_share_round_trips(connection: Connection) -> None:
+    async def reads() -> int:
+        return int((await connection.execute("INFO", "stats"))["total_reads_processed"])
+
+    before = await reads()
+    await asyncio.gather(*(connection.execute("PING") for _ in range(640)))
+    assert await reads() - before < 320
+
+
+async def test_everybody_gets_his_own_reply(connection: Connection) -> None:
+    keys = connection.keys
+
+    async def write_and_read(number: int) -> list[object]:
+        payload = str(number).encode() * 20_000
+        replies = await connection.pipeline([("SET", keys(f"k{number}"), payload), ("GET", keys(f"k{number}"))])
+        return [payload, *replies]
+
+    for payload, stored, read in await asyncio.gather(*map(write_and_read, range(100))):
+        assert stored
+        assert read == payload
+
+
+async def test_an_error_is_its_callers(connection: Connection) -> None:
+    text, number = connection.keys("text"), connection.keys("number")
+    await connection.execute("SET", text, "x")
+    replies = await asyncio.gather(
+        *(connection.execute("INCR", key) for key in [number, text] * 20), return_exceptions=True
+    )
+    assert sorted(replies[::2]) == list(range(1, 21))  # type: ignore[type-var]
+    assert {type(reply) for reply in replies[1::2]} == {BrokerError}
+
+
+async def test_a_transaction_is_one_whatever_travels_with_it(connection: Connection) -> None:
+    key = connection.keys("n")
+
+    async def twice() -> list[int]:
+        first, second = await connection.pipeline([("INCR", key), ("INCR", key)], atomic=True)
+        return [first, second]
+
+    pairs, *_ = await asyncio.gather(
+        asyncio.gather(*(twice() for _ in range(50))), *(connection.execute("INCR", key) for _ in range(200))
+    )
+    assert all(second == first + 1 for first, second in pairs)
+
+
+async def test_cancelling_one_leaves_the_others(connection: Connection, proxy: Proxy) -> None:
+    await connection.execute("PING")
+    proxy.stall()
+    tasks = [asyncio.create_task(connection.execute("ECHO", str(number))) for number in range(100)]
+    await asyncio.sleep(0.05)  # some are on their way, the rest waits for its turn
+    for task in tasks[::2]:
+        task.cancel()
+    proxy.resume()
+    replies = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(reply, asyncio.CancelledError) for reply in replies[::2])
+    assert replies[1::2] == [str(number).encode() for number in range(1, 100, 2)]
+
+
+async def test_cut_connections_cost_nothing_but_another_attempt(connection: Connection, proxy: Proxy) -> None:
+    async def write(number: int) -> None:
+        for step in range(20):
+            await connection.execute("SET", connection.keys(f"{number}"), step)
+
+    writing = asyncio.gather(*(write(number) for number in range(64)))
+    for _ in range(3):
+        await asyncio.sleep(0.02)
+        proxy.cut()
+    await writing
+    values = await connection.pipeline([("GET", connection.keys(f"{number}")) for number in range(64)])
+    assert values == [b"19"] * 64
+
+
+async def test_a_network_that_carries_nothing(proxy: Proxy, run_name: str) -> None:
+    broker = await open_broker(f"redis://127.0.0.1:{proxy.port}", run_name, timeout_s=0.3)
+    proxy.stall()
+    states = await asyncio.gather(*(broker.status.state() for _ in range(100)), return_exceptions=True)
+    assert {type(state) for state in states} == {BrokerUnavailableError}
+    proxy.resume()
+    assert await broker.status.state() == "absent"
+    await broker.close()
+
+
+async def test_closing_cancels_who_still_waits(proxy: Proxy, run_name: str) -> None:
+    connection = Connection(f"redis://127.0.0.1:{proxy.port}", run_name, 10)
+    await connection.execute("PING")
+    proxy.stall()
+    tasks = [asyncio.create_task(connection.execute("PING")) for _ in range(100)]
+    await asyncio.sleep(0.05)
+    await connection.close()
+    assert all(isinstance(one, asyncio.CancelledError) for one in await asyncio.gather(*tasks, return_exceptions=True))
+
+
+async def test_waiting_for_durability_holds_up_nobody(connection: Connection) -> None:
+    waiting = asyncio.create_task(connection.make_durable(replicas=1, timeout_ms=5000))  # there is none
+    await asyncio.gather(*(connection.execute("PING") for _ in range(20)))
+    assert not waiting.done()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_what_is_on_disk_is_durable(connection: Connection, server: EmbeddedServer) -> None:
+    assert await connection.make_durable(replicas=0, timeout_ms=4000) != is_redis_7_0(server)
+    ask(server, "CONFIG", "SET", "appendonly", "no")
+    assert not await connection.make_durable(replicas=0, timeout_ms=100)  # nobody can tell
+
+
+async def test_a_script_that_the_server_forgot_comes_with_its_source(broker: Broker, server: EmbeddedServer) -> None:
+    run = await begin(broker, rules(0))
+    ask(server, "SCRIPT", "FLUSH")
+    await run.generate(4, 0)
+    ask(server, "SCRIPT", "FLUSH")
+    await broker._connection.load_scripts()
+    assert {"lease", "submit", "take"} <= set(script_names())
+    assert "lib" not in script_names()
+    assert await run.take(0) == groups(0, 1)

@@ -1,0 +1,126 @@
+"""Encrypted connections, and passwords that do not stand in the URL."""
+
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+
+from broker import open_broker
+from broker.address import PASSWORD, PASSWORD_FILE, Address, without_secrets
+from broker.errors import BrokerError, BrokerUnavailableError
+from broker.server import EmbeddedServer
+
+from .scenario import begin, groups, rules
+from .topologies import LOCAL, Proxy, ask, free_port, port_of
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(tmp_path / "server", port=free_port()) as running:
+        yield running
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def encrypted(server: EmbeddedServer, authority: trustme.CA) -> Iterator[Proxy]:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert(LOCAL).configure_cert(context)
+    with Proxy(port_of(server), context) as running:
+        yield running
+
+
+def certificate(authority: trustme.CA, directory: Path) -> Path:
+    path = directory / "ca.pem"
+    authority.cert_pem.write_to_path(path)
+    return path
+
+
+async def test_a_run_over_tls(encrypted: Proxy, authority: trustme.CA, tmp_path: Path, run_name: str) -> None:
+    known = certificate(authority, tmp_path)
+    broker = await open_broker(f"rediss://{LOCAL}:{encrypted.port}?ssl_ca_certs={known}", run_name)
+    run = await begin(broker, rules(0))
+    await run.generate(4, 0)
+    assert await run.take(0) == groups(0, 1)
+    await broker.close()
+
+
+@pytest.mark.parametrize("option", ["", "?ssl_ca_certs={stranger}"])
+async def test_a_certificate_of_an_unknown_authority(encrypted: Proxy, tmp_path: Path, option: str) -> None:
+    stranger = certificate(trustme.CA(), tmp_path)
+    url = f"rediss://{LOCAL}:{encrypted.port}" + option.format(stranger=stranger)
+    with pytest.raises(BrokerUnavailableError, match="certificate verify failed"):
+        await open_broker(url, "r", timeout_s=0.5)
+
+
+async def test_a_certificate_of_another_host(encrypted: Proxy, authority: trustme.CA, tmp_path: Path) -> None:
+    known = certificate(authority, tmp_path)
+    with pytest.raises(BrokerUnavailableError, match="certificate is not valid for 'localhost'"):
+        await open_broker(f"rediss://localhost:{encrypted.port}?ssl_ca_certs={known}", "r", timeout_s=0.5)
+
+
+@pytest.fixture
+def guarded(server: EmbeddedServer) -> str:
+    """The URL of a server that wants the password `sesame`."""
+    ask(server, "ACL", "SETUSER", "ali", "on", ">sesame", "~*", "+@all")
+    return f"redis://ali@{LOCAL}:{port_of(server)}"
+
+
+async def test_where_a_password_may_stand(guarded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("sesame\n")
+    wrong.write_text("barley\n")
+
+    async def opens(url: str = guarded, file: Path | str = "") -> bool:
+        try:
+            await (await open_broker(url, "r", password_file=str(file))).close()
+        except BrokerUnavailableError as error:
+            return "sesame" in str(error)  # which it must not show
+        return True
+
+    assert not await opens()
+    assert await opens(file=right)
+    monkeypatch.setenv(PASSWORD_FILE, str(wrong))
+    assert not await opens(file=right)  # the environment's file goes first,
+    monkeypatch.setenv(PASSWORD, "sesame")
+    assert await opens()  # before it the environment's password,
+    monkeypatch.setenv(PASSWORD, "barley")
+    assert await opens(guarded.replace("ali@", "ali:sesame@"))  # and before that the URL's
+    assert await opens(guarded + "?password=sesame")
+
+
+def test_a_unix_socket_is_sent_no_password_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PASSWORD, "sesame")
+    assert Address.parse("unix:///run/server.sock").password is None
+    assert Address.parse("redis://host").password == "sesame"
+
+
+async def test_a_file_of_a_password_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BrokerError, match=r"password cannot be read from .*nothing"):
+        await open_broker("redis://127.0.0.1:1", "r", password_file=str(tmp_path / "nothing"))
+
+
+def test_a_nodes_address_keeps_credentials_and_options() -> None:
+    first = Address.parse("rediss+cluster://ali:open%20sesame@first:1?ssl_ca_certs=/ca.pem")
+    assert first.is_cluster
+    assert first.at("second", 2).url == "rediss://ali:open%20sesame@second:2?ssl_ca_certs=/ca.pem"
+    assert first.at("::1", 3).url == "rediss://ali:open%20sesame@[::1]:3?ssl_ca_certs=/ca.pem"
+    assert first.at("", 4).url == "rediss://ali:open%20sesame@first:4?ssl_ca_certs=/ca.pem"
+
+
+@pytest.mark.parametrize(
+    ("url", "written"),
+    [
+        ("redis://ali:sesame@[::1]:1/0", "redis://ali@[::1]:1/0"),
+        ("rediss+cluster://:sesame@h:1?ssl_ca_certs=/ca.pem&password=x", "rediss+cluster://h:1?ssl_ca_certs=/ca.pem"),
+        ("unix:///a/b.sock?db=1&ssl_password=x", "unix:///a/b.sock?db=1"),
+        ("embedded", "embedded"),
+    ],
+)
+def test_urls_are_written_down_without_secrets(url: str, written: str) -> None:
+    assert without_secrets(url) == written
