@@ -10,6 +10,7 @@ import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from .driver import open_pool
 from .errors import BrokerError
 
 PASSWORD = "HEADWAY_BROKER_PASSWORD"
@@ -56,12 +57,11 @@ class Address:
     is_cluster: bool
 
     @classmethod
-    def parse(cls, url: str, password_file: str = "") -> Self:
+    def parse(cls, url: str) -> Self:
         """Raises BrokerError for what is no broker URL, and for a password file that cannot be read.
 
         The password: the URL's, else $HEADWAY_BROKER_PASSWORD, else the content of the file that
-        $HEADWAY_BROKER_PASSWORD_FILE names, else that of `password_file`. A unix socket, which its file's mode
-        protects, is sent none but the URL's.
+        $HEADWAY_BROKER_PASSWORD_FILE names. A unix socket, which its file's mode protects, is sent none but the URL's.
         """
         shown = without_password(url)
         parts = urlsplit(url)
@@ -70,7 +70,7 @@ class Address:
         has_password = parts.password or parse_qs(parts.query).get("password") or parts.scheme == "unix"
         return cls(
             url=url.replace(_CLUSTER, "", 1) if parts.scheme.endswith(_CLUSTER) else url,
-            password=None if has_password else _password(password_file),
+            password=None if has_password else _password(),
             is_cluster=parts.scheme.endswith(_CLUSTER),
         )
 
@@ -84,7 +84,7 @@ class Address:
     def client(self, timeout_s: float) -> Any:
         """The driver's client, not yet connected; it never retries by itself."""
         try:
-            pool = redis.BlockingConnectionPool.from_url(
+            pool = open_pool(
                 self.url,
                 password=self.password,  # yields to the URL's
                 max_connections=_CONNECTIONS,
@@ -99,10 +99,10 @@ class Address:
         return redis.Redis(connection_pool=pool)
 
 
-def _password(file: str) -> str | None:
+def _password() -> str | None:
     if password := os.environ.get(PASSWORD):
         return password
-    path = os.environ.get(PASSWORD_FILE) or file
+    path = os.environ.get(PASSWORD_FILE)
     if not path:
         return None
     try:

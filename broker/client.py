@@ -21,9 +21,8 @@ T = TypeVar("T")
 class Broker:
     """One run on one server. Its verbs stand in the parts; all of them retry while the server is away."""
 
-    def __init__(self, url: str, run: str, *, timeout_s: float = 10.0, password_file: str = "") -> None:
-        """`password_file`: see `BrokerConfig`."""
-        self._connection = Connection(url, run, timeout_s, password_file)
+    def __init__(self, url: str, run: str, *, timeout_s: float = 10.0) -> None:
+        self._connection = Connection(url, run, timeout_s)
         self.run = run
         self.url = url
         self.prompts = PromptFeed(self._connection)
@@ -41,9 +40,9 @@ class Broker:
         await self._connection.close()
 
 
-async def open_broker(url: str, run: str, *, timeout_s: float = 10.0, password_file: str = "") -> Broker:
+async def open_broker(url: str, run: str, *, timeout_s: float = 10.0) -> Broker:
     """A broker that has answered. Raises BrokerUnavailableError, or BrokerError for a bad URL or run name."""
-    broker = Broker(url, run, timeout_s=timeout_s, password_file=password_file)
+    broker = Broker(url, run, timeout_s=timeout_s)
     try:
         await broker.ping()
     except BaseException:
@@ -55,12 +54,12 @@ async def open_broker(url: str, run: str, *, timeout_s: float = 10.0, password_f
 class BlockingBroker:
     """A broker for code that is not asynchronous: coroutines run on an event loop in a thread of its own."""
 
-    def __init__(self, url: str, run: str, *, timeout_s: float = 10.0, password_file: str = "") -> None:
+    def __init__(self, url: str, run: str, *, timeout_s: float = 10.0) -> None:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="broker", daemon=True)
         self._thread.start()
         try:
-            self.broker = self.call(open_broker(url, run, timeout_s=timeout_s, password_file=password_file))
+            self.broker = self.call(open_broker(url, run, timeout_s=timeout_s))
         except BaseException:
             self._stop()
             raise

@@ -12,13 +12,10 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     url: Annotated[
         str,
         Meta(
-            description="embedded (a server of our own), redis://host:port, rediss:// for TLS, unix:///path, "
-            "redis+cluster://host:port or rediss+cluster://"
+            description="embedded (a server of our own), redis://host:port, rediss://host:port (TLS; "
+            "?ssl_ca_certs=FILE), redis+cluster://, rediss+cluster:// or unix:///path"
         ),
     ] = "embedded"
-    password_file: Annotated[
-        str, Meta(description="a file with the server's password; else HEADWAY_BROKER_PASSWORD, or the URL")
-    ] = ""
     lease_ttl_s: Annotated[float, Meta(gt=0, description="a lease not renewed for so long goes to another worker")] = (
         30.0
     )

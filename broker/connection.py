@@ -68,14 +68,14 @@ def script_names() -> tuple[str, ...]:
 class Connection:
     """The way to one run, on one server or on a cluster."""
 
-    def __init__(self, url: str, run: str, timeout_s: float, password_file: str = "") -> None:
+    def __init__(self, url: str, run: str, timeout_s: float) -> None:
         self.keys = Keys(run)
         self.run = run
         self.url = without_password(url)
         self.server_id = ""
         """The server that this client claimed the run on; learner verbs are refused by any other one."""
         self._timeout_s = timeout_s
-        self._routes = open_routes(Address.parse(url, password_file), self.keys, timeout_s)
+        self._routes = open_routes(Address.parse(url), self.keys, timeout_s)
 
     async def close(self) -> None:
         await self._routes.close()
@@ -182,7 +182,7 @@ class Connection:
         if _is_about_us(error):
             return BrokerUnavailableError(
                 f"The broker at {self.url} refuses our user or password ({reason}): put them into the URL, "
-                f"or the password into a file that broker.password_file or ${PASSWORD_FILE} names."
+                f"or the password into a file that ${PASSWORD_FILE} names."
             )
         return BrokerUnavailableError(
             f"No answer from the broker at {self.url} within {self._timeout_s:g} s ({reason}). "

@@ -2,7 +2,8 @@
 
 key                   type    meaning                                            lifetime        written by
 --------------------  ------  -------------------------------------------------  --------------  -------------
-meta                  hash    owner, rules, versions, counters, state (below)    the run         most scripts
+meta                  hash    rules, versions, counters, state (below)           the run         most scripts
+owner                 string  a digest of the owner's token                      the run         claim
 tally                 hash    groups dispatched and trained, by length and lag   the run         lease, commit
 config                string  the resolved recipe                                the run         claim
 prompt:G              string  the prompt of group G (frame)                      until settled   feed (SET)
@@ -32,11 +33,10 @@ worker:W              string  what worker W says of itself (frame)              
 workers               set     names of workers                                   a day           heartbeat
 dead                  stream  undecodable blobs: tid, reason, first bytes        last 1000       reject...
 
-Fields of `meta`: incarnation, owner (a digest of the learner's token: reading it lets nobody act as the learner);
-announced_* and offered_* (incarnation, step, by); the rules (`schema.RunRules`); the counters admitted, dropped,
-trained, requeued, expired_leases, fenced, rejected, payload_bytes, generated_tokens, wasted_tokens,
-resumed_tokens, discarded_tokens, trimmed_samples; feed_closed, watermark, committed_step, newest_step (highest that
-sampled anything), is_rewound, state, started.
+Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by: a digest of the token); the rules
+(`schema.RunRules`); the counters admitted, dropped, trained, requeued, expired_leases, fenced, rejected,
+payload_bytes, generated_tokens, wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples; feed_closed,
+watermark, committed_step, newest_step (highest that sampled anything), is_rewound, state, started.
 
 Fields of `group:G`: size, length (of the prompt, up to a power of two), round, state (pool, open, ready, pinned),
 index (admission number), floor (lowest weight step in this round), newest (highest), bytes, done, trimmed, pin (step);

@@ -7,6 +7,7 @@ from types import FrameType
 
 import click
 
+from broker.address import without_password
 from broker.client import BlockingBroker
 from broker.errors import HeadwayError
 from broker.server import EmbeddedServer
@@ -48,5 +49,5 @@ def check_server(url: str) -> int:
         runs = client.call(client.broker.status.runs())
     finally:
         client.close()
-    click.echo(f"{url} answers. Runs: {', '.join(runs) or 'none'}.")
+    click.echo(f"{without_password(url)} answers. Runs: {', '.join(runs) or 'none'}.")
     return 0

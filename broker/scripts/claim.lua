@@ -4,7 +4,7 @@
 -- Takes the run over from whoever owned it. What the checkpoint contains (all groups below its watermark, and those
 -- named) is settled; batches after it stay pinned. Where more was committed than it contains, the claimant trains that
 -- again by itself (`replayable to`), or the run forgets it: it is fed and generated anew.
--- Touches: meta, config, and what commit touches.
+-- Touches: meta, owner, config, and what commit touches.
 free_first()
 local step, owner, mark = tonumber(ARGV[2]), ARGV[4], ARGV[7]
 local announced, committed = announced_step(), number('committed_step')
@@ -19,12 +19,13 @@ local function forget()
   for a = 9 + 2 * ARGV[8], #ARGV do call('ZADD', SETTLED, 0, ARGV[a]) end
 end
 
-if meta('owner') ~= redis.sha1hex(owner) then -- else a retry of a claim whose reply was lost
+if call('GET', P .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a claim whose reply was lost
   -- Resuming without a checkpoint is a fresh start too, once something was trained for good.
   if step == 0 and reached > 0 and (ARGV[3] ~= '1' or committed > 0) and ARGV[6] == '0' then
     return redis.error_reply('ADVANCED ' .. reached)
   end
-  call('HSET', META, 'incarnation', math.max(number('incarnation'), tonumber(ARGV[1])) + 1, 'owner', redis.sha1hex(owner))
+  call('HSET', META, 'incarnation', math.max(number('incarnation'), tonumber(ARGV[1])) + 1)
+  call('SET', P .. 'owner', redis.sha1hex(owner))
   call('HSET', META, 'state', 'claimed', 'feed_closed', 0, 'is_rewound', is_rewound and 1 or 0)
   call('HSETNX', META, 'started', now())
   for a = 9, 7 + 2 * ARGV[8], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end

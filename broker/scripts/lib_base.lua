@@ -7,6 +7,9 @@ local META = KEYS[1]
 local P = string.sub(META, 1, -5)
 local RETRY, LEASES, OPEN, READY = P .. 'retry', P .. 'leases', P .. 'open', P .. 'ready'
 
+-- While a cluster moves the run to another node, a script fails at the first key that is not there: before it has written.
+call('EXISTS', P .. 'none')
+
 -- An out-of-memory server refuses a script's first write if it may need memory, but none after one that frees.
 local function free_first() call('UNLINK', P .. 'none') end
 

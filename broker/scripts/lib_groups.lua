@@ -8,8 +8,10 @@ local function size_of(g) return tonumber(field(g, 'size')) end
 -- nil, or the error to return: the server is another one than the caller knew, or the caller no longer owns the run.
 local function fence(incarnation, token, server)
   if server and server ~= '' and server ~= server_id() then return redis.error_reply('RESTARTED ' .. server_id()) end
-  local held = call('HMGET', META, 'incarnation', 'owner')
-  if held[1] ~= incarnation or held[2] ~= redis.sha1hex(token) then return redis.error_reply('FENCED ' .. (held[1] or 'nobody')) end
+  local held = meta('incarnation')
+  if held ~= incarnation or call('GET', P .. 'owner') ~= redis.sha1hex(token) then
+    return redis.error_reply('FENCED ' .. (held or 'nobody'))
+  end
 end
 
 local function announced_step() return tonumber(meta('announced_step') or '') end

@@ -2,15 +2,16 @@
 -- reassert(incarnation, owner, announced incarnation | '', announced step, watermark, committed step, config,
 --          n rules, {rule, value} * n, n committed, group * n, {step, group, round, size}...) -> server id
 -- The server came back, perhaps without its last second: what the learner knows is put in force again.
--- Touches: meta, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*, forks.
-local held = call('HMGET', META, 'incarnation', 'owner')
+-- Touches: meta, owner, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*, forks.
 local owner = redis.sha1hex(ARGV[2])
-if held[2] ~= owner and (tonumber(held[1] or '') or 0) >= tonumber(ARGV[1]) then
-  return redis.error_reply('FENCED ' .. held[1])
+local is_ours = call('GET', P .. 'owner') == owner and meta('incarnation') == ARGV[1]
+if not is_ours and number('incarnation') >= tonumber(ARGV[1]) then
+  return redis.error_reply('FENCED ' .. number('incarnation'))
 end
 free_first()
-if held[2] ~= owner then
-  call('HSET', META, 'incarnation', ARGV[1], 'owner', owner, 'state', 'training', 'feed_closed', 0)
+if not is_ours then
+  call('HSET', META, 'incarnation', ARGV[1], 'state', 'training', 'feed_closed', 0)
+  call('SET', P .. 'owner', owner)
   call('HSETNX', META, 'started', now())
   call('SET', P .. 'config', ARGV[7])
 end

@@ -23,7 +23,20 @@ for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
 end
 return cjson.encode(seen)
 """
-_WITHOUT_OWNER = {"meta", "tally", "config", "settled", "dropped", "lost", "forks", "garbage", "dead", "model", "steps"}
+_WITHOUT_OWNER = {
+    "meta",
+    "owner",
+    "tally",
+    "config",
+    "settled",
+    "dropped",
+    "lost",
+    "forks",
+    "garbage",
+    "dead",
+    "model",
+    "steps",
+}
 _QUEUES = {"pool", "retry", "leases", "open", "ready", "pinned"}
 _SIGNED = {"incarnation", "announced_step", "offered_step"}
 

@@ -4,7 +4,7 @@ It knows nothing of queues and keys. A *lineage* is what some weights were train
 known by it, so a token of an abandoned branch shows however its version is numbered.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from broker.schema import Group, RunRules, TrajectoryId, VersionSpan, WeightVersion
@@ -81,11 +81,12 @@ class Samples:
     def copy(self) -> "Samples":
         return Samples(dict(self.holders), dict(self.accepted), dict(self.appended))
 
-    def keep(self, rounds: dict[str, int]) -> None:
-        """Nothing else is held: these are the groups that there are, and their rounds."""
+    def keep(self, rounds: dict[str, int], stored: Set[TrajectoryId]) -> None:
+        """Nothing else is held: these are the groups that there are, and their rounds, and the payloads."""
         for facts in (self.holders, self.accepted, self.appended):
             for tid in [tid for tid in facts if rounds.get(tid.group) != tid.round]:
                 del facts[tid]
+        self.accepted = {tid: token for tid, token in self.accepted.items() if tid in stored}
 
     def lease(self, tid: TrajectoryId, token: str) -> None:
         assert tid not in self.accepted, f"{tid} is leased, but was accepted from {self.accepted[tid]}"
@@ -112,6 +113,8 @@ class Model:
     delivered: dict[int, Batch] = field(default_factory=dict)
     """What a step was given, and gets again."""
     samples: Samples = field(default_factory=Samples)
+    has_forgotten: bool = False
+    """The server was rolled back, and no learner has told it since what it had taken."""
     damaged: set[str] = field(default_factory=set)
     """Groups with bytes on the server that are not what was stored."""
 

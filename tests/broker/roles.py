@@ -77,6 +77,9 @@ class Learner:
             contains=Contains(group_id(cursor.watermark), done),
             replayable_to=replayable_to,
         )
+        if model.has_forgotten:
+            model.delivered.clear()
+            model.has_forgotten = False
         self = cls(broker, model, claim, checkpoint.step, checkpoint.lineage, checkpoint, log)
         is_anew = is_anew or claim.is_rewound
         self.caught_up_at = 0 if is_anew else claim.highest_announced or 0
@@ -205,6 +208,7 @@ class Learner:
         self.taken |= {step: (self.log or {})[step] for step in steps}
 
     async def _tell_again(self) -> None:
+        self.model.has_forgotten = False
         await self.broker.batches.reassert(
             self.claim.owner, announced=self.announced, committed_groups=self.committed, pinned=self.taken
         )

@@ -183,8 +183,10 @@ async def test_a_worker_cannot_pose_as_the_learner(brokers: dict[Role, Broker]) 
     run = await begin(brokers[Role.LEARNER], rules(1))
     await run.generate(4, 0)
     worker = brokers[Role.WORKER]
-    found = await worker._connection.execute("HGET", worker._connection.keys.meta, "owner")  # all that it can read
-    posing = Scenario(worker, replace(run.claim, owner=Owner(run.owner.incarnation, found.decode())))
+    with pytest.raises(BrokerError, match="may not do this"):
+        await worker._connection.execute("GET", worker._connection.keys("owner"))
+    digest = await brokers[Role.LEARNER]._connection.execute("GET", worker._connection.keys("owner"))
+    posing = Scenario(worker, replace(run.claim, owner=Owner(run.owner.incarnation, digest.decode())))
     before = await brokers[Role.OBSERVER].status.snapshot()
     for verb in (
         lambda: posing.announce(5),

@@ -57,7 +57,7 @@ async def test_commit_frees_everything(broker: Broker) -> None:
     queues = await run.queues()
     assert (queues.payload_bytes, queues.pinned, queues.open) == (0, 0, 0)
     left = {name.rpartition("}:")[2] for name in await broker._connection.scan("*")}
-    assert left == {"meta", "config", "settled", "tally", "manifest:announced"}
+    assert left == {"meta", "owner", "config", "settled", "tally", "manifest:announced"}
     await broker.batches.commit(run.owner, 1, watermark=group_id(2))
     assert await broker._connection.execute("EXISTS", broker._connection.keys("settled")) == 0
     assert await broker.prompts.feed([prompt(0), prompt(1)], run.owner) == 0  # below the watermark

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from broker import Broker
 from broker.errors import FencedError, ServerRestartedError
-from broker.schema import RunRules
+from broker.schema import RunRules, TrajectoryId
 
 from .audit import Audit, Auditor
 from .model import Batch, Checkpoint, Cursor, Model, Samples, groups_of
@@ -207,17 +207,14 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(which=SOME, is_durable=st.booleans())
     def confirm(self, which: int, is_durable: bool) -> None:
-        worker = self._worker(which)
-        landed = {flight.lease.tid: flight.lease.token for flight in worker.landed}
-        had = set(self.audit.blobs)
+        worker, had = self._worker(which), self.audit
         if is_durable:
             self.saved = None  # the server's disk has caught up
         with patch.object(worker.broker._connection, "make_durable", return_value=is_durable):
-            count = self._work(worker.broker.leases.confirm())
-        if count:
-            for blob in set(self.audit.blobs) - had:
-                tid = next(tid for tid in landed if f"payload:{tid}:" in blob)
-                self.model.samples.submit(tid, landed[tid], "accepted")
+            self._work(worker.broker.leases.confirm())
+        for flight in worker.landed:
+            if self._is_accepted(flight, self.audit) and not self._is_accepted(flight, had):
+                self.model.samples.submit(flight.lease.tid, flight.lease.token, "accepted")
 
     # ---- the world
 
@@ -248,6 +245,7 @@ class Protocol(RuleBasedStateMachine):
             self.learner = None
         self.model.samples = samples.copy()
         self.model.delivered = dict(self.learner.taken) if self.learner else {}
+        self.model.has_forgotten = True
         self.restart_the_server()
 
     @rule()
@@ -337,7 +335,9 @@ class Protocol(RuleBasedStateMachine):
     def _look(self) -> None:
         self.audit = self.auditor.look()
         self.audit.check()
-        self.model.samples.keep({name: group.round for name, group in self.audit.groups.items()})
+        groups = self.audit.groups.items()
+        stored = {TrajectoryId(name, group.round, i) for name, group in groups for i in group.of_samples("payload")}
+        self.model.samples.keep({name: group.round for name, group in groups}, stored)
 
     def _start_learner(self, checkpoint: Checkpoint, *, resume: bool, is_anew: bool = False) -> None:
         if self.learner is not None:
@@ -346,6 +346,7 @@ class Protocol(RuleBasedStateMachine):
         self.learner = self.runner.run(
             Learner.start(self._open(), self.model, checkpoint, self.log, resume=resume, is_anew=is_anew)
         )
+        self.saved = None  # a claim has long reached the disk when its learner has loaded its model
         self._judge_learner(self.learner, before, checkpoint.step, set())
 
     def _log_reaches(self, step: int) -> bool:
@@ -416,6 +417,12 @@ class Protocol(RuleBasedStateMachine):
             return False
         is_void = any(self._is_abandoned(version.incarnation, version.step) for version in flight.versions)
         return self.model.samples.holders.get(tid) == flight.lease.token and not is_void
+
+    def _is_accepted(self, flight: Flight, audit: Audit) -> bool:
+        tid, group = flight.lease.tid, audit.groups.get(flight.lease.tid.group)
+        if group is None or group.round != tid.round or tid.sample not in group.of_samples("payload"):
+            return False
+        return group.of_samples("token").get(tid.sample) == flight.lease.token
 
     def _is_abandoned(self, incarnation: int, step: int) -> bool:
         return any(incarnation < int(fork) and step > int(to) for fork, to in self.audit.forks.items())

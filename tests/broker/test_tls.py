@@ -76,19 +76,20 @@ async def test_where_a_password_may_stand(guarded: str, tmp_path: Path, monkeypa
     right.write_text("sesame\n")
     wrong.write_text("barley\n")
 
-    async def opens(url: str = guarded, file: Path | str = "") -> bool:
+    async def opens(url: str = guarded) -> bool:
         try:
-            await (await open_broker(url, "r", password_file=str(file))).close()
+            await (await open_broker(url, "r")).close()
         except BrokerUnavailableError as error:
             return "sesame" in str(error)  # which it must not show
         return True
 
     assert not await opens()
-    assert await opens(file=right)
+    monkeypatch.setenv(PASSWORD_FILE, str(right))
+    assert await opens()
     monkeypatch.setenv(PASSWORD_FILE, str(wrong))
-    assert not await opens(file=right)  # the environment's file goes first,
+    assert not await opens()
     monkeypatch.setenv(PASSWORD, "sesame")
-    assert await opens()  # before it the environment's password,
+    assert await opens()  # the password goes before its file,
     monkeypatch.setenv(PASSWORD, "barley")
     assert await opens(guarded.replace("ali@", "ali:sesame@"))  # and before that the URL's
     assert await opens(guarded + "?password=sesame")
@@ -100,9 +101,10 @@ def test_a_unix_socket_is_sent_no_password_of_the_environment(monkeypatch: pytes
     assert Address.parse("redis://host").password == "sesame"
 
 
-async def test_a_file_of_a_password_that_is_not_there(tmp_path: Path) -> None:
+async def test_a_file_of_a_password_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PASSWORD_FILE, str(tmp_path / "nothing"))
     with pytest.raises(BrokerError, match=r"password cannot be read from .*nothing"):
-        await open_broker("redis://127.0.0.1:1", "r", password_file=str(tmp_path / "nothing"))
+        await open_broker("redis://127.0.0.1:1", "r")
 
 
 def test_a_nodes_address_keeps_credentials_and_options() -> None:

@@ -1,0 +1,31 @@
+"""`headway acl`: what to tell a server so that each role has a user of its own."""
+
+from pathlib import Path
+
+import click
+
+from broker.access import Role, users
+from broker.errors import ConfigError
+
+from .config_files import read_yaml
+
+
+def print_acl(run: str | None, passwords: Path | None, *, as_file: bool, is_for_7_0: bool) -> None:
+    """The rules on stdout, without a password; those that were made up on stderr, once."""
+    given = _read(passwords) if passwords else dict[str, str]()
+    for user in users(run, given):
+        command = "user" if as_file else "ACL SETUSER"
+        click.echo(f"{command} {user.name} {' '.join(user.rules(is_for_7_0=is_for_7_0))}")
+        if user.role not in given:
+            click.echo(f"{user.name} {user.password}", err=True)
+
+
+def _read(path: Path) -> dict[str, str]:
+    given = read_yaml(path)
+    unknown = sorted(set(given) - set(Role))
+    if unknown or not all(isinstance(password, str) and password for password in given.values()):
+        raise ConfigError(
+            f"{path} must map roles ({', '.join(Role)}) to passwords"
+            + (f", and {unknown[0]!r} is none of them." if unknown else "; put a password into quotes.")
+        )
+    return given

@@ -1,0 +1,135 @@
+"""`headway runs`: the runs that a server holds, one of them closely, and what nobody needs any more taken away."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from broker.client import BlockingBroker
+from broker.errors import HeadwayError, RunNotFoundError
+from broker.usage import RunUsage
+
+from .status import status_json, status_tables, version_text
+
+PATIENCE_S = 3.0
+"""Somebody waits for the answer."""
+IN_USE_S = 30
+"""A run used so recently may have a learner: it asks for groups several times a second."""
+NO_RUN = "headway-runs"
+
+
+def list_runs(url: str, *, as_json: bool) -> None:
+    """A line for every run."""
+    usages = [usage for run in _names(url) if (usage := _usage(url, run)) is not None]
+    if as_json:
+        _print_json([_plain(usage) for usage in usages])
+    else:
+        Console().print(_table(usages))
+
+
+def show_run(url: str, run: str, *, as_json: bool) -> None:
+    """Everything about one run. Raises RunNotFoundError."""
+    usage = _usage(url, run)
+    with _client(url, run) as client:
+        status = client.call(client.broker.status.snapshot())
+    assert usage is not None
+    if as_json:
+        _print_json(status_json(status) | {"idle_s": usage.idle_s})
+    else:
+        Console().print(_table([usage]), status_tables(status))
+
+
+def delete_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: Callable[[str], object]) -> None:
+    """Removes the run from the server, and nothing else. Raises HeadwayError where somebody may still use it."""
+    usage = _usage(url, run)
+    if usage is None:
+        raise RunNotFoundError(f"No run {run} there. Runs there: {', '.join(_names(url)) or 'none'}.")
+    if not is_forced:
+        _refuse_if_used(usage)
+    confirm(f"Delete run {run} ({usage.state}, idle for {_duration(usage.idle_s)})? Its files stay.")
+    with _client(url, run) as client:
+        count = client.call(client.broker.status.delete_run())
+    if as_json:
+        _print_json({"deleted": run, "keys": count})
+    else:
+        click.echo(f"Deleted run {run}: {count} keys.")
+
+
+def _refuse_if_used(usage: RunUsage) -> None:
+    is_over = usage.state in ("finished", "stopped") and not usage.workers
+    if usage.idle_s < IN_USE_S and not is_over:
+        raise HeadwayError(
+            f"Run {usage.run} is in use: {usage.state}, {usage.workers} workers alive, last used"
+            f" {_duration(usage.idle_s)} ago. Stop its learner and workers, or delete it with --force."
+        )
+
+
+def _names(url: str) -> tuple[str, ...]:
+    with _client(url, NO_RUN) as client:
+        return client.call(client.broker.status.runs())
+
+
+def _usage(url: str, run: str) -> RunUsage | None:
+    with _client(url, run) as client:
+        return client.call(client.broker.usage.look())
+
+
+@contextmanager
+def _client(url: str, run: str) -> Iterator[BlockingBroker]:
+    client = BlockingBroker(url, run, timeout_s=PATIENCE_S)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _table(usages: list[RunUsage]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("run", overflow="fold")
+    for heading in ("state", "incarnation", "weights", "step", "reward", "workers", "MB", "idle"):
+        table.add_column(heading, justify="right")
+    for usage in usages:
+        step = usage.last_step
+        table.add_row(
+            usage.run,
+            usage.state,
+            f"{usage.incarnation}",
+            version_text(usage.announced),
+            "-" if step is None else f"{step.step + 1}/{step.total_steps}",
+            "-" if step is None else f"{step.reward_mean:.3f}",
+            f"{usage.workers}",
+            f"{usage.payload_bytes / 1e6:,.1f}",
+            _duration(usage.idle_s),
+        )
+    return table
+
+
+def _plain(usage: RunUsage) -> dict[str, Any]:
+    step = usage.last_step
+    return {
+        "run": usage.run,
+        "state": usage.state,
+        "incarnation": usage.incarnation,
+        "announced": version_text(usage.announced),
+        "steps": 0 if step is None else step.step + 1,
+        "reward_mean": None if step is None else step.reward_mean,
+        "workers": usage.workers,
+        "payload_bytes": usage.payload_bytes,
+        "idle_s": usage.idle_s,
+    }
+
+
+def _duration(seconds: int) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"
+
+
+def _print_json(content: Any) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(content)).decode())

@@ -1,0 +1,27 @@
+"""Where the password of broker.url never goes: files, the broker itself, command lines."""
+
+from pathlib import Path
+
+from deploy.config import dump_recipe, load_recipe, recipe_to_bytes
+from deploy.local import learner_command, worker_commands
+from deploy.run_directory import endpoint, prepare
+
+URL = "redis://ali:sesame@127.0.0.1:6379?db=1"
+
+
+def test_what_is_written_down(tmp_path: Path) -> None:
+    recipe = load_recipe("arithmetic.yaml", [f"broker.url='{URL}'", f"run.directory={tmp_path}"])
+    assert recipe.broker.url == URL
+    directory = prepare(recipe, resume=False, overwrite=False)
+    with endpoint(directory, URL, "r"):
+        written = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert {"config.yaml", "broker.json"} <= {path.name for path in written}
+        assert not [path for path in written if b"sesame" in path.read_bytes()]
+    assert "redis://ali@127.0.0.1:6379?db=1" in dump_recipe(recipe)
+    assert b"sesame" not in recipe_to_bytes(recipe)
+    for command in (
+        learner_command(recipe, directory, URL, False, None),
+        *worker_commands(URL, "r", 2, (), tmp_path, tmp_path / "logs", 1),
+    ):
+        assert "sesame" not in " ".join(command.argv)
+        assert command.environment["HEADWAY_BROKER"] == URL
