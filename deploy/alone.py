@@ -14,16 +14,29 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
+from broker.address import without_password
 from broker.client import BlockingBroker
 from broker.errors import ConfigError
 from broker.schema import RunStatus
+from learner.rewind import Rewind
 
 from .config_files import apply_overrides
 from .live import watch as watch_run
-from .local import after_warm_up, connection, forget, launcher, ping, threads, warm_up, worker_commands
+from .local import (
+    after_warm_up,
+    check_rewind,
+    connection,
+    forget,
+    launcher,
+    learner_arguments,
+    ping,
+    threads,
+    warm_up,
+    worker_commands,
+)
 from .processes import Command
 from .recipe import Recipe
-from .run_directory import CONFIG, SFT, endpoint, find_endpoint, held, prepare
+from .run_directory import SFT, endpoint, find_endpoint, held, prepare
 from .sft_output import is_complete, is_of, mark_complete
 from .status import status_json, status_tables
 from .supervisor import Supervisor
@@ -33,7 +46,9 @@ PATIENCE_S = 3.0
 """Somebody waits for the answer."""
 
 
-def run_learner(recipe: Recipe, url: str, *, resume: bool, overwrite: bool, prepared: bool) -> int:
+def run_learner(
+    recipe: Recipe, url: str, *, resume: bool, overwrite: bool, prepared: bool, rewind: Rewind | None
+) -> int:
     """This process is the learner or one rank of it; or it starts torchrun, where ranks are wanted."""
     is_rank = "RANK" in os.environ
     if is_rank and not prepared:
@@ -42,6 +57,7 @@ def run_learner(recipe: Recipe, url: str, *, resume: bool, overwrite: bool, prep
         if not prepared and os.environ.get("RANK", "0") == "0":
             stack.enter_context(held(recipe.run_directory))
             ping(url, recipe.run.name)  # first: a run that cannot start leaves nothing and takes nothing away
+            check_rewind(recipe, rewind)
             directory = prepare(recipe, resume=resume, overwrite=overwrite, say=click.echo)
             if overwrite:
                 forget(url, recipe.run.name)
@@ -50,10 +66,10 @@ def run_learner(recipe: Recipe, url: str, *, resume: bool, overwrite: bool, prep
             return code
         recipe = after_warm_up(recipe)
         if recipe.learner.processes > 1 and not is_rank:
-            return _run_ranks(recipe, url, resume)
+            return _run_ranks(recipe, url, resume, rewind)
         from .training import run_learner as train
 
-        train(recipe, url, resume=resume)
+        train(recipe, url, resume=resume, rewind=rewind)
     return 0
 
 
@@ -76,7 +92,7 @@ def run_workers(url: str, run: str, count: int, overrides: Sequence[str]) -> int
     with tempfile.TemporaryDirectory(prefix="headway-workers-") as private:
         commands = worker_commands(url, run, count, overrides, Path(private), logs, engine_threads)
         click.echo(
-            f"{count} worker{'s' * (count > 1)} for run {run} at {url}; logs in {logs}."
+            f"{count} worker{'s' * (count > 1)} for run {run} at {without_password(url)}; logs in {logs}."
             " Ctrl-C hands their work back and stops."
         )
         with watch_run(url, run, Console()) as monitor:
@@ -123,6 +139,26 @@ def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: 
     )
 
 
+def run_replay(
+    run: str, preset: str | None, overrides: Sequence[str], *, first_step: int, steps: int | None, as_json: bool
+) -> int:
+    """Print how the replay compares; 1 where the same settings did not give the same bits."""
+    from .comparison import comparison_json, comparison_table, verdict
+    from .replay import Replay, find_run, original_recipe, replayed_recipe
+
+    original = original_recipe(find_run(run))
+    recipe = replayed_recipe(original, preset, overrides)
+    comparison = Replay(original=original, recipe=recipe, first_step=first_step, steps=steps).run()
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(comparison_json(comparison))).decode())
+    else:
+        Console().print(comparison_table(comparison))
+        for sentence in verdict(comparison):
+            click.echo(sentence)
+        click.echo(f"Replay: {comparison.directory}")
+    return 0 if comparison.is_as_promised else 1
+
+
 def show_status(url: str | None, run: str | None, *, as_json: bool, watch: bool) -> None:
     """Once, or again and again. Without --broker, of the newest run below ./runs."""
     url, run = _find_run(url, run)
@@ -151,7 +187,9 @@ def _find_run(url: str | None, run: str | None) -> tuple[str, str]:
             runs = client.call(client.broker.status.runs())
         if len(runs) == 1:
             return url, runs[0]
-        raise ConfigError(f"{url} holds {len(runs)} runs ({', '.join(runs) or 'none'}); name one with --run.")
+        raise ConfigError(
+            f"{without_password(url)} holds {len(runs)} runs ({', '.join(runs) or 'none'}); name one with --run."
+        )
     found = find_endpoint(Path("runs"), run)
     return found.url, found.run
 
@@ -171,11 +209,10 @@ def _client(url: str, run: str) -> Iterator[BlockingBroker]:
         client.close()
 
 
-def _run_ranks(recipe: Recipe, url: str, resume: bool) -> int:
-    arguments = ("learner", str(recipe.run_directory / CONFIG), "--prepared")
+def _run_ranks(recipe: Recipe, url: str, resume: bool, rewind: Rewind | None) -> int:
     command = Command(
         name="learner",
-        argv=(*launcher(recipe.learner.processes), *arguments, *(["--resume"] if resume else [])),
+        argv=(*launcher(recipe.learner.processes), *learner_arguments(recipe.run_directory, resume, rewind)),
         log=None,
         environment=connection(url, recipe.run.name) | threads(recipe.learner.threads),
         relay=True,

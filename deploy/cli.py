@@ -6,11 +6,14 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from broker.errors import HeadwayError
+
+if TYPE_CHECKING:
+    from learner.rewind import Rewind
 
 F = TypeVar("F", bound=Callable[..., Any])
 BUG_EXIT, INTERRUPT_EXIT = 70, 130
@@ -73,6 +76,30 @@ def _connection(command: F) -> F:
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
 
 
+def _going_back(command: F) -> F:
+    command = click.option(
+        "--regenerate", is_flag=True, help="With --rewind-to: forget what was sampled since, and generate it anew."
+    )(command)
+    return click.option(
+        "--rewind-to",
+        type=click.IntRange(min=0),
+        metavar="STEP",
+        help="With --resume: go back to this checkpoint and train the logged batches since once more.",
+    )(command)
+
+
+def _rewind(resume: bool, step: int | None, regenerate: bool) -> "Rewind | None":
+    if step is None:
+        if regenerate:
+            raise click.UsageError("--regenerate needs --rewind-to.")
+        return None
+    if not resume:
+        raise click.UsageError("--rewind-to needs --resume.")
+    from learner.rewind import Rewind
+
+    return Rewind(step=step, regenerate=regenerate)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
 @click.version_option(package_name="headway", message="headway %(version)s")
 @click.option("--debug", is_flag=True, help="Show a traceback with errors.")
@@ -88,8 +115,17 @@ def cli(debug: bool) -> None:
 @overrides_argument
 @click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
 @click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds.")
+@_going_back
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json at the end; progress goes to stderr.")
-def run(recipe: str, overrides: tuple[str, ...], resume: bool, overwrite: bool, as_json: bool) -> int:
+def run(
+    recipe: str,
+    overrides: tuple[str, ...],
+    resume: bool,
+    overwrite: bool,
+    rewind_to: int | None,
+    regenerate: bool,
+    as_json: bool,
+) -> int:
     """Run a whole RECIPE on this machine.
 
     That is a server, the warm-up, the learner and its workers. RECIPE is a YAML file or the name of one that
@@ -97,6 +133,7 @@ def run(recipe: str, overrides: tuple[str, ...], resume: bool, overwrite: bool, 
     """
     if resume and overwrite:
         raise click.UsageError("--resume and --overwrite exclude each other.")
+    rewind = _rewind(resume, rewind_to, regenerate)
     from rich.console import Console
 
     from .config import load_recipe
@@ -105,7 +142,7 @@ def run(recipe: str, overrides: tuple[str, ...], resume: bool, overwrite: bool, 
     from .local import Local
     from .report import read_summary
 
-    code = Local(loaded, recipe, overrides, resume, overwrite, Console(stderr=as_json)).run()
+    code = Local(loaded, recipe, overrides, resume, overwrite, Console(stderr=as_json), rewind).run()
     if as_json:
         _print_json(read_summary(loaded.run_directory))
     return code
@@ -134,6 +171,7 @@ def broker(directory: Path, port: int, url: str | None) -> int:
 @_connection
 @click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
 @click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds.")
+@_going_back
 @click.option("--processes", type=click.IntRange(min=1), help="Ranks on this machine: learner.processes.")
 @click.option("--prepared", is_flag=True, hidden=True, help="A supervisor has made the run's directory.")
 def learner(
@@ -143,6 +181,8 @@ def learner(
     run: str,
     resume: bool,
     overwrite: bool,
+    rewind_to: int | None,
+    regenerate: bool,
     processes: int | None,
     prepared: bool,
 ) -> int:
@@ -152,12 +192,13 @@ def learner(
     """
     from .config import load_recipe
 
+    rewind = _rewind(resume, rewind_to, regenerate)
     _log_to_stderr()
     ranks = (f"learner.processes={processes}",) if processes else ()
     loaded = load_recipe(recipe, (*overrides, f"run.name='{run}'", *ranks))
     from .alone import run_learner
 
-    return run_learner(loaded, url, resume=resume, overwrite=overwrite, prepared=prepared)
+    return run_learner(loaded, url, resume=resume, overwrite=overwrite, prepared=prepared, rewind=rewind)
 
 
 @cli.command()
@@ -201,6 +242,76 @@ def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None
     show_status(url, run, as_json=as_json, watch=watch)
 
 
+_server = click.option(
+    "--broker", "url", envvar="HEADWAY_BROKER", show_envvar=True, required=True, help="redis://, rediss://, unix://"
+)
+_as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+
+
+@cli.group()
+def runs() -> None:
+    """List, show and delete the runs that a broker holds."""
+
+
+@runs.command("list")
+@_server
+@click.option("--json", "as_json", is_flag=True, help="A JSON array.")
+def list_runs(url: str, as_json: bool) -> None:
+    """A line for every run: state, weights, reward, workers, bytes, and how long nobody has used it."""
+    from .runs import list_runs
+
+    list_runs(url, as_json=as_json)
+
+
+@runs.command("show")
+@click.argument("run")
+@_server
+@_as_json
+def show_run(run: str, url: str, as_json: bool) -> None:
+    """Everything about RUN."""
+    from .runs import show_run
+
+    show_run(url, run, as_json=as_json)
+
+
+@runs.command("delete")
+@click.argument("run")
+@_server
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Even if it is in use.")
+@_as_json
+def delete_run(run: str, url: str, yes: bool, force: bool, as_json: bool) -> None:
+    """Remove RUN from the broker. What it wrote to disks (checkpoints, logs) stays."""
+    from .runs import delete_run
+
+    def confirm(question: str) -> None:
+        if not yes:
+            click.confirm(question, abort=True, err=True)
+
+    delete_run(url, run, is_forced=force, as_json=as_json, confirm=confirm)
+
+
+@cli.command()
+@click.option("--run", help="Users for this run only.  [default: for all runs]")
+@click.option(
+    "--passwords",
+    type=click.Path(path_type=Path),
+    help="YAML that maps learner, worker and observer to passwords.  [default: new ones, shown on stderr]",
+)
+@click.option("--aclfile", "as_file", is_flag=True, help="Lines for the server's aclfile instead of commands.")
+@click.option("--redis-7.0", "is_for_7_0", is_flag=True, help="Leave out what Redis 7.0 does not know.")
+def acl(run: str | None, passwords: Path | None, as_file: bool, is_for_7_0: bool) -> None:
+    """Print the server's rules for a user per role: learner, worker, observer.
+
+    Pipe them into `valkey-cli` or `redis-cli`. The default user stays as it is; switch it off once
+    these work. Then give each role a URL such as redis://headway-worker@host:6379, and its password in
+    HEADWAY_BROKER_PASSWORD.
+    """
+    from .acl import print_acl
+
+    print_acl(run, passwords, as_file=as_file, is_for_7_0=is_for_7_0)
+
+
 @cli.command()
 @click.argument("recipe")
 @overrides_argument
@@ -229,6 +340,35 @@ def evaluate(recipe: str, overrides: tuple[str, ...], checkpoint: Path, prompts:
     from .alone import run_eval
 
     run_eval(loaded, checkpoint, prompts, as_json=as_json)
+
+
+@cli.command()
+@click.argument("run")
+@overrides_argument
+@click.option("--algorithm", "preset", help="Train with this preset's loss instead: grpo, gspo, tis, ...")
+@click.option(
+    "--from",
+    "first_step",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Start from this checkpoint; 0: from the first weights.",
+)
+@click.option("--steps", type=click.IntRange(min=1), help="Replay so many steps.  [default: all that were logged]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def replay(
+    run: str, overrides: tuple[str, ...], preset: str | None, first_step: int, steps: int | None, as_json: bool
+) -> int:
+    """Train RUN's learner over again from its experience log, and compare.
+
+    Offline, in one process: no broker, no workers, the same batches in the same order. RUN is a name below
+    ./runs or a directory. With the run's own settings the result is the same to the last bit, else the exit
+    code is 1; with another loss it shows what that would have made of the same experience.
+    """
+    _log_to_stderr()
+    from .alone import run_replay
+
+    return run_replay(run, preset, overrides, first_step=first_step, steps=steps, as_json=as_json)
 
 
 @cli.command()

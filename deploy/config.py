@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from broker.address import without_secrets
 from broker.errors import ConfigError
 from learner.config import AlgorithmConfig, preset_defaults
 
@@ -30,13 +32,13 @@ def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML; `load_recipe` of it gives an equal Recipe."""
-    return to_yaml(msgspec.to_builtins(recipe))
+    """The resolved recipe as YAML; `load_recipe` of it gives an equal Recipe, but for a password in broker.url."""
+    return to_yaml(msgspec.to_builtins(_without_secrets(recipe)))
 
 
 def recipe_to_bytes(recipe: Recipe) -> bytes:
     """What the learner stores in the broker, so that a worker needs only a URL and the run's name."""
-    return msgspec.json.encode(recipe)
+    return msgspec.json.encode(_without_secrets(recipe))
 
 
 def recipe_from_bytes(stored: bytes) -> Recipe:
@@ -48,6 +50,10 @@ def recipe_from_bytes(stored: bytes) -> Recipe:
             f"The broker holds a configuration that this version of Headway cannot read ({error})."
             " Run the same version on every machine."
         ) from error
+
+
+def _without_secrets(recipe: Recipe) -> Recipe:
+    return replace(recipe, broker=replace(recipe.broker, url=without_secrets(recipe.broker.url)))
 
 
 def _name_the_run(raw: dict[str, Any], stem: str) -> None:

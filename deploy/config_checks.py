@@ -86,7 +86,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.broker.url != "embedded" and not recipe.broker.url.startswith(SCHEMES):
         yield (
-            f"broker.url is {recipe.broker.url!r}; expected embedded, redis://host:port, rediss://host:port,"
+            f"broker.url is {_shown(recipe.broker.url)!r}; expected embedded, redis://host:port, rediss://host:port,"
             " redis+cluster://host:port, rediss+cluster://host:port or unix:///path."
         )
     if recipe.staleness.min_group_size > learner.group_size:
@@ -94,6 +94,11 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"staleness.min_group_size ({recipe.staleness.min_group_size}) is above learner.group_size"
             f" ({learner.group_size}): no group could ever be trimmed."
         )
+
+
+def _shown(url: str) -> str:
+    """Without what may be a user and a password."""
+    return url.partition("?")[0].rpartition("@")[2]
 
 
 def _unknown(raw: Any, annotation: Any, path: str) -> Iterator[tuple[str, list[str]]]:

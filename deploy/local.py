@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from broker.client import BlockingBroker
+from learner.rewind import Rewind
 
 from .kept_server import KeptServer
 from .live import watch
 from .processes import Command
 from .recipe import Recipe
 from .report import amend_summary, read_summary
-from .run_directory import CONFIG, SFT, endpoint, held, prepare
+from .run_directory import CHECKPOINTS, CONFIG, EXPERIENCE, SFT, endpoint, held, prepare
 from .sft_output import is_complete
 from .supervisor import Supervisor
 
@@ -61,6 +62,7 @@ class Local:
     resume: bool
     overwrite: bool
     console: Console
+    rewind: Rewind | None = None
 
     def run(self) -> int:
         """Run to the end; the exit code. Raises HeadwayError."""
@@ -81,6 +83,7 @@ class Local:
     def _prepare(self) -> Path:
         if self.recipe.broker.url != "embedded":
             ping(self.recipe.broker.url, self.recipe.run.name)  # before anything is taken away
+        check_rewind(self.recipe, self.rewind)
         return prepare(self.recipe, resume=self.resume, overwrite=self.overwrite, say=self._say).resolve()
 
     def _own_server(self, directory: Path, stack: ExitStack) -> KeptServer | None:
@@ -105,7 +108,7 @@ class Local:
                     directory / "logs",
                     recipe.engine.threads,
                 ),
-                learner_command(recipe, directory, url, self.resume),
+                learner_command(recipe, directory, url, self.resume, self.rewind),
                 recipe.workers.max_restarts,
                 say=monitor.say,
                 check=server.check if server is not None else None,
@@ -134,7 +137,7 @@ class Local:
             yield f"{program()} run {resolved} --resume", "go on from the last checkpoint"
             return
         yield f"{program()} run {self._with_a_looser_bound()}", "the same with a looser bound on lag"
-        checkpoints = sorted((directory / "checkpoints").glob("*/step_*"), key=lambda path: path.stat().st_mtime)
+        checkpoints = sorted((directory / CHECKPOINTS).glob("*/step_*"), key=lambda path: path.stat().st_mtime)
         if checkpoints:
             yield (
                 f"{program()} eval {resolved} --checkpoint {shlex.quote(os.path.relpath(checkpoints[-1]))}",
@@ -202,18 +205,36 @@ def program() -> str:
     return "headway" if shutil.which("headway") else os.path.relpath(sys.argv[0])
 
 
-def learner_command(recipe: Recipe, directory: Path, url: str, resume: bool) -> Command:
+def check_rewind(recipe: Recipe, rewind: Rewind | None) -> None:
+    """Raises HeadwayError before anything is started, where the run cannot go back there."""
+    if rewind is None:
+        return
+    from learner.checkpoint import CheckpointStore
+    from learner.experience_log import ExperienceLog
+    from learner.rewind import check_rewind as check
+
+    directory = recipe.run_directory
+    check(
+        CheckpointStore(directory / CHECKPOINTS, recipe.checkpoint.keep), ExperienceLog(directory / EXPERIENCE), rewind
+    )
+
+
+def learner_command(recipe: Recipe, directory: Path, url: str, resume: bool, rewind: Rewind | None) -> Command:
     """The learner, under torchrun if it has several ranks; after a warm-up it starts from what that left."""
-    arguments = ["learner", str(directory / CONFIG), "--prepared"]
-    if resume:
-        arguments.append("--resume")
     return Command(
         name="learner",
-        argv=(*launcher(recipe.learner.processes), *arguments),
+        argv=(*launcher(recipe.learner.processes), *learner_arguments(directory, resume, rewind)),
         log=directory / "logs" / "learner.log",
         environment=connection(url, recipe.run.name) | threads(recipe.learner.threads),
         relay=recipe.learner.processes > 1,
     )
+
+
+def learner_arguments(directory: Path, resume: bool, rewind: Rewind | None) -> tuple[str, ...]:
+    """`headway learner` in a directory that is prepared."""
+    back = ("--rewind-to", f"{rewind.step}") if rewind else ()
+    anew = ("--regenerate",) if rewind and rewind.regenerate else ()
+    return ("learner", str(directory / CONFIG), "--prepared", *(("--resume",) if resume else ()), *back, *anew)
 
 
 def launcher(processes: int) -> tuple[str, ...]:

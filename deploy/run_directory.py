@@ -1,7 +1,7 @@
 """A run's directory: made once, never shared by two runs, found again by `headway status`.
 
 runs/NAME/        config.yaml  metrics.jsonl  trained.jsonl  evaluations.jsonl  summary.json
-                  plots/  checkpoints/  logs/  sft/  broker/
+                  plots/  checkpoints/  experience/  replays/  logs/  sft/  broker/
                   broker.json, while it runs: where its server is
 runs/.NAME.lock   held by whoever runs it
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from broker.address import without_secrets
 from broker.errors import ConfigError, HeadwayError
 
 from .config import dump_recipe
@@ -23,8 +24,8 @@ from .recipe import Recipe
 from .sft_output import is_complete, is_of
 
 CONFIG, ENDPOINT = "config.yaml", "broker.json"
-SFT, SERVER = "sft", "broker"
-BEFORE_TRAINING = {CONFIG, ENDPOINT, SFT, f".{SFT}.partial", SERVER, "logs"}
+SFT, SERVER, CHECKPOINTS, EXPERIENCE, REPLAYS = "sft", "broker", "checkpoints", "experience", "replays"
+BEFORE_TRAINING = {CONFIG, ENDPOINT, SFT, f".{SFT}.partial", SERVER, EXPERIENCE, "logs"}
 """What a start leaves that came to nothing: no step, no checkpoint."""
 
 
@@ -68,7 +69,8 @@ def _clear(recipe: Recipe, overwrite: bool, say: Callable[[str], None]) -> None:
 def _clear_false_start(recipe: Recipe, say: Callable[[str], None]) -> None:
     """Only a finished warm-up is worth keeping, and only if this recipe would make the same."""
     directory = recipe.run_directory
-    shutil.rmtree(directory / SERVER, ignore_errors=True)
+    for name in (SERVER, EXPERIENCE):
+        shutil.rmtree(directory / name, ignore_errors=True)
     (directory / ENDPOINT).unlink(missing_ok=True)
     if is_complete(directory / SFT) and not is_of(directory / SFT, recipe):
         say(f"{directory / SFT} holds the warm-up of another recipe; it is removed.")
@@ -124,9 +126,9 @@ def _lock(directory: Path) -> Iterator[bool]:
 
 @contextmanager
 def endpoint(directory: Path, url: str, run: str) -> Iterator[None]:
-    """`headway status` finds this run meanwhile."""
+    """`headway status` finds this run meanwhile; a password it takes from its own environment."""
     path = directory / ENDPOINT
-    path.write_text(json.dumps({"url": url, "run": run}) + "\n")
+    path.write_text(json.dumps({"url": without_secrets(url), "run": run}) + "\n")
     try:
         yield
     finally:

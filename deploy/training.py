@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from broker import BlockingBroker
-from broker.batches import CheckpointMark
+from broker.batches import CheckpointMark, Claim, Contains
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, WeightVersion
 from learner.backends.base import Backend
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.experience import Experience
+from learner.experience_log import ExperienceLog
 from learner.loop import Learner, LoopConfig
 from learner.model import load_config, load_tokenizer, model_files
 from learner.objective import Objective
@@ -23,6 +24,7 @@ from learner.probe import TOLERANCE
 from learner.prompts import open_prompts
 from learner.prompts.cursor import PromptCursor
 from learner.ranks import Ranks
+from learner.rewind import Rewind, check_rewind, rewound_to
 from learner.update import Updater
 from weightsync.publisher import Publisher
 
@@ -33,6 +35,7 @@ from .observer import RunObserver
 from .plots import plot
 from .recipe import Recipe
 from .report import RunWriter, summarize
+from .run_directory import CHECKPOINTS, EXPERIENCE
 from .stop_request import StopRequest
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,7 @@ class Start(msgspec.Struct, frozen=True):
 
     version: WeightVersion
     caught_up_at: int
+    is_branch: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,7 @@ class Parts:
     ranks: Ranks
     checkpoints: CheckpointStore
     checkpoint: Checkpoint | None
+    rewind: Rewind | None
     cursor: PromptCursor
     held_out: Sequence[Prompt]
     probe_tokens: Sequence[int]
@@ -63,9 +68,9 @@ class Parts:
     should_stop: StopRequest = field(default_factory=StopRequest)
 
 
-def run_learner(recipe: Recipe, url: str, *, resume: bool) -> None:
+def run_learner(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = None) -> None:
     """Train the recipe's run on the server at `url`, to its end or until asked to stop. Every rank calls it."""
-    parts = _build(recipe, resume)
+    parts = _build(recipe, resume, rewind)
     with ExitStack() as stack:
         experience, start = None, Start(WeightVersion(0, 0), 0)
         if parts.ranks.is_first:
@@ -81,12 +86,12 @@ def run_learner(recipe: Recipe, url: str, *, resume: bool) -> None:
             _conclude(recipe, status)
 
 
-def _build(recipe: Recipe, resume: bool) -> Parts:
+def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
     torch.set_num_threads(recipe.learner.threads)
-    _seed_generators(recipe.run.seed)
+    seed_generators(recipe.run.seed)
     backend = recipe_backend(recipe)
-    checkpoints = CheckpointStore(recipe.run_directory / "checkpoints", recipe.checkpoint.keep)
-    checkpoint = checkpoints.latest() if resume else None
+    checkpoints = CheckpointStore(recipe.run_directory / CHECKPOINTS, recipe.checkpoint.keep)
+    checkpoint = rewound_to(checkpoints, rewind) if rewind else checkpoints.latest() if resume else None
     if checkpoint is not None:
         backend.load(checkpoint.path)
         log.info("resuming from %s", checkpoint.path)
@@ -102,6 +107,7 @@ def _build(recipe: Recipe, resume: bool) -> Parts:
         ranks=Ranks(backend.rank, backend.world_size),
         checkpoints=checkpoints,
         checkpoint=checkpoint,
+        rewind=rewind,
         cursor=PromptCursor(
             prompts,
             num_samples=recipe.learner.group_size,
@@ -117,7 +123,7 @@ def _build(recipe: Recipe, resume: bool) -> Parts:
     )
 
 
-def _seed_generators(seed: int) -> None:
+def seed_generators(seed: int) -> None:
     """For whatever draws from the process's own generators, such as a user's loss; checkpoints hold their states."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -131,13 +137,8 @@ def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experienc
     with ExitStack() as stack:
         blocking = BlockingBroker(url, recipe.run.name)
         stack.callback(blocking.close)
-        state = parts.checkpoint.state if parts.checkpoint else None
-        mark = CheckpointMark(state.incarnation, state.step) if state else CheckpointMark(0, 0)
-        claim = blocking.call(
-            blocking.broker.batches.claim(
-                checkpoint=mark, rules=_rules(recipe), config=recipe_to_bytes(recipe), resume=resume
-            )
-        )
+        experience_log = _open_log(parts, resume)
+        claim, start, replayed = _claim(parts, blocking, experience_log, resume)
         blocking.call(blocking.broker.versions.put_model(claim.owner, parts.files))
         publisher = Publisher(blocking, claim.owner, recipe.weights)
         stack.callback(publisher.close)
@@ -146,14 +147,57 @@ def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experienc
             claim,
             publisher,
             parts.cursor,
+            experience_log,
             groups_per_step=recipe.learner.groups_per_step,
             max_lag=recipe.staleness.max_lag,
             should_stop=parts.should_stop,
         )
-        yield (
-            experience,
-            Start(WeightVersion(claim.owner.incarnation, mark.step), claim.highest_announced or 0),
+        if replayed:
+            experience.replay(replayed)
+        yield experience, start
+
+
+def _open_log(parts: Parts, resume: bool) -> ExperienceLog:
+    """Raises RewindError where it lacks what a rewind would train again."""
+    recipe, checkpoints = parts.recipe, parts.checkpoints
+    opened = ExperienceLog(recipe.run_directory / EXPERIENCE, recipe.checkpoint.log_bytes, checkpoints.oldest_step)
+    if parts.rewind is not None:
+        check_rewind(checkpoints, opened, parts.rewind)
+    elif not resume:
+        opened.drop_from(0)
+    return opened
+
+
+def _claim(
+    parts: Parts, blocking: BlockingBroker, experience_log: ExperienceLog, resume: bool
+) -> tuple[Claim, Start, range]:
+    """The run, where to begin in it, and the steps that the log must give: the broker has settled or forgotten them."""
+    state, cursor, rewind = parts.checkpoint.state if parts.checkpoint else None, parts.cursor, parts.rewind
+    mark = CheckpointMark(state.incarnation, state.step) if state else CheckpointMark(0, 0)
+    is_anew = rewind is not None and rewind.regenerate
+    replayable_to = 0 if is_anew else experience_log.held_until(mark.step)
+    claim = blocking.call(
+        blocking.broker.batches.claim(
+            checkpoint=mark,
+            rules=_rules(parts.recipe),
+            config=recipe_to_bytes(parts.recipe),
+            resume=resume,
+            contains=Contains(cursor.watermark, cursor.trained_beyond),
+            replayable_to=replayable_to,
         )
+    )
+    is_anew = is_anew or claim.is_rewound
+    if is_anew:
+        log.warning("what was sampled for the steps from %d on is forgotten, and generated anew", mark.step)
+        experience_log.drop_from(mark.step)
+    is_forgotten = claim.highest_announced is None  # by a server that is not the one that the run began with
+    is_replayed = not is_anew and (is_forgotten or claim.committed_step > mark.step)
+    start = Start(
+        version=WeightVersion(claim.owner.incarnation, mark.step),
+        caught_up_at=0 if is_anew else replayable_to if is_forgotten else claim.highest_announced or 0,
+        is_branch=is_anew or rewind is not None,
+    )
+    return claim, start, range(mark.step, replayable_to) if is_replayed else range(0)
 
 
 def _learner(parts: Parts, experience: Experience | None, start: Start, stack: ExitStack) -> Learner:
@@ -166,7 +210,7 @@ def _learner(parts: Parts, experience: Experience | None, start: Start, stack: E
     return Learner(
         backend=parts.backend,
         ranks=parts.ranks,
-        updater=_updater(parts),
+        updater=recipe_updater(recipe, parts.backend, parts.ranks),
         experience=experience,
         cursor=parts.cursor,
         checkpoints=parts.checkpoints,
@@ -176,6 +220,7 @@ def _learner(parts: Parts, experience: Experience | None, start: Start, stack: E
             probe_tokens=tuple(parts.probe_tokens),
             probe_tolerance=max(TOLERANCE[recipe.engine.dtype], TOLERANCE[recipe.model.dtype]),
             caught_up_at=start.caught_up_at,
+            is_branch=start.is_branch,
         ),
         observer=RunObserver(
             recipe, first_step=start.version.step, writer=writer, experience=experience, evaluator=evaluator
@@ -185,13 +230,13 @@ def _learner(parts: Parts, experience: Experience | None, start: Start, stack: E
     )
 
 
-def _updater(parts: Parts) -> Updater:
-    recipe = parts.recipe
+def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
+    """What turns batches into updates of `backend`, as the recipe wants it. Collective over the ranks."""
     objective = Objective(recipe.algorithm, is_one_update=recipe.learner.updates_per_step == 1)
     reference = recipe_backend(recipe) if objective.needs_reference else None
     return Updater(
-        parts.backend,
-        parts.ranks,
+        backend,
+        ranks,
         objective,
         reference,
         learner=recipe.learner,
@@ -206,8 +251,10 @@ def _rules(recipe: Recipe) -> RunRules:
         max_lag=recipe.staleness.max_lag,
         groups_per_step=recipe.learner.groups_per_step,
         on_straggler=recipe.staleness.on_straggler,
+        min_group_size=recipe.staleness.min_group_size,
         on_over_bound=recipe.staleness.on_over_bound,
         max_bytes=recipe.broker.max_bytes,
+        max_leases_per_worker=recipe.broker.max_leases_per_worker,
     )
 
 
@@ -224,6 +271,9 @@ def _conclude(recipe: Recipe, status: RunStatus | None) -> None:
             "rejected_payloads": queues.rejected,
             "generated_tokens": queues.generated_tokens,
             "wasted_tokens": queues.wasted_tokens,
+            "resumed_tokens": queues.resumed_tokens,
+            "discarded_tokens": queues.discarded_tokens,
+            "trimmed_samples": queues.trimmed_samples,
         }
     summarize(recipe.run_directory, extras)
     plot(recipe.run_directory, recipe.staleness.max_lag)

@@ -7,6 +7,8 @@
 `loop.py` fits a screen: take -> pack -> proximal logprobs -> loss -> step -> publish -> commit. `packing.py` is where a
 batch is packed, `attention.py` attends over packed rows, `objective.py` composes the mathematics of `algorithms`,
 `sft.py` is the supervised warm-up, `ranks.py` what the ranks tell each other. Rank 0 alone talks to the broker.
+`experience_log.py` keeps every batch on disk before it is trained; `rewind.py` says where a run can go back to, and
+`replay.py` trains a run over again without its broker.
 
 The invariant: given the same batches, the learner ends with the same weights, bit for bit, however often it was killed
 and resumed in between; and how sequences were packed or spread over ranks changes no result.

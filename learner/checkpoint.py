@@ -60,12 +60,28 @@ class CheckpointStore:
 
     def latest(self) -> Checkpoint | None:
         """The whole checkpoint with the highest (incarnation, step); a warning for every damaged one."""
+        return next(self._lineage(), None)
+
+    def lineage(self) -> list[Checkpoint]:
+        """The whole checkpoints that led to the latest, and it, oldest first."""
+        return list(self._lineage())[::-1]
+
+    def oldest_step(self) -> int:
+        """Of the checkpoints that led to the latest; 0 where there is none."""
+        return min((checkpoint.state.step for checkpoint in self._lineage()), default=0)
+
+    def _lineage(self) -> Iterator[Checkpoint]:
+        """Newest first. What lies at or above a later incarnation's checkpoint belongs to a branch it abandoned."""
+        below = None
         for path in self._newest_first():
             try:
-                return read_checkpoint(path)
+                found = read_checkpoint(path)
             except CheckpointError as error:
                 log.warning("%s Looking for an older one.", error)
-        return None
+                continue
+            if below is None or found.state.step < below:
+                below = found.state.step
+                yield found
 
     def write(self, backend: "Backend", state: LearnerState) -> Path:
         """Collective. Durable when it returns; then, and only then, all but the newest `keep` are deleted."""
@@ -120,7 +136,7 @@ def put_in_place(written: Path, directory: Path) -> None:
     if directory.exists():
         directory.rename(replaced)
     written.rename(directory)
-    _sync(directory.parent)
+    sync(directory.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -128,8 +144,8 @@ def sync_tree(directory: Path) -> None:
     """Wait until every file and folder in it is on the disk."""
     for folder, _, files in os.walk(directory):
         for name in files:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
+            sync(Path(folder, name))
+        sync(Path(folder))
 
 
 @contextmanager
@@ -174,7 +190,8 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until this file, or this folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -112,10 +112,14 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When the learner's state is made durable. Trained payloads stay in the broker until then."""
+    """When the learner's state is made durable, and what is kept of how it came about."""
 
     every_steps: Annotated[int, Meta(ge=1, description="steps between checkpoints")] = 20
     keep: Annotated[int, Meta(ge=1, description="newest checkpoints kept on disk")] = 2
+    log_bytes: Annotated[
+        int,
+        Meta(ge=0, description="the experience log, from which steps are trained again, is kept this small; 0: off"),
+    ] = 8 << 30
 
 
 class SftPhaseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,8 @@
 """The learner's side of the broker, on rank 0: feed prompts, take batches, commit them, and outlive the server.
 
 Every verb is repeated over server outages until it succeeds. After a server restart the learner first re-asserts what
-it must not let the server forget: the announced version, what it has committed, what it has taken.
+it must not let the server forget: the announced version, what it has committed, what it has taken. Every batch is
+logged before it is trained; one that the broker has lost, and one that it has settled, is trained again from the log.
 """
 
 import logging
@@ -15,10 +16,13 @@ import torch
 
 from broker import BlockingBroker
 from broker.batches import Claim
-from broker.errors import BrokerUnavailableError, ServerRestartedError
+from broker.errors import BrokerUnavailableError, HeadwayError, RunNotFoundError, ServerRestartedError
 from broker.schema import Group, Probe, RunStatus, StepMetrics, TrajectoryId, WeightVersion
 from weightsync.publisher import Publisher
 
+from .drift import DriftWatch
+from .experience_log import ExperienceLog
+from .logged_batch import tids_of
 from .prompts.cursor import PromptCursor
 
 log = logging.getLogger(__name__)
@@ -48,6 +52,10 @@ class NeedsLearner(Exception):  # noqa: N818 - no error: the loop goes on from h
         self.what = what
 
 
+class LostExperienceError(HeadwayError):
+    """A batch that the log had promised to hold is gone."""
+
+
 class Experience:
     """What the learner trains on, as a stream of pinned batches."""
 
@@ -57,6 +65,7 @@ class Experience:
         claim: Claim,
         publisher: Publisher,
         cursor: PromptCursor,
+        experience_log: ExperienceLog,
         *,
         groups_per_step: int,
         max_lag: int,
@@ -66,6 +75,7 @@ class Experience:
         self._blocking = blocking
         self._publisher = publisher
         self._cursor = cursor
+        self._log = experience_log
         self._groups_per_step = groups_per_step
         self._max_lag = max_lag
         self._should_stop = should_stop
@@ -74,23 +84,33 @@ class Experience:
         self._announced: WeightVersion | None = None
         self._is_down = False
         self._is_feed_closed = False
+        self._fed_again_to = ""
         self._is_replay_lost = False
+        self._drift = DriftWatch()
+        self._replayed_to = 0
+        """Steps below it are trained from the log, whatever the broker has."""
+        self._promised_to = 0
+        """And below it, those that nobody can generate any more."""
+        self._committed_step = claim.committed_step
+
+    def replay(self, steps: range) -> None:
+        """Train these from the log, which holds them: the broker has settled or lost them, and gives them to nobody."""
+        self._promised_to = min(steps.stop, self._committed_step)
+        with suppress(Interrupted):
+            self._replay(steps)
 
     def take(self, step: int) -> list[Group] | None:
         """The batch of `step`, waiting for it; the same one however often it is asked for. None: nothing will come."""
         self._feed()
         until = time.monotonic() + PATIENCE_S
-        while True:
-            batch = self._insist(lambda: self._blocking.broker.batches.take(self.owner, step, self._groups_per_step))
-            if batch is not None:
-                break
+        while (groups := self._logged(step)) is None and (groups := self._pinned(step)) is None:
             if self._should_stop():
                 raise Interrupted
-            self._ask_for_help(self._blocking.broker.batches.waiting_for, until)
+            self._ask_for_help(step, until)
             time.sleep(POLL_S)
             self._feed()
-        self._taken[step] = tuple(t.tid for group in batch.groups for t in group.trajectories)
-        return list(batch.groups) or None
+        self._taken[step] = tids_of(groups)
+        return groups or None
 
     def commit(self, step: int) -> None:
         """A durable checkpoint contains every step below `step`: what they trained may be forgotten."""
@@ -100,13 +120,20 @@ class Experience:
             self._insist(lambda: self._blocking.broker.batches.commit(self.owner, step, done, watermark))
         self._taken = {s: tids for s, tids in self._taken.items() if s >= step}
         self._committed.extend(done)
+        if (status := self.status()) is not None:
+            self._drift.look(status)
+
+    def mark_dropped(self) -> None:
+        """Before a checkpoint: what the broker has dropped by a stated rule is done with, for the cursor too."""
+        with suppress(Interrupted):
+            self._cursor.mark_trained(self._insist(self._blocking.broker.batches.settled_without_training))
 
     def publish(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> None:
         """Broadcast and announce `version`; the tensors are iterated once, whatever happens to the server."""
         staged = self._publisher.stage(tensors)
         with suppress(Interrupted):
             report = self._outlive(lambda: self._publisher.publish(version, staged, probe))
-            self._announced = version
+            self._announced, self._is_replay_lost = version, False
             if report.failed:
                 log.warning(
                     "Version %d.%d: %s. Workers left out pull it.", version.incarnation, version.step, report.failed
@@ -123,8 +150,8 @@ class Experience:
             self._insist(lambda: self._blocking.broker.status.set_state(self.owner, state))
 
     def status(self) -> RunStatus | None:
-        """One look at the run; None where the server is away and the learner was asked to stop."""
-        with suppress(Interrupted):
+        """One look at the run; None where the server has forgotten it, or is away and the learner was asked to stop."""
+        with suppress(Interrupted, RunNotFoundError):
             return self._insist(self._blocking.broker.status.snapshot)
         return None
 
@@ -152,19 +179,61 @@ class Experience:
                 self._is_down = False
                 return result
 
-    def _ask_for_help(self, waiting_for: str, until: float) -> None:
+    def _logged(self, step: int) -> list[Group] | None:
+        """The batch of a step that is replayed from the log; None: ask the broker."""
+        if step >= self._replayed_to:
+            return None
+        groups = self._log.read(step)
+        if groups is None and step < self._promised_to:
+            raise LostExperienceError(
+                f"The experience log held step {step} when this learner started, and does not any more. Start it again"
+                " with --resume: what the log lacks is then generated anew."
+            )
+        return groups
+
+    def _pinned(self, step: int) -> list[Group] | None:
+        """The batch that the broker has pinned to `step`, logged; None while there is none, or not all of it."""
+        batch = self._insist(lambda: self._blocking.broker.batches.take(self.owner, step, self._groups_per_step))
+        if batch is None:
+            return None
+        groups = list(batch.groups)
+        if set(tids_of(groups)) < set(self._log.tids(step)):
+            self._is_replay_lost = True  # the server has lost some of what was trained
+            return None
+        if groups:
+            self._log.record(step, groups)
+        return groups
+
+    def _ask_for_help(self, step: int, until: float) -> None:
+        waiting_for = self._blocking.broker.batches.waiting_for
         if waiting_for in ("rewind", "announce") or self._is_replay_lost:
             self._is_replay_lost = False
-            raise NeedsLearner("rewind")
+            if not self._replay_what_is_lost(step):
+                raise NeedsLearner("rewind")
+            return
         if waiting_for == "bytes" and self._taken:
             raise NeedsLearner("bytes")
         if time.monotonic() > until:
             raise NeedsLearner("time")
 
+    def _replay_what_is_lost(self, step: int) -> bool:
+        """The broker no longer has the batches to replay: if the log does, nobody is to generate them again."""
+        held = range(step, self._log.held_until(step))
+        if held:
+            log.warning("The broker has lost the batch of step %d; %d are replayed from the log.", step, len(held))
+            self._replay(held)
+        return bool(held)
+
+    def _replay(self, steps: range) -> None:
+        self._replayed_to = steps.stop
+        self._taken |= {step: self._log.tids(step) for step in steps}
+        self._tell_again()
+
     def _feed(self) -> None:
         """Keep the pool ahead of admission, which runs max_lag + 1 steps ahead of training."""
         wanted = (self._max_lag + 2) * self._groups_per_step
-        ahead = 0 if self._cursor.is_exhausted else self._insist(self._blocking.broker.prompts.fed_ahead)
+        ahead, has_lost = self._insist(self._blocking.broker.prompts.waiting)
+        self._feed_lost(has_lost)
         if not self._cursor.is_exhausted and ahead < wanted // 2:
             prompts = self._cursor.next(wanted - ahead)
             self._insist(lambda: self._blocking.broker.prompts.feed(prompts, self.owner))
@@ -172,13 +241,25 @@ class Experience:
             self._insist(lambda: self._blocking.broker.prompts.close_feed(self.owner))
             self._is_feed_closed = True
 
+    def _feed_lost(self, has_lost: bool) -> None:
+        """Where the server has lost prompts, feed again what was fed; a resumed learner has yet to come to some."""
+        if not has_lost:
+            self._fed_again_to = ""
+        elif self._fed_again_to != self._cursor.position:
+            prompts = self._cursor.fed_before()
+            self._insist(lambda: self._blocking.broker.prompts.feed(prompts, self.owner))
+            self._fed_again_to = self._cursor.position
+
     def _reassert(self) -> None:
         log.warning("The broker's server was restarted; telling it what has been announced, taken and trained.")
+        self._tell_again()
+        self._is_replay_lost = self._announced is None  # a server that forgot what is replayed cannot deliver it
+        self._cursor.feed_again()
+        self._is_feed_closed = False
+
+    def _tell_again(self) -> None:
         self._insist(
             lambda: self._blocking.broker.batches.reassert(
                 self.owner, announced=self._announced, committed_groups=list(self._committed), pinned=self._taken
             )
         )
-        self._is_replay_lost = self._announced is None  # a server that forgot what is replayed cannot deliver it
-        self._cursor.feed_again()
-        self._is_feed_closed = False

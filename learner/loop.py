@@ -56,6 +56,8 @@ class LoopConfig:
     probe_tolerance: float
     caught_up_at: int = 0
     """The highest step announced before this learner took over."""
+    is_branch: bool = False
+    """It goes on from another checkpoint than the latest: a new one says so, whatever happens next."""
 
 
 @dataclass(kw_only=True)
@@ -75,10 +77,12 @@ class Learner:
 
     def __post_init__(self) -> None:
         self._caught_up_at = self.config.caught_up_at
-        self._saved_step = self.version.step
+        self._saved_step = -1 if self.config.is_branch else self.version.step
 
     def run(self) -> bool:
         """Train to the last step or the last prompt, or until asked to stop (False); the end is a checkpoint."""
+        if self.config.is_branch:
+            self.commit()
         self.publish()
         while self.version.step < self.config.steps:
             watch = Stopwatch()
@@ -152,6 +156,8 @@ class Learner:
         """Make the state durable, then let the broker forget what it was trained on."""
         if self.version.step == self._saved_step:
             return
+        if self.experience is not None:
+            self.experience.mark_dropped()
         state = LearnerState(incarnation=self.version.incarnation, step=self.version.step, cursor=self.cursor.state())
         self.checkpoints.write(self.backend, state)
         self._saved_step = self.version.step

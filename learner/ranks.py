@@ -9,24 +9,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from broker.codec import decode, decode_trajectory, encode, encode_trajectory
-from broker.schema import Group, Prompt
+from broker.schema import Group
 
-
-class _GroupFrames(msgspec.Struct, frozen=True, array_like=True):
-    """A group as the broker's own frames."""
-
-    prompt: bytes
-    round: int
-    trajectories: list[bytes]
-
-    @classmethod
-    def of(cls, group: Group) -> "_GroupFrames":
-        return cls(encode(group.prompt), group.round, [encode_trajectory(t) for t in group.trajectories])
-
-    def group(self) -> Group:
-        trajectories = tuple(decode_trajectory(frame) for frame in self.trajectories)
-        return Group(prompt=decode(self.prompt, Prompt), round=self.round, trajectories=trajectories)
+from .group_frames import GroupFrames
 
 
 class Ranks:
@@ -44,9 +29,9 @@ class Ranks:
         """Rank 0's groups, on every rank. None (nothing will come) arrives as an empty list."""
         if self.world_size == 1:
             return list(groups or ())
-        frames = [_GroupFrames.of(group) for group in groups or ()]
+        frames = [GroupFrames.of(group) for group in groups or ()]
         received = self.share_bytes(msgspec.msgpack.encode(frames))
-        return [frames.group() for frames in msgspec.msgpack.decode(received, type=list[_GroupFrames])]
+        return [frames.group() for frames in msgspec.msgpack.decode(received, type=list[GroupFrames])]
 
     def share_bytes(self, payload: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""

@@ -61,6 +61,16 @@ class PromptCursor:
         """The first group that is not trained; all before it are."""
         return group_at(self._watermark)
 
+    @property
+    def trained_beyond(self) -> tuple[str, ...]:
+        """The groups after the watermark that are trained."""
+        return tuple(group_at(place) for place in sorted(self._trained))
+
+    @property
+    def position(self) -> str:
+        """The group to feed next."""
+        return group_at(self._next)
+
     def next(self, count: int) -> list[Prompt]:
         """The next prompts to feed, `count` of them unless the last epoch ends before.
 
@@ -80,6 +90,15 @@ class PromptCursor:
         """Go back to the watermark: the broker has forgotten what it was fed, or may have."""
         self._next = self._settled(self._watermark)
 
+    def fed_before(self) -> list[Prompt]:
+        """Again all from the watermark to where the feed stands, without those trained."""
+        end = self._next
+        self.feed_again()
+        prompts: list[Prompt] = []
+        while self._next < end:
+            prompts += self.next(1)
+        return prompts
+
     def mark_trained(self, groups: Iterable[str]) -> None:
         """These groups are done with: trained, or dropped by a stated rule. Repeating is harmless."""
         self._trained |= {place for place in map(place_of, groups) if place >= self._watermark}
@@ -96,7 +115,7 @@ class PromptCursor:
         return {
             "epoch": epoch,
             "position": position,
-            "trained": [group_at(place) for place in sorted(self._trained)],
+            "trained": list(self.trained_beyond),
         }
 
     def _fits(self, prompt: Prompt) -> bool:

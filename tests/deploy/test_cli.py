@@ -18,7 +18,7 @@ from deploy.run_directory import held
 
 from .runs import step_metrics, worker
 
-COMMANDS = ["run", "broker", "learner", "workers", "status", "sft", "eval", "doctor", "worker"]
+COMMANDS = ["run", "broker", "learner", "workers", "status", "sft", "eval", "replay", "runs", "acl", "doctor", "worker"]
 NOWHERE = "redis://127.0.0.1:1"
 
 
@@ -82,6 +82,11 @@ def test_help_names_every_command_but_the_internal_one(tmp_path: Path) -> None:
             ["run", "arithmetic.yaml", "--resume"],
             "There is no run to resume in runs/arithmetic. Start it without --resume.",
         ),
+        (
+            ["run", "arithmetic.yaml", "--resume", "--rewind-to", "5"],
+            "There is no checkpoint at step 5 to rewind to: there is none.",
+        ),
+        (["replay", "x"], "There is no run 'x': neither x nor runs/x holds a config.yaml."),
         (["status"], "No run is going on below "),
         (["status", "--broker", NOWHERE, "--run", "x"], f"No answer from the broker at {NOWHERE} "),
         (["broker", "--url", NOWHERE], f"No answer from the broker at {NOWHERE} "),

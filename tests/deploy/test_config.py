@@ -189,7 +189,8 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
         ),
         (
             ["broker.url=localhost:6379"],
-            "broker.url is 'localhost:6379'; expected embedded, redis://host:port, rediss://host:port, redis+cluster://host:port, rediss+cluster://host:port or unix:///path.",
+            "broker.url is 'localhost:6379'; expected embedded, redis://host:port, rediss://host:port,"
+            " redis+cluster://host:port, rediss+cluster://host:port or unix:///path.",
         ),
     ],
 )

@@ -1,9 +1,6 @@
 import logging
 import random
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +12,7 @@ from learner.backends import open_backend
 from learner.backends.fsdp.backend import FsdpBackend
 from learner.checkpoint import CheckpointError, CheckpointStore, LearnerState
 from learner.packing import pack
+from tests.learner.full_disk import no_file_larger_than
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
 
@@ -114,6 +112,16 @@ def test_latest_is_the_highest_incarnation_then_step(backend: FsdpBackend, tmp_p
     assert latest.state == state(2, 10)
 
 
+def test_the_lineage_leaves_out_what_a_later_incarnation_abandoned(backend: FsdpBackend, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=10)
+    assert (store.lineage(), store.oldest_step()) == ([], 0)
+    for incarnation, step in ((1, 4), (1, 8), (1, 20), (2, 8), (2, 12), (3, 16)):
+        store.write(backend, state(incarnation, step))
+    marks = [(one.state.incarnation, one.state.step) for one in store.lineage()]
+    assert marks == [(1, 4), (2, 8), (2, 12), (3, 16)]
+    assert store.oldest_step() == 4
+
+
 def test_only_the_newest_are_kept(backend: FsdpBackend, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for incarnation, step in ((1, 10), (1, 20), (2, 15), (2, 30)):
@@ -148,17 +156,6 @@ def test_damaged_checkpoints_are_skipped_and_said_so(
     assert (f"{broken} is not whole" in caplog.text) is (damage != "unfinished")
     store.write(backend, state(1, 30))
     assert names(tmp_path) == ["1/step_10", "1/step_30"]
-
-
-@contextmanager
-def no_file_larger_than(size: int) -> Iterator[None]:
-    """The kernel refuses to write on, as a full disk does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("room", [0, 3000, 40_000])

@@ -7,18 +7,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from broker import BlockingBroker
 from broker.batches import CheckpointMark
-from broker.schema import Probe, RunRules, WeightVersion
+from broker.leases import SubmitOutcome
+from broker.schema import Group, Probe, RunRules, Tallies, WeightVersion
 from broker.server import EmbeddedServer
 from learner.config import ModelConfig, PromptsConfig, RandomModelConfig
+from learner.drift import DriftWatch, length_drift
 from learner.experience import Experience, Interrupted, NeedsLearner
+from learner.experience_log import ExperienceLog
+from learner.logged_batch import tids_of
 from learner.model import load_tokenizer
 from learner.prompts import open_prompts
 from learner.prompts.cursor import PromptCursor
+from tests.broker.scenario import trajectory
+from tests.deploy.runs import run_status
 from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher
 
@@ -38,14 +45,19 @@ def after(polls: int) -> Callable[[], bool]:
 
 @contextmanager
 def experience(
-    url: str, checkpoint: CheckpointMark, should_stop: Callable[[], bool], epochs_of: Path | None = None
+    url: str,
+    checkpoint: CheckpointMark,
+    should_stop: Callable[[], bool],
+    epochs_of: Path | None = None,
+    logged: Path = Path("/nowhere"),
+    rules: RunRules = RULES,
 ) -> Iterator[tuple[Experience, BlockingBroker]]:
     kind = {"kind": "jsonl", "path": str(epochs_of), "epochs": 1} if epochs_of else {"kind": "arithmetic"}
     prompts = open_prompts(PromptsConfig(**kind), TOKENIZER, seed=0)  # type: ignore[arg-type]
     cursor = PromptCursor(prompts, num_samples=2, seed=0, epochs=1 if epochs_of else 0)
     blocking = BlockingBroker(url, "run", timeout_s=2.0)
     claim = blocking.call(
-        blocking.broker.batches.claim(checkpoint=checkpoint, rules=RULES, config=b"", resume=checkpoint.step > 0)
+        blocking.broker.batches.claim(checkpoint=checkpoint, rules=rules, config=b"", resume=checkpoint.step > 0)
     )
     publisher = Publisher(blocking, claim.owner, WeightsConfig(broadcast_timeout_s=2.0))
     try:
@@ -55,6 +67,7 @@ def experience(
                 claim,
                 publisher,
                 cursor,
+                ExperienceLog(logged, 1 << 20),
                 groups_per_step=GROUPS_PER_STEP,
                 max_lag=MAX_LAG,
                 should_stop=should_stop,
@@ -83,7 +96,7 @@ def test_it_feeds_ahead_of_admission_and_ends_when_asked_to(url: str) -> None:
         publish(learner, 0)
         with pytest.raises(Interrupted):
             learner.take(0)
-        assert blocking.call(blocking.broker.prompts.fed_ahead()) == (MAX_LAG + 2) * GROUPS_PER_STEP
+        assert blocking.call(blocking.broker.prompts.waiting())[0] == (MAX_LAG + 2) * GROUPS_PER_STEP
 
 
 def test_a_server_that_forgot_what_is_replayed_makes_us_publish(server: EmbeddedServer, tmp_path: Path) -> None:
@@ -109,7 +122,7 @@ def test_a_restarted_server_is_told_the_newest_version_and_fed_again(server: Emb
         assert blocking.call(blocking.broker.versions.current())[1] == WeightVersion(1, 3)
         with pytest.raises(Interrupted):
             learner.take(3)
-        assert blocking.call(blocking.broker.prompts.fed_ahead()) >= MAX_LAG * GROUPS_PER_STEP
+        assert blocking.call(blocking.broker.prompts.waiting())[0] >= MAX_LAG * GROUPS_PER_STEP
 
 
 def test_a_finite_feed_is_closed_so_that_it_can_be_exhausted(url: str, tmp_path: Path) -> None:
@@ -130,3 +143,122 @@ def test_a_stopping_learner_does_not_wait_for_a_dead_server(server: EmbeddedServ
         assert learner.status() is None
         with pytest.raises(Interrupted):
             learner.take(1)
+
+
+def generate(blocking: BlockingBroker, step: int, groups: int) -> list[str]:
+    """A worker with the weights of `step` finishes so many groups of two samples; their names."""
+    version = WeightVersion(1, step)
+    leases = blocking.call(blocking.broker.leases.lease("w", version, 2 * groups, 30.0)).leases
+    for lease in leases:
+        assert blocking.call(blocking.broker.leases.submit(lease, trajectory(lease, step))) is SubmitOutcome.ACCEPTED
+    return sorted({lease.tid.group for lease in leases})
+
+
+def take(learner: Experience, step: int) -> list[Group]:
+    groups = learner.take(step)
+    assert groups is not None
+    return groups
+
+
+def train_two_steps(url: str, logged: Path) -> list[Group]:
+    """A learner that is gone afterwards announced step 2; the batch of step 1."""
+    with experience(url, CheckpointMark(0, 0), after(1), logged=logged) as (learner, blocking):
+        publish(learner, 0)
+        with pytest.raises(Interrupted):
+            learner.take(0)
+        assert len(generate(blocking, 0, 2 * GROUPS_PER_STEP)) == 2 * GROUPS_PER_STEP
+        take(learner, 0)
+        batch = take(learner, 1)
+        publish(learner, 2)
+        return batch
+
+
+def test_a_batch_that_the_server_forgot_is_trained_from_the_log(server: EmbeddedServer, tmp_path: Path) -> None:
+    batch = train_two_steps(server.url, tmp_path / "log")
+    with experience(server.url, CheckpointMark(1, 1), after(3), logged=tmp_path / "log") as (resumed, blocking):
+        forget_everything(server, tmp_path / "server")
+        assert tids_of(take(resumed, 1)) == tids_of(batch)
+        pinned = blocking.call(blocking.broker._connection.execute("LRANGE", blocking_key(blocking, "batch:1"), 0, -1))
+        assert [name.decode() for name in pinned] == [group.prompt.group for group in batch]
+        with pytest.raises(NeedsLearner, match="rewind"):  # the log ends here
+            resumed.take(2)
+        publish(resumed, 2)
+        free = blocking.call(blocking.broker.leases.lease("w", WeightVersion(2, 2), 100, 30.0)).leases
+        assert free
+        assert {lease.tid.group for lease in free}.isdisjoint(tid.group for tid in tids_of(batch))
+
+
+def test_a_batch_of_which_the_server_lost_a_part_is_trained_whole(url: str, tmp_path: Path) -> None:
+    batch = train_two_steps(url, tmp_path)
+    with experience(url, CheckpointMark(1, 1), after(100), logged=tmp_path) as (resumed, blocking):
+        group = batch[2].prompt.group
+        (name, *_) = blocking.call(blocking.broker._connection.scan(blocking_key(blocking, f"payload:{group}:*")))
+        blocking.call(blocking.broker._connection.execute("UNLINK", name))
+        assert tids_of(take(resumed, 1)) == tids_of(batch)
+        assert blocking.call(blocking.broker.status.snapshot()).queues.retry == 0  # nobody generates it again
+
+
+def test_without_a_log_what_is_lost_is_a_rewind(server: EmbeddedServer, tmp_path: Path) -> None:
+    train_two_steps(server.url, tmp_path / "log")
+    (tmp_path / "log" / "step_1.zst").write_bytes(b"damaged")
+    with experience(server.url, CheckpointMark(1, 1), after(3), logged=tmp_path / "log") as (resumed, _):
+        forget_everything(server, tmp_path / "server")
+        with pytest.raises(NeedsLearner, match="rewind"):
+            resumed.take(1)
+
+
+def test_groups_that_were_dropped_do_not_hold_the_watermark_back(url: str) -> None:
+    rules = RunRules(max_lag=MAX_LAG, groups_per_step=GROUPS_PER_STEP, on_over_bound="drop")
+    with experience(url, CheckpointMark(0, 0), after(1), rules=rules) as (learner, blocking):
+        publish(learner, 0)
+        with pytest.raises(Interrupted):
+            learner.take(0)
+        assert len(generate(blocking, 0, 2 * GROUPS_PER_STEP)) == 2 * GROUPS_PER_STEP
+        trained = [group.prompt.group for group in take(learner, 0)]
+        publish(learner, MAX_LAG + 1)
+        with pytest.raises(Interrupted):
+            learner.take(MAX_LAG + 1)  # for which the others are too old
+        learner._cursor.mark_trained(trained)
+        assert learner._cursor.watermark == f"0000-{GROUPS_PER_STEP:08d}"
+        learner.mark_dropped()
+        assert learner._cursor.state() == {"epoch": 0, "position": 2 * GROUPS_PER_STEP, "trained": []}
+
+
+def test_a_prompt_that_the_server_lost_is_fed_again(url: str) -> None:
+    with experience(url, CheckpointMark(0, 0), after(2)) as (learner, blocking):
+        publish(learner, 0)
+        with pytest.raises(Interrupted):
+            learner.take(0)
+        lost = "0000-00000001"
+        blocking.call(blocking.broker._connection.execute("SET", blocking_key(blocking, f"prompt:{lost}"), b"junk"))
+        assert lost not in generate(blocking, 0, 2)
+        assert blocking.call(blocking.broker.prompts.waiting())[1]
+        with pytest.raises(Interrupted):
+            learner.take(0)
+        assert not blocking.call(blocking.broker.prompts.waiting())[1]
+        assert lost in generate(blocking, 0, 2)
+
+
+def blocking_key(blocking: BlockingBroker, name: str) -> str:
+    return blocking.broker._connection.keys(name)
+
+
+def test_drift_is_the_distance_that_what_is_in_flight_cannot_explain() -> None:
+    assert length_drift({}, {}, 0) == 0
+    assert length_drift({8: 30, 16: 10}, {8: 300, 16: 100}, 0) == 0
+    assert length_drift({8: 50, 16: 50}, {8: 50}, 0) == pytest.approx(0.5)
+    assert length_drift({8: 50, 16: 50}, {8: 50}, 50) == 0  # the long ones may be on their way
+    assert length_drift({8: 50, 16: 50}, {8: 50}, 20) == pytest.approx(0.3)
+
+
+def test_a_drift_is_said_once_and_again_when_it_has_grown(caplog: pytest.LogCaptureFixture) -> None:
+    watch = DriftWatch()
+    status = run_status()
+    for long, said in ((5, 0), (60, 1), (60, 1), (61, 1), (90, 2)):
+        dispatched = {16: 1000 - 10 * long, 512: 10 * long}
+        tallies = Tallies(dispatched_by_prompt_length=dispatched, trained_by_prompt_length={16: 256})
+        watch.look(msgspec.structs.replace(status, tallies=tallies))
+        assert caplog.text.count("differ in length") == said
+    few = Tallies(dispatched_by_prompt_length={512: 1000}, trained_by_prompt_length={16: 255})
+    DriftWatch().look(msgspec.structs.replace(status, tallies=few))
+    assert caplog.text.count("differ in length") == 2

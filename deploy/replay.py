@@ -1,0 +1,162 @@
+"""`headway replay`: a run's learner over again from its experience log, offline, with the same settings or others.
+
+runs/RUN/replays/NAME/    metrics.jsonl  trained.jsonl  summary.json  model/
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from broker.errors import ConfigError
+from broker.schema import StepMetrics
+from learner.backends.base import Backend
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.config import AlgorithmConfig, preset_defaults
+from learner.experience_log import ExperienceLog
+from learner.loop import Step
+from learner.ranks import Ranks
+from learner.replay import ReplayError, replay
+from learner.weights_digest import saved_tensors, weights_digest
+
+from .backend import recipe_backend
+from .comparison import ComparedWeights, Comparison, changed_settings
+from .config import load_recipe, with_overrides
+from .local import after_warm_up
+from .observer import step_metrics
+from .recipe import Recipe
+from .report import METRICS, RunWriter, lineage, read_lines, summarize
+from .run_directory import CHECKPOINTS, CONFIG, EXPERIENCE, REPLAYS
+from .training import recipe_updater, seed_generators
+
+log = logging.getLogger(__name__)
+
+
+def find_run(run: str) -> Path:
+    """The directory of that path, else the run of that name below ./runs. Raises ConfigError."""
+    for directory in (Path(run), Path("runs", run)):
+        if (directory / CONFIG).is_file():
+            return directory
+    raise ConfigError(f"There is no run {run!r}: neither {run} nor {Path('runs', run)} holds a {CONFIG}.")
+
+
+def original_recipe(directory: Path) -> Recipe:
+    """What the run in `directory` was told last, wherever the directory is now."""
+    recipe = load_recipe(directory / CONFIG)
+    place = msgspec.structs.replace(recipe.run, directory=str(directory.parent), name=directory.name)
+    return msgspec.structs.replace(recipe, run=place)
+
+
+def replayed_recipe(original: Recipe, preset: str | None, overrides: Sequence[str]) -> Recipe:
+    """The same with the algorithm of a preset, if one is named, and overrides on top. Raises ConfigError."""
+    if preset is None:
+        return with_overrides(original, overrides)
+    algorithm = msgspec.convert({**preset_defaults(preset), "preset": preset}, AlgorithmConfig)
+    chosen = msgspec.structs.replace(original, algorithm=algorithm)
+    return with_overrides(chosen, (f"algorithm.preset={preset}", *overrides))
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """One replay in this process, whatever number of ranks the run's learner had."""
+
+    original: Recipe
+    recipe: Recipe
+    first_step: int
+    steps: int | None
+    """At most so many; None: all that were logged."""
+
+    def __post_init__(self) -> None:
+        directory = self.original.run_directory
+        self._log = ExperienceLog(directory / EXPERIENCE)
+        self._checkpoints = {
+            checkpoint.state.step: checkpoint
+            for checkpoint in CheckpointStore(directory / CHECKPOINTS, self.original.checkpoint.keep).lineage()
+        }
+        self._before = {step.step: step for step in lineage(read_lines(directory / METRICS, StepMetrics))}
+        self._output = _free_directory(directory / REPLAYS / self.recipe.algorithm.preset)
+
+    def run(self) -> Comparison:
+        """Train, write what a run leaves, and compare. Raises ReplayError where the log or a checkpoint is missing."""
+        start, steps = self._start(), self._range()
+        torch.set_num_threads(self.recipe.learner.threads)
+        seed_generators(self.recipe.run.seed)
+        recipe = after_warm_up(self.recipe)
+        backend = recipe_backend(recipe)
+        if start is not None:
+            backend.load(start.path)
+        updater = recipe_updater(recipe, backend, Ranks(backend.rank, backend.world_size))
+        writer, weights, metrics = RunWriter(self._output), [], []
+        started = time.monotonic()
+        for step in replay(updater, self._log, steps):
+            metrics.append(_write(writer, step, steps.stop, time.monotonic() - started))
+            weights += self._compared(backend, step.version.step + 1)
+        summarize(self._output, {"max_lag_allowed": recipe.staleness.max_lag})
+        backend.save(self._output / "model")
+        return self._comparison(metrics, weights)
+
+    def _start(self) -> Checkpoint | None:
+        """None: the run's first weights."""
+        if self.first_step and self.first_step not in self._checkpoints:
+            raise ReplayError(
+                f"There is no checkpoint at step {self.first_step} to start from; --from can be"
+                f" {', '.join(map(str, (0, *self._checkpoints)))}."
+            )
+        return self._checkpoints.get(self.first_step) if self.first_step else None
+
+    def _range(self) -> range:
+        """The steps that were trained, as far as the log holds them."""
+        stop = min(self._log.held_until(self.first_step), 1 + max(self._before, default=-1))
+        if stop <= self.first_step:
+            held = ", ".join(str(step) for step in self._checkpoints if self._log.held_until(step) > step)
+            raise ReplayError(
+                f"The experience log of {self.original.run_directory} does not hold step {self.first_step}"
+                f" (checkpoint.log_bytes is its limit). --from can be: {held or 'none of the checkpoints'}."
+            )
+        return range(self.first_step, stop if self.steps is None else min(stop, self.first_step + self.steps))
+
+    def _compared(self, backend: Backend, step: int) -> list[ComparedWeights]:
+        if step not in self._checkpoints:
+            return []
+        path = self._checkpoints[step].path
+        return [
+            ComparedWeights(
+                step=step,
+                checkpoint=str(path),
+                replayed_digest=weights_digest(backend.named_tensors()),
+                original_digest=weights_digest(saved_tensors(path)),
+            )
+        ]
+
+    def _comparison(self, metrics: Sequence[StepMetrics], weights: Sequence[ComparedWeights]) -> Comparison:
+        return Comparison(
+            run=self.original.run.name,
+            directory=str(self._output),
+            changed=changed_settings(self.original, self.recipe),
+            ranks=self.original.learner.processes,
+            replayed=tuple(metrics),
+            original=self._before,
+            weights=tuple(weights),
+        )
+
+
+def _write(writer: RunWriter, step: Step, total_steps: int, time_s: float) -> StepMetrics:
+    metrics = step_metrics(step, total_steps, time_s)
+    writer.write_step(metrics)
+    tids = [trajectory.tid for group in step.groups for trajectory in group.trajectories]
+    writer.write_trained(0, metrics.step, tids, metrics.step - metrics.lag_max)
+    log.info("step %d/%d  loss %s  grad norm %s", metrics.step + 1, total_steps, metrics.loss, metrics.grad_norm)
+    return metrics
+
+
+def _free_directory(wanted: Path) -> Path:
+    """The first of NAME, NAME-2, NAME-3 ... that is not there."""
+    number, path = 1, wanted
+    while path.exists():
+        number += 1
+        path = wanted.with_name(f"{wanted.name}-{number}")
+    return path

@@ -1,0 +1,57 @@
+"""Does training see the prompts that were asked for, or do long ones get lost on the way?
+
+What is thrown away under load is seldom drawn by lot: long prompts have long answers, which expire, are trimmed or grow
+too old first. Then the model is trained on another distribution than its prompts', without a word.
+"""
+
+import logging
+from collections.abc import Mapping
+
+from broker.schema import RunStatus
+
+log = logging.getLogger(__name__)
+
+WARN_ABOVE, WARN_AGAIN = 0.1, 0.05
+"""A distance that is worth a word, and how much more is worth another."""
+FEWEST_GROUPS = 256
+"""Below, chance alone could make a difference of that size."""
+
+
+def length_drift(dispatched: Mapping[int, int], trained: Mapping[int, int], in_flight: int) -> float:
+    """How far apart the lengths of what was settled and of what was trained are at least: 0 (alike) to 1.
+
+    The total variation distance of the two histograms, less the share of dispatched groups that are in flight: whatever
+    these are, leaving them out moves the first histogram by no more (triangle inequality).
+    """
+    begun, done = sum(dispatched.values()), sum(trained.values())
+    if not begun or not done:
+        return 0.0
+    lengths = dispatched.keys() | trained.keys()
+    distance = sum(abs(dispatched.get(n, 0) / begun - trained.get(n, 0) / done) for n in lengths) / 2
+    return max(0.0, distance - min(1.0, in_flight / begun))
+
+
+class DriftWatch:
+    """Warns of a drift once, and again only when it has grown."""
+
+    def __init__(self) -> None:
+        self._warn_above = WARN_ABOVE
+
+    def look(self, status: RunStatus) -> None:
+        """At the run as it is now."""
+        tallies, queues = status.tallies, status.queues
+        if sum(tallies.trained_by_prompt_length.values()) < FEWEST_GROUPS:
+            return
+        in_flight = queues.open + queues.ready + queues.pinned
+        drift = length_drift(tallies.dispatched_by_prompt_length, tallies.trained_by_prompt_length, in_flight)
+        if drift <= self._warn_above:
+            return
+        self._warn_above = drift + WARN_AGAIN
+        log.warning(
+            "The prompts that were trained differ in length from those that were begun (total variation distance %.2f;"
+            " groups by length up to a power of two: begun %s, trained %s). Groups are being dropped or trimmed by"
+            " length: see staleness.on_over_bound, staleness.on_straggler and broker.lease_ttl_s.",
+            drift,
+            dict(sorted(tallies.dispatched_by_prompt_length.items())),
+            dict(sorted(tallies.trained_by_prompt_length.items())),
+        )

@@ -1,0 +1,23 @@
+"""Groups as bytes: the broker's own frames, checked again by whoever decodes them."""
+
+import msgspec
+
+from broker.codec import decode, decode_trajectory, encode, encode_trajectory
+from broker.schema import Group, Prompt
+
+
+class GroupFrames(msgspec.Struct, frozen=True, array_like=True):
+    """A group as it travels between ranks and lies in the experience log."""
+
+    prompt: bytes
+    round: int
+    trajectories: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, group: Group) -> "GroupFrames":
+        return cls(encode(group.prompt), group.round, tuple(encode_trajectory(t) for t in group.trajectories))
+
+    def group(self) -> Group:
+        """Raises FrameError."""
+        trajectories = tuple(decode_trajectory(frame) for frame in self.trajectories)
+        return Group(prompt=decode(self.prompt, Prompt), round=self.round, trajectories=trajectories)

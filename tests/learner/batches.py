@@ -1,0 +1,44 @@
+"""Batches as the broker hands them out, without a broker."""
+
+import numpy as np
+
+from broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from tests.learner.tiny import VOCABULARY
+
+
+def group(number: int, samples: tuple[int, ...] = (0, 1, 2), *, round_: int = 0, step: int = 0) -> Group:
+    """Random, from its number alone. `samples`: those that it has; a trimmed group lacks some."""
+    name = f"0000-{number:08d}"
+    prompt = Prompt(
+        group=name,
+        token_ids=[1, 2, 3 + number % 7],
+        text="1+2",
+        ground_truth="3",
+        data_source="tests",
+        extra_info={"parts": [1, 2.5, None]},
+        num_samples=3,
+    )
+    sampled = tuple(_trajectory(prompt, TrajectoryId(name, round_, sample), step) for sample in samples)
+    return Group(prompt=prompt, round=round_, trajectories=sampled)
+
+
+def _trajectory(prompt: Prompt, tid: TrajectoryId, step: int) -> Trajectory:
+    rng = np.random.default_rng([*str(tid).encode()])
+    length = int(rng.integers(4, 12))
+    return Trajectory(
+        tid=tid,
+        prompt_tokens=np.array(prompt.token_ids, np.int32),
+        response_tokens=rng.integers(0, VOCABULARY, length).astype(np.int32),
+        behavior_logprobs=-rng.uniform(2, 4, length).astype(np.float32),
+        loss_mask=rng.integers(0, 2, length).astype(np.uint8),
+        spans=(VersionSpan(0, length, WeightVersion(1, step)),),
+        reward=float(rng.normal()),
+        rewards={"right": 0.1},
+        finish_reason="stop",
+        worker="w",
+    )
+
+
+def batch(step: int) -> list[Group]:
+    """Two groups, the second trimmed."""
+    return [group(2 * step), group(2 * step + 1, samples=(0, 2))]
