@@ -4,12 +4,14 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 
 VENV := .venv
+BENCH := $(VENV)/bench
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SEED ?= 0
+MINUTES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev demo demo-vllm test check format clean
+.PHONY: help install install-dev demo demo-vllm chaos bench-broker test check format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +44,20 @@ demo: install  ## a small Qwen3-MoE learns arithmetic: warm-up, then asynchronou
 
 demo-vllm: install-dev  ## the same with vLLM for CPUs as the inference engine
 	@$(BIN)/headway run arithmetic-vllm.yaml run.seed=$(SEED) --overwrite
+
+chaos: install  ## kill -9, power loss, cuts and more for MINUTES, then an audit that nothing was lost or trained twice
+	@$(BIN)/python -m benchmarks.chaos --seed $(SEED) --minutes $(MINUTES)
+
+bench-broker: $(BENCH)/.installed  ## the broker against Streams, ZeroMQ, Ray queues and others: figures and whether targets are met
+	@$(BENCH)/bin/python -m benchmarks.broker
+
+# In an environment of its own on top of ours: what we are measured against must not change what we run on.
+$(BENCH)/.installed: $(VENV)/.installed
+	@$(BIN)/python -m venv $(BENCH)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(BENCH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
+	@$(BENCH)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt -e '.[bench]'
+	@touch $@
 
 test: install-dev  ## the whole test suite
 	@$(BIN)/python -m pytest

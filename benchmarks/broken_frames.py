@@ -1,0 +1,318 @@
+"""Frames with something wrong with them: flipped, cut, spliced, their lengths lied about, zstd bombs among them.
+
+Most have a right checksum, so that they reach the inner decoders. Everything is drawn from one `Random`, so the same
+seed makes the same frames.
+"""
+
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import zstandard
+
+from broker import codec
+from broker.schema import (
+    SCHEMA_VERSION,
+    BroadcastGroup,
+    BucketSpec,
+    ModelFiles,
+    Probe,
+    Prompt,
+    QueueDepths,
+    RunRules,
+    RunStatus,
+    Segment,
+    StepMetrics,
+    TensorSpec,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+    WeightManifest,
+    WeightVersion,
+    WorkerInfo,
+)
+
+HEADER = struct.Struct("<4sHHII")
+_NUMBERS = (
+    -1,
+    0,
+    1,
+    2,
+    5,
+    7,
+    255,
+    1 << 16,
+    codec.MAX_TOKENS - 6,
+    codec.MAX_TOKENS,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 40,
+    (1 << 64) - 1,
+)
+_MARKERS = (
+    b"\x00\x01\x7f\x80\x81\x8f\x90\x9f\xa0\xbf\xc0\xc1\xc4\xc6\xc7\xc9\xca\xcb\xcf\xd3\xd6\xdb\xdc\xdd\xde\xdf\xff"
+)
+"""Bytes that mean something to msgpack: lengths, floats, extensions, maps."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One decoder, and valid frames for it."""
+
+    decode: Callable[[bytes], Any]
+    encode: Callable[[Any], bytes]
+    kind: int
+    frames: tuple[bytes, ...]
+
+
+@cache
+def subjects() -> tuple[Subject, ...]:
+    """All decoders that take bytes from the server."""
+    structs = [_subject(kind, values) for kind, values in _structs().items()]
+    trajectories = tuple(map(codec.encode_trajectory, _trajectories()))
+    segments = tuple(map(codec.encode_segment, _segments()))
+    return (
+        Subject(codec.decode_trajectory, codec.encode_trajectory, _kind(trajectories[0]), trajectories),
+        Subject(codec.decode_segment, codec.encode_segment, _kind(segments[0]), segments),
+        *structs,
+    )
+
+
+def broken_frame(chance: Random, subject: Subject) -> bytes:
+    """A valid frame with something done to it; seldom nothing but noise."""
+    shape = chance.random()
+    if shape < 0.02:
+        return chance.randbytes(chance.randrange(64))
+    if shape < 0.06:
+        return _broken_header(chance, chance.choice(subject.frames))
+    if shape < 0.1:
+        return _sealed(subject.kind, chance.randbytes(chance.randrange(64)))
+    if shape < 0.25 and subject in subjects()[:2]:
+        return _sealed(subject.kind, _lying_envelope(chance, chance.choice(subject.frames)))
+    body = bytearray(chance.choice(subject.frames)[HEADER.size :])
+    for _ in range(chance.choice((1, 1, 1, 2, 3, 8))):
+        chance.choice(_EDITS)(chance, body)
+    return _sealed(subject.kind, bytes(body))
+
+
+def _sealed(kind: int, body: bytes) -> bytes:
+    return HEADER.pack(b"HDWY", SCHEMA_VERSION, kind, zlib.crc32(body, SCHEMA_VERSION << 16 | kind), len(body)) + body
+
+
+def _kind(frame: bytes) -> int:
+    kind: int = HEADER.unpack_from(frame)[2]
+    return kind
+
+
+def _broken_header(chance: Random, frame: bytes) -> bytes:
+    broken = bytearray(frame)
+    broken[chance.randrange(HEADER.size)] ^= 1 << chance.randrange(8)
+    return bytes(broken[: chance.randrange(len(broken))]) if chance.random() < 0.5 else bytes(broken)
+
+
+def _flip(chance: Random, body: bytearray) -> None:
+    if body:
+        body[chance.randrange(len(body))] ^= 1 << chance.randrange(8)
+
+
+def _mark(chance: Random, body: bytearray) -> None:
+    if body:
+        body[chance.randrange(len(body))] = chance.choice(_MARKERS)
+
+
+def _write_number(chance: Random, body: bytearray) -> None:
+    at = chance.randrange(len(body) + 1)
+    number = chance.choice(_NUMBERS) % (1 << 32)
+    body[at : at + 4] = number.to_bytes(4, chance.choice(("little", "big")))
+
+
+def _truncate(chance: Random, body: bytearray) -> None:
+    del body[chance.randrange(len(body) + 1) :]
+
+
+def _cut_out(chance: Random, body: bytearray) -> None:
+    at = chance.randrange(len(body) + 1)
+    del body[at : at + chance.randrange(1, 9)]
+
+
+def _insert(chance: Random, body: bytearray) -> None:
+    at = chance.randrange(len(body) + 1)
+    body[at:at] = chance.randbytes(chance.randrange(1, 9))
+
+
+def _splice(chance: Random, body: bytearray) -> None:
+    """From here on the end of another frame, perhaps of another kind."""
+    other = chance.choice(chance.choice(subjects()).frames)
+    body[chance.randrange(len(body) + 1) :] = other[chance.randrange(HEADER.size, len(other)) :]
+
+
+_EDITS: tuple[Callable[[Random, bytearray], None], ...] = (
+    _flip,
+    _flip,
+    _mark,
+    _mark,
+    _write_number,
+    _truncate,
+    _cut_out,
+    _insert,
+    _splice,
+)
+
+
+def _lying_envelope(chance: Random, frame: bytes) -> bytes:
+    """Well-formed but false: lengths, positions and versions that the buffers do not bear out, and zstd bombs."""
+    body = frame[HEADER.size :]
+    end = 4 + int.from_bytes(body[:4], "little")
+    envelope, buffers = msgspec.msgpack.decode(body[4:end]), body[end:]
+    for _ in range(chance.randrange(3)):
+        _lie(chance, envelope)
+    if chance.random() < 0.5:
+        planes = _bomb(chance)
+        buffers, envelope[-1] = planes + buffers[envelope[-1] :] if _is_size(envelope[-1]) else planes, len(planes)
+    packed = msgspec.msgpack.encode(envelope)
+    return len(packed).to_bytes(4, "little") + packed + buffers
+
+
+def _lie(chance: Random, value: list[Any]) -> None:
+    """Another number or kind of thing, here or further in."""
+    at = chance.randrange(len(value))
+    if isinstance(value[at], list) and value[at] and chance.random() < 0.8:
+        _lie(chance, value[at])
+    else:
+        value[at] = chance.choice((*_NUMBERS, 0.5, None, "x", [], {}))
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < 1 << 32
+
+
+def _bomb(chance: Random) -> bytes:
+    frame = bytearray(chance.choice(_bombs()))
+    if chance.random() < 0.5:
+        _flip(chance, frame)
+    return bytes(frame)
+
+
+@cache
+def _bombs() -> tuple[bytes, ...]:
+    """Few bytes that unfold to 64 MiB, or to as many as they should; with the size stated and without."""
+    sizes = (3 * 6, 3 * 9, 3 * codec.MAX_TOKENS, 64 << 20)
+    packers = [zstandard.ZstdCompressor(level=1, write_content_size=stated) for stated in (True, False)]
+    return tuple(packer.compress(bytes(size)) for size in sizes for packer in packers)
+
+
+def _subject(kind: type[Any], values: Sequence[msgspec.Struct]) -> Subject:
+    frames = tuple(map(codec.encode, values))
+    return Subject(partial(codec.decode, kind=kind), codec.encode, _kind(frames[0]), frames)
+
+
+def _trajectories() -> list[Trajectory]:
+    return [_trajectory(*lengths) for lengths in ((3, 6, 1), (3, 6, 3), (0, 1, 1), (40, 300, 7))]
+
+
+def _trajectory(prompt_length: int, length: int, spans: int) -> Trajectory:
+    return Trajectory(
+        tid=TrajectoryId("0000-00000007", 1, 3),
+        prompt_tokens=np.arange(prompt_length, dtype=np.int32),
+        response_tokens=np.arange(length, dtype=np.int32) + 65_500,
+        behavior_logprobs=-np.linspace(0.1, 3, length, dtype=np.float32),
+        loss_mask=np.ones(length, np.uint8),
+        spans=_spans(0, length, spans),
+        reward=0.5,
+        rewards={"exact": 1.0, "length": -0.5},
+        finish_reason="stop",
+        worker="w",
+    )
+
+
+def _segments() -> list[Segment]:
+    return [_segment(*lengths) for lengths in ((0, 0, 1, 1), (0, 0, 9, 2), (3, 200, 64, 1))]
+
+
+def _segment(index: int, start: int, length: int, spans: int) -> Segment:
+    return Segment(
+        tid=TrajectoryId("0000-00000007", 1, 3),
+        index=index,
+        start=start,
+        tokens=np.arange(length, dtype=np.int32) + 65_500,
+        behavior_logprobs=-np.linspace(0.1, 3, length, dtype=np.float32),
+        spans=_spans(start, length, spans),
+    )
+
+
+def _spans(start: int, length: int, count: int) -> tuple[VersionSpan, ...]:
+    edges = [start + length * i // count for i in range(count + 1)]
+    return tuple(VersionSpan(a, b, WeightVersion(1, i)) for i, (a, b) in enumerate(pairwise(edges)))
+
+
+def _structs() -> dict[type[Any], list[msgspec.Struct]]:
+    probe, version = Probe(token_ids=[1, 2, 70_000], logprobs=[-0.25, -3.0], tolerance=1e-3), WeightVersion(3, 4)
+    extra: list[dict[str, Any]] = [{}, {"parts": [1, 2.5, None, {"b": [True, b"x"]}]}]
+    prompts: list[msgspec.Struct] = [
+        Prompt(
+            group="0000-00000007",
+            token_ids=[1, 2, 70_000],
+            text="1+1=",
+            ground_truth="2",
+            data_source="arithmetic",
+            extra_info=extra_info,
+            num_samples=4,
+        )
+        for extra_info in extra
+    ]
+    manifest = WeightManifest(
+        version=version,
+        tensors=(TensorSpec("a.b", "bfloat16", (2, 3), 0, 0, 12),),
+        buckets=(BucketSpec(12, "ab"),),
+        probe=probe,
+        group_epoch=1,
+        pull_url="http://127.0.0.1:1",
+        pull_token="secret",
+    )
+    group = BroadcastGroup(
+        epoch=1,
+        incarnation=1,
+        transport="gloo",
+        store_host="127.0.0.1",
+        store_port=1,
+        timeout_s=3.0,
+        members=("a", "b"),
+    )
+    worker = WorkerInfo(
+        worker="w1",
+        host="h",
+        pid=1,
+        engine="embedded",
+        state="generating",
+        version=version,
+        broadcast_epoch=1,
+        wants_broadcast=True,
+        capacity=8,
+        active=3,
+        generated_tokens=10,
+        submitted=2,
+        tokens_per_s=1.5,
+        swaps=1,
+    )
+    numbers: dict[str, Any] = dict.fromkeys(StepMetrics.__struct_fields__, 1)
+    step = StepMetrics(**{**numbers, "loss": None, "lag_histogram": {0: 3, 2: 1}, "algorithm": {"ess": 0.9}})
+    status = RunStatus(
+        run="r",
+        state="training",
+        incarnation=1,
+        announced=None,
+        queues=QueueDepths(**dict.fromkeys(QueueDepths.__struct_fields__, 1)),
+        workers=(worker,),
+        last_step=step,
+        recent_steps=(step,),
+    )
+    model, rules = ModelFiles(files={"config.json": b"{}"}), RunRules(max_lag=1, groups_per_step=2)
+    others = (probe, version, manifest, group, worker, step, status, model, rules)
+    return {Prompt: prompts, **{type(value): [value] for value in others}}

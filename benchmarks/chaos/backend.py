@@ -1,0 +1,95 @@
+"""The model's double: 64 numbers, real gradients, a step in a twentieth of a second, a checkpoint of one small file."""
+
+import hashlib
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from learner.backends.base import TokenLoss
+from learner.batch import PackedBatch
+from learner.checkpoint import read_checkpoint
+from learner.config import ModelConfig, OptimizerConfig
+
+from .trail import Beginning, Trail
+
+SIZE = 64
+STEP_S = 0.05
+_FILE, _NAME, _AUTHOR = "model.safetensors", "weights", "author"
+
+
+def token_logprobs(weights: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """A token's logprob depends on nothing but itself."""
+    return torch.log_softmax(weights, 0)[token_ids % SIZE]
+
+
+class TinyBackend:
+    """The same batches in the same order give the same weights, bit for bit."""
+
+    rank = 0
+    world_size = 1
+
+    trails: ClassVar[Path]
+    """Of this process's trial."""
+
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, *, device: str, seed: int) -> None:
+        self._weights = torch.linspace(-1.0, 1.0, SIZE)
+        self._beginning = Beginning()
+        self._author = uuid.uuid4().hex
+        """An incarnation would not do: a server that loses its last second gives one twice."""
+
+    @cached_property
+    def trail(self) -> Trail:
+        """What this learner trains."""
+        return Trail(self.trails, self._author, self._beginning)
+
+    @property
+    def digest(self) -> str:
+        """Names the weights as they are."""
+        return hashlib.blake2b(self._weights.numpy().tobytes(), digest_size=8).hexdigest()
+
+    def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
+        return [_logprobs(self._weights, batch) for batch in batches]
+
+    def step(
+        self, batches: Sequence[PackedBatch], loss: TokenLoss, temperature: float, learning_rate: float
+    ) -> tuple[float, float, list[dict[str, float]]]:
+        time.sleep(STEP_S)
+        weights = self._weights.clone().requires_grad_()
+        total, reports = torch.zeros(()), []
+        for index, batch in enumerate(batches):
+            share, report = loss(index, _logprobs(weights, batch))
+            total = total + share
+            reports.append(report)
+        (gradient,) = torch.autograd.grad(total, weights)
+        self._weights -= learning_rate * gradient
+        # Different batches always make different weights, even where the advantages cancel out.
+        self._weights[sum(int(batch.token_ids_T.sum()) for batch in batches) % SIZE] += 1e-3
+        return float(total.detach()), float(gradient.norm()), reports
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield _NAME, self._weights
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file({_NAME: self._weights}, directory / _FILE)
+        (directory / _AUTHOR).write_text(self.trail.author)
+
+    def load(self, directory: Path) -> None:
+        self._weights = load_file(directory / _FILE)[_NAME]
+        self._beginning = Beginning(author_of(directory), read_checkpoint(directory).state.step)
+
+
+def author_of(checkpoint: Path) -> str:
+    """The learner that saved it."""
+    return (checkpoint / _AUTHOR).read_text()
+
+
+def _logprobs(weights: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """[T]"""
+    return torch.where(batch.position_ids_T == 0, 0.0, token_logprobs(weights, batch.token_ids_T))

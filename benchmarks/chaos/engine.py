@@ -1,0 +1,83 @@
+"""The engine's double: streams each sample slowly, obeys swaps between two tokens, and tells how much it made."""
+
+import asyncio
+import ctypes
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from broker.schema import TrajectoryId, WeightVersion
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines.base import Chunk, GenerationRequest, NamedTensors
+
+from .backend import token_logprobs
+from .tasks import PROMPT_TOKENS, STOP, logprobs_of, response_length, response_tokens
+
+TICK_S = 0.05
+TOKENS_A_TICK = 2
+
+
+class Tally(ctypes.Structure):
+    """Numbers in memory that outlives the process: kill -9 must not take them along."""
+
+    _fields_ = (("generated", ctypes.c_int64), ("resumed", ctypes.c_int64), ("repeated", ctypes.c_int64))
+    generated: int
+    """Tokens."""
+    resumed: int
+    """Tokens that somebody else had generated."""
+    repeated: int
+    """Submissions made once more."""
+
+
+class SlowEngine:
+    """Every request is as slow as every other."""
+
+    tally: ClassVar[Tally] = Tally()
+    """Of this process."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, *, seed: int) -> None:
+        self.capacity = config.max_concurrent
+        self.max_model_len = config.max_model_len
+        self._version: WeightVersion | None = None
+        self._weights = torch.zeros(1)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """From wherever the request's tokens end."""
+        tid, position = _tid_of(request.request_id), len(request.prompt_tokens) - PROMPT_TOKENS
+        length = response_length(tid)
+        assert request.stop_token_ids == [STOP], request.stop_token_ids
+        self.tally.resumed += position
+        while position < length:
+            await asyncio.sleep(TICK_S)
+            assert self._version is not None, "a request before the first weights"
+            end = min(position + TOKENS_A_TICK, length)
+            tokens = response_tokens(tid, position, end, self._version)
+            self.tally.generated += end - position
+            position = end
+            yield Chunk(
+                token_ids=tokens.tolist(),
+                logprobs=logprobs_of(tokens).tolist(),
+                version=self._version,
+                finish_reason="stop" if position == length else None,
+            )
+
+    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
+        """From the next token on."""
+        ((_, weights),) = tensors
+        self._version, self._weights = version, weights.clone()
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """As the learner's double computes it."""
+        logprobs: list[float] = token_logprobs(self._weights, torch.tensor(token_ids[1:])).tolist()
+        return logprobs
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+def _tid_of(request_id: str) -> TrajectoryId:
+    """The worker names requests `group:round:sample:...`."""
+    group, round_, sample, *_ = request_id.split(":")
+    return TrajectoryId(group, int(round_), int(sample))

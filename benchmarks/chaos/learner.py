@@ -1,0 +1,50 @@
+"""One learner process: the product's, resuming from the newest checkpoint, with a double of the model."""
+
+from functools import partial
+from unittest.mock import patch
+
+from broker import BlockingBroker
+from broker.schema import Group, Trajectory, WeightVersion
+from deploy import training
+from deploy.observer import RunObserver
+from learner.backends.base import Backend
+from learner.loop import Step
+from learner.packing import PackableSequence
+
+from .backend import TinyBackend
+from .process import enter
+from .protections import take_out
+from .tasks import what_is_wrong
+from .trail import StepRecord, Trained
+from .trial import BROKER_TIMEOUT_S, MAX_LAG, Trial
+
+
+def run_learner(trial: Trial, url: str) -> None:
+    """The process: ends with code 0 once every prompt has been trained."""
+    enter(trial.directory, "learner")
+    take_out(trial.without)
+    TinyBackend.trails = trial.trails
+    patch.object(training, "RunObserver", TrailObserver).start()
+    patch.object(training, "BlockingBroker", partial(BlockingBroker, timeout_s=BROKER_TIMEOUT_S)).start()
+    training.run_learner(trial.recipe, url, resume=True)
+
+
+class TrailObserver(RunObserver):
+    """Leaves the learner's trail besides."""
+
+    def on_weights(self, version: WeightVersion, backend: Backend, is_last: bool) -> None:
+        assert isinstance(backend, TinyBackend)
+        self._backend, self._digest = backend, backend.digest
+        super().on_weights(version, backend, is_last)
+
+    def on_step(self, step: Step) -> None:
+        pairs = [(group, trajectory) for group in step.groups for trajectory in group.trajectories]
+        trained = (_trained(*pair, sequence) for pair, sequence in zip(pairs, step.judged.sequences, strict=True))
+        self._backend.trail.append(StepRecord(step.version, self._digest, tuple(trained)))
+        super().on_step(step)
+
+
+def _trained(group: Group, trajectory: Trajectory, sequence: PackableSequence) -> Trained:
+    over = (sequence.lags > MAX_LAG) & (sequence.loss_mask != 0)
+    wrong = what_is_wrong(group.prompt, trajectory)
+    return Trained(str(trajectory.tid), trajectory.spans, int(over.sum()), wrong)

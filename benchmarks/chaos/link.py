@@ -1,0 +1,78 @@
+"""A TCP link between one process and the server, which can be cut, stalled and slowed down.
+
+What was sent into a stalled link arrives when it flows again, also if the sender has given up meanwhile: so the server
+sees late and repeated commands, as from a real network.
+"""
+
+import asyncio
+from contextlib import suppress
+from typing import Self
+
+_CHUNK = 1 << 16
+
+
+class Link:
+    """Listens on a port of its own and connects each client to `port`."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._is_cut = False
+        self.delay_s = 0.0
+        """Of every piece, both ways."""
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cut()
+        assert self._server is not None
+        self._server.close()
+
+    def cut(self) -> None:
+        """End every connection and refuse new ones."""
+        self._is_cut = True
+        for writer in self._open:
+            writer.transport.abort()
+
+    def stall(self) -> None:
+        """Let nothing through, lose nothing."""
+        self._flows.clear()
+
+    def mend(self) -> None:
+        """As if nothing had been."""
+        self._is_cut, self.delay_s = False, 0.0
+        self._flows.set()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            if not self._is_cut:
+                far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+                await asyncio.gather(self._carry(reader, far_writer), self._carry(far_reader, writer))
+        writer.transport.abort()
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        """One way, to its end; the other way ends with it."""
+        self._open.add(sink)
+        try:
+            while piece := await source.read(_CHUNK):
+                await asyncio.sleep(self.delay_s)
+                await self._flows.wait()
+                if sink.is_closing():
+                    break
+                sink.write(piece)
+                await sink.drain()
+        except OSError:
+            pass  # cut, or the server died
+        finally:
+            self._open.discard(sink)
+            sink.close()

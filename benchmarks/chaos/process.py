@@ -1,0 +1,117 @@
+"""One role as a process: forked from a warm one, as a restart must be cheap, and started again when it dies."""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+RESTART_S = 0.2
+_POLL_S = 0.02
+_FORKS = multiprocessing.get_context("forkserver")
+
+Start = Callable[[], tuple[Callable[..., None], tuple[Any, ...]]]
+"""What the next process runs."""
+
+
+def warm_up(*modules: str) -> None:
+    """Import these once, for all processes."""
+    _FORKS.set_forkserver_preload(list(modules))
+
+
+def enter(directory: Path, name: str) -> None:
+    """The first thing that a new process does: it ends with its parent and leaves its traces in the directory."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "enter is for children"
+    threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+    for folder in ("logs", "tmp"):
+        (directory / folder).mkdir(parents=True, exist_ok=True)
+    tempfile.tempdir = str(directory / "tmp")
+    descriptor = os.open(directory / "logs" / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s: %(message)s")
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+class Role:
+    """A name whose process is replaced when it ends with an error. The orchestrator's event loop runs it."""
+
+    def __init__(self, name: str, start: Start) -> None:
+        self.name = name
+        self._start = start
+        self._process: ForkServerProcess | None = None
+        self._killed: set[int] = set()
+        self.crashes = 0
+        """Ends that nobody had asked for."""
+        self.finished = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None and self._process.is_alive() else None
+
+    async def supervise(self) -> None:
+        """Until it ends with code 0."""
+        while not self.finished.is_set():
+            if self._process is None:
+                self._process = self._begin()
+            elif (code := self._process.exitcode) is not None:
+                await self._after(self._process, code)
+            await asyncio.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None and self._process.pid is not None:
+            self._killed.add(self._process.pid)
+            self.signal(signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process, if there is one."""
+        if self.pid is not None:
+            send(self.pid, number)
+
+    def detach(self) -> ForkServerProcess | None:
+        """Nobody's from now on; the next one is started in its place."""
+        process, self._process = self._process, None
+        return process
+
+    def end(self) -> None:
+        """For good."""
+        self.finished.set()
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
+    def _begin(self) -> ForkServerProcess:
+        target, arguments = self._start()
+        process = _FORKS.Process(target=target, args=arguments, name=self.name, daemon=True)
+        process.start()
+        return process
+
+    async def _after(self, process: ForkServerProcess, code: int) -> None:
+        if code == 0:
+            self.finished.set()
+            return
+        if process.pid not in self._killed:
+            self.crashes += 1
+        await asyncio.sleep(RESTART_S)
+        if self._process is process:
+            self._process = None
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """A signal to a process that may have ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,117 @@
+"""The real server with everything that befalls one: kill -9, power loss, a stop, full memory, damaged bytes."""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio as redis
+
+from broker.server import EmbeddedServer
+
+from .process import send
+from .trial import Trial
+
+LOST_S = 1.0
+"""What `appendfsync everysec` may lose."""
+_DAMAGE = """
+local length = redis.call('STRLEN', KEYS[1])
+if length == 0 then return 0 end
+local place = math.floor(length * tonumber(ARGV[1]))
+local byte = string.byte(redis.call('GETRANGE', KEYS[1], place, place))
+redis.call('SETRANGE', KEYS[1], place, string.char(255 - byte))
+return 1
+"""
+_SPARE_BYTES = 16 << 10
+"""Left to a server whose memory is full."""
+
+
+class FragileServer:
+    """One at a time befalls it: use `async with server.lock`."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._directory = trial.directory / "server"
+        self._appendfsync = trial.appendfsync
+        self.port = _free_port()
+        self._server = EmbeddedServer(self._directory, port=self.port, appendfsync=self._appendfsync)
+        self.url = self._server.url
+        self._client: Any = redis.Redis(port=self.port, socket_timeout=5.0)
+        self.lock = asyncio.Lock()
+
+    async def start(self) -> None:
+        """On the data that there are; answers when it returns."""
+        await asyncio.to_thread(self._server.start)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+        self.resume()
+        await asyncio.to_thread(self._server.stop)
+
+    async def kill(self) -> None:
+        """SIGKILL: what the system has been given stays."""
+        send(self._server.pid, signal.SIGKILL)
+        await asyncio.to_thread(self._await_death)
+
+    async def lose_power(self) -> None:
+        """SIGKILL, and what was written in the last second never reached the disk.
+
+        The server stops syncing a second before, so nobody has been promised what is cut off (WAITAOF).
+        """
+        if self._appendfsync == "always":
+            await self.kill()
+            return
+        await self._client.config_set("appendfsync", "no")
+        written = self._log()
+        kept = written.stat().st_size
+        await asyncio.sleep(LOST_S)
+        await self.kill()
+        os.truncate(written, kept)
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        send(self._server.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        if self._server.is_alive():
+            send(self._server.pid, signal.SIGCONT)
+
+    @asynccontextmanager
+    async def full_memory(self) -> AsyncIterator[None]:
+        """It refuses what needs memory meanwhile."""
+        held = int((await self._client.config_get("maxmemory"))["maxmemory"])
+        used = int((await self._client.info("memory"))["used_memory"])
+        await self._client.config_set("maxmemory", used + _SPARE_BYTES)
+        try:
+            yield
+        finally:
+            await self._client.config_set("maxmemory", held)
+
+    async def damage(self, rng: random.Random, kind: str) -> bool:
+        """Another byte somewhere in one of the run's blobs of this kind; False: there is none."""
+        keys = [key async for key in self._client.scan_iter(f"*:{kind}:*", count=1000)]
+        if not keys:
+            return False
+        return bool(await self._client.eval(_DAMAGE, 1, rng.choice(sorted(keys)), rng.random()))
+
+    def _await_death(self) -> None:
+        while self._server.is_alive():
+            time.sleep(0.01)
+
+    def _log(self) -> Path:
+        """The file that writes are appended to."""
+        files = (self._directory / "appendonlydir").glob("*.incr.aof")
+        return max(files, key=lambda path: int(path.suffixes[-3].removeprefix(".")))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,94 @@
+"""Prompts, and what each sample of them must be: its length, and the token at each place for each weight version.
+
+Nothing of it is stored: engines make it, the learner makes it again and compares.
+"""
+
+import random
+import zlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from broker.schema import Prompt, Trajectory, TrajectoryId, WeightVersion
+from learner.prompts.base import Item
+from learner.prompts.cursor import place_of
+
+ALPHABET = "0123456789"
+STOP = len(ALPHABET) + 1
+"""The tokenizer's end token, which follows its padding."""
+PROMPT_TOKENS = 8
+VOCABULARY = 100_000
+"""More than 16 bits hold."""
+LONGEST = 200
+_MEDIAN_LENGTH, _SPREAD = 24.0, 0.7
+_MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+class FinitePrompts:
+    """A source of so many; each is its own number."""
+
+    def __init__(self, path: str, seed: int, size: int) -> None:
+        self.size: int | None = size
+
+    def train(self, epoch: int, position: int) -> Item:
+        """The position in eight digits, so in eight tokens."""
+        return Item(content=_text(position), ground_truth="", data_source="chaos")
+
+    def held_out(self, count: int) -> list[Item]:
+        """None: nothing is evaluated."""
+        return []
+
+
+def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> float:
+    """Differs within a group; nobody looks at it."""
+    return random.random()
+
+
+def response_length(tid: TrajectoryId) -> int:
+    """Its stop token included; most are short, a few ten times as long."""
+    drawn = random.Random(str(tid)).lognormvariate(0.0, _SPREAD)
+    return max(1, min(LONGEST, round(_MEDIAN_LENGTH * drawn)))
+
+
+def response_tokens(tid: TrajectoryId, start: int, end: int, version: WeightVersion) -> NDArray[np.int32]:
+    """What `version` samples at the places [start, end)."""
+    key = zlib.crc32(f"{tid} {version.incarnation}.{version.step}".encode())
+    tokens = _mixed(key, np.arange(start, end))
+    last = response_length(tid) - 1
+    if start <= last < end:
+        tokens[last - start] = STOP
+    return tokens
+
+
+def logprobs_of(tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Of the sampled tokens; nothing but the token decides it."""
+    return -(1 + tokens % 997).astype(np.float32) / np.float32(997)
+
+
+def what_is_wrong(prompt: Prompt, trajectory: Trajectory) -> str:
+    """Empty, or how it differs from what an engine made for this sample."""
+    tid, spans = trajectory.tid, trajectory.spans
+    if len(trajectory.response_tokens) != response_length(tid):
+        return f"{len(trajectory.response_tokens)} tokens where {response_length(tid)} were generated"
+    if prompt.group != tid.group or prompt.text != _text(place_of(tid.group)[1]):
+        return "the prompt is another group's"
+    if trajectory.prompt_tokens.tolist() != prompt.token_ids:
+        return "it continues another prompt"
+    made = np.concatenate([response_tokens(tid, span.start, span.end, span.version) for span in spans])
+    if not np.array_equal(trajectory.response_tokens, made):
+        return f"token {int(np.argmin(trajectory.response_tokens == made))} was not sampled for this place"
+    if not np.array_equal(trajectory.behavior_logprobs, logprobs_of(made)):
+        return "the logprobs are those of other tokens"
+    return ""
+
+
+def _text(position: int) -> str:
+    return f"{position:0{PROMPT_TOKENS}d}"
+
+
+def _mixed(key: int, places: NDArray[np.int64]) -> NDArray[np.int32]:
+    """One number above STOP and below VOCABULARY for each place (splitmix64)."""
+    bits = places.astype(np.uint64) + np.uint64(key << 20)
+    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_A
+    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_B
+    return (STOP + 1 + (bits ^ (bits >> np.uint64(31))) % np.uint64(VOCABULARY - STOP - 1)).astype(np.int32)

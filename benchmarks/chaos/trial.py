@@ -1,0 +1,107 @@
+"""What is fixed for one trial, known to all of its processes."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from deploy.recipe import Recipe
+from learner.checkpoint import CheckpointStore
+
+from .tasks import ALPHABET, LONGEST, PROMPT_TOKENS
+
+RUN = "chaos"
+WORKERS = 4
+CAPACITY = 12
+"""Samples that a worker generates at once."""
+GROUP_SIZE = 4
+GROUPS_PER_STEP = 4
+GROUPS_PER_MINUTE = 240
+"""About what a disturbed run trains, so that faults hit it to the end."""
+MAX_LAG = 3
+LEASE_TTL_S = 2.0
+BROKER_TIMEOUT_S = 2.0
+"""Shorter than most outages, so that callers see them."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of the benchmark."""
+
+    seed: int
+    minutes: float
+    directory: Path
+    without: str = ""
+    """The protection that is taken out of the product; empty: none."""
+
+    @property
+    def groups(self) -> int:
+        """In the data set."""
+        return max(8 * GROUPS_PER_STEP, round(self.minutes * GROUPS_PER_MINUTE))
+
+    @property
+    def appendfsync(self) -> Literal["always", "everysec"]:
+        """Even seeds risk the last second, odd ones do not."""
+        return "always" if self.seed % 2 else "everysec"
+
+    @property
+    def has_log(self) -> bool:
+        """Without the experience log, which mends what other protections let through, rewinds are more."""
+        return not self.without and self.seed % 4 < 2
+
+    @property
+    def recipe(self) -> Recipe:
+        """The product's own configuration, with our doubles where it takes a user's code."""
+        return msgspec.convert(
+            {
+                "run": {"name": RUN, "directory": str(self.directory), "seed": self.seed},
+                "model": {"random": {"architecture": "qwen3", "alphabet": ALPHABET, "config": _SMALL}},
+                "prompts": {
+                    "kind": "benchmarks.chaos.tasks:FinitePrompts",
+                    "options": {"size": self.groups},
+                    "shuffle": False,
+                    "epochs": 1,
+                },
+                "rewards": [{"kind": "benchmarks.chaos.tasks:reward", "signature": "verl"}],
+                "staleness": {"max_lag": MAX_LAG},
+                "learner": {
+                    "backend": "benchmarks.chaos.backend:TinyBackend",
+                    "steps": 1_000_000,
+                    "groups_per_step": GROUPS_PER_STEP,
+                    "group_size": GROUP_SIZE,
+                },
+                "optimizer": {"learning_rate": 0.1},
+                "checkpoint": {"every_steps": 3, "log_bytes": 1 << 30 if self.has_log else 0},
+                "sampling": {"max_new_tokens": LONGEST},
+                "engine": {
+                    "kind": "benchmarks.chaos.engine:SlowEngine",
+                    "max_concurrent": CAPACITY,
+                    "max_model_len": PROMPT_TOKENS + LONGEST,
+                },
+                "workers": {"count": WORKERS, "heartbeat_s": 0.4, "segment_tokens": 8, "segment_s": 1.0},
+                "weights": {"host": "127.0.0.1", "broadcast_timeout_s": 2.0, "poll_s": 0.1},
+                "broker": {"lease_ttl_s": LEASE_TTL_S},
+                "evaluation": {"prompts": 0},
+            },
+            Recipe,
+        )
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        return CheckpointStore(self.recipe.run_directory / "checkpoints", keep=2)
+
+    @property
+    def trails(self) -> Path:
+        """What each learner trained."""
+        return self.directory / "trails"
+
+
+_SMALL = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": PROMPT_TOKENS + LONGEST,
+}
+"""Never run: only its tokenizer is."""

@@ -1,0 +1,15 @@
+"""Imported by the process that all others are forked from: the slow first use of every library, paid once."""
+
+from pathlib import Path
+
+import rollout_workers.decoding
+import rollout_workers.worker
+from learner.model import load_config, load_tokenizer, model_files
+
+from . import learner, worker
+from .trial import Trial
+
+__all__ = ["learner", "rollout_workers", "worker"]
+
+_model = Trial(seed=0, minutes=0, directory=Path()).recipe.model
+model_files(load_config(_model), load_tokenizer(_model))

@@ -1,0 +1,80 @@
+"""One worker process: the product's, with a double of the engine, and a client that repeats itself and forgets."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from unittest.mock import patch
+
+import msgspec
+import torch
+
+import rollout_workers.worker
+from broker import client
+from broker.errors import BrokerError
+from broker.leases import Leases, SubmitOutcome
+from broker.schema import Lease, Trajectory, TrajectoryId, WorkerInfo
+from deploy import rollout
+from rollout_workers.worker import Worker
+
+from .engine import SlowEngine, Tally
+from .process import enter
+from .protections import take_out
+from .trial import BROKER_TIMEOUT_S, LEASE_TTL_S, RUN, Trial
+
+REPEATED, FORGOTTEN, HELD_UP = 0.1, 0.04, 0.02
+"""Shares of samples: handed in once more later, not renewed, and handed in late."""
+LONGEST_DELAY_S = 2 * LEASE_TTL_S
+
+
+def run_worker(trial: Trial, url: str, name: str, tally: Tally) -> None:
+    """The process: ends with code 0 when the run is finished."""
+    enter(trial.directory, name)
+    take_out(trial.without)
+    torch.set_num_threads(1)
+    SlowEngine.tally = tally
+    patch.object(client, "Leases", ErraticLeases).start()
+    patch.object(rollout_workers.worker, "Worker", PullingWorker).start()
+    patch.object(rollout, "open_broker", partial(client.open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
+    rollout.run_worker(url, RUN, name, ())
+
+
+class PullingWorker(Worker):
+    """Takes part in no broadcast: a group that must form anew at every death would be all that the trial waits for."""
+
+    def info(self) -> WorkerInfo:
+        return msgspec.structs.replace(super().info(), wants_broadcast=False)
+
+
+class ErraticLeases(Leases):
+    """Forgets to renew some leases, hands some samples in late, and some once more when nobody expects it."""
+
+    async def renew(self, leases: Sequence[Lease], ttl_s: float) -> set[TrajectoryId]:
+        """All but the forgotten ones."""
+        return await super().renew([one for one in leases if not _is_chosen(one, "forgotten", FORGOTTEN)], ttl_s)
+
+    async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
+        """Perhaps late, perhaps again later."""
+        if _is_chosen(lease, "held up", HELD_UP):
+            await asyncio.sleep(random.uniform(0, LONGEST_DELAY_S))
+        outcome = await super().submit(lease, trajectory)
+        if _is_chosen(lease, "repeated", REPEATED):
+            _repetitions.add(repetition := asyncio.create_task(self._repeat(lease, trajectory)))
+            repetition.add_done_callback(_repetitions.discard)
+        return outcome
+
+    async def _repeat(self, lease: Lease, trajectory: Trajectory) -> None:
+        await asyncio.sleep(random.uniform(0, LONGEST_DELAY_S))
+        SlowEngine.tally.repeated += 1
+        with suppress(BrokerError):  # nobody waits for it
+            await super().submit(lease, trajectory)
+
+
+_repetitions = set[asyncio.Task[None]]()
+"""Held, as the event loop does not."""
+
+
+def _is_chosen(lease: Lease, for_what: str, share: float) -> bool:
+    """The same for one lease every time."""
+    return random.Random(f"{for_what} {lease.token}").random() < share

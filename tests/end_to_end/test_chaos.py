@@ -1,0 +1,154 @@
+"""The chaos benchmark: the product passes a short trial, the audit finds every fault, protections can be taken out."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import msgspec
+import numpy as np
+import pytest
+
+from benchmarks.chaos.audit import Audit, audit
+from benchmarks.chaos.protections import PROTECTIONS, take_out
+from benchmarks.chaos.run import run_trial
+from benchmarks.chaos.tasks import FinitePrompts, logprobs_of, response_length, response_tokens, what_is_wrong
+from benchmarks.chaos.trail import Beginning, Lineage, StepRecord, Trail, Trained
+from benchmarks.chaos.trial import GROUP_SIZE, MAX_LAG, Trial
+from broker import connection
+from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from learner.prompts.cursor import group_at
+
+STEPS = 6
+"""Of the trails below; step k trains group k."""
+EVENTFUL = 190
+"""A seed that strikes a worker, the server and the learner within three seconds."""
+FIRST_WEIGHTS = Beginning()
+CLEAN = {"lost": 0, "trained_twice": 0, "over_lag_bound": 0, "corrupt": 0, "off_lineage": 0}
+
+
+def test_a_short_trial_loses_nothing(tmp_path: Path) -> None:
+    outcome = run_trial(Trial(seed=EVENTFUL, minutes=0.1, directory=tmp_path))
+    assert outcome.is_clean, outcome
+    assert set(outcome.kills) == {"learner", "server", "worker"}
+
+
+def test_steps_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None:
+    leave_trail(tmp_path, "first", [step(k) for k in range(STEPS)])
+    leave_trail(tmp_path, "second", [step(k) for k in range(3, STEPS)], Beginning("first", 3))
+    assert counts(tmp_path, "second") == CLEAN
+
+
+def test_what_nobody_trained_is_lost(tmp_path: Path) -> None:
+    leave_trail(tmp_path, "first", [step(k, samples=range(GROUP_SIZE - (k == 3))) for k in range(STEPS)])
+    assert counts(tmp_path, "first") == {**CLEAN, "lost": 1}
+
+
+def test_a_sample_is_trained_twice_in_whatever_round(tmp_path: Path) -> None:
+    leave_trail(tmp_path, "first", [*(step(k) for k in range(STEPS)), step(STEPS, group=2, round_=1)])
+    assert counts(tmp_path, "first", STEPS + 1) == {**CLEAN, "trained_twice": GROUP_SIZE}
+
+
+def test_one_old_token_is_over_the_bound(tmp_path: Path) -> None:
+    old = step(5, lag=MAX_LAG + 1)
+    leave_trail(tmp_path, "first", [*(step(k, lag=min(k, MAX_LAG)) for k in range(5)), old])
+    assert counts(tmp_path, "first") == {**CLEAN, "over_lag_bound": GROUP_SIZE}
+
+
+def test_tokens_of_weights_that_the_lineage_never_had(tmp_path: Path) -> None:
+    leave_trail(tmp_path, "first", [step(k) for k in range(STEPS)])
+    others = [step(k, incarnation=2, digest=f"other {k}", lag=1) for k in range(4, STEPS)]
+    leave_trail(tmp_path, "second", [step(3, incarnation=2), *others], Beginning("first", 3))
+    assert counts(tmp_path, "second") == {**CLEAN, "off_lineage": GROUP_SIZE}
+
+
+@pytest.mark.parametrize("damage", ["none", "token", "logprob", "length", "group", "version"])
+def test_any_other_content_is_noticed(damage: str) -> None:
+    prompt, trajectory = generated(TrajectoryId(group_at((0, 7)), 0, 1))
+    match damage:
+        case "token":
+            trajectory.response_tokens[2] += 1
+        case "logprob":
+            trajectory.behavior_logprobs[2] -= 0.01
+        case "length":
+            trajectory = msgspec.structs.replace(trajectory, response_tokens=trajectory.response_tokens[:-1])
+        case "group":
+            prompt, _ = generated(TrajectoryId(group_at((0, 8)), 0, 1))
+        case "version":
+            (span,) = trajectory.spans
+            trajectory = msgspec.structs.replace(trajectory, spans=(VersionSpan(0, span.end, WeightVersion(1, 3)),))
+    assert bool(what_is_wrong(prompt, trajectory)) == (damage != "none")
+
+
+@pytest.mark.parametrize("name", PROTECTIONS)
+def test_every_protection_is_still_where_it_is_taken_out(name: str, whole_again: None) -> None:
+    before = connection.script_source("take")
+    take_out(name)  # asserts that it found what it edits
+    if name == "owner_fence":
+        assert connection.script_source("take") != before
+
+
+@pytest.fixture
+def whole_again() -> Iterator[None]:
+    yield
+    patch.stopall()
+    connection.script_digest.cache_clear()
+
+
+def step(
+    number: int,
+    *,
+    group: int | None = None,
+    round_: int = 0,
+    samples: Sequence[int] = range(GROUP_SIZE),
+    lag: int = 0,
+    incarnation: int = 1,
+    digest: str = "",
+) -> StepRecord:
+    """One step that trains one group of tokens, which incarnation 1 sampled `lag` steps before."""
+    name, spans = (
+        group_at((0, number if group is None else group)),
+        (VersionSpan(0, 5, WeightVersion(1, number - lag)),),
+    )
+    trained = tuple(Trained(f"{name}:{round_}:{sample}", spans, 0, "") for sample in samples)
+    return StepRecord(WeightVersion(incarnation, number), digest or f"weights {number}", trained)
+
+
+def leave_trail(
+    directory: Path, author: str, records: Sequence[StepRecord], beginning: Beginning = FIRST_WEIGHTS
+) -> None:
+    trail = Trail(directory, author, beginning)
+    for record in records:
+        trail.append(record)
+
+
+def counts(directory: Path, author: str, steps: int = STEPS) -> dict[str, int]:
+    """The audit of a checkpoint that this learner saved."""
+    found: Audit = audit(Lineage.of(Beginning(author, steps), directory), directory, STEPS)
+    return {name: getattr(found, name) for name in CLEAN}
+
+
+def generated(tid: TrajectoryId) -> tuple[Prompt, Trajectory]:
+    """What an engine makes of a sample."""
+    text = str(FinitePrompts("", 0, 10).train(0, int(tid.group[-8:])).content)
+    prompt = Prompt(
+        group=tid.group,
+        token_ids=[int(digit) for digit in text],
+        text=text,
+        ground_truth="",
+        data_source="chaos",
+        num_samples=GROUP_SIZE,
+    )
+    version, length = WeightVersion(1, 2), response_length(tid)
+    tokens = response_tokens(tid, 0, length, version)
+    return prompt, Trajectory(
+        tid=tid,
+        prompt_tokens=np.array(prompt.token_ids, np.int32),
+        response_tokens=tokens,
+        behavior_logprobs=logprobs_of(tokens),
+        loss_mask=np.ones(length, np.uint8),
+        spans=(VersionSpan(0, length, version),),
+        reward=0.0,
+        rewards={},
+        finish_reason="stop",
+        worker="w",
+    )
