@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 from urllib.parse import SplitResult, parse_qs, parse_qsl, urlencode, urlsplit, urlunsplit
 
 import redis.asyncio as redis
@@ -81,22 +81,21 @@ class Address:
         where = _bracketed(host or parts.hostname or "localhost")
         return replace(self, url=urlunsplit(parts._replace(netloc=f"{user}{where}:{port}")))
 
-    def client(self, timeout_s: float) -> Any:
-        """The driver's client, not yet connected; it never retries by itself."""
+    def pool(self, timeout_s: float) -> redis.ConnectionPool:
+        """Of connections, none of them made yet; it never retries by itself."""
         try:
-            pool = open_pool(
+            return open_pool(
                 self.url,
                 password=self.password,  # yields to the URL's
                 max_connections=_CONNECTIONS,
                 timeout=timeout_s,
-                socket_timeout=timeout_s,
+                socket_timeout=None,
                 socket_connect_timeout=timeout_s,
                 health_check_interval=30,
                 retry=Retry(NoBackoff(), 0),
             )
         except ValueError as error:
             raise _no_url(without_password(self.url), error) from error
-        return redis.Redis(connection_pool=pool)
 
 
 def _password() -> str | None:

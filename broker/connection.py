@@ -28,11 +28,12 @@ from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import TimeoutError as SlowServerError
 
 from .address import PASSWORD_FILE, Address, without_password
+from .driver import Argument, Command
 from .errors import BrokerError, BrokerUnavailableError
 from .keys import Keys
 from .owner import Owner
 from .refusals import translated
-from .round_trips import Argument, Command, RoundTrips
+from .round_trips import RoundTrips
 from .routes import open_routes
 
 __all__ = ["Argument", "Command", "Connection", "script_digest", "script_source", "without_password"]

@@ -1,14 +1,19 @@
-"""The driver's connections, with commands put on the wire by hiredis.
+"""The driver's connections, without what its pipelines cost: hiredis packs the commands, replies come as they are.
 
-The driver itself packs commands for coroutines in Python, which takes as long as all the rest of a round trip.
+Packing in Python and looking at every reply takes the driver longer than all the rest of a round trip.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hiredis
 import redis.asyncio as redis
 from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ResponseError
+
+Argument = str | bytes | int | float
+Command = tuple[Argument, ...]
 
 
 class _PacksInC(AbstractConnection):
@@ -45,3 +50,23 @@ def open_pool(url: str, **options: Any) -> redis.BlockingConnectionPool:
     pool = redis.BlockingConnectionPool.from_url(url, **options)
     pool.connection_class = _PACKING[pool.connection_class]
     return pool
+
+
+async def exchange(pool: redis.ConnectionPool, commands: Sequence[Command]) -> list[Any]:
+    """The replies in order, refusals as exceptions among them. Raises what kept the server from answering.
+
+    A connection that was left between two replies, for whatever reason, is closed.
+    """
+    connection: Any = await pool.get_connection()  # type: ignore[no-untyped-call]
+    try:
+        await connection.send_packed_command(connection.pack_commands(commands))
+        return [await _reply(connection) for _ in commands]
+    finally:
+        await pool.release(connection)
+
+
+async def _reply(connection: Any) -> Any:
+    try:
+        return await connection.read_response(timeout=math.inf)  # the caller has a deadline for all of them
+    except ResponseError as refusal:
+        return refusal

@@ -10,8 +10,9 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Argument = str | bytes | int | float
-Command = tuple[Argument, ...]
+from redis.asyncio import ConnectionPool
+
+from .driver import Command, exchange
 
 _CARRIERS = 4
 """Round trips at a time: while the server works on one, the next is prepared, and a large one holds up few others."""
@@ -28,8 +29,9 @@ class _Request:
 class RoundTrips:
     """Carries requests to one server. Those whose caller was cancelled may be carried out nevertheless."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, pool: ConnectionPool, timeout_s: float) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
         self._waiting = deque[_Request]()
         self._carriers = set[asyncio.Task[None]]()
         self._alone = set[asyncio.Task[None]]()
@@ -58,7 +60,7 @@ class RoundTrips:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.aclose(close_connection_pool=True)
+        await self._pool.aclose()
 
     def _start(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
         """In a task of its own: before Python 3.12 the driver, inside `asyncio.wait_for`, can swallow its caller's
@@ -84,11 +86,8 @@ class RoundTrips:
             self._hand_out(requests, replies)
 
     async def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
-        async with self._client.pipeline(transaction=False) as pipe:
-            for command in commands:
-                pipe.execute_command(*command)
-            replies: list[Any] = await pipe.execute(raise_on_error=False)
-            return replies
+        async with asyncio.timeout(self._timeout_s):
+            return await exchange(self._pool, commands)
 
     def _take(self, count: int) -> list[_Request]:
         """The next ones that somebody still waits for."""

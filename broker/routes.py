@@ -15,8 +15,9 @@ from redis.exceptions import AskError, MovedError, RedisError
 from redis.exceptions import ConnectionError as LostConnectionError
 
 from .address import Address
+from .driver import Command
 from .keys import PREFIX, Keys
-from .round_trips import Command, RoundTrips
+from .round_trips import RoundTrips
 
 _SLOTS = 16384
 _LONGEST_LOOK_S = 1.0
@@ -52,7 +53,7 @@ class OneServer:
     keeps_order = True
 
     def __init__(self, address: Address, keys: Keys, timeout_s: float) -> None:
-        self._server = RoundTrips(address.client(timeout_s))
+        self._server = RoundTrips(address.pool(timeout_s), timeout_s)
         self._key = keys("durable")
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
@@ -77,7 +78,7 @@ class Cluster:
         self._address = address
         self._keys = keys
         self._timeout_s = timeout_s
-        self._first = RoundTrips(address.client(timeout_s))
+        self._first = RoundTrips(address.pool(timeout_s), timeout_s)
         self._nodes = dict[tuple[str, int], RoundTrips]()
         self._by_slot: list[RoundTrips | None] = [None] * _SLOTS
         self._is_outdated = True
@@ -177,5 +178,5 @@ class Cluster:
 
     def _at(self, host: str, port: int) -> RoundTrips:
         if (host, port) not in self._nodes:
-            self._nodes[host, port] = RoundTrips(self._address.at(host, port).client(self._timeout_s))
+            self._nodes[host, port] = RoundTrips(self._address.at(host, port).pool(self._timeout_s), self._timeout_s)
         return self._nodes[host, port]

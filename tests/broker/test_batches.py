@@ -287,7 +287,7 @@ async def test_a_damaged_payload_is_rejected_and_the_group_begun_anew(broker: Br
     queues = await run.queues()
     assert (queues.rejected, queues.retry, queues.pinned) == (1, 2, 1)
     [(_, entry)] = await broker._connection.execute("XRANGE", broker._connection.keys("dead"), "-", "+")
-    assert entry[b"tid"] == f"{group_id(0)}:0:0".encode()
+    assert dict(zip(entry[::2], entry[1::2], strict=True))[b"tid"] == f"{group_id(0)}:0:0".encode()
     await run.generate(4, 0)
     batch = await broker.batches.take(run.owner, 0, 2)
     assert batch is not None

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 WORKERS = 3
 PROMPTS = 10
-PATIENCE = 200
+PATIENCE = 60
 """Rounds in which an undisturbed run must come to its end."""
 SOME = st.integers(0, 11)
 """Chooses one of however many there are."""
@@ -295,7 +295,8 @@ class Protocol(RuleBasedStateMachine):
             if self.learner.is_exhausted:
                 break
         else:
-            pytest.fail(f"after {PATIENCE} rounds the run is not at its end: {self.learner.broker.batches.waiting_for}")
+            waiting_for = self.learner.broker.batches.waiting_for
+            pytest.fail(f"after {PATIENCE} rounds the run is not at its end, but waits for {waiting_for}: {self.audit}")
         self.checkpoints.append(self._learn(lambda learner: learner.save()))
         self._learn(lambda learner: learner.commit(self.checkpoints[-1]))
         self._judge_end(self.learner)
