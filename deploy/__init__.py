@@ -10,7 +10,9 @@
     training.py       the learner's process         rollout.py     a worker's process
     warm_up.py        the supervised stage          evaluation.py  pass rate on held-out prompts
     observer.py       what the loop reports         doctor.py      what works on this machine
-    server.py         headway broker                recipes/       the YAML files that ship
+    server.py         headway broker                runs.py        headway runs: list, show, delete
+    replay.py         headway replay                comparison.py  a replay beside its original
+    acl.py            headway acl                   recipes/       the YAML files that ship
 
 Invariant: roles share nothing but the broker. Only the learner's process writes into the run's directory
 while the run lasts, and no worker ever reads from it.
