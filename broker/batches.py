@@ -5,6 +5,7 @@ committed.
 """
 
 import logging
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 _HEAD_BYTES = 256
 _REPLICA_TIMEOUT_MS = 5000
+_ON_A_SHARD = re.compile(rb"\d+/(payload|segment):")
+"""What workers may put on the garbage list: they name their blobs."""
 NOTHING = Contains("", ())
 
 
@@ -74,14 +77,16 @@ class Batches:
         resume: bool,
         contains: Contains = NOTHING,
         replayable_to: int = 0,
+        regenerate: bool = False,
     ) -> Claim:
         """Takes the run over from whoever owned it, from this checkpoint on.
 
         What the checkpoint contains is settled, whatever the server remembers; batches from its step on stay
         pinned and will be delivered again; workers keep their leases. Where the run has committed more than
         the checkpoint contains, the learner promises with `replayable_to` to train the steps below that from
-        its own record; if that is not enough the run forgets them, to be fed and generated again. Raises
-        BrokerError where a fresh start meets a run that has advanced.
+        its own record; if that is not enough the run forgets them, to be fed and generated again. With
+        `regenerate` it forgets everything that the checkpoint does not contain. Raises BrokerError where a
+        fresh start meets a run that has advanced.
         """
         await self._connection.load_scripts()  # workers may not be allowed to
         token = secrets.token_hex(16)
@@ -94,6 +99,7 @@ class Batches:
             token,
             config,
             replayable_to,
+            int(regenerate),
             contains.watermark,
             len(flat) // 2,
             *flat,
@@ -130,11 +136,12 @@ class Batches:
         the run does not hold will ever be fed again, so the names of trained ones below it are forgotten.
         Idempotent.
         """
-        freed = await self._connection.learner_script("commit", owner, step, watermark or "", *groups)
+        freed, swept = await self._connection.learner_script("commit", owner, step, watermark or "", *groups)
         if self._known:
             mark = max(self._known.watermark, watermark or "")
             self._known = replace(self._known, committed_step=max(step, self._known.committed_step), watermark=mark)
-        await self._sweep(owner)
+        if swept:
+            await self._sweep(owner)
         await self._replicate()
         return int(freed)
 
@@ -206,13 +213,15 @@ class Batches:
 
     async def _sweep(self, owner: Owner) -> None:
         """Frees blobs on other shards that scripts could not free."""
-        freed = 0
+        freed: list[bytes] = []
         while True:
-            names = await self._connection.learner_script("sweep", owner, freed)
+            last = freed[-1] if freed else b""
+            names = await self._connection.learner_script("sweep", owner, len(freed), last)
             if not names:
                 return
-            await self._connection.pipeline([("UNLINK", self._connection.keys.blob(name.decode())) for name in names])
-            freed = len(names)
+            keys = [self._connection.keys.blob(name.decode()) for name in names if _ON_A_SHARD.match(name)]
+            await self._connection.pipeline([("UNLINK", key) for key in keys])
+            freed = names
 
     async def _replicate(self) -> None:
         """Where replicas are asked for, they have it before anybody relies on it."""

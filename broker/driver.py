@@ -3,6 +3,7 @@
 Packing in Python and looking at every reply takes the driver longer than all the rest of a round trip.
 """
 
+import asyncio
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -52,21 +53,28 @@ def open_pool(url: str, **options: Any) -> redis.BlockingConnectionPool:
     return pool
 
 
-async def exchange(pool: redis.ConnectionPool, commands: Sequence[Command]) -> list[Any]:
-    """The replies in order, refusals as exceptions among them. Raises what kept the server from answering.
+async def exchange(pool: redis.ConnectionPool, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+    """The replies in order, refusals as exceptions among them. Raises what kept the server from answering, and
+    TimeoutError where no reply has come for `timeout_s`.
 
     A connection that was left between two replies, for whatever reason, is closed.
     """
-    connection: Any = await pool.get_connection()  # type: ignore[no-untyped-call]
-    try:
-        await connection.send_packed_command(connection.pack_commands(commands))
-        return [await _reply(connection) for _ in commands]
-    finally:
-        await pool.release(connection)
+    clock = asyncio.get_running_loop().time
+    async with asyncio.timeout(timeout_s) as limit:
+        connection: Any = await pool.get_connection()  # type: ignore[no-untyped-call]
+        try:
+            await connection.send_packed_command(connection.pack_commands(commands))
+            replies = []
+            for _ in commands:
+                replies.append(await _reply(connection))
+                limit.reschedule(clock() + timeout_s)
+            return replies
+        finally:
+            await pool.release(connection)
 
 
 async def _reply(connection: Any) -> Any:
     try:
-        return await connection.read_response(timeout=math.inf)  # the caller has a deadline for all of them
+        return await connection.read_response(timeout=math.inf)  # the deadline is ours
     except ResponseError as refusal:
         return refusal

@@ -8,13 +8,14 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from .codec import decode, decode_segment, encode_segment, encode_trajectory
 from .connection import Argument, Command, Connection
-from .errors import BrokerError, FrameError, SchemaMismatchError
+from .errors import BrokerError, FrameError, HeadwayError, SchemaMismatchError
 from .keys import blob_name
 from .schema import Lease, Prompt, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from .staleness import oldest_step
@@ -97,18 +98,18 @@ class Leases:
             secrets.token_hex(8),
             *(f"{tid} {token}" for tid, token in held.items()),
         )
-        leases = await self._fetch([_Granted.read(one) for one in granted], ttl_s)
+        leases = await self._fetched([_Granted.read(one) for one in granted], ttl_s)
         held.update((lease.tid, lease.token) for lease in leases)
         return LeaseReply(leases, state.decode(), reason.decode())
 
-    async def renew(self, leases: Sequence[Lease], ttl_s: float) -> set[TrajectoryId]:
-        """Moves the deadlines; returns those that are no longer held, whose generation must stop."""
+    async def renew(self, leases: Sequence[Lease], ttl_s: float) -> set[str]:
+        """Moves the deadlines; returns the tokens of those that are no longer held: their generation must stop."""
         if not leases:
             return set()
-        _, *members = await self._connection.script("renew", ttl_s, *_members(leases))
-        lost = {parse_tid(m) for m in members}
+        _, *tokens = await self._connection.script("renew", ttl_s, *_members(leases))
+        lost = {token.decode() for token in tokens}
         for lease in leases:
-            if lease.tid in lost:
+            if lease.token in lost:
                 self._forget(lease)
         return lost
 
@@ -116,7 +117,7 @@ class Leases:
         """Keeps a segment for whoever goes on with the sample, and renews the lease. Raises FrameError."""
         frame = encode_segment(segment)
         for _ in range(_ATTEMPTS):
-            name, store = self._blob("segment", lease.tid, frame)
+            name, store = self._blob("segment", lease.tid, secrets.token_hex(6), frame)
             outcome, held = await self._connection.script(
                 "append",
                 str(lease.tid),
@@ -180,8 +181,8 @@ class Leases:
     async def _submit(self, submission: Submission, *, is_again: bool) -> SubmitOutcome:
         tokens, *versions = submission.metadata
         for _ in range(_ATTEMPTS):
-            # A key of its own for each attempt: a repeated SET would put a TTL on a payload already accepted.
-            name, store = self._blob("payload", submission.lease.tid, submission.payload)
+            # Named after the lease: however often it is sent, there is one copy, and a duplicate loses its TTL, too.
+            name, store = self._blob("payload", submission.lease.tid, submission.lease.token, submission.payload)
             outcome = await self._connection.script(
                 "submit",
                 str(submission.lease.tid),
@@ -194,7 +195,7 @@ class Leases:
                 before=[store],
             )
             if outcome != b"no payload":
-                await self._keep(name, is_accepted=outcome == b"accepted")
+                await self._keep(name, is_accepted=outcome != b"fenced")
                 return SubmitOutcome(outcome.decode())
         raise self._evicting(len(submission.payload))
 
@@ -212,15 +213,25 @@ class Leases:
         (server_id,) = await self._connection.script("renew", 0)
         return str(server_id.decode())
 
-    def _blob(self, kind: str, tid: TrajectoryId, frame: bytes) -> tuple[str, Command]:
-        """A new name, and the command that stores the frame under it until a script has recorded it."""
-        name = blob_name(kind, tid, secrets.token_hex(6), self.payload_shards)
+    def _blob(self, kind: str, tid: TrajectoryId, nonce: str, frame: bytes) -> tuple[str, Command]:
+        """A name, and the command that stores the frame under it until a script has recorded it."""
+        name = blob_name(kind, tid, nonce, self.payload_shards)
         return name, ("SET", self._connection.keys.blob(name), frame, "PX", int(1000 * self.payload_ttl_s))
 
     async def _keep(self, name: str, *, is_accepted: bool) -> None:
         """On another shard, where scripts do not reach: no time to live any more. Else the script has done it."""
         if is_accepted and self.payload_shards > 1:
             await self._connection.execute("PERSIST", self._connection.keys.blob(name))
+
+    async def _fetched(self, granted: "Sequence[_Granted]", ttl_s: float) -> tuple[Lease, ...]:
+        """As `_fetch`; what cannot be fetched is handed back, or nobody would have it until it expires."""
+        try:
+            return await self._fetch(granted, ttl_s)
+        except HeadwayError:
+            members = [part for one in granted for part in (str(one.tid), one.token)]
+            with suppress(BrokerError):
+                await self._connection.script("release", *members)
+            raise
 
     async def _fetch(self, granted: "Sequence[_Granted]", ttl_s: float) -> tuple[Lease, ...]:
         """The leases with their prompts and segments. What is damaged is reported; its lease, or its segments, go."""

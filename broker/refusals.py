@@ -10,7 +10,7 @@ from .errors import (
     VersionRegressionError,
 )
 
-_PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "NOREPLICAS", "MOVED", "ASK")
+_PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "NOREPLICAS", "MOVED", "ASK", "BUSY")
 """Refusals that end once somebody has mended the server: a full disk, a failover."""
 
 

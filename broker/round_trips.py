@@ -5,6 +5,7 @@ A round trip of its own costs a verb several times the work that its command is.
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,19 @@ _CARRIERS = 4
 """Round trips at a time: while the server works on one, the next is prepared, and a large one holds up few others."""
 _SHARED_BY = 16
 """Most requests in one round trip; with more, server and client wait for each other."""
+_SHARED_BYTES = 1 << 18
+"""About the most that they carry together: on a slow network large ones must not share one deadline."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Request:
     commands: Sequence[Command]
     replies: asyncio.Future[list[Any]]
+
+    @property
+    def size(self) -> int:
+        """Bytes, where there are many."""
+        return sum(len(part) for command in self.commands for part in command if isinstance(part, bytes))
 
 
 class RoundTrips:
@@ -34,6 +42,7 @@ class RoundTrips:
         self._timeout_s = timeout_s
         self._waiting = deque[_Request]()
         self._carriers = set[asyncio.Task[None]]()
+        self._carrying = 0
         self._alone = set[asyncio.Task[None]]()
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
@@ -43,7 +52,8 @@ class RoundTrips:
         """
         request = _Request(commands, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
-        if len(self._carriers) < _CARRIERS:
+        if self._carrying < _CARRIERS:
+            self._carrying += 1
             self._start(self._carry(), self._carriers)
         return await request.replies
 
@@ -70,12 +80,16 @@ class RoundTrips:
         task.add_done_callback(tasks.discard)
 
     async def _carry(self) -> None:
-        while requests := self._take(_SHARED_BY):
-            await self._exchange(requests)
+        try:
+            while requests := self._take(_SHARED_BY, _SHARED_BYTES):
+                await self._exchange(requests)
+        finally:
+            self._carrying -= 1  # in the same turn in which nothing was found: whoever comes next starts another one
 
     async def _exchange(self, requests: Sequence[_Request]) -> None:
         try:
-            replies = await self._pipeline([command for request in requests for command in request.commands])
+            commands = [command for request in requests for command in request.commands]
+            replies = await exchange(self._pool, commands, self._timeout_s)
         except asyncio.CancelledError:
             self._cancel(requests)
             raise
@@ -85,17 +99,14 @@ class RoundTrips:
         else:
             self._hand_out(requests, replies)
 
-    async def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
-        async with asyncio.timeout(self._timeout_s):
-            return await exchange(self._pool, commands)
-
-    def _take(self, count: int) -> list[_Request]:
-        """The next ones that somebody still waits for."""
+    def _take(self, count: int, size: float = math.inf) -> list[_Request]:
+        """The next ones that somebody still waits for, the first of them whatever its size."""
         taken = list[_Request]()
-        while self._waiting and len(taken) < count:
+        while self._waiting and len(taken) < count and size > 0:
             request = self._waiting.popleft()
             if not request.replies.done():
                 taken.append(request)
+                size -= request.size
         return taken
 
     def _hand_out(self, requests: Sequence[_Request], replies: Sequence[Any]) -> None:

@@ -1,13 +1,14 @@
 """What a run says of itself: its state, its workers, its last steps, and which runs there are."""
 
 import logging
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 
 from .codec import decode, encode
 from .connection import Command, Connection
-from .errors import FrameError, RunNotFoundError
+from .errors import BrokerError, FrameError, RunNotFoundError
 from .keys import PREFIX, run_of
 from .owner import Owner
 from .schema import QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
@@ -55,7 +56,8 @@ class StatusBoard:
         alive = {name: blob for name, blob in zip(names, blobs, strict=True) if blob is not None}
         dead = [name for name in names if name not in alive]
         if dead:  # one that comes back adds itself again with its next heartbeat
-            await self._connection.execute("SREM", keys("workers"), *dead)
+            with suppress(BrokerError):  # who only looks may not
+                await self._connection.execute("SREM", keys("workers"), *dead)
         heard = (self._readable(blob, WorkerInfo, f"worker {name}") for name, blob in alive.items())
         return tuple(info for info in heard if info is not None)
 
@@ -112,7 +114,7 @@ class StatusBoard:
         """Removes everything of this run; how many keys that were."""
         names = await self._connection.scan(f"{self._connection.keys.prefix}*")
         names += await self._connection.scan(self._connection.keys.blob("*/*"))
-        # The owner first: from then on every verb of a learner still alive is refused.
+        # This first: from then on every verb of a learner still alive is refused.
         meta = self._connection.keys.meta
         await self._connection.execute("UNLINK", meta)
         for start in range(0, len(names), 1000):

@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -184,6 +185,7 @@ def _claim(
             resume=resume,
             contains=Contains(cursor.watermark, cursor.trained_beyond),
             replayable_to=replayable_to,
+            regenerate=is_anew,
         )
     )
     is_anew = is_anew or claim.is_rewound
@@ -247,15 +249,11 @@ def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
 
 
 def _rules(recipe: Recipe) -> RunRules:
-    return RunRules(
-        max_lag=recipe.staleness.max_lag,
-        groups_per_step=recipe.learner.groups_per_step,
-        on_straggler=recipe.staleness.on_straggler,
-        min_group_size=recipe.staleness.min_group_size,
-        on_over_bound=recipe.staleness.on_over_bound,
-        max_bytes=recipe.broker.max_bytes,
-        max_leases_per_worker=recipe.broker.max_leases_per_worker,
-    )
+    """What the broker must know of the recipe: each rule is the setting of the same name."""
+    settings: dict[str, Any] = {}
+    for section in (recipe.learner, recipe.staleness, recipe.broker):
+        settings |= msgspec.structs.asdict(section)
+    return RunRules(**{name: settings[name] for name in RunRules.__struct_fields__})
 
 
 def _conclude(recipe: Recipe, status: RunStatus | None) -> None:

@@ -6,6 +6,7 @@ logged before it is trained; one that the broker has lost, and one that it has s
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
@@ -83,6 +84,7 @@ class Experience:
         self._committed: deque[str] = deque(maxlen=REMEMBERED_STEPS * groups_per_step)
         self._announced: WeightVersion | None = None
         self._is_down = False
+        self._until = math.inf
         self._is_feed_closed = False
         self._fed_again_to = ""
         self._is_replay_lost = False
@@ -101,12 +103,18 @@ class Experience:
 
     def take(self, step: int) -> list[Group] | None:
         """The batch of `step`, waiting for it; the same one however often it is asked for. None: nothing will come."""
+        self._until = time.monotonic() + PATIENCE_S
+        try:
+            return self._take(step)
+        finally:
+            self._until = math.inf
+
+    def _take(self, step: int) -> list[Group] | None:
         self._feed()
-        until = time.monotonic() + PATIENCE_S
         while (groups := self._logged(step)) is None and (groups := self._pinned(step)) is None:
             if self._should_stop():
                 raise Interrupted
-            self._ask_for_help(step, until)
+            self._ask_for_help(step)
             time.sleep(POLL_S)
             self._feed()
         self._taken[step] = tids_of(groups)
@@ -172,6 +180,8 @@ class Experience:
                 if not self._is_down:
                     log.warning("%s Training waits for it.", error)
                 self._is_down = True
+                if time.monotonic() > self._until:
+                    raise NeedsLearner("time") from error
                 time.sleep(RETRY_S)
             else:
                 if self._is_down:
@@ -204,7 +214,7 @@ class Experience:
             self._log.record(step, groups)
         return groups
 
-    def _ask_for_help(self, step: int, until: float) -> None:
+    def _ask_for_help(self, step: int) -> None:
         waiting_for = self._blocking.broker.batches.waiting_for
         if waiting_for in ("rewind", "announce") or self._is_replay_lost:
             self._is_replay_lost = False
@@ -213,7 +223,7 @@ class Experience:
             return
         if waiting_for == "bytes" and self._taken:
             raise NeedsLearner("bytes")
-        if time.monotonic() > until:
+        if time.monotonic() > self._until:
             raise NeedsLearner("time")
 
     def _replay_what_is_lost(self, step: int) -> bool:

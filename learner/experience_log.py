@@ -29,7 +29,11 @@ class ExperienceLog:
         self._directory = directory
         self._limit_bytes = limit_bytes
         self._needed_from = needed_from
-        self._sizes = {int(path.stem[len("step_") :]): path.stat().st_size for path in directory.glob("step_*.zst")}
+        self._sizes = {
+            step: path.stat().st_size for path in directory.glob("step_*.zst") if (step := _step_of(path)) >= 0
+        }
+        for leftover in directory.glob(".step_*.staged"):
+            leftover.unlink(missing_ok=True)
         self._is_failing = self._was_told_of_loss = False
 
     @property
@@ -111,7 +115,7 @@ class ExperienceLog:
     def _make_room(self) -> None:
         while sum(self._sizes.values()) > self._limit_bytes:
             oldest = min(self._sizes)
-            if oldest >= self._needed_from() and not self._was_told_of_loss:
+            if not self._was_told_of_loss and oldest >= self._needed_from():
                 log.warning(
                     "The experience log is full (checkpoint.log_bytes=%.1f MiB) and forgets step %d, which a rewind to"
                     " the oldest checkpoint would train again. Raise checkpoint.log_bytes, or lower checkpoint.keep.",
@@ -125,3 +129,9 @@ class ExperienceLog:
         del self._sizes[step]
         with suppress(OSError):
             self._path(step).unlink()
+
+
+def _step_of(path: Path) -> int:
+    """-1 for a file that is not of the log."""
+    step = path.stem.removeprefix("step_")
+    return int(step) if step.isdecimal() else -1

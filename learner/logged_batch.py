@@ -26,6 +26,15 @@ ZSTD_LEVEL = 1
 """Tokens are compressed already and logprobs hardly can be."""
 
 _LENGTH = struct.Struct("<I")
+_DAMAGE = (
+    OSError,
+    zstandard.ZstdError,
+    FrameError,
+    msgspec.DecodeError,
+    UnicodeDecodeError,
+    RecursionError,
+    OverflowError,
+)
 
 
 class LoggedBatchError(HeadwayError):
@@ -103,7 +112,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
             yield stream
-    except (OSError, zstandard.ZstdError, msgspec.DecodeError, FrameError) as error:
+    except _DAMAGE as error:
         raise LoggedBatchError(f"{path} is damaged ({error}): what it held counts as not logged.") from error
 
 

@@ -61,7 +61,7 @@ class HeldLeases:
             return
         gone = await self._leases.renew(asked, self._ttl_s)
         for lease in asked:
-            if lease.tid in gone:
+            if lease.token in gone:
                 self.lose(lease)
 
     async def hand_back_unfinished(self) -> None:

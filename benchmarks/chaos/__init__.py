@@ -12,6 +12,7 @@ then the run is left to finish its prompts, so that what is lost can be counted 
 
 The audit follows the last checkpoint back through the checkpoints that its learners resumed from. Only steps of
 this lineage were trained; what a crash threw away was not. `--without NAME` takes one protection out of the product
-(`protections`), to show that it is needed and that the audit can fail. Such a trial keeps no experience log, nor does
-every second pair of seeds; odd seeds have the server sync every write.
+(`protections`), to show that it is needed and that the audit can fail; only the faults strike that it is there against.
+`--against NAME` strikes likewise and takes nothing out. Such trials keep no experience log, nor does every second pair
+of seeds; odd seeds have the server sync every write.
 """

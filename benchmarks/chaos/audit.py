@@ -1,6 +1,6 @@
 """What the final checkpoint's lineage proves."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import msgspec
@@ -11,9 +11,11 @@ from learner.prompts.cursor import group_at
 from .trail import Lineage, StepRecord, Trained, all_records
 from .trial import GROUP_SIZE, MAX_LAG
 
+MUST_BE_ZERO = ("lost", "trained_twice", "over_lag_bound", "corrupt", "off_lineage")
+
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    """All numbers but the first two must be 0."""
+    """All numbers but the first two are those of MUST_BE_ZERO."""
 
     steps: int
     trained_tokens: int
@@ -35,7 +37,9 @@ def audit(lineage: Lineage, logs: Path, groups: int) -> Audit:
     trained = [(record, one) for record in lineage.steps for one in record.trained]
     places = Counter(_place(one.tid) for _, one in trained)
     fed = {(group_at((0, position)), str(sample)) for position in range(groups) for sample in range(GROUP_SIZE)}
-    digests = {record.version: record.digest for record in all_records(logs)}
+    digests = defaultdict[WeightVersion, set[str]](set)
+    for record in all_records(logs):
+        digests[record.version].add(record.digest)
     own = {record.version.step: record.digest for record in lineage.steps}
     return Audit(
         steps=len(lineage.steps),
@@ -44,7 +48,7 @@ def audit(lineage: Lineage, logs: Path, groups: int) -> Audit:
         trained_twice=sum(places.values()) - len(places),
         over_lag_bound=sum(_is_over_bound(record, one) for record, one in trained),
         corrupt=sum(bool(one.wrong) for _, one in trained),
-        off_lineage=sum(_is_off_lineage(one, digests, own) for _, one in trained),
+        off_lineage=sum(_is_off_lineage(record, one, digests, own) for record, one in trained),
     )
 
 
@@ -57,7 +61,11 @@ def _is_over_bound(record: StepRecord, one: Trained) -> bool:
     return one.over_bound > 0 or any(record.version.step - span.version.step > MAX_LAG for span in one.spans)
 
 
-def _is_off_lineage(one: Trained, digests: dict[WeightVersion, str], own: dict[int, str]) -> bool:
-    """Weights that nobody has trained from are known to nobody, and pass."""
-    versions = (span.version for span in one.spans)
-    return any(version in digests and digests[version] != own.get(version.step) for version in versions)
+def _is_off_lineage(
+    record: StepRecord, one: Trained, digests: dict[WeightVersion, set[str]], own: dict[int, str]
+) -> bool:
+    """Newer than the step that trained it, or not the lineage's weights of its step. Those that no trail has pass."""
+    versions = {span.version for span in one.spans}
+    if any(version.step > record.version.step for version in versions):
+        return True
+    return any(version in digests and own.get(version.step) not in digests[version] for version in versions)

@@ -4,7 +4,7 @@ import asyncio
 import random
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from .link import Link
 from .process import Role, send
@@ -27,10 +27,11 @@ MEAN_S = {
     "fill memory": 45.0,
     "damage blob": 6.0,
 }
-"""Between two of a kind, exponentially distributed."""
+"""Between two of a kind, exponentially distributed. A `blackout` strikes only where it is asked for."""
 BLOBS = ("payload", "payload", "segment", "prompt")
 """What is damaged, by the names of their keys."""
-FENCED_WITHIN_S = 15.0
+SLOW_DISK_S = 3.0
+FENCED_WITHIN_S = 8.0
 """A learner that was replaced must have noticed by then."""
 
 
@@ -40,6 +41,7 @@ class Faults:
     def __init__(
         self,
         seed: int,
+        mean_s: Mapping[str, float],
         learner: Role,
         workers: list[Role],
         links: dict[str, Link],
@@ -47,6 +49,7 @@ class Faults:
         witness: Witness,
     ) -> None:
         self._seed = seed
+        self._mean_s = mean_s
         self._learner = learner
         self._workers = workers
         self._links = links
@@ -65,6 +68,7 @@ class Faults:
             "kill worker": self._kill_worker,
             "kill learner": self._kill_learner,
             "kill server": self._kill_server,
+            "blackout": self._black_out,
             "power loss": self._lose_power,
             "stop worker": self._stop_worker,
             "stop learner": self._stop_learner,
@@ -75,7 +79,7 @@ class Faults:
             "damage blob": self._damage_blob,
         }
         async with asyncio.TaskGroup() as tasks:
-            for name, mean_s in MEAN_S.items():
+            for name, mean_s in self._mean_s.items():
                 tasks.create_task(self._repeat(random.Random(f"{self._seed} {name}"), mean_s, acts[name]))
 
     def end(self) -> None:
@@ -122,6 +126,17 @@ class Faults:
             self._note_kill("server", await self._witness.is_effective("server"))
             await self._server.lose_power()
             self.others["power_losses"] += 1
+            await asyncio.sleep(rng.uniform(0, 1))
+            await self._server.start()
+
+    async def _black_out(self, rng: random.Random) -> None:
+        """One machine had both the server and the learner, and a slow disk: what is lost reaches past a checkpoint."""
+        async with self._learner_lock, self._server.lock:
+            self._note_kill("server", await self._witness.is_effective("server"))
+            self._note_kill("learner", await self._witness.is_effective("learner"))
+            self.others["power_losses"] += 1
+            await self._server.lose_power(SLOW_DISK_S)
+            self._learner.kill()
             await asyncio.sleep(rng.uniform(0, 1))
             await self._server.start()
 

@@ -35,6 +35,9 @@ class TrailObserver(RunObserver):
     def on_weights(self, version: WeightVersion, backend: Backend, is_last: bool) -> None:
         assert isinstance(backend, TinyBackend)
         self._backend, self._digest = backend, backend.digest
+        backend.trail.append(
+            StepRecord(version, self._digest, ())
+        )  # workers have them, whether they are trained or not
         super().on_weights(version, backend, is_last)
 
     def on_step(self, step: Step) -> None:

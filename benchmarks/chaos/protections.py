@@ -3,31 +3,59 @@
 A script is edited as text. If the text to be replaced is no longer there, the trial fails at once instead of passing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from unittest.mock import patch
 
 from broker import codec, connection
 from broker.leases import Leases
+from broker.schema import Probe, WeightVersion
 from learner import packing
 from learner.experience import Experience
+from weightsync.buckets import StagedWeights
+from weightsync.publisher import Publisher, PublishReport
+
+from .faults import MEAN_S
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What is there against some faults, and can be taken out to show what they do then."""
+
+    take_out: Callable[[], None]
+    """In this process, for good."""
+    mean_s: Mapping[str, float]
+    """The faults that it protects against, and no others, as others hide what they do: see `faults.MEAN_S`."""
+    covered_by: str = ""
+    """What does the same in most cases, and is taken out along with it; or what makes good its absence."""
+    saves_work: bool = False
+    """Without it nothing is lost: samples are generated again, which `tokens_regenerated` shows."""
 
 
 def take_out(name: str) -> None:
     """In this process, for good; the empty name is none."""
     if name:
-        PROTECTIONS[name]()
+        PROTECTIONS[name].take_out()
+
+
+def mean_s_against(name: str) -> Mapping[str, float]:
+    """How often which fault strikes in a trial of this protection; the empty name is the usual mix."""
+    return PROTECTIONS[name].mean_s if name else MEAN_S
 
 
 def _owner_fence() -> None:
     """A learner that was replaced may go on taking, committing and announcing."""
-    _edit("take", "if held[1] ~= incarnation or held[2] ~= redis.sha1hex(token) then", "if false then")
+    _edit("take", "if held ~= incarnation or call('GET', P .. 'owner') ~= redis.sha1hex(token) then", "if false then")
+    _edit("reassert", "if not is_ours and number('incarnation') >= tonumber(ARGV[1]) then", "if false then")
+    _publish_again()
     _edit("version", "if against < 0 or (compare('offered') < 0 and not is_repeated) then", "if false then")
 
 
 def _server_fence() -> None:
     """Nobody notices that a server came back without its last second."""
+    _publish_again()
     _edit("take", "if server and server ~= '' and server ~= server_id() then", "if false then")
 
 
@@ -49,7 +77,7 @@ def _commit_after_checkpoint() -> None:
         return batch
 
     patch.object(Experience, "take", take_and_commit).start()
-    _edit("claim", "local is_rewound = step < committed and tonumber(ARGV[6]) < committed", "local is_rewound = false")
+    _edit("claim", "if is_rewound then forget() end", "")
 
 
 def _over_bound_check() -> None:
@@ -75,8 +103,10 @@ def _worker_resubmission() -> None:
 
 def _rewind_fork() -> None:
     """What an abandoned branch's weights sampled stays valid."""
-    _edit("version", "if what == 'announced' and before and step < before then", "if false then")
-    _edit("submit", "is_void = is_void or is_abandoned(tonumber(ARGV[b]), tonumber(ARGV[b + 1]))", "")
+    _edit("submit", "if incarnation < tonumber(forks[a]) and step > tonumber(forks[a + 1]) then return true end", "")
+    _edit("version", "  fork(incarnation, step)\n", "")
+    _edit("reassert", "if name == 'announced' and step < held_step then fork(incarnation, step) end", "")
+    _edit("take", "if announced <= step and number('newest_step') > step then sweep_abandoned(queue) end", "")
 
 
 def _frame_checksum() -> None:
@@ -84,17 +114,32 @@ def _frame_checksum() -> None:
     patch.object(codec, "zlib", SimpleNamespace(crc32=lambda body, kind: 0)).start()
 
 
-PROTECTIONS: dict[str, Callable[[], None]] = {
-    "owner_fence": _owner_fence,
-    "server_fence": _server_fence,
-    "lease_token": _lease_token,
-    "lease_expiry": _lease_expiry,
-    "commit_after_checkpoint": _commit_after_checkpoint,
-    "over_bound_check": _over_bound_check,
-    "rewind_fork": _rewind_fork,
-    "worker_resubmission": _worker_resubmission,
-    "frame_checksum": _frame_checksum,
+_PUBLISHER = "a publisher that refuses to publish a version twice"
+
+PROTECTIONS = {
+    "owner_fence": Protection(_owner_fence, {"revive learner": 3.0}, covered_by=_PUBLISHER),
+    "server_fence": Protection(_server_fence, {"power loss": 3.0}, covered_by=_PUBLISHER),
+    "lease_token": Protection(_lease_token, {"stop worker": 3.0, "kill worker": 8.0}),
+    "lease_expiry": Protection(_lease_expiry, {"kill worker": 4.0}),
+    "commit_after_checkpoint": Protection(_commit_after_checkpoint, {"kill learner": 5.0}),
+    "over_bound_check": Protection(_over_bound_check, {"stop worker": 3.0, "kill worker": 4.0}),
+    "rewind_fork": Protection(_rewind_fork, {"blackout": 6.0}, covered_by="take's sweep of tokens newer than its step"),
+    "worker_resubmission": Protection(
+        _worker_resubmission, {"power loss": 3.0}, covered_by="lost samples are leased again", saves_work=True
+    ),
+    "frame_checksum": Protection(_frame_checksum, {"damage blob": 0.5}),
 }
+
+
+def _publish_again() -> None:
+    """A publisher refuses to go back, so a learner whose run has moved on, or back, ends by an error: not any more."""
+    publish = Publisher.publish
+
+    def publish_again(self: Publisher, version: WeightVersion, staged: StagedWeights, probe: Probe) -> PublishReport:
+        self._announced = None
+        return publish(self, version, staged, probe)
+
+    patch.object(Publisher, "publish", publish_again).start()
 
 
 def _edit(script: str, old: str, new: str) -> None:

@@ -13,13 +13,14 @@ import uvloop
 
 from broker.schema import RunStatus
 
-from .audit import audit
+from .audit import MUST_BE_ZERO, audit
 from .backend import author_of
 from .engine import Tally
 from .faults import Faults
 from .learner import run_learner
 from .link import Link
 from .process import Role, warm_up
+from .protections import PROTECTIONS, mean_s_against
 from .server import FragileServer
 from .trail import Beginning, Lineage
 from .trial import GROUP_SIZE, WORKERS, Trial
@@ -27,6 +28,7 @@ from .witness import Witness
 from .worker import run_worker
 
 LEARNER = "learner"
+BEGINS_WITHIN_S = 60.0
 HANGS_AFTER_S = 30.0
 """Without faults and without a step."""
 
@@ -37,6 +39,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     minutes: float
     without: str
+    against: str
+    """The protection whose faults struck more often."""
     tasks: int
     steps: int
     seconds: float
@@ -67,11 +71,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Generated and not trained."""
     dead_letters: int
     dropped_by_rule: int
+    shows: tuple[str, ...]
+    """What must not be, and is."""
+    covered_by: str
+    """What was taken out along with the protection, or makes good its absence."""
 
     @property
     def is_clean(self) -> bool:
-        wrong = self.lost or self.trained_twice or self.over_lag_bound or self.corrupt or self.off_lineage
-        return self.finished and not wrong
+        return self.finished and not self.shows
 
 
 def run_trial(trial: Trial) -> Outcome:
@@ -96,8 +103,17 @@ class _Stage:
         began = time.monotonic()
         async with self._everything_runs() as witness:
             workers = [self._roles[name] for name in self._workers]
-            faults = Faults(self._trial.seed, self._roles[LEARNER], workers, self._links, self._server, witness)
-            await witness.sees_generation()  # the first imports are no part of the trial
+            faults = Faults(
+                self._trial.seed,
+                mean_s_against(self._trial.against),
+                self._roles[LEARNER],
+                workers,
+                self._links,
+                self._server,
+                witness,
+            )
+            async with asyncio.timeout(BEGINS_WITHIN_S):
+                await witness.sees_generation()  # the first imports are no part of the trial
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(faults.strike())
                 await self._finished_within(60 * self._trial.minutes)
@@ -155,6 +171,7 @@ class _Stage:
             seed=self._trial.seed,
             minutes=self._trial.minutes,
             without=self._trial.without,
+            against=self._trial.against,
             tasks=self._trial.groups * GROUP_SIZE,
             steps=found.steps,
             seconds=round(seconds, 1),
@@ -180,6 +197,8 @@ class _Stage:
             tokens_regenerated=generated - found.trained_tokens,
             dead_letters=queues.rejected if queues else 0,
             dropped_by_rule=queues.dropped_stale if queues else 0,
+            shows=tuple(name for name in MUST_BE_ZERO if getattr(found, name)),
+            covered_by=PROTECTIONS[self._trial.without].covered_by if self._trial.without else "",
         )
 
 

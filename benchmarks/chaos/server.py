@@ -58,10 +58,10 @@ class FragileServer:
         send(self._server.pid, signal.SIGKILL)
         await asyncio.to_thread(self._await_death)
 
-    async def lose_power(self) -> None:
-        """SIGKILL, and what was written in the last second never reached the disk.
+    async def lose_power(self, lost_s: float = LOST_S) -> None:
+        """SIGKILL, and what was written in the last second, or so many, never reached the disk.
 
-        The server stops syncing a second before, so nobody has been promised what is cut off (WAITAOF).
+        The server stops syncing before, so nobody has been promised what is cut off (WAITAOF).
         """
         if self._appendfsync == "always":
             await self.kill()
@@ -69,7 +69,7 @@ class FragileServer:
         await self._client.config_set("appendfsync", "no")
         written = self._log()
         kept = written.stat().st_size
-        await asyncio.sleep(LOST_S)
+        await asyncio.sleep(lost_s)
         await self.kill()
         os.truncate(written, kept)
 

@@ -29,6 +29,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     digest: str
     """Of these weights."""
     trained: tuple[Trained, ...]
+    """Nothing, while they are published and not yet trained."""
 
 
 class Beginning(msgspec.Struct, frozen=True):
@@ -85,7 +86,7 @@ class Lineage(msgspec.Struct, frozen=True):
 
 
 def read_log(directory: Path, learner: str) -> tuple[Beginning, dict[int, StepRecord]]:
-    """By step. A line that a crash cut short is no record: nothing that follows from it is durable."""
+    """By step, the last of each. A line that a crash cut short is no record: nothing durable follows from it."""
     first, *rest = _path(directory, learner).read_bytes().splitlines(keepends=True)
     records = (msgspec.json.decode(line, type=StepRecord) for line in rest if line.endswith(b"\n"))
     return msgspec.json.decode(first, type=Beginning), {record.version.step: record for record in records}

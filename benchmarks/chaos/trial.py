@@ -30,8 +30,15 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     minutes: float
     directory: Path
-    without: str = ""
-    """The protection that is taken out of the product; empty: none."""
+    against: str = ""
+    """The protection whose faults strike more often; empty: the usual mix."""
+    is_out: bool = False
+    """Is that protection taken out of the product?"""
+
+    @property
+    def without(self) -> str:
+        """The protection that is taken out; empty: none."""
+        return self.against if self.is_out else ""
 
     @property
     def groups(self) -> int:
@@ -46,7 +53,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_log(self) -> bool:
         """Without the experience log, which mends what other protections let through, rewinds are more."""
-        return not self.without and self.seed % 4 < 2
+        return not self.against and self.seed % 4 < 2
 
     @property
     def recipe(self) -> Recipe:

@@ -1,22 +1,29 @@
 -- include: lib_base lib_samples lib_groups
--- claim(checkpoint incarnation, checkpoint step, resume, new owner, config, replayable to, watermark, n rules,
---       {rule, value} * n, group...) -> {incarnation, server id, announced step | '', committed step, is rewound}
+-- claim(checkpoint incarnation, checkpoint step, resume, new owner, config, replayable to, regenerate,
+--       watermark, n rules, {rule, value} * n, group...) -> {incarnation, server id, announced step | '', committed step, is rewound}
 -- Takes the run over from whoever owned it. What the checkpoint contains (all groups below its watermark, and those
 -- named) is settled; batches after it stay pinned. Where more was committed than it contains, the claimant trains that
--- again by itself (`replayable to`), or the run forgets it: it is fed and generated anew.
+-- again by itself (`replayable to`), or the run forgets it: it is fed and generated anew; with `regenerate` all of it.
 -- Touches: meta, owner, config, and what commit touches.
 free_first()
-local step, owner, mark = tonumber(ARGV[2]), ARGV[4], ARGV[7]
+local step, owner, mark = tonumber(ARGV[2]), ARGV[4], ARGV[8]
 local announced, committed = announced_step(), number('committed_step')
 local reached = math.max(announced or 0, committed)
 local last = call('ZRANGE', PINNED, -1, -1)[1]
 if last then reached = math.max(reached, tonumber(last) + 1) end
-local is_rewound = step < committed and tonumber(ARGV[6]) < committed
+local is_anew = ARGV[7] == '1'
+local is_rewound = is_anew or (step < committed and tonumber(ARGV[6]) < committed)
+
+-- All that was sampled and not trained by the checkpoint.
+local function generate_anew()
+  for g in pairs(held_groups()) do if field(g, 'state') ~= 'pool' then requeue(g) end end
+  call('UNLINK', PINNED)
+end
 
 local function forget()
   call('UNLINK', SETTLED, DROPPED)
   call('HSET', META, 'watermark', mark, 'committed_step', step)
-  for a = 9 + 2 * ARGV[8], #ARGV do call('ZADD', SETTLED, 0, ARGV[a]) end
+  for a = 10 + 2 * ARGV[9], #ARGV do call('ZADD', SETTLED, 0, ARGV[a]) end
 end
 
 if call('GET', P .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a claim whose reply was lost
@@ -28,11 +35,12 @@ if call('GET', P .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a c
   call('SET', P .. 'owner', redis.sha1hex(owner))
   call('HSET', META, 'state', 'claimed', 'feed_closed', 0, 'is_rewound', is_rewound and 1 or 0)
   call('HSETNX', META, 'started', now())
-  for a = 9, 7 + 2 * ARGV[8], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end
+  for a = 10, 8 + 2 * ARGV[9], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end
   call('SET', P .. 'config', ARGV[5])
   if is_rewound then forget() end
   commit_below(step)
-  settle_contained(mark, 9 + 2 * ARGV[8])
+  if is_anew then generate_anew() end
+  settle_contained(mark, 10 + 2 * ARGV[9])
   renumber(step)
 end
 return { number('incarnation'), server_id(), announced and tostring(announced) or '', committed, number('is_rewound') }

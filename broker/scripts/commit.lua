@@ -1,5 +1,5 @@
 -- include: lib_base lib_samples lib_groups
--- commit(incarnation, owner, server, step, watermark, group...) -> how many groups were settled by this call
+-- commit(incarnation, owner, server, step, watermark, group...) -> {groups settled by this call, blobs to be swept}
 -- Every batch pinned to a step below `step` is trained for good, and so are the groups named. Groups below the
 -- watermark will never be fed again, so their names are forgotten.
 -- Touches: everything that a group has (see settle), pinned, batch:*, settled, dropped.
@@ -9,4 +9,4 @@ free_first()
 local n = commit_below(ARGV[4])
 for a = 6, #ARGV do n = n + settle_trained(ARGV[a]) end
 raise_watermark(ARGV[5])
-return n
+return { n, call('LLEN', P .. 'garbage') }

@@ -45,8 +45,12 @@ end
 
 -- A blob is named by its key below the run's prefix. One that begins with a number and a slash lies on another shard of
 -- a cluster, where only clients reach: it goes through the garbage list.
+local function is_blob(name) return string.find(name, '^%d*/?payload:') or string.find(name, '^%d*/?segment:') end
 local function is_remote(name) return string.find(name, '^%d+/') end
-local function free_blob(name) if is_remote(name) then call('RPUSH', P .. 'garbage', name) else call('UNLINK', P .. name) end end
+local function free_blob(name)
+  if not is_blob(name) then return end -- names come from workers
+  if is_remote(name) then call('RPUSH', P .. 'garbage', name) else call('UNLINK', P .. name) end
+end
 -- Takes the time to live off a blob; false if it is gone.
 local function keep_blob(name)
   return is_remote(name) or call('PERSIST', P .. name) == 1 or call('EXISTS', P .. name) == 1

@@ -75,6 +75,7 @@ end
 
 -- Trained or dropped: nothing of the group stays but its name, and that only while a feed could name it again.
 local function settle(g, names)
+  call('SREM', LOST, g)
   clear_round(g)
   call('UNLINK', P .. 'prompt:' .. g, group_key(g))
   call('ZREM', POOL, g)
@@ -134,6 +135,7 @@ end
 
 -- Admission numbers counted anew from the first step not yet trained: after a rewind, a lost server, or new rules.
 local function renumber(step)
+  step = math.max(step, number('committed_step')) -- what a learner replays by itself is settled here
   local held, pinned = {}, 0
   for _, s in ipairs(call('ZRANGEBYSCORE', PINNED, step, '+inf')) do pinned = pinned + call('LLEN', batch_key(s)) end
   local function hold(g) held[g] = tonumber(field(g, 'index')) end

@@ -1,5 +1,5 @@
 -- include: lib_base lib_samples
--- renew(ttl_s, {member, token}...) -> {server id, member no longer held: its writer must stop...}
+-- renew(ttl_s, {member, token}...) -> {server id, token no longer held: its writer must stop...}
 -- An expired lease that nobody else took is held again. Touches: leases, retry, group:*.
 free_first()
 local reply, deadline = { server_id() }, now() + tonumber(ARGV[1])
@@ -11,7 +11,7 @@ for a = 2, #ARGV, 2 do
     call('ZADD', LEASES, deadline, m)
     call('ZREM', RETRY, m)
   else
-    reply[#reply + 1] = m
+    reply[#reply + 1] = ARGV[a + 1]
   end
 end
 return reply

@@ -11,15 +11,18 @@ local had_round, state, token, had_payload, from, oldest, newest, size, done, ha
   'token:' .. i, 'payload:' .. i, 'step:' .. i, 'oldest:' .. i, 'newest', 'size', 'done', 'bytes')
 local mine = had_round == round and (token == ARGV[2] or ARGV[6] == '1')
 if mine and had_payload then
-  if had_payload ~= payload then free_blob(payload) end
+  -- The same one again, its reply lost: storing it once more has put a time to live on it.
+  if had_payload == payload then keep_blob(payload) else free_blob(payload) end
   return 'duplicate'
 end
 local newest_now, is_void = newest_of(8)
 if mine and is_void and state == 'open' and token == ARGV[2] then hand_back(m) end
 if not mine or is_void or state ~= 'open' then
   free_blob(payload)
-  count('wasted_tokens', tokens)
-  count('fenced')
+  if ARGV[6] ~= '1' then -- else most of it was trained long ago
+    count('wasted_tokens', tokens)
+    count('fenced')
+  end
   return 'fenced'
 end
 if not keep_blob(payload) then return 'no payload' end

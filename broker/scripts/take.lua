@@ -56,8 +56,8 @@ local function sweep_abandoned(queue)
   end
 end
 
-local function floors(queue)
-  local flat, list = call('ZRANGE', queue, 0, -1, 'WITHSCORES'), {}
+local function floors(queue, first, last)
+  local flat, list = call('ZRANGE', queue, first, last, 'WITHSCORES'), {}
   for a = 1, #flat, 2 do list[#list + 1] = { group = flat[a], floor = tonumber(flat[a + 1]), open = queue == OPEN } end
   return list
 end
@@ -67,9 +67,9 @@ end
 -- With `mask`, groups already over the bound go on, and nobody waits for them.
 local function must_wait(ready, need)
   local open, rest = {}, {}
-  for _, one in ipairs(floors(OPEN)) do if one.floor >= step - lag then open[#open + 1] = one end end
+  for _, one in ipairs(floors(OPEN, 0, -1)) do if one.floor >= step - lag then open[#open + 1] = one end end
   if #open == 0 or open[1].floor >= ready[need].floor then return false end
-  for a = need + 1, #ready do rest[#rest + 1] = ready[a] end
+  for _, one in ipairs(floors(READY, need, -1)) do rest[#rest + 1] = one end
   for _, one in ipairs(open) do rest[#rest + 1] = one end
   table.sort(rest, function(a, b) if a.floor == b.floor then return a.open and not b.open end return a.floor < b.floor end)
   local has_open = false
@@ -144,7 +144,7 @@ for _, queue in ipairs({ READY, OPEN }) do
   sweep_old(queue)
   if announced <= step and number('newest_step') > step then sweep_abandoned(queue) end
 end
-local ready = floors(READY)
+local ready = floors(READY, 0, need - 1)
 if #ready < need then
   if not nothing_more_comes() then
     if number('payload_bytes') >= number('max_bytes') then
@@ -162,7 +162,7 @@ end
 if need > 0 and must_wait(ready, need) then
   if on_straggler == 'wait' then return { 'wait', 'stragglers' } end
   give_up_stragglers()
-  ready = floors(READY)
+  ready = floors(READY, 0, need - 1)
 end
 pin(ready, need)
 return deliver()

@@ -125,6 +125,7 @@ class Audit:
             "pool": name in self.queues["pool"],
             "ready": name in self.queues["ready"],
             "pinned": bool(pins),
+            "lost": name in self.lost and group.state == "lost",
         }
         assert [place for place, is_there in places.items() if is_there] == [group.state] * (group.state != "open"), (
             f"in {places}: {fields}"
@@ -173,7 +174,7 @@ class Audit:
         for name, group in self.groups.items():
             prompt = f"prompt:{name}"
             # A group pinned by a learner to a server that never had it lacks everything.
-            assert prompt in self.blobs or group.state == "pinned", f"{name}: no prompt"
+            assert prompt in self.blobs or group.state in ("pinned", "lost"), f"{name}: no prompt"
             mine = [*group.of_samples("payload").values()]
             mine += [s for i in range(group.size) for s, *_ in self.segments.get(f"{name}:{group.round}:{i}", ())]
             assert set(mine) <= set(self.blobs), f"{name}: lacks {set(mine) - set(self.blobs)}"

@@ -325,7 +325,7 @@ class Worker:
     async def renew(self) -> list[Flight]:
         """Those that it may go on with."""
         lost = await self.broker.leases.renew([flight.lease for flight in self.flights], TTL_S)
-        return [flight for flight in self.flights if flight.lease.tid not in lost]
+        return [flight for flight in self.flights if flight.lease.token not in lost]
 
     async def release(self, flight: Flight) -> None:
         await self.broker.leases.release([flight.lease])

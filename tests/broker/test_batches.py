@@ -131,7 +131,7 @@ async def test_a_straggler_is_waited_for(broker: Broker) -> None:
 async def test_a_straggler_is_begun_anew(broker: Broker) -> None:
     run, lease, taken = await straggler(broker, "requeue")
     assert taken == groups(2)
-    assert await broker.leases.renew([lease], 30) == {lease.tid}
+    assert await broker.leases.renew([lease], 30) == {lease.token}
     assert await run.submit(lease, 0) is SubmitOutcome.FENCED
     assert (await run.queues()).requeued_stale == 1
     again = await run.lease(1, 1)

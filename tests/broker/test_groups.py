@@ -169,3 +169,40 @@ async def test_a_fresh_start_on_an_advanced_run_is_refused(broker: Broker) -> No
     for resume in (False, True):
         with pytest.raises(BrokerError, match="--overwrite"):
             await broker.batches.claim(checkpoint=FRESH, rules=rules(0), config=b"", resume=resume)
+
+
+async def test_a_replaying_learner_admits_no_more_than_the_bound(broker: Broker) -> None:
+    await trained(broker, 4)
+    claim = await broker.batches.claim(
+        checkpoint=CheckpointMark(1, 2),
+        rules=rules(0),
+        config=b"",
+        resume=True,
+        contains=Contains(group_id(4), ()),
+        replayable_to=4,
+    )
+    again = Scenario(broker, claim)
+    await again.announce(4)
+    assert (await again.queues()).admitted == 8
+    reply = await broker.leases.lease("w", WeightVersion(2, 4), 100, 30)
+    assert [lease.tid.group for lease in reply.leases] == groups(8, 9)
+
+
+async def test_regenerating_from_the_latest_checkpoint_keeps_nothing_that_was_sampled_since(broker: Broker) -> None:
+    run = await trained(broker, 2)
+    leases = (await run.generate(4, 2)).leases
+    assert await run.take(2) == groups(4, 5)
+    claim = await broker.batches.claim(
+        checkpoint=CheckpointMark(1, 2),
+        rules=rules(0),
+        config=b"",
+        resume=True,
+        contains=Contains(group_id(4), ()),
+        regenerate=True,
+    )
+    again = Scenario(broker, claim)
+    assert await again.take(2) is None
+    await again.announce(2)
+    fresh = (await broker.leases.lease("w", WeightVersion(2, 2), 100, 30)).leases
+    assert [(lease.tid.group, lease.tid.round) for lease in fresh] == [(lease.tid.group, 1) for lease in leases]
+    assert (await again.queues()).payload_bytes == 0

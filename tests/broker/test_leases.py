@@ -1,11 +1,14 @@
 """Admission, leases, expiry and fencing, against a real server."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker import Broker, open_broker
 from broker.codec import encode
+from broker.driver import Command
 from broker.errors import SchemaMismatchError
 from broker.leases import SubmitOutcome
 from broker.schema import TrajectoryId, WeightVersion
@@ -116,7 +119,7 @@ async def test_an_expired_lease_goes_to_another_worker_and_the_late_one_is_fence
     await asyncio.sleep(2 * A_MOMENT_S)
     taken_over = (await run.lease(5, 0, worker="v")).leases
     assert [lease.tid for lease in taken_over] == [slow[1].tid]
-    assert await broker.leases.renew(slow, 30) == {slow[0].tid, slow[1].tid}  # done, and lost
+    assert await broker.leases.renew(slow, 30) == {slow[0].token, slow[1].token}  # done, and lost
     assert await run.submit(slow[1], 0) is SubmitOutcome.FENCED
     assert await run.submit(taken_over[0], 0) is SubmitOutcome.ACCEPTED
     queues = await run.queues()
@@ -211,3 +214,21 @@ async def test_feeding_again_changes_nothing(broker: Broker) -> None:
     assert await broker.prompts.feed([prompt(i, 1) for i in range(5)], run.owner) == 2
     assert (await broker.prompts.waiting())[0] == 4
     assert await broker._connection.execute("EXISTS", broker._connection.keys(f"prompt:{group_id(0)}")) == 0
+
+
+async def test_a_payload_whose_reply_was_lost_lives_on(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
+    (lease,) = (await run.lease(1, 0)).leases
+    routes, lost = broker._connection._routes, []
+
+    async def send(commands: Sequence[Command]) -> list[object]:
+        replies = await type(routes).send(routes, commands)  # type: ignore[arg-type]
+        if commands[0][0] == "SET" and not lost:
+            lost.append(commands)
+            raise RedisConnectionError("cut")
+        return replies
+
+    monkeypatch.setattr(routes, "send", send)
+    assert await run.submit(lease, 0) is SubmitOutcome.DUPLICATE
+    (payload,) = await broker._connection.scan(broker._connection.keys("payload:*"))
+    assert await broker._connection.execute("PTTL", payload) == -1

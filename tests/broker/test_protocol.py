@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -65,8 +66,14 @@ class Protocol(RuleBasedStateMachine):
         self.auditor.wipe()
         self.brokers: list[Broker] = []
 
-    @initialize(rules=RULES, group_size=st.integers(1, 3), shards=st.sampled_from([1, 3]), keeps_log=st.booleans())
-    def begin(self, rules: RunRules, group_size: int, shards: int, keeps_log: bool) -> None:
+    @initialize(
+        rules=RULES,
+        group_size=st.integers(1, 3),
+        shards=st.sampled_from([1, 3]),
+        keeps_log=st.booleans(),
+        steps=st.integers(0, 3),
+    )
+    def begin(self, rules: RunRules, group_size: int, shards: int, keeps_log: bool, steps: int) -> None:
         self.model = Model(rules, group_size)
         self.audit = self.auditor.look()
         self.shards = shards
@@ -77,7 +84,7 @@ class Protocol(RuleBasedStateMachine):
         self.saved: tuple[dict[bytes, tuple[int, bytes]], Samples] | None = None
         self.workers = [self._new_worker(i) for i in range(WORKERS)]
         self._start_learner(self.checkpoints[-1], resume=False)
-        self.publish()
+        self.go_on(steps, 0, 1)
 
     # ---- what happens as a rule
 
@@ -87,18 +94,18 @@ class Protocol(RuleBasedStateMachine):
         for _ in range(steps):
             if self.learner is None:
                 self.resume(0, False)
-            self.publish()
-            self.feed(4)
+            self._publish()
+            self._feed(4)
             self.work(which, 6, left)
             self.work(which + 1, 4, 0)
-            self.train()
+            self._train()
 
     @precondition(lambda self: self.learner)
     @rule(which=SOME, count=st.integers(1, 8), left=st.integers(0, 2))
     def work(self, which: int, count: int, left: int) -> None:
         """The worker's whole loop: newest weights, leases, submissions."""
         worker = self._worker(which)
-        self.refresh(which)
+        self.runner.run(worker.refresh())
         for flight in self._lease(worker, count)[left:]:
             worker.generate(flight, 2)
             self._submit(worker, flight)
@@ -106,20 +113,16 @@ class Protocol(RuleBasedStateMachine):
     # ---- the learner
 
     @precondition(lambda self: self.learner)
-    @rule(count=st.integers(0, 4))
-    def feed(self, count: int) -> None:
-        self._learn(lambda learner: learner.feed(count))
-
-    @precondition(lambda self: self.learner and not self.learner.has_published)
-    @rule()
-    def publish(self) -> None:
-        if self.learner is not None and not self.learner.has_published:
-            self._learn(lambda learner: learner.publish())
-
-    @precondition(lambda self: self.learner and self.learner.has_published)
-    @rule()
-    def train(self) -> None:
-        self._learn(lambda learner: learner.train())
+    @rule(verb=st.sampled_from(["feed", "publish", "train"]), count=st.integers(0, 4))
+    def learn(self, verb: str, count: int) -> None:
+        match verb:
+            case "feed":
+                self._feed(count)
+            case "publish":
+                self._publish()
+            case "train":
+                self._publish()
+                self._train()
 
     @precondition(lambda self: self.learner and self.learner.step > self.checkpoints[-1].step)
     @rule(dies=st.booleans())
@@ -131,20 +134,23 @@ class Protocol(RuleBasedStateMachine):
         else:
             self._learn(lambda learner: learner.commit(self.checkpoints[-1]))
 
-    @rule(back=st.sampled_from([0, 0, 1, 2]), is_anew=st.booleans())
-    def resume(self, back: int, is_anew: bool) -> None:
-        """The last checkpoint, or one before it on purpose; a learner that still lives has lost the run."""
+    @rule(back=st.sampled_from([0, 0, 1, 2]), is_anew=st.booleans(), max_lag=st.sampled_from([None, None, 0, 1]))
+    def resume(self, back: int, is_anew: bool, max_lag: int | None = None) -> None:
+        """The last checkpoint, or one before it on purpose, perhaps with another rule; a learner that still lives
+        has lost the run."""
         at = max(len(self.checkpoints) - 1 - back, min(1, len(self.checkpoints) - 1))
         checkpoint = self.checkpoints[at]
         is_rewind = at < len(self.checkpoints) - 1
         if is_rewind and not is_anew and not self._log_reaches(checkpoint.step):
             return
         del self.checkpoints[at + 1 :]
+        if max_lag is not None and not self.audit.batches:  # what was taken by another rule is trained again as it was
+            self.model.rules = msgspec.structs.replace(self.model.rules, max_lag=max_lag)
         self._start_learner(checkpoint, resume=True, is_anew=is_rewind and is_anew)
         if is_rewind:
             self.checkpoints[at] = self._learn(lambda learner: learner.save())
             self._learn(lambda learner: learner.commit(self.checkpoints[at]))
-        self.publish()
+        self._publish()
 
     @precondition(lambda self: self.zombies)
     @rule(which=SOME, verb=SOME)
@@ -167,13 +173,12 @@ class Protocol(RuleBasedStateMachine):
 
     # ---- workers
 
-    @rule(which=SOME)
-    def refresh(self, which: int) -> None:
-        self.runner.run(self._worker(which).refresh())
-
-    @rule(which=SOME, count=st.integers(1, 4))
-    def lease(self, which: int, count: int) -> None:
-        self._lease(self._worker(which), count)
+    @rule(which=SOME, count=st.integers(0, 4), is_fresh=st.booleans())
+    def lease(self, which: int, count: int, is_fresh: bool) -> None:
+        worker = self._worker(which)
+        if is_fresh:
+            self.runner.run(worker.refresh())
+        self._lease(worker, count)
 
     @precondition(lambda self: self._flights())
     @rule(which=SOME, tokens=st.integers(1, 3))
@@ -232,7 +237,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def save_the_server(self) -> None:
-        """From here on it has not flushed to its disk."""
+        """What follows has not reached its disk."""
         self.saved = self.auditor.save(), self.model.samples.copy()
 
     @precondition(lambda self: self.saved is not None)
@@ -246,16 +251,7 @@ class Protocol(RuleBasedStateMachine):
         self.model.samples = samples.copy()
         self.model.delivered = dict(self.learner.taken) if self.learner else {}
         self.model.has_forgotten = True
-        self.restart_the_server()
-
-    @rule()
-    def restart_the_server(self) -> None:
-        """It comes back with all that it knew, as another one."""
-        for broker in self.brokers:
-            broker._connection.server_id = "another"
-            broker.leases._server_id = broker.leases._server_id and "another"
-        self.zombies.clear()
-        self._look()
+        self._restart_the_server()
 
     @precondition(lambda self: self.audit.blobs)
     @rule(which=SOME)
@@ -286,12 +282,12 @@ class Protocol(RuleBasedStateMachine):
         worker = Worker(self._open(), "last", self.shards)
         self.workers.append(worker)
         for _ in range(PATIENCE):
-            self.publish()
-            self.feed(2)
+            self._publish()
+            self._feed(2)
             for i in range(len(self.audit.queues["leases"])):
                 self.expire_a_lease(i)
             self.work(len(self.workers) - 1, 4, 0)
-            self.train()
+            self._train()
             if self.learner.is_exhausted:
                 break
         else:
@@ -332,6 +328,24 @@ class Protocol(RuleBasedStateMachine):
         self._look()
         judge_worker(before, self.audit, self.model)
         return result
+
+    def _restart_the_server(self) -> None:
+        """It comes back as another one."""
+        for broker in self.brokers:
+            broker._connection.server_id = "another"
+            broker.leases._server_id = broker.leases._server_id and "another"
+        self.zombies.clear()
+        self._look()
+
+    def _feed(self, count: int) -> None:
+        self._learn(lambda learner: learner.feed(count))
+
+    def _publish(self) -> None:
+        if self.learner is not None and not self.learner.has_published:
+            self._learn(lambda learner: learner.publish())
+
+    def _train(self) -> None:
+        self._learn(lambda learner: learner.train())
 
     def _look(self) -> None:
         self.audit = self.auditor.look()

@@ -203,6 +203,6 @@ async def test_a_lost_prompt_voids_what_was_begun(broker: Broker) -> None:
     await broker.leases.release([second])
     await broker._connection.execute("SET", broker._connection.keys(f"prompt:{group_id(0)}"), b"junk")
     assert [lease.tid.group for lease in (await run.lease(1, 0, worker="v")).leases] == []
-    assert await broker.leases.renew([first], TTL_S) == {first.tid}
+    assert await broker.leases.renew([first], TTL_S) == {first.token}
     assert await broker.prompts.feed([prompt(0)], run.owner) == 1
     assert (await run.queues()).payload_bytes == await kept(broker) == 0

@@ -131,3 +131,23 @@ def test_switched_off_it_keeps_nothing_of_an_abandoned_branch(log: ExperienceLog
     off = ExperienceLog(tmp_path, 0)
     off.record(1, batch(7))
     assert off.steps == [0]
+
+
+def test_no_flipped_bit_is_more_than_damage(log: ExperienceLog, tmp_path: Path) -> None:
+    path = tmp_path / "step_0.zst"
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 3):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bytes(flipped))
+        opened = ExperienceLog(tmp_path, PLENTY)
+        opened.tids(0)
+        found = opened.read(0)
+        assert found is None or tids_of(found) == tids_of(batch(0))
+
+
+def test_what_is_no_batch_is_left_alone_and_what_a_crash_left_goes(tmp_path: Path) -> None:
+    (tmp_path / "step_x.zst").touch()
+    (tmp_path / ".step_7.zst.staged").touch()
+    assert ExperienceLog(tmp_path, PLENTY).steps == []
+    assert [path.name for path in tmp_path.iterdir()] == ["step_x.zst"]

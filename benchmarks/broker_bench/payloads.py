@@ -1,0 +1,96 @@
+"""Trajectories whose frame has a given size."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from broker.codec import encode_trajectory
+from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+
+GROUP_SIZE = 8
+PROMPT_TOKENS = 64
+VOCABULARY = 150_000
+_VARIANTS = 16
+"""Different responses that take turns."""
+
+
+def tid_of(number: int) -> TrajectoryId:
+    """The id of trajectory `number`: eight to a group."""
+    return TrajectoryId(f"0000-{number // GROUP_SIZE:08d}", 0, number % GROUP_SIZE)
+
+
+def number_of(tid: TrajectoryId) -> int:
+    return int(tid.group.partition("-")[2]) * GROUP_SIZE + tid.sample
+
+
+def prompt(position: int, num_samples: int = GROUP_SIZE, tokens: int = PROMPT_TOKENS) -> Prompt:
+    return Prompt(
+        group=f"0000-{position:08d}",
+        token_ids=_prompt_tokens(tokens),
+        text="How many are they?",
+        ground_truth="42",
+        data_source="benchmark",
+        num_samples=num_samples,
+    )
+
+
+@cache
+def _prompt_tokens(count: int) -> list[int]:
+    tokens: list[int] = _tokens(np.random.default_rng(0), count).tolist()
+    return tokens
+
+
+@dataclass(frozen=True)
+class Payloads:
+    """`payloads[number]` is that trajectory, made of a few prepared responses."""
+
+    variants: tuple[Trajectory, ...]
+
+    def __getitem__(self, number: int) -> Trajectory:
+        return self.named(tid_of(number))
+
+    def named(self, tid: TrajectoryId) -> Trajectory:
+        """The one with this id."""
+        return msgspec.structs.replace(self.variants[number_of(tid) % len(self.variants)], tid=tid)
+
+    @property
+    def frame_bytes(self) -> float:
+        """Of the frame, on average."""
+        return sum(len(encode_trajectory(variant)) for variant in self.variants) / len(self.variants)
+
+
+@cache
+def payloads_of(frame_bytes: int) -> Payloads:
+    """Trajectories with frames of so many bytes, to within two per cent or one token."""
+    low, high = 1, frame_bytes
+    while low < high:
+        middle = (low + high) // 2
+        if len(encode_trajectory(_trajectory(0, middle))) < frame_bytes:
+            low = middle + 1
+        else:
+            high = middle
+    return Payloads(tuple(_trajectory(seed, low) for seed in range(_VARIANTS)))
+
+
+def _trajectory(seed: int, response_tokens: int) -> Trajectory:
+    rng = np.random.default_rng(seed)
+    return Trajectory(
+        tid=tid_of(0),
+        prompt_tokens=_tokens(rng, PROMPT_TOKENS),
+        response_tokens=_tokens(rng, response_tokens),
+        behavior_logprobs=-rng.exponential(0.5, response_tokens).astype(np.float32),
+        loss_mask=np.ones(response_tokens, np.uint8),
+        spans=(VersionSpan(0, response_tokens, WeightVersion(1, 0)),),
+        reward=1.0,
+        rewards={"exact": 1.0},
+        finish_reason="stop",
+        worker="benchmark",
+    )
+
+
+def _tokens(rng: np.random.Generator, count: int) -> NDArray[np.int32]:
+    """Log-uniform over the vocabulary: common words are common, as in text."""
+    return np.exp(rng.uniform(0.0, np.log(VOCABULARY), count)).astype(np.int32)

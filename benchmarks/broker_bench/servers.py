@@ -1,0 +1,36 @@
+"""A server of its own for every lap, and what it spends."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import redis
+
+from broker.server import EmbeddedServer
+
+Durability = Literal["off", "everysec"]
+"""Of the append-only file."""
+
+_MAXMEMORY_BYTES = 8 << 30
+
+
+@contextmanager
+def fresh_server(aof: Durability) -> Iterator[EmbeddedServer]:
+    """An empty server on a unix socket, with the embedded server's own configuration."""
+    with (
+        tempfile.TemporaryDirectory(prefix="headway-") as directory,
+        EmbeddedServer(Path(directory), maxmemory_bytes=_MAXMEMORY_BYTES) as server,
+    ):
+        if aof == "off":
+            with redis.Redis.from_url(server.url) as client:
+                client.config_set("appendonly", "no")
+        yield server
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time that the process has spent."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)

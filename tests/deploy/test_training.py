@@ -1,0 +1,23 @@
+"""What the learner's role tells the broker of its recipe."""
+
+import msgspec
+
+from broker.schema import RunRules
+from deploy.config import load_recipe
+from deploy.training import _rules
+
+
+def test_every_rule_is_the_setting_of_the_same_name() -> None:
+    overrides = {
+        "staleness.max_lag": 7,
+        "staleness.on_straggler": "trim",
+        "staleness.min_group_size": 3,
+        "staleness.on_over_bound": "mask",
+        "learner.groups_per_step": 5,
+        "broker.max_bytes": 12345,
+        "broker.max_leases_per_worker": 11,
+        "broker.replicas": 2,
+    }
+    rules = _rules(load_recipe("arithmetic.yaml", [f"{name}={value}" for name, value in overrides.items()]))
+    assert {name.partition(".")[2]: value for name, value in overrides.items()} == msgspec.structs.asdict(rules)
+    assert set(RunRules.__struct_fields__) == {name.partition(".")[2] for name in overrides}
