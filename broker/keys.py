@@ -38,10 +38,10 @@ Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by:
 payload_bytes, generated_tokens, wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples; feed_closed,
 watermark, committed_step, newest_step (highest that sampled anything), is_rewound, state, started.
 
-Fields of `group:G`: size, length (of the prompt, up to a power of two), round, state (pool, open, ready, pinned),
-index (admission number), floor (lowest weight step in this round), newest (highest), bytes, done, trimmed, pin (step);
-for each sample I token:I, step:I (the lowest of its lease and segments, then of its submission), oldest:I (lowest of
-its segments) and payload:I (once submitted).
+Fields of `group:G`: size, length (of the prompt, up to a power of two), round, state (pool, open, ready, pinned; lost:
+without its prompt), index (admission number), floor (lowest weight step in this round), newest (highest), bytes, done,
+trimmed, pin (step); for each sample I token:I, step:I (the lowest of its lease and segments, then of its submission),
+oldest:I (lowest of its segments) and payload:I (once submitted).
 
 With `payload_shards` above 1, payloads and segments lie under `headway:{RUN/N}:` instead, so that a cluster spreads
 them over its nodes. Their names then begin with `N/`, scripts leave them alone, and the learner frees what they put on

@@ -16,7 +16,10 @@ local is_rewound = is_anew or (step < committed and tonumber(ARGV[6]) < committe
 
 -- All that was sampled and not trained by the checkpoint.
 local function generate_anew()
-  for g in pairs(held_groups()) do if field(g, 'state') ~= 'pool' then requeue(g) end end
+  for g in pairs(held_groups()) do
+    local state = field(g, 'state')
+    if state and state ~= 'pool' then requeue(g) end
+  end
   call('UNLINK', PINNED)
 end
 

@@ -1,5 +1,5 @@
 -- include: lib_base lib_samples lib_groups
--- feed(incarnation, owner, server, {group, size, prompt tokens}...) -> {new groups, groups whose blob is missing...}
+-- feed(incarnation, owner, server, {group, size, prompt tokens}...) -> {groups new or lost before, groups whose blob is missing...}
 -- Registers unknown groups in the pool; their blobs were SET (with a TTL) just before. Idempotent.
 -- Touches: meta, pool, lost, settled, dropped, group:*, prompt:* (PERSIST, UNLINK).
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
@@ -10,11 +10,17 @@ for a = 4, #ARGV, 3 do
   while length < tonumber(ARGV[a + 2]) do length = 2 * length end
   if is_settled(g) then
     call('UNLINK', blob)
+    call('SREM', LOST, g)
   elseif call('EXISTS', blob) == 0 then
     reply[#reply + 1] = g
   else
     call('PERSIST', blob)
     call('SREM', LOST, g)
+    if field(g, 'state') == 'lost' then
+      call('HSET', group_key(g), 'state', 'open')
+      enqueue(g)
+      reply[1] = reply[1] + 1
+    end
     if call('EXISTS', group_key(g)) == 0 then
       call('HSET', group_key(g), 'size', ARGV[a + 1], 'length', length, 'round', 0, 'state', 'pool')
       call('ZADD', POOL, 0, g)

@@ -41,18 +41,27 @@ local function is_whole(g)
   return done == size or trimmed == '1'
 end
 
--- A group's next round: all of it is generated anew under the same index. Without its prompt it can only be fed again.
+-- A group's next round: all of it is generated anew under the same index. Without its prompt it waits to be fed again.
 local function requeue(g)
   clear_round(g)
+  call('HINCRBY', group_key(g), 'round', 1)
   if call('EXISTS', P .. 'prompt:' .. g) == 0 then
-    call('UNLINK', group_key(g))
+    call('HSET', group_key(g), 'state', 'lost')
     call('SADD', LOST, g)
-    count('admitted', -1)
     return
   end
-  call('HINCRBY', group_key(g), 'round', 1)
   call('HSET', group_key(g), 'state', 'open')
   enqueue(g)
+end
+
+-- Ready again, if it is whole: no step is sure of it any more.
+local function unpin(g)
+  if not is_whole(g) then return requeue(g) end
+  local pin, floor = fields(g, 'pin', 'floor')
+  call('LREM', batch_key(pin), 0, g)
+  call('HDEL', group_key(g), 'pin')
+  call('HSET', group_key(g), 'state', 'ready')
+  call('ZADD', READY, floor, g)
 end
 
 -- The incarnation goes on from the weights of `step`, below those announced before. What was sampled by weights above
@@ -63,14 +72,16 @@ local function fork(incarnation, step)
     if tonumber(forks[a + 1]) >= step then call('HDEL', FORKS, forks[a]) end -- this fork says more
   end
   call('HSET', FORKS, incarnation, step)
-  local steps = call('ZRANGEBYSCORE', PINNED, step, '+inf')
-  for _, s in ipairs(steps) do queues[#queues + 1] = call('LRANGE', batch_key(s), 0, -1) end
+  for _, s in ipairs(call('ZRANGEBYSCORE', PINNED, step, '+inf')) do
+    for _, g in ipairs(call('LRANGE', batch_key(s), 0, -1)) do unpin(g) end
+    call('ZREM', PINNED, s)
+  end
+  queues = { call('ZRANGE', OPEN, 0, -1), call('ZRANGE', READY, 0, -1) }
   for _, queue in ipairs(queues) do
     for _, g in ipairs(queue) do
       if (tonumber(field(g, 'newest') or '') or -1) > step then requeue(g) count('requeued') end
     end
   end
-  for _, s in ipairs(steps) do if call('EXISTS', batch_key(s)) == 0 then call('ZREM', PINNED, s) end end
 end
 
 -- Trained or dropped: nothing of the group stays but its name, and that only while a feed could name it again.
@@ -79,6 +90,7 @@ local function settle(g, names)
   clear_round(g)
   call('UNLINK', P .. 'prompt:' .. g, group_key(g))
   call('ZREM', POOL, g)
+  call('SREM', LOST, g)
   if g >= (meta('watermark') or '') then call('ZADD', names, 0, g) end
 end
 
@@ -109,6 +121,7 @@ local function held_groups()
   local held = {}
   for _, queue in ipairs({ POOL, OPEN, READY }) do for _, g in ipairs(call('ZRANGE', queue, 0, -1)) do held[g] = true end end
   for _, m in ipairs(call('ZRANGE', RETRY, 0, -1)) do held[(parse(m))] = true end
+  for _, g in ipairs(call('SMEMBERS', LOST)) do held[g] = true end
   for _, s in ipairs(call('ZRANGE', PINNED, 0, -1)) do
     for _, g in ipairs(call('LRANGE', batch_key(s), 0, -1)) do held[g] = true end
   end
@@ -141,6 +154,7 @@ local function renumber(step)
   local function hold(g) held[g] = tonumber(field(g, 'index')) end
   for _, queue in ipairs({ OPEN, READY }) do for _, g in ipairs(call('ZRANGE', queue, 0, -1)) do hold(g) end end
   for _, m in ipairs(call('ZRANGE', RETRY, 0, -1)) do hold((parse(m))) end
+  for _, g in ipairs(call('SMEMBERS', LOST)) do if field(g, 'state') == 'lost' then hold(g) end end
   local order = {}
   for g in pairs(held) do order[#order + 1] = g end
   table.sort(order, function(a, b) if held[a] == held[b] then return a < b end return held[a] < held[b] end)

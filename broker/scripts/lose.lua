@@ -7,10 +7,12 @@ local g = ARGV[1]
 local state = field(g, 'state')
 if state ~= 'open' and state ~= 'pool' then return 0 end
 call('UNLINK', P .. 'prompt:' .. g)
-requeue(g)
 if state == 'pool' then
   call('ZREM', POOL, g)
-  count('admitted') -- requeue took one back that it never had
+  call('UNLINK', group_key(g))
+  call('SADD', LOST, g)
+else
+  requeue(g)
 end
 to_dead_letters(g, ARGV[2], ARGV[3])
 return 1

@@ -28,6 +28,16 @@ for b = 1, #rules, 2 do call('HSET', META, rules[b], rules[b + 1]) end
 for _, g in ipairs(next_list(1)) do settle_trained(g) end
 commit_below(ARGV[6])
 
+local function at_least(name, incarnation, step)
+  local held_incarnation, held_step = number(name .. '_incarnation'), tonumber(meta(name .. '_step') or '') or -1
+  if incarnation < held_incarnation or (incarnation == held_incarnation and step <= held_step) then return end
+  -- A rewind that was forgotten; it may have been to a lower step, but not by more than the second that was lost.
+  if name == 'announced' and step < held_step then fork(incarnation, step) end
+  call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', owner)
+end
+if ARGV[3] ~= '' then
+  for _, name in ipairs({ 'announced', 'offered' }) do at_least(name, tonumber(ARGV[3]), tonumber(ARGV[4])) end
+end
 local function has_payloads(g, round)
   if field(g, 'round') ~= round or not is_whole(g) then return false end
   for i = 0, size_of(g) - 1 do
@@ -58,16 +68,6 @@ local function pin_again(step, g, round, size)
 end
 for b = a, #ARGV, 4 do pin_again(ARGV[b], ARGV[b + 1], ARGV[b + 2], ARGV[b + 3]) end
 
-local function at_least(name, incarnation, step)
-  local held_incarnation, held_step = number(name .. '_incarnation'), tonumber(meta(name .. '_step') or '') or -1
-  if incarnation < held_incarnation or (incarnation == held_incarnation and step <= held_step) then return end
-  -- A rewind that was forgotten; it may have been to a lower step, but not by more than the second that was lost.
-  if name == 'announced' and step < held_step then fork(incarnation, step) end
-  call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', owner)
-end
-if ARGV[3] ~= '' then
-  for _, name in ipairs({ 'announced', 'offered' }) do at_least(name, tonumber(ARGV[3]), tonumber(ARGV[4])) end
-end
 renumber(tonumber(ARGV[6]))
 raise_watermark(ARGV[5])
 return server_id()

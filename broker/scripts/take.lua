@@ -124,8 +124,8 @@ local function pin(ready, need)
 end
 
 local function nothing_more_comes()
-  if meta('feed_closed') ~= '1' or call('EXISTS', LOST) == 1 then return false end
-  return call('ZCARD', POOL) + call('ZCARD', RETRY) + call('ZCARD', LEASES) + call('ZCARD', OPEN) == 0
+  if meta('feed_closed') ~= '1' then return false end
+  return call('ZCARD', POOL) + call('ZCARD', RETRY) + call('ZCARD', LEASES) + call('ZCARD', OPEN) + call('SCARD', LOST) == 0
 end
 
 -- Over the cap on bytes, with nothing under way and nothing to commit.

@@ -109,12 +109,15 @@ class Model:
     rules: RunRules
     group_size: int
     weights: dict[WeightVersion, Lineage] = field(default_factory=dict)
-    """What announced weights were trained on; without those that a lossy replay has made nobody's."""
+    """What announced weights were trained on."""
     delivered: dict[int, Batch] = field(default_factory=dict)
     """What a step was given, and gets again."""
     samples: Samples = field(default_factory=Samples)
     has_forgotten: bool = False
     """The server was rolled back, and no learner has told it since what it had taken."""
+    is_exact: bool = True
+    """Steps that are trained again are trained with the same batches. Without a log they are trained with what damage
+    and rollbacks have left of them, and nobody has the weights that were announced after them."""
     damaged: set[str] = field(default_factory=set)
     """Groups with bytes on the server that are not what was stored."""
 
@@ -131,17 +134,15 @@ class Model:
         for group in groups:
             self._judge_group(step, lineage, group)
 
-    def judge_repetition(self, step: int, batch: Batch, *, has_log: bool) -> None:
-        """The same step gets the same batch, whoever asks, unless bytes of it were damaged. Only a log makes up for
-        that; without it the step is trained with what is left, and nobody has the weights announced after it."""
+    def judge_repetition(self, step: int, batch: Batch) -> None:
+        """The same step gets the same batch, whoever asks, unless some of it was damaged."""
         before = self.delivered.setdefault(step, batch)
-        if before == batch:
+        if before == batch or not self.is_exact:
             return
-        lost = self.damaged & set(groups_of([before]))
-        assert lost, f"step {step} was given {[*map(str, before)]}, now {[*map(str, batch)]}"
+        assert self.damaged & set(groups_of([before])), (
+            f"step {step} was given {[*map(str, before)]}, now {[*map(str, batch)]}"
+        )
         self.delivered[step] = batch
-        if not has_log:
-            self.weights = {version: lineage for version, lineage in self.weights.items() if version.step <= step}
 
     def _judge_group(self, step: int, lineage: Lineage, group: Group) -> None:
         samples = [trajectory.tid.sample for trajectory in group.trajectories]
@@ -162,8 +163,8 @@ class Model:
         lag = step - version.step
         bound = step if self.rules.on_over_bound == "mask" else self.rules.max_lag
         assert 0 <= lag <= bound, f"a token of {version} at step {step}: the bound is {bound}"
-        known = self.weights.get(version, lineage[: version.step])
-        assert known == lineage[: version.step], (
+        known = self.weights[version]
+        assert not self.is_exact or known == lineage[: version.step], (
             f"a token of {version} at step {step}: its weights are of another branch"
         )
 

@@ -76,17 +76,19 @@ class Learner:
             resume=resume,
             contains=Contains(group_id(cursor.watermark), done),
             replayable_to=replayable_to,
+            regenerate=is_anew,
         )
         if model.has_forgotten:
             model.delivered.clear()
             model.has_forgotten = False
         self = cls(broker, model, claim, checkpoint.step, checkpoint.lineage, checkpoint, log)
-        is_anew = is_anew or claim.is_rewound
-        self.caught_up_at = 0 if is_anew else claim.highest_announced or 0
-        if is_anew:
+        is_forgotten = claim.highest_announced is None
+        if is_anew or claim.is_rewound:
             self.drop_log()
-        elif claim.committed_step > checkpoint.step:
-            self._replay(range(checkpoint.step, replayable_to))
+        else:
+            self.caught_up_at = replayable_to if is_forgotten else claim.highest_announced or 0
+            if is_forgotten or claim.committed_step > checkpoint.step:
+                await self._replay(range(checkpoint.step, replayable_to))
         return self
 
     @property
@@ -109,7 +111,7 @@ class Learner:
         self.model.announce(self.version, self.lineage)
         version = manifest(self.version.incarnation, self.step)
         await self.insist(lambda: self.broker.versions.announce(self.claim.owner, version))
-        self.announced = self.version
+        self.announced, self.is_replay_lost = self.version, False
 
     async def train(self) -> bool:
         """One step, if its batch is there. What is in the way is done as the loop would do it."""
@@ -177,7 +179,7 @@ class Learner:
             self.is_replay_lost = True
             return None
         if groups:
-            self.model.judge_repetition(self.step, batch_of(groups), has_log=self.log is not None)
+            self.model.judge_repetition(self.step, batch_of(groups))
             if self.log is not None:
                 self.log[self.step] = batch_of(groups)
         return groups
@@ -195,17 +197,18 @@ class Learner:
         while self.log is not None and end in self.log:
             end += 1
         if end > self.step:
-            self._replay(range(self.step, end))
-            await self._tell_again()
+            await self._replay(range(self.step, end))
         else:
             self.caught_up_at = 0
             self.drop_log()
             await self.publish()
 
-    def _replay(self, steps: range) -> None:
-        assert self.log is not None or not steps
-        self.replayed_to = steps.stop
-        self.taken |= {step: (self.log or {})[step] for step in steps}
+    async def _replay(self, steps: range) -> None:
+        if steps:
+            assert self.log is not None
+            self.replayed_to = steps.stop
+            self.taken |= {step: self.log[step] for step in steps}
+            await self._tell_again()
 
     async def _tell_again(self) -> None:
         self.model.has_forgotten = False

@@ -31,7 +31,7 @@ async def test_samples_of_the_abandoned_branch_are_generated_anew(broker: Broker
     assert (await resumed.queues()).pinned == 2
     await resumed.announce(1)
     queues = await resumed.queues()
-    assert (queues.pinned, queues.ready, queues.requeued_stale) == (1, 0, 2)  # groups 2 and 3 begin anew
+    assert (queues.pinned, queues.ready, queues.requeued_stale) == (0, 1, 2)  # groups 2 and 3 begin anew
     assert await resumed.take(1, 1) == groups(1)
     assert await resumed.submit(flying[0], 3) is SubmitOutcome.FENCED
     assert await resumed.submit(flying[1], 3, WeightVersion(2, 1)) is SubmitOutcome.FENCED
