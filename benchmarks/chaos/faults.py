@@ -31,7 +31,7 @@ MEAN_S = {
 BLOBS = ("payload", "payload", "segment", "prompt")
 """What is damaged, by the names of their keys."""
 SLOW_DISK_S = 3.0
-FENCED_WITHIN_S = 8.0
+FENCED_WITHIN_S = 15.0
 """A learner that was replaced must have noticed by then."""
 
 

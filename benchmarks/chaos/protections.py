@@ -31,7 +31,7 @@ class Protection:
     covered_by: str = ""
     """What does the same in most cases, and is taken out along with it; or what makes good its absence."""
     saves_work: bool = False
-    """Without it nothing is lost: samples are generated again, which `tokens_regenerated` shows."""
+    """Without it nothing is lost, only generated again: a trial that shows nothing is as it should be."""
 
 
 def take_out(name: str) -> None:

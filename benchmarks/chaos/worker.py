@@ -14,7 +14,7 @@ import rollout_workers.worker
 from broker import client
 from broker.errors import BrokerError
 from broker.leases import Leases, SubmitOutcome
-from broker.schema import Lease, Trajectory, TrajectoryId, WorkerInfo
+from broker.schema import Lease, Trajectory, WorkerInfo
 from deploy import rollout
 from rollout_workers.worker import Worker
 
@@ -50,7 +50,7 @@ class PullingWorker(Worker):
 class ErraticLeases(Leases):
     """Forgets to renew some leases, hands some samples in late, and some once more when nobody expects it."""
 
-    async def renew(self, leases: Sequence[Lease], ttl_s: float) -> set[TrajectoryId]:
+    async def renew(self, leases: Sequence[Lease], ttl_s: float) -> set[str]:
         """All but the forgotten ones."""
         return await super().renew([one for one in leases if not _is_chosen(one, "forgotten", FORGOTTEN)], ttl_s)
 

@@ -29,6 +29,19 @@ local function forget()
   for a = 10 + 2 * ARGV[9], #ARGV do call('ZADD', SETTLED, 0, ARGV[a]) end
 end
 
+-- The claimant makes all weights up to these again, bit for bit: from the pinned batches, or from its log. Those above that
+-- an earlier incarnation has made it will make otherwise, whether or not this server remembers that they were announced.
+local function reproducible()
+  local reached = step
+  local function is_pinned()
+    local names = call('LRANGE', batch_key(reached), 0, -1)
+    for _, g in ipairs(names) do if not is_whole(g) then return false end end
+    return #names >= number('groups_per_step')
+  end
+  while is_pinned() do reached = reached + 1 end
+  return is_rewound and step or math.max(reached, tonumber(ARGV[6]))
+end
+
 if call('GET', P .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a claim whose reply was lost
   -- Resuming without a checkpoint is a fresh start too, once something was trained for good.
   if step == 0 and reached > 0 and (ARGV[3] ~= '1' or committed > 0) and ARGV[6] == '0' then
@@ -44,6 +57,7 @@ if call('GET', P .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a c
   commit_below(step)
   if is_anew then generate_anew() end
   settle_contained(mark, 10 + 2 * ARGV[9])
+  if number('incarnation') > 1 then fork(number('incarnation'), reproducible()) end
   renumber(step)
 end
 return { number('incarnation'), server_id(), announced and tostring(announced) or '', committed, number('is_rewound') }

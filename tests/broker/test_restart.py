@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker import Broker, open_broker
-from broker.batches import CheckpointMark
+from broker.batches import CheckpointMark, Contains
 from broker.errors import FencedError, ServerRestartedError
 from broker.leases import SubmitOutcome
 from broker.schema import BroadcastGroup, TrajectoryId, WeightVersion
@@ -247,3 +247,35 @@ async def test_durable_submissions_are_not_kept(broker: Broker, server: Embedded
     server.start()
     await reassert(run, 0, [], {})
     assert await run.take(0) == groups(0, 1)  # durable indeed
+
+
+async def test_weights_whose_announcement_was_lost_are_abandoned_too(broker: Broker, rolled_back: RolledBack) -> None:
+    """Learner and server died together, and the server does not even know which weights there were."""
+    some = rules(4, groups_per_step=1)
+    run = await begin(broker, some, group_size=1)
+    flying = (await run.lease(5, 0)).leases
+    await run.submit(flying[0], 0)
+    assert await run.take(0, 1) == groups(0)
+    await run.announce(1)
+    rolled_back.remember()
+    await run.submit(flying[1], 0)
+    assert await run.take(1, 1) == groups(1)
+    await run.announce(2)  # and a checkpoint contains groups 0 and 1
+    await run.submit(flying[2], 0)
+    assert await run.take(2, 1) == groups(2)
+    await run.announce(3)
+    rolled_back.kill_and_restart()
+    claim = await broker.batches.claim(
+        checkpoint=CheckpointMark(1, 2),
+        rules=some,
+        config=b"recipe",
+        resume=True,
+        contains=Contains(group_id(2), ()),
+    )
+    resumed = Scenario(broker, claim)
+    await resumed.announce(2)
+    assert await resumed.submit(flying[4], 0) is SubmitOutcome.ACCEPTED
+    assert await resumed.take(2, 1) == groups(4)  # another batch than before: weights 3 are others
+    await resumed.announce(3)
+    assert await resumed.submit(flying[3], 0, WeightVersion(1, 3)) is SubmitOutcome.FENCED
+    assert await resumed.submit(flying[2], 0) is SubmitOutcome.ACCEPTED
