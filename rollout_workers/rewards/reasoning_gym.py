@@ -32,9 +32,10 @@ class ReasoningGymScorer:
 
 def score_response(prompt: Prompt, response: str) -> Score:
     """The part that blocks. `tagged` tells whether the response used the answer tags."""
+    import reasoning_gym  # all of it: its parts do not wait for another thread that is half way through it
     from reasoning_gym.utils import extract_answer
 
-    task, entry = _task_and_entry(prompt)
+    assert reasoning_gym
     task, entry = _task_and_entry(prompt)
     tagged: str | None = extract_answer(response)
     answer = response.strip() if tagged is None else tagged
