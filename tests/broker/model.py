@@ -118,6 +118,8 @@ class Model:
     is_exact: bool = True
     """Steps that are trained again are trained with the same batches. Without a log they are trained with what damage
     and rollbacks have left of them, and nobody has the weights that were announced after them."""
+    is_calm: bool = True
+    """Nothing was damaged, rolled back or rewound, and the rules are those of the beginning."""
     damaged: set[str] = field(default_factory=set)
     """Groups with bytes on the server that are not what was stored."""
 

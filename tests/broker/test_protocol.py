@@ -147,6 +147,7 @@ class Protocol(RuleBasedStateMachine):
         del self.checkpoints[at + 1 :]
         if max_lag is not None and not self.audit.batches:  # what was taken by another rule is trained again as it was
             self.model.rules = msgspec.structs.replace(self.model.rules, max_lag=max_lag)
+        self.model.is_calm &= max_lag is None and not is_rewind
         self._start_learner(checkpoint, resume=True, is_anew=is_rewind and is_anew)
         if is_rewind:
             self.checkpoints[at] = self._learn(lambda learner: learner.save())
@@ -252,7 +253,7 @@ class Protocol(RuleBasedStateMachine):
         self.model.samples = samples.copy()
         self.model.delivered = dict(self.learner.taken) if self.learner else {}
         self.model.has_forgotten = True
-        self.model.is_exact = self.log is not None
+        self.model.is_exact, self.model.is_calm = self.log is not None, False
         self._restart_the_server()
 
     @precondition(lambda self: self.audit.blobs)
@@ -263,7 +264,7 @@ class Protocol(RuleBasedStateMachine):
         name = blobs[which % len(blobs)]
         self.auditor.redis.setrange(self.auditor.keys.blob(name), 20, b"\xff\xff\xff")
         self.model.damaged.add(name.split(":")[1])
-        self.model.is_exact = self.log is not None
+        self.model.is_exact, self.model.is_calm = self.log is not None, False
 
     # ---- the end
 
@@ -353,6 +354,8 @@ class Protocol(RuleBasedStateMachine):
     def _look(self) -> None:
         self.audit = self.auditor.look()
         self.audit.check()
+        if self.model.is_calm and self.model.rules.on_straggler == "wait":
+            assert self.audit.count("requeued") == self.audit.count("dropped") == 0, "work is wasted for no reason"
         groups = self.audit.groups.items()
         stored = {TrajectoryId(name, group.round, i) for name, group in groups for i in group.of_samples("payload")}
         self.model.samples.keep({name: group.round for name, group in groups}, stored)
