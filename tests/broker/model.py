@@ -92,6 +92,10 @@ class Samples:
         assert tid not in self.accepted, f"{tid} is leased, but was accepted from {self.accepted[tid]}"
         self.holders[tid] = token
 
+    def release(self, tid: TrajectoryId, token: str) -> None:
+        if self.holders.get(tid) == token:
+            del self.holders[tid]
+
     def submit(self, tid: TrajectoryId, token: str, outcome: str) -> None:
         if outcome == "accepted":
             assert tid not in self.accepted, f"{tid} is accepted twice"

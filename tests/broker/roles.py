@@ -271,7 +271,7 @@ class Worker:
         self.version: WeightVersion | None = None
         self.flights: list[Flight] = []
         self.landed: list[Flight] = []
-        """Handed in; a lost reply makes a worker hand in again."""
+        """Handed in or back; a lost reply makes a worker hand in again."""
         broker.leases.payload_shards = shards
 
     async def refresh(self) -> None:
@@ -332,6 +332,8 @@ class Worker:
 
     async def release(self, flight: Flight) -> None:
         await self.broker.leases.release([flight.lease])
+        if flight.versions:
+            self.landed.append(flight)
         self._end(flight)
 
     def _end(self, flight: Flight) -> None:

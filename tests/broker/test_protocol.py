@@ -85,12 +85,12 @@ class Protocol(RuleBasedStateMachine):
         self.saved: tuple[dict[bytes, tuple[int, bytes]], Samples] | None = None
         self.workers = [self._new_worker(i) for i in range(WORKERS)]
         self._start_learner(self.checkpoints[-1], resume=False)
-        self.go_on(steps, 0, 1)
+        self.go_on(steps, 0, 1, False)
 
     # ---- what happens as a rule
 
-    @rule(steps=st.integers(1, 3), which=SOME, left=st.integers(0, 2))
-    def go_on(self, steps: int, which: int, left: int) -> None:
+    @rule(steps=st.integers(1, 3), which=SOME, left=st.integers(0, 2), saves=st.booleans())
+    def go_on(self, steps: int, which: int, left: int, saves: bool) -> None:
         """Everybody does what he is there for; a worker leaves samples unfinished."""
         for _ in range(steps):
             if self.learner is None:
@@ -100,6 +100,9 @@ class Protocol(RuleBasedStateMachine):
             self.work(which, 6, left)
             self.work(which + 1, 4, 0)
             self._train()
+            if saves:
+                self._publish()
+                self.checkpoint(False)
 
     @precondition(lambda self: self.learner)
     @rule(which=SOME, count=st.integers(1, 8), left=st.integers(0, 2))
@@ -125,10 +128,11 @@ class Protocol(RuleBasedStateMachine):
                 self._publish()
                 self._train()
 
-    @precondition(lambda self: self.learner and self.learner.step > self.checkpoints[-1].step)
     @rule(dies=st.booleans())
     def checkpoint(self, dies: bool) -> None:
         """Perhaps the learner dies once the checkpoint is durable, before the broker knows."""
+        if self.learner is None or self.learner.step == self.checkpoints[-1].step:
+            return
         self.checkpoints.append(self._learn(lambda learner: learner.save()))
         if dies:
             self.learner = None
@@ -209,6 +213,7 @@ class Protocol(RuleBasedStateMachine):
         worker, flight = self._flight(which)
         if is_released:
             self._work(worker.release(flight))
+            self.model.samples.release(flight.lease.tid, flight.lease.token)
         else:
             worker.flights = self._work(worker.renew())  # the rest is given up
 
