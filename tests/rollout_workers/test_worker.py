@@ -342,7 +342,7 @@ async def test_the_worker_outlives_a_killed_server(
         assert await task == "finished"
     tids = [t.tid for group in groups for t in group.trajectories]
     assert len(set(tids)) == len(tids) == 8 * GROUP_SIZE
-    assert caplog.text.count("answers again") == 1
+    assert "answers again" in caplog.text
 
 
 async def test_a_worker_waits_for_its_learner_and_reports_all_the_while(
