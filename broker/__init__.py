@@ -8,10 +8,11 @@ The learner owns the run (`batches.claim`), feeds prompts, takes a step's groups
 checkpoint that contains the step is durable. Workers lease samples, append segments, submit trajectories, and
 may come and go at any time. Lag is bounded here, in integers (`staleness`, `scripts/lease.lua`, `scripts/take.lua`).
 
-    leases, unconfirmed              what workers say      keys, schema, codec   what lies in the server, and how
+    leases, submissions, unconfirmed, blobs
+                                     what workers say      keys, schema, codec   what lies in the server, and how
     batches, prompts, versions       what the learner says scripts/              what the server does, verb by verb
     status, usage                    what is looked at     access                what each role may do
-    connection > routes > round_trips > driver, address: how the server, or cluster, is reached
+    connection > routes > round_trips > driver, address, sharing: how the server, or cluster, is reached
 
 Invariant: a trajectory is trained at most once within one lineage of checkpoints, and exactly once unless it
 was dropped by a stated rule and counted. This room imports nothing of ours.

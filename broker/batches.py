@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 import msgspec
 
@@ -54,6 +55,8 @@ class _Known:
     config: bytes
     committed_step: int
     watermark: str
+    forks: tuple[int, ...]
+    """{incarnation, the step that it went on from}..."""
 
 
 class Batches:
@@ -107,7 +110,7 @@ class Batches:
         )
         self._connection.server_id = reply[1].decode()
         self._versions.forget()
-        self._known = _Known(rules, config, checkpoint.step, contains.watermark)
+        self._known = _Known(rules, config, checkpoint.step, contains.watermark, tuple(int(part) for part in reply[5]))
         await self._replicate()
         announced = int(reply[2]) if reply[2] else None
         return Claim(Owner(int(reply[0]), token), announced, int(reply[3]), bool(reply[4]))
@@ -171,6 +174,7 @@ class Batches:
         arguments: list[Argument] = [owner.incarnation, owner.token]
         arguments += [announced.incarnation, announced.step] if announced else ["", ""]
         arguments += [known.watermark, known.committed_step, known.config, len(rules) // 2, *rules]
+        arguments += [len(known.forks) // 2, *known.forks]
         arguments += [len(committed_groups), *committed_groups]
         for step in sorted(pinned):
             for group, (round_, size) in _rounds(pinned[step]).items():
@@ -180,18 +184,22 @@ class Batches:
         await self._versions.restore(owner)
 
     async def _fetch(self, owner: Owner, step: int, pinned: Sequence[_Pinned]) -> tuple[Group, ...] | None:
-        keys = self._connection.keys
-        commands: list[Command] = []
-        for one in pinned:
-            commands.append(("GET", keys(f"prompt:{one.group}")))
-            commands += [("GET", keys.blob(name)) for name in one.payloads.values()]
-        blobs = iter(await self._connection.pipeline(commands))
+        replies = await self._connection.pipeline([command for one in pinned for command in self._gets(one)])
+        blobs = chain.from_iterable(reply if isinstance(reply, list) else [reply] for reply in replies)
         groups = []
         for one in pinned:
-            values = [next(blobs) for _ in range(1 + len(one.payloads))]
+            values = list(islice(blobs, 1 + len(one.payloads)))
             groups.append(await self._decode_or_reject(owner, step, one, values))
         whole = tuple(group for group in groups if group is not None)
         return whole if len(whole) == len(groups) else None
+
+    def _gets(self, pinned: _Pinned) -> list[Command]:
+        """For the prompt and every payload of a group; in one command where all are in one slot."""
+        keys = self._connection.keys
+        names = [keys(f"prompt:{pinned.group}"), *(keys.blob(name) for name in pinned.payloads.values())]
+        if all(name.startswith(keys.prefix) for name in names):
+            return [("MGET", *names)]
+        return [("GET", name) for name in names]
 
     async def _decode_or_reject(
         self, owner: Owner, step: int, pinned: _Pinned, blobs: Sequence[bytes | None]

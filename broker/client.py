@@ -37,6 +37,7 @@ class Broker:
         await self._connection.execute("PING")
 
     async def close(self) -> None:
+        await self.leases.close()
         await self._connection.close()
 
 

@@ -9,6 +9,7 @@ bytes, decoding ends in a value or a FrameError.
 
 import math
 import struct
+import threading
 import zlib
 from typing import Literal, TypeVar
 
@@ -96,7 +97,7 @@ def decode(frame: bytes, kind: type[T]) -> T:
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     """The trajectory's frame. Raises FrameError where its parts contradict each other."""
     check_trajectory(trajectory)
-    tokens = _pack_tokens(np.concatenate([trajectory.prompt_tokens, trajectory.response_tokens]))
+    tokens = _pack_tokens(trajectory.prompt_tokens, trajectory.response_tokens)
     envelope = msgspec.msgpack.encode(
         _Envelope(
             trajectory.tid,
@@ -212,7 +213,9 @@ def _check_spans(tid: TrajectoryId, spans: tuple[VersionSpan, ...], start: int, 
 
 
 def _check_tokens(tid: TrajectoryId, tokens: NDArray[np.int32]) -> None:
-    if len(tokens) and (tokens.min() < 0 or tokens.max() > MAX_TOKEN_ID):
+    if (
+        len(tokens) and np.ascontiguousarray(tokens).view(np.uint32).max() > MAX_TOKEN_ID
+    ):  # a negative one is huge there
         raise FrameError(f"{tid}: token ids outside [0, {MAX_TOKEN_ID}]")
 
 
@@ -272,10 +275,23 @@ def _unpack(body: memoryview, kind: type[T]) -> T:
         raise FrameError(f"a frame that holds no {kind.__name__}: {error}") from error
 
 
-def _pack_tokens(tokens: NDArray[np.int32]) -> bytes:
-    low = tokens.astype("<u2").tobytes()  # keeps the low 16 bits
-    high = (tokens >> 16).astype(np.uint8).tobytes()
-    return zstandard.ZstdCompressor(level=1).compress(low + high)
+def _pack_tokens(*parts: NDArray[np.int32]) -> bytes:
+    tokens = np.concatenate(parts).astype("<i4", copy=False)
+    planes = np.empty(3 * len(tokens), np.uint8)
+    planes[: 2 * len(tokens)].view("<u2")[:] = tokens.view("<u2")[::2]
+    planes[2 * len(tokens) :] = tokens.view(np.uint8)[2::4]
+    return _zstd.compressor.compress(planes.data)
+
+
+class _Zstd(threading.local):
+    """Contexts of one thread, since making one takes longer than a small frame does."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=1)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_zstd = _Zstd()
 
 
 def _cut(
@@ -298,11 +314,13 @@ def _unpack_tokens(compressed: memoryview, total: int) -> NDArray[np.int32]:
         stated = zstandard.frame_content_size(compressed)
         if stated != 3 * total:
             raise FrameError(f"token planes of {stated} bytes for {total} tokens")
-        planes = zstandard.ZstdDecompressor().decompress(compressed, max_output_size=3 * total, allow_extra_data=False)
+        planes = _zstd.decompressor.decompress(compressed, max_output_size=3 * total, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FrameError(f"token planes that do not decompress: {error}") from error
     if len(planes) != 3 * total:
         raise FrameError(f"token planes of {len(planes)} bytes for {total} tokens")
     tokens = np.frombuffer(planes, "<u2", total).astype(np.int32)
-    tokens |= np.frombuffer(planes, np.uint8, total, 2 * total).astype(np.int32) << 16
+    high = np.frombuffer(planes, np.uint8, total, 2 * total)
+    if high.any():  # vocabularies below 65,536 have none
+        tokens |= high.astype(np.int32) << 16
     return tokens

@@ -13,13 +13,19 @@ import redis.asyncio as redis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
+_COPIED_BYTES = 16 << 10
+"""Larger blobs go out as they are; packing would copy them."""
+
 Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
 
 
 class _PacksInC(AbstractConnection):
     def pack_command(self, *args: Any) -> list[bytes]:
-        if " " in args[0]:  # two words, as the driver's own greetings have
+        stored = args[2] if len(args) > 2 else b""  # by SET
+        if (isinstance(stored, bytes) and len(stored) > _COPIED_BYTES) or " " in args[
+            0
+        ]:  # two words, as the driver's own greetings have
             return super().pack_command(*args)
         return [hiredis.pack_command(args)]
 
@@ -64,17 +70,15 @@ async def exchange(pool: redis.ConnectionPool, commands: Sequence[Command], time
         connection: Any = await pool.get_connection()  # type: ignore[no-untyped-call]
         try:
             await connection.send_packed_command(connection.pack_commands(commands))
-            replies = []
+            replies, renewed = list[Any](), clock()
             for _ in commands:
-                replies.append(await _reply(connection))
-                limit.reschedule(clock() + timeout_s)
+                try:
+                    replies.append(await connection.read_response(timeout=math.inf))  # the deadline is ours
+                except ResponseError as refusal:
+                    replies.append(refusal)
+                if clock() - renewed > timeout_s / 10:  # moving it costs more than reading a reply
+                    renewed = clock()
+                    limit.reschedule(renewed + timeout_s)
             return replies
         finally:
             await pool.release(connection)
-
-
-async def _reply(connection: Any) -> Any:
-    try:
-        return await connection.read_response(timeout=math.inf)  # the deadline is ours
-    except ResponseError as refusal:
-        return refusal

@@ -5,7 +5,6 @@ segments that were appended; whoever comes late is fenced.
 """
 
 import secrets
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,28 +12,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from .codec import decode, decode_segment, encode_segment, encode_trajectory
-from .connection import Argument, Command, Connection
+from .blobs import Blobs, Storage
+from .codec import decode, decode_segment, encode_segment
+from .connection import Command, Connection
 from .errors import BrokerError, FrameError, HeadwayError, SchemaMismatchError
-from .keys import blob_name
-from .schema import Lease, Prompt, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from .staleness import oldest_step
-from .unconfirmed import Submission, Unconfirmed
+from .schema import Lease, Prompt, Segment, Trajectory, TrajectoryId, WeightVersion
+from .submissions import ATTEMPTS, Submissions, SubmitOutcome, steps
 
-_ATTEMPTS = 3
+__all__ = ["AppendOutcome", "AppendReply", "LeaseReply", "Leases", "SubmitOutcome", "parse_tid"]
+
 _HEAD_BYTES = 256
-_DURABLE_TIMEOUT_MS = 2000
-
-
-class SubmitOutcome(StrEnum):
-    """What became of a submission."""
-
-    ACCEPTED = "accepted"
-    DUPLICATE = "duplicate"
-    """This very submission was accepted before; its first reply was lost."""
-    FENCED = "fenced"
-    """The lease is no longer held, the group's round is over, or a rewind has abandoned the weights: the work is
-    void."""
 
 
 class AppendOutcome(StrEnum):
@@ -74,20 +61,18 @@ class Leases:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._held: dict[str, dict[TrajectoryId, str]] = defaultdict(dict)
-        self._unconfirmed = Unconfirmed()
-        self._server_id = ""
-        self.payload_ttl_s = 600.0
-        """A payload or segment that was stored and never recorded is forgotten after this."""
-        self.payload_shards = 1
-        """See `BrokerConfig.payload_shards`; the same for all who work on a run."""
-        self.replicas = 0
-        """See `BrokerConfig.replicas`."""
+        self._blobs = Blobs(connection)
+        self._submissions = Submissions(connection, self._blobs)
+
+    @property
+    def storage(self) -> Storage:
+        """How payloads and segments are stored; to be set before the first lease."""
+        return self._blobs.storage
 
     async def lease(self, worker: str, version: WeightVersion, count: int, ttl_s: float) -> LeaseReply:
         """Up to `count` samples for an engine that holds `version`. A lost reply's leases expire by
         themselves."""
-        if not self._server_id:
-            self._server_id = await self._ask_server_id()
+        await self._submissions.note_server()
         held = self._held[worker]
         state, reason, *granted = await self._connection.script(
             "lease",
@@ -116,8 +101,8 @@ class Leases:
     async def append(self, lease: Lease, segment: Segment, ttl_s: float) -> AppendReply:
         """Keeps a segment for whoever goes on with the sample, and renews the lease. Raises FrameError."""
         frame = encode_segment(segment)
-        for _ in range(_ATTEMPTS):
-            name, store = self._blob("segment", lease.tid, secrets.token_hex(6), frame)
+        for _ in range(ATTEMPTS):
+            name, store = self._blobs.store("segment", lease.tid, secrets.token_hex(6), frame)
             outcome, held = await self._connection.script(
                 "append",
                 str(lease.tid),
@@ -127,44 +112,31 @@ class Leases:
                 len(frame),
                 len(segment.tokens),
                 ttl_s,
-                *_steps(segment.spans),
+                *steps(segment.spans),
                 before=[store],
             )
             if outcome != b"no blob":
-                await self._keep(name, is_accepted=outcome == b"appended")
+                if outcome == b"appended":
+                    await self._blobs.keep([name])
                 if outcome == b"fenced":
                     self._forget(lease)
                 return AppendReply(AppendOutcome(outcome.decode()), int(held))
-        raise self._evicting(len(frame))
+        raise self._blobs.lost(len(frame))
 
     async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
         """Hands a finished sample in. Raises FrameError where its parts contradict each other."""
-        oldest, *versions = _steps(trajectory.spans)
-        metadata = (len(trajectory.response_tokens), oldest, *versions)
-        submission = Submission(lease, encode_trajectory(trajectory), metadata, time.monotonic())
-        outcome = await self._submit(submission, is_again=False)
+        outcome = await self._submissions.submit(lease, trajectory)
         self._forget(lease)
-        if outcome is not SubmitOutcome.FENCED:
-            self._unconfirmed.keep(submission)
         return outcome
 
     async def confirm(self) -> int:
-        """Call it about once a second: forgets submissions that are durable now. After the server restarted,
-        or a replica took over, submits again what may have been lost; how many those were."""
-        if not len(self._unconfirmed):
-            return 0
-        submissions = self._unconfirmed.all()
-        is_durable = await self._connection.make_durable(self.replicas, _DURABLE_TIMEOUT_MS)
-        server_id = await self._ask_server_id()
-        if server_id != self._server_id:
-            accepted = await self._submit_again(self._unconfirmed.all())
-            self._server_id = server_id  # not before: what an outage has cut short is done over
-            return accepted
-        if is_durable:
-            self._unconfirmed.forget(submissions)
-        else:
-            self._unconfirmed.forget_old()
-        return 0
+        """Call it about once a second: has the server make submissions durable, and forgets those that are. After
+        it restarted, or a replica took over, submits again what may have been lost; how many those were."""
+        return await self._submissions.confirm()
+
+    async def close(self) -> None:
+        """Whoever still waits is cancelled."""
+        await self._submissions.close()
 
     async def release(self, leases: Sequence[Lease]) -> None:
         """Hands leases back at once, with their segments, for others to take."""
@@ -177,51 +149,6 @@ class Leases:
         for held in self._held.values():
             if held.get(lease.tid) == lease.token:
                 del held[lease.tid]
-
-    async def _submit(self, submission: Submission, *, is_again: bool) -> SubmitOutcome:
-        tokens, *versions = submission.metadata
-        for _ in range(_ATTEMPTS):
-            # Named after the lease: however often it is sent, there is one copy, and a duplicate loses its TTL, too.
-            name, store = self._blob("payload", submission.lease.tid, submission.lease.token, submission.payload)
-            outcome = await self._connection.script(
-                "submit",
-                str(submission.lease.tid),
-                submission.lease.token,
-                name,
-                len(submission.payload),
-                tokens,
-                int(is_again),
-                *versions,
-                before=[store],
-            )
-            if outcome != b"no payload":
-                await self._keep(name, is_accepted=outcome != b"fenced")
-                return SubmitOutcome(outcome.decode())
-        raise self._evicting(len(submission.payload))
-
-    async def _submit_again(self, submissions: Sequence[Submission]) -> int:
-        accepted = 0
-        for submission in submissions:
-            outcome = await self._submit(submission, is_again=True)
-            accepted += outcome is SubmitOutcome.ACCEPTED
-            if outcome is SubmitOutcome.FENCED:
-                self._unconfirmed.forget([submission])
-        return accepted
-
-    async def _ask_server_id(self) -> str:
-        """Of the server that holds the run's metadata."""
-        (server_id,) = await self._connection.script("renew", 0)
-        return str(server_id.decode())
-
-    def _blob(self, kind: str, tid: TrajectoryId, nonce: str, frame: bytes) -> tuple[str, Command]:
-        """A name, and the command that stores the frame under it until a script has recorded it."""
-        name = blob_name(kind, tid, nonce, self.payload_shards)
-        return name, ("SET", self._connection.keys.blob(name), frame, "PX", int(1000 * self.payload_ttl_s))
-
-    async def _keep(self, name: str, *, is_accepted: bool) -> None:
-        """On another shard, where scripts do not reach: no time to live any more. Else the script has done it."""
-        if is_accepted and self.payload_shards > 1:
-            await self._connection.execute("PERSIST", self._connection.keys.blob(name))
 
     async def _fetched(self, granted: "Sequence[_Granted]", ttl_s: float) -> tuple[Lease, ...]:
         """As `_fetch`; what cannot be fetched is handed back, or nobody would have it until it expires."""
@@ -271,12 +198,6 @@ class Leases:
                 return lease
         return Lease(tid=lease.tid, token=lease.token, ttl_s=lease.ttl_s, prompt=lease.prompt, segments=tuple(segments))
 
-    def _evicting(self, size: int) -> BrokerError:
-        return BrokerError(
-            f"The server at {self._connection.url} loses blobs of {size} bytes as soon as they are stored: its "
-            "maxmemory-policy must be noeviction."
-        )
-
 
 @dataclass(frozen=True)
 class _Granted:
@@ -308,12 +229,6 @@ def _decode_next(tid: TrajectoryId, before: Sequence[Segment], frame: bytes | No
             f"{tid}: segment {segment.index} of {segment.tid} at {segment.start} is not the one at {start}"
         )
     return segment
-
-
-def _steps(spans: Sequence[VersionSpan]) -> list[Argument]:
-    """The oldest step, then for each incarnation whose weights sampled it: the incarnation and its newest step."""
-    newest = {version.incarnation: version.step for version in sorted(span.version for span in spans)}
-    return [oldest_step(spans), *(number for pair in newest.items() for number in pair)]
 
 
 def _members(leases: Sequence[Lease]) -> list[str]:

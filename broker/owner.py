@@ -16,6 +16,7 @@ class CheckpointMark:
     """The checkpoint that a learner starts from; (0, 0) for a fresh start. Step N contains the steps < N."""
 
     incarnation: int
+    """Its own, or a later one that its learners know of: the next is above it, whatever the server remembers."""
     step: int
 
 

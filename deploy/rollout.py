@@ -49,9 +49,9 @@ async def _run(url: str, run: str, worker: str, overrides: Sequence[str]) -> Non
             stored = await _or_drained(_fetch_config_and_libraries(broker), drain)
             if stored is not None:
                 recipe = with_overrides(recipe_from_bytes(stored), overrides)
-                broker.leases.payload_ttl_s = recipe.broker.payload_ttl_s
-                broker.leases.payload_shards = recipe.broker.payload_shards
-                broker.leases.replicas = recipe.broker.replicas
+                broker.leases.storage.payload_ttl_s = recipe.broker.payload_ttl_s
+                broker.leases.storage.payload_shards = recipe.broker.payload_shards
+                broker.leases.storage.replicas = recipe.broker.replicas
                 async with _drained_when_changed(broker, stored, drain):
                     await _work(broker, recipe, worker, Path(private), drain)
     finally:

@@ -2,6 +2,7 @@
 
 runs/NAME/        config.yaml  metrics.jsonl  trained.jsonl  evaluations.jsonl  summary.json
                   plots/  checkpoints/  experience/  replays/  logs/  sft/  broker/
+                  incarnation: the last that a learner was given here
                   broker.json, while it runs: where its server is
 runs/.NAME.lock   held by whoever runs it
 """
@@ -23,9 +24,9 @@ from .config import dump_recipe
 from .recipe import Recipe
 from .sft_output import is_complete, is_of
 
-CONFIG, ENDPOINT = "config.yaml", "broker.json"
+CONFIG, ENDPOINT, INCARNATION = "config.yaml", "broker.json", "incarnation"
 SFT, SERVER, CHECKPOINTS, EXPERIENCE, REPLAYS = "sft", "broker", "checkpoints", "experience", "replays"
-BEFORE_TRAINING = {CONFIG, ENDPOINT, SFT, f".{SFT}.partial", SERVER, EXPERIENCE, "logs"}
+BEFORE_TRAINING = {CONFIG, ENDPOINT, INCARNATION, SFT, f".{SFT}.partial", SERVER, EXPERIENCE, "logs"}
 """What a start leaves that came to nothing: no step, no checkpoint."""
 
 
@@ -122,6 +123,21 @@ def _lock(directory: Path) -> Iterator[bool]:
         yield is_ours
     finally:
         os.close(descriptor)
+
+
+def last_incarnation(directory: Path) -> int:
+    """0 before the first. A server that loses its last second, and a claim with it, would give the same one again."""
+    path = directory / INCARNATION
+    return int(path.read_text()) if path.exists() else 0
+
+
+def note_incarnation(directory: Path, incarnation: int) -> None:
+    """Durable once this returns: to be called before any weights are published under it."""
+    with open(directory / f".{INCARNATION}", "w") as file:
+        file.write(f"{incarnation}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, directory / INCARNATION)
 
 
 @contextmanager

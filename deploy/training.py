@@ -36,7 +36,7 @@ from .observer import RunObserver
 from .plots import plot
 from .recipe import Recipe
 from .report import RunWriter, summarize
-from .run_directory import CHECKPOINTS, EXPERIENCE
+from .run_directory import CHECKPOINTS, EXPERIENCE, last_incarnation, note_incarnation
 from .stop_request import StopRequest
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,9 @@ def _claim(
 ) -> tuple[Claim, Start, range]:
     """The run, where to begin in it, and the steps that the log must give: the broker has settled or forgotten them."""
     state, cursor, rewind = parts.checkpoint.state if parts.checkpoint else None, parts.cursor, parts.rewind
-    mark = CheckpointMark(state.incarnation, state.step) if state else CheckpointMark(0, 0)
+    directory = parts.recipe.run_directory
+    known_incarnation = max(state.incarnation if state else 0, last_incarnation(directory))
+    mark = CheckpointMark(known_incarnation, state.step if state else 0)
     is_anew = rewind is not None and rewind.regenerate
     replayable_to = 0 if is_anew else experience_log.held_until(mark.step)
     claim = blocking.call(
@@ -188,6 +190,7 @@ def _claim(
             regenerate=is_anew,
         )
     )
+    note_incarnation(directory, claim.owner.incarnation)
     is_anew = is_anew or claim.is_rewound
     if is_anew:
         log.warning("what was sampled for the steps from %d on is forgotten, and generated anew", mark.step)

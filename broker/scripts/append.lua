@@ -8,7 +8,7 @@ local index, name, bytes = tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local had = call('HMGET', group_key(g), 'round', 'state', 'token:' .. i, 'payload:' .. i, 'oldest:' .. i, 'step:' .. i,
   'newest')
 local mine = had[1] == round and had[3] == ARGV[2] and had[2] == 'open' and not had[4]
-local newest, is_void = newest_of(9)
+local newest, is_void = newest_of(9, #ARGV)
 if mine and is_void then hand_back(ARGV[1]) end
 if not mine or is_void then
   free_blob(name)

@@ -1,6 +1,7 @@
 -- include: lib_base lib_samples lib_groups
 -- claim(checkpoint incarnation, checkpoint step, resume, new owner, config, replayable to, regenerate,
---       watermark, n rules, {rule, value} * n, group...) -> {incarnation, server id, announced step | '', committed step, is rewound}
+--       watermark, n rules, {rule, value} * n, group...)
+--   -> {incarnation, server id, announced step | '', committed step, is rewound, {incarnation, forked to}...}
 -- Takes the run over from whoever owned it. What the checkpoint contains (all groups below its watermark, and those
 -- named) is settled; batches after it stay pinned. Where more was committed than it contains, the claimant trains that
 -- again by itself (`replayable to`), or the run forgets it: it is fed and generated anew; with `regenerate` all of it.
@@ -60,4 +61,4 @@ if call('GET', P .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a c
   if number('incarnation') > 1 then fork(number('incarnation'), reproducible()) end
   renumber(step)
 end
-return { number('incarnation'), server_id(), announced and tostring(announced) or '', committed, number('is_rewound') }
+return { number('incarnation'), server_id(), announced and tostring(announced) or '', committed, number('is_rewound'), call('HGETALL', FORKS) }

@@ -37,16 +37,36 @@ local function usable_segments(g, m, i, oldest)
   return names, oldest
 end
 
-local function hand(m, g, i, had, oldest, floor)
-  given = given + 1
-  local token, names = ARGV[5] .. '.' .. given, {}
-  if oldest then names, oldest = usable_segments(g, m, i, tonumber(oldest)) end
-  local from = math.min(step, oldest or step)
-  call('HSET', group_key(g), 'token:' .. i, token, 'step:' .. i, from)
-  floor = tonumber(floor or '')
-  if not floor or from < floor then set_floor(g, from, 'open')
-  elseif had and tonumber(had) < from then refloor(g) end
-  reply[#reply + 1] = { m, token, unpack(names) }
+-- Leases samples of one group, {member, number}..., but those that the caller may be generating still: it renews what it
+-- holds, and never gets the same sample twice. Adds to `handed`, and to `leased` as ZADD wants it.
+local function hand(g, samples, handed, leased)
+  local names, set, n, lowest, is_raised = { 'floor' }, {}, 1, nil, false
+  for _, i in ipairs(samples.numbers) do
+    names[n + 1], names[n + 2], names[n + 3] = 'token:' .. i, 'step:' .. i, 'oldest:' .. i
+    n = n + 3
+  end
+  local had = call('HMGET', group_key(g), unpack(names))
+  n = 0
+  for a, m in ipairs(samples) do
+    local token, had_from, oldest, segments = had[3 * a - 1], had[3 * a], had[3 * a + 1], nil
+    if given < wanted and not (token and held[m .. ' ' .. token]) then
+      if oldest then segments, oldest = usable_segments(g, m, samples.numbers[a], tonumber(oldest)) end
+      local from = math.min(step, oldest or step)
+      given = given + 1
+      token = ARGV[5] .. '.' .. given
+      set[n + 1], set[n + 2], set[n + 3], set[n + 4] = names[3 * a - 1], token, names[3 * a], from
+      n = n + 4
+      lowest = math.min(lowest or from, from)
+      is_raised = is_raised or (had_from and tonumber(had_from) < from)
+      reply[given + 2] = segments and { m, token, unpack(segments) } or { m, token }
+      local at = #handed
+      handed[at + 1], leased[2 * at + 1], leased[2 * at + 2] = m, time + ttl, m
+    end
+  end
+  if not lowest then return end
+  call('HSET', group_key(g), unpack(set))
+  local floor = tonumber(had[1] or '')
+  if not floor or lowest < floor then set_floor(g, lowest, 'open') elseif is_raised then refloor(g) end
 end
 
 -- An expired lease is anybody's, yet stays its holder's until somebody takes it.
@@ -58,21 +78,27 @@ local function collect_expired()
   end
 end
 
+-- The samples of one group that stand next to each other in the queue from `a` on, and where the next group's begin.
+local function next_group(queue, a)
+  local g, samples, n = nil, { numbers = {} }, 0
+  while queue[a] and n < 1000 do
+    local other, _, i = parse(queue[a])
+    if other ~= (g or other) then break end
+    n, g = n + 1, other
+    samples[n], samples.numbers[n] = queue[a], i
+    a = a + 2
+  end
+  return g, samples, a
+end
+
 local function hand_retries()
   local queue, handed, leased, reason = call('ZRANGE', RETRY, 0, wanted - given - 1 + n_held, 'WITHSCORES'), {}, {}, nil
-  for a = 1, #queue, 2 do
-    if given == wanted then break end
-    local m = queue[a]
+  local a = 1
+  while queue[a] and given < wanted do
     if not may(tonumber(queue[a + 1])) then reason = 'stale weights' break end
-    local g, _, i = parse(m)
-    local token, had, oldest, floor = fields(g, 'token:' .. i, 'step:' .. i, 'oldest:' .. i, 'floor')
-    -- The caller may be generating it still: it renews what it holds, and never gets the same sample twice.
-    if not (token and held[m .. ' ' .. token]) then
-      hand(m, g, i, had, oldest, floor)
-      handed[#handed + 1] = m
-      leased[#leased + 1] = time + ttl
-      leased[#leased + 1] = m
-    end
+    local g, samples, next_a = next_group(queue, a)
+    hand(g, samples, handed, leased)
+    a = next_a
   end
   if #handed > 0 then
     call('ZADD', LEASES, unpack(leased))

@@ -47,10 +47,16 @@ end
 -- a cluster, where only clients reach: it goes through the garbage list.
 local function is_blob(name) return string.find(name, '^%d*/?payload:') or string.find(name, '^%d*/?segment:') end
 local function is_remote(name) return string.find(name, '^%d+/') end
-local function free_blob(name)
-  if not is_blob(name) then return end -- names come from workers
-  if is_remote(name) then call('RPUSH', P .. 'garbage', name) else call('UNLINK', P .. name) end
+local function free_blobs(names)
+  local here = {}
+  for _, name in ipairs(names) do
+    if name and is_blob(name) then -- names come from workers
+      if is_remote(name) then call('RPUSH', P .. 'garbage', name) else here[#here + 1] = P .. name end
+    end
+  end
+  if #here > 0 then call('UNLINK', unpack(here)) end
 end
+local function free_blob(name) free_blobs({ name }) end
 -- Takes the time to live off a blob; false if it is gone.
 local function keep_blob(name)
   return is_remote(name) or call('PERSIST', P .. name) == 1 or call('EXISTS', P .. name) == 1
@@ -66,28 +72,33 @@ local function set_floor(g, floor, state)
   if state == 'open' then call('ZADD', OPEN, floor, g) end
 end
 
--- The floor of a group: the lowest weight step among its leases and its submissions in this round.
+-- The floor of a group, anew: the lowest weight step among its leases and its submissions in this round.
 local function refloor(g)
   local size, state = fields(g, 'size', 'state')
   local floor
   for _, step in ipairs(by_sample(g, 'step', size)) do
     if step then floor = math.min(floor or tonumber(step), tonumber(step)) end
   end
-  if floor then set_floor(g, floor, state) return end
-  call('HDEL', group_key(g), 'floor')
-  call('ZREM', OPEN, g)
+  if floor then
+    set_floor(g, floor, state)
+  else
+    call('HDEL', group_key(g), 'floor')
+    call('ZREM', OPEN, g)
+  end
+  return floor
 end
 
 local function parse_segment(entry) return string.match(entry, '^(%S+) (%d+) (%d+)$') end
 
 -- Frees the segments of sample i, which has some; how many tokens they had.
 local function free_segments(g, m, i)
-  local bytes, tokens = 0, 0
+  local names, bytes, tokens = {}, 0, 0
   for _, entry in ipairs(call('LRANGE', segments_key(m), 0, -1)) do
     local name, b, t = parse_segment(entry)
-    free_blob(name)
+    names[#names + 1] = name
     bytes, tokens = bytes + b, tokens + t
   end
+  free_blobs(names)
   call('UNLINK', segments_key(m))
   call('HDEL', group_key(g), 'oldest:' .. i)
   if bytes > 0 then

@@ -17,21 +17,29 @@ end
 local function announced_step() return tonumber(meta('announced_step') or '') end
 
 -- Frees what the current round of a group has produced, and takes its samples from every queue: leases are fenced.
-local function clear_round(g)
-  local size, round, pin = fields(g, 'size', 'round', 'pin')
-  local all, names = members(g, round, size), { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed' }
+local function free_round(g)
+  local size, round, pin, state = fields(g, 'size', 'round', 'pin', 'state')
+  local all = members(g, round, size)
   for i, oldest in ipairs(by_sample(g, 'oldest', size)) do
     if oldest then discard_segments(g, all[i], i - 1) end
-    for _, name in ipairs({ 'token:', 'step:', 'payload:' }) do names[#names + 1] = name .. (i - 1) end
   end
-  for _, payload in ipairs(by_sample(g, 'payload', size)) do if payload then free_blob(payload) end end
-  call('ZREM', LEASES, unpack(all))
-  call('ZREM', RETRY, unpack(all))
-  call('ZREM', OPEN, g)
-  call('ZREM', READY, g)
+  free_blobs(by_sample(g, 'payload', size))
+  if state ~= 'pinned' then -- a pinned one is in no queue
+    for _, queue in ipairs({ LEASES, RETRY }) do call('ZREM', queue, unpack(all)) end
+    for _, queue in ipairs({ OPEN, READY }) do call('ZREM', queue, g) end
+  end
   if pin then call('LREM', batch_key(pin), 0, g) end
   local bytes = tonumber(field(g, 'bytes') or '') or 0
   if bytes > 0 then count('payload_bytes', -bytes) end
+  return size
+end
+
+-- The same for a group that goes on: its hash knows no more of the round.
+local function clear_round(g)
+  local names = { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed' }
+  for i = 0, free_round(g) - 1 do
+    for _, name in ipairs({ 'token:', 'step:', 'payload:' }) do names[#names + 1] = name .. i end
+  end
   call('HDEL', group_key(g), unpack(names))
 end
 
@@ -86,8 +94,7 @@ end
 
 -- Trained or dropped: nothing of the group stays but its name, and that only while a feed could name it again.
 local function settle(g, names)
-  call('SREM', LOST, g)
-  clear_round(g)
+  free_round(g)
   call('UNLINK', P .. 'prompt:' .. g, group_key(g))
   call('ZREM', POOL, g)
   call('SREM', LOST, g)

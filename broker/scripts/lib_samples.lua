@@ -22,18 +22,20 @@ local function hand_back(m)
 end
 
 -- Are these weights of a branch that a rewind left behind?
+local forks
 local function is_abandoned(incarnation, step)
-  local forks = call('HGETALL', P .. 'forks')
+  forks = forks or call('HGETALL', P .. 'forks')
   for a = 1, #forks, 2 do
     if incarnation < tonumber(forks[a]) and step > tonumber(forks[a + 1]) then return true end
   end
   return false
 end
 
--- {incarnation, its newest step}... from ARGV[a] on: the newest step of all, and whether any was abandoned by a rewind.
-local function newest_of(a)
+-- {incarnation, its newest step}... in ARGV[a] to ARGV[last]: the newest step of all, and whether any was abandoned by a
+-- rewind.
+local function newest_of(a, last)
   local newest, is_void = -1, false
-  for b = a, #ARGV, 2 do
+  for b = a, last, 2 do
     newest = math.max(newest, tonumber(ARGV[b + 1]))
     is_void = is_void or is_abandoned(tonumber(ARGV[b]), tonumber(ARGV[b + 1]))
   end

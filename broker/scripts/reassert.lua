@@ -1,6 +1,7 @@
 -- include: lib_base lib_samples lib_groups
 -- reassert(incarnation, owner, announced incarnation | '', announced step, watermark, committed step, config,
---          n rules, {rule, value} * n, n committed, group * n, {step, group, round, size}...) -> server id
+--          n rules, {rule, value} * n, n forks, {incarnation, step} * n, n committed, group * n,
+--          {step, group, round, size}...) -> server id
 -- The server came back, perhaps without its last second: what the learner knows is put in force again.
 -- Touches: meta, owner, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*, forks.
 local owner = redis.sha1hex(ARGV[2])
@@ -25,8 +26,16 @@ local function next_list(width)
 end
 local rules = next_list(2)
 for b = 1, #rules, 2 do call('HSET', META, rules[b], rules[b + 1]) end
+local forks = next_list(2)
 for _, g in ipairs(next_list(1)) do settle_trained(g) end
 commit_below(ARGV[6])
+
+-- The claim itself was lost: what the claimant's weights will differ from is abandoned once more.
+if not is_ours then
+  for b = 1, #forks, 2 do
+    if forks[b] == ARGV[1] then fork(forks[b], tonumber(forks[b + 1])) else call('HSETNX', FORKS, forks[b], forks[b + 1]) end
+  end
+end
 
 local function at_least(name, incarnation, step)
   local held_incarnation, held_step = number(name .. '_incarnation'), tonumber(meta(name .. '_step') or '') or -1

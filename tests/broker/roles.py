@@ -272,7 +272,7 @@ class Worker:
         self.flights: list[Flight] = []
         self.landed: list[Flight] = []
         """Handed in or back; a lost reply makes a worker hand in again."""
-        broker.leases.payload_shards = shards
+        broker.leases.storage.payload_shards = shards
 
     async def refresh(self) -> None:
         """The announced weights, unless its own are newer."""

@@ -60,7 +60,7 @@ def segment(lease: Lease, index: int) -> Segment:
 
 async def work(worker: Broker, shards: int) -> None:
     """Everything that a worker ever does."""
-    worker.leases.payload_shards = shards
+    worker.leases.storage.payload_shards = shards
     assert await worker.status.config() == b"recipe"
     assert await worker.versions.announced() == manifest(1, 0)
     assert await worker.versions.offered() is None

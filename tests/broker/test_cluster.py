@@ -36,7 +36,7 @@ def keys_on(node: EmbeddedServer, run: str) -> set[str]:
 
 @pytest.mark.parametrize(("run_name", "shards"), [("whole", 1), ("spread", 4)])
 async def test_a_whole_run(cluster: Cluster, on_cluster: Broker, run_name: str, shards: int) -> None:
-    on_cluster.leases.payload_shards = shards
+    on_cluster.leases.storage.payload_shards = shards
     run = await begin(on_cluster, rules(1), fed=16)
     trained = []
     for step in range(8):

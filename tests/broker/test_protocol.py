@@ -342,7 +342,8 @@ class Protocol(RuleBasedStateMachine):
         """It comes back as another one."""
         for broker in self.brokers:
             broker._connection.server_id = "another"
-            broker.leases._server_id = broker.leases._server_id and "another"
+            submissions = broker.leases._submissions
+            submissions._server_id = submissions._server_id and "another"
         self.zombies.clear()
         self._look()
 

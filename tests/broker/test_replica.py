@@ -46,7 +46,7 @@ async def test_what_the_replica_never_got_is_submitted_again(replicated: Replica
     run = await begin(broker, rules(0))
     leases = (await run.lease(4, 0)).leases
     await run.submit_all(leases[:1], 0)
-    broker.leases.replicas = 1
+    broker.leases.storage.replicas = 1
     assert await broker.leases.confirm() == 0
     # From here on the replica hears nothing, as over a line that has just broken.
     ask(replicated.replica, "REPLICAOF", "127.0.0.1", 1)

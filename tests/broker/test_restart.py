@@ -240,9 +240,9 @@ async def test_submissions_whose_leases_were_forgotten_too_still_count(broker: B
 async def test_durable_submissions_are_not_kept(broker: Broker, server: EmbeddedServer) -> None:
     run = await begin(broker, rules(0))
     await run.generate(4, 0)
-    assert len(broker.leases._unconfirmed) == 4
+    assert len(broker.leases._submissions) == 4
     assert await broker.leases.confirm() == 0
-    assert len(broker.leases._unconfirmed) == 0
+    assert len(broker.leases._submissions) == 0
     kill(server)
     server.start()
     await reassert(run, 0, [], {})
@@ -278,4 +278,26 @@ async def test_weights_whose_announcement_was_lost_are_abandoned_too(broker: Bro
     assert await resumed.take(2, 1) == groups(4)  # another batch than before: weights 3 are others
     await resumed.announce(3)
     assert await resumed.submit(flying[3], 0, WeightVersion(1, 3)) is SubmitOutcome.FENCED
+    assert await resumed.submit(flying[2], 0) is SubmitOutcome.ACCEPTED
+
+
+async def test_a_claim_that_the_server_forgot_abandons_the_same_weights_again(
+    broker: Broker, rolled_back: RolledBack
+) -> None:
+    some = rules(4, groups_per_step=1)
+    run = await begin(broker, some, group_size=1)
+    flying = (await run.lease(5, 0)).leases
+    await run.submit(flying[0], 0)
+    assert await run.take(0, 1) == groups(0)
+    await run.announce(1)
+    rolled_back.remember()
+    for step in (2, 3):
+        await run.announce(step)
+    resumed = await begin(broker, some, checkpoint=CheckpointMark(1, 1), resume=True)
+    rolled_back.kill_and_restart()
+    await reassert(resumed, 1, [group_id(0)], {})
+    assert await broker._connection.execute("HGETALL", broker._connection.keys("forks")) == {b"2": b"1"}
+    for step in (1, 2, 3):
+        await resumed.announce(step)
+    assert await resumed.submit(flying[1], 0, WeightVersion(1, 3)) is SubmitOutcome.FENCED
     assert await resumed.submit(flying[2], 0) is SubmitOutcome.ACCEPTED

@@ -9,7 +9,15 @@ import pytest
 from broker.errors import ConfigError, HeadwayError
 from deploy.config import load_recipe, with_overrides
 from deploy.recipe import Recipe
-from deploy.run_directory import endpoint, find_endpoint, held, newest_endpoint, prepare
+from deploy.run_directory import (
+    endpoint,
+    find_endpoint,
+    held,
+    last_incarnation,
+    newest_endpoint,
+    note_incarnation,
+    prepare,
+)
 from deploy.sft_output import mark_complete
 
 
@@ -146,3 +154,11 @@ def test_the_newest_run_is_found_while_it_runs(tmp_path: Path) -> None:
 def test_no_run_at_all(tmp_path: Path) -> None:
     with pytest.raises(HeadwayError, match=r"No run is going on below .*Name one: --broker URL --run NAME"):
         newest_endpoint(tmp_path)
+
+
+def test_the_last_incarnation_is_remembered(tmp_path: Path) -> None:
+    assert last_incarnation(tmp_path) == 0
+    for incarnation in (1, 12):
+        note_incarnation(tmp_path, incarnation)
+        assert last_incarnation(tmp_path) == incarnation
+    assert [path.name for path in tmp_path.iterdir()] == ["incarnation"]

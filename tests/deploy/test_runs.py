@@ -47,7 +47,7 @@ class Stored:
 async def make(url: str, run: str) -> None:
     """A run with samples over two shards, a batch, a worker and a step."""
     broker = await open_broker(url, run)
-    broker.leases.payload_shards = 2
+    broker.leases.storage.payload_shards = 2
     made = await begin(broker, rules(1), fed=4)
     await made.generate(4, 0)
     await made.take(0)

@@ -1,0 +1,145 @@
+"""Finished samples, handed in: several in one call of the script, each kept until the server cannot lose it."""
+
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+
+from .blobs import Blobs
+from .codec import encode_trajectory
+from .connection import Argument, Command, Connection
+from .schema import Lease, Trajectory, VersionSpan
+from .sharing import Sharing
+from .staleness import oldest_step
+from .unconfirmed import Submission, Unconfirmed
+
+ATTEMPTS = 3
+"""How often a blob is stored that is gone when the script looks for it."""
+_DURABLE_TIMEOUT_MS = 2000
+_AT_A_TIME = 2
+"""While the server works on one call, the next is prepared."""
+_SHARED_BY = 16
+_SHARED_BYTES = 1 << 20
+"""About the most that waits for the same reply."""
+
+
+class SubmitOutcome(StrEnum):
+    """What became of a submission."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    """This very submission was accepted before; its first reply was lost."""
+    FENCED = "fenced"
+    """The lease is no longer held, the group's round is over, or a rewind has abandoned the weights: the work is
+    void."""
+
+
+class Submissions:
+    """What one worker process hands in."""
+
+    def __init__(self, connection: Connection, blobs: Blobs) -> None:
+        self._connection = connection
+        self._blobs = blobs
+        self._unconfirmed = Unconfirmed()
+        self._server_id = ""
+        self._shared = Sharing(
+            self._hand_in,
+            at_a_time=_AT_A_TIME,
+            most=_SHARED_BY,
+            size=lambda submission: len(submission.payload),
+            most_size=_SHARED_BYTES,
+        )
+
+    def __len__(self) -> int:
+        """Those that the server may still forget."""
+        return len(self._unconfirmed)
+
+    async def note_server(self) -> None:
+        """Before the first lease: which server it is that may forget."""
+        if not self._server_id:
+            self._server_id = await self._ask_server_id()
+
+    async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
+        """Raises FrameError where its parts contradict each other."""
+        metadata = (len(trajectory.response_tokens), *steps(trajectory.spans))
+        submission = Submission(lease, encode_trajectory(trajectory), metadata, time.monotonic())
+        outcome = await self._shared.send(submission)
+        if outcome is not SubmitOutcome.FENCED:
+            self._unconfirmed.keep(submission)
+        return outcome
+
+    async def confirm(self) -> int:
+        """Forgets submissions that are durable now. After the server restarted, or a replica took over, submits
+        again what may have been lost; how many those were."""
+        if not len(self._unconfirmed):
+            return 0
+        submissions = self._unconfirmed.all()
+        is_durable = await self._connection.make_durable(self._blobs.storage.replicas, _DURABLE_TIMEOUT_MS)
+        server_id = await self._ask_server_id()
+        if server_id != self._server_id:
+            accepted = await self._submit_again(self._unconfirmed.all())
+            self._server_id = server_id  # not before: what an outage has cut short is done over
+            return accepted
+        if is_durable:
+            self._unconfirmed.forget(submissions)
+        else:
+            self._unconfirmed.forget_old()
+        return 0
+
+    async def close(self) -> None:
+        """Whoever still waits is cancelled."""
+        await self._shared.close()
+
+    async def _hand_in(self, submissions: Sequence[Submission], *, is_again: bool = False) -> list[SubmitOutcome]:
+        left, outcomes = list(submissions), dict[str, SubmitOutcome]()
+        for _ in range(ATTEMPTS):
+            left = await self._try(left, outcomes, is_again)
+            if not left:
+                return [outcomes[submission.lease.token] for submission in submissions]
+        raise self._blobs.lost(len(left[0].payload))
+
+    async def _try(
+        self, submissions: Sequence[Submission], outcomes: dict[str, SubmitOutcome], is_again: bool
+    ) -> list[Submission]:
+        """Adds what became of them to `outcomes`; those whose payload was gone before the script had recorded it."""
+        stores, names, arguments = list[Command](), list[str](), list[Argument]([int(is_again)])
+        for submission in submissions:
+            lease, payload = submission.lease, submission.payload
+            # Named after the lease: however often it is sent, there is one copy, and a duplicate loses its TTL, too.
+            name, store = self._blobs.store("payload", lease.tid, lease.token, payload)
+            names.append(name)
+            stores.append(store)
+            arguments += [str(lease.tid), lease.token, name, len(payload), len(submission.metadata)]
+            arguments += submission.metadata
+        replies = await self._connection.script("submit", *arguments, before=stores)
+        gone, kept = list[Submission](), list[str]()
+        for submission, name, reply in zip(submissions, names, replies, strict=True):
+            if reply == b"no payload":
+                gone.append(submission)
+                continue
+            outcomes[submission.lease.token] = outcome = SubmitOutcome(reply.decode())
+            if outcome is not SubmitOutcome.FENCED:
+                kept.append(name)
+        await self._blobs.keep(kept)
+        return gone
+
+    async def _submit_again(self, submissions: Sequence[Submission]) -> int:
+        accepted = 0
+        for submission in submissions:
+            (outcome,) = await self._hand_in([submission], is_again=True)
+            accepted += outcome is SubmitOutcome.ACCEPTED
+            if outcome is SubmitOutcome.FENCED:
+                self._unconfirmed.forget([submission])
+        return accepted
+
+    async def _ask_server_id(self) -> str:
+        """Of the server that holds the run's metadata."""
+        (server_id,) = await self._connection.script("renew", 0)
+        return str(server_id.decode())
+
+
+def steps(spans: Sequence[VersionSpan]) -> list[Argument]:
+    """The oldest step, then for each incarnation whose weights sampled it: the incarnation and its newest step."""
+    if len(spans) == 1:
+        return [spans[0].version.step, spans[0].version.incarnation, spans[0].version.step]
+    newest = {version.incarnation: version.step for version in sorted(span.version for span in spans)}
+    return [oldest_step(spans), *(number for pair in newest.items() for number in pair)]
