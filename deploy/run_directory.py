@@ -133,11 +133,13 @@ def last_incarnation(directory: Path) -> int:
 
 def note_incarnation(directory: Path, incarnation: int) -> None:
     """Durable once this returns: to be called before any weights are published under it."""
-    with open(directory / f".{INCARNATION}", "w") as file:
-        file.write(f"{incarnation}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, directory / INCARNATION)
+    with _writable(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / f".{INCARNATION}", "w") as file:
+            file.write(f"{incarnation}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, directory / INCARNATION)
 
 
 @contextmanager

@@ -157,8 +157,9 @@ def test_no_run_at_all(tmp_path: Path) -> None:
 
 
 def test_the_last_incarnation_is_remembered(tmp_path: Path) -> None:
-    assert last_incarnation(tmp_path) == 0
+    directory = tmp_path / "run"
+    assert last_incarnation(directory) == 0
     for incarnation in (1, 12):
-        note_incarnation(tmp_path, incarnation)
-        assert last_incarnation(tmp_path) == incarnation
-    assert [path.name for path in tmp_path.iterdir()] == ["incarnation"]
+        note_incarnation(directory, incarnation)
+        assert last_incarnation(directory) == incarnation
+    assert [path.name for path in directory.iterdir()] == ["incarnation"]
