@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from typing import Any
 
 import msgspec
 
@@ -55,6 +56,11 @@ class _Known:
     config: bytes
     committed_step: int
     watermark: str
+    contained: tuple[str, ...]
+    """Groups from the watermark on that the checkpoint had trained."""
+    replayable_to: int
+    is_rewound: bool
+    is_anew: bool
     forks: tuple[int, ...]
     """{incarnation, the step that it went on from}..."""
 
@@ -110,7 +116,17 @@ class Batches:
         )
         self._connection.server_id = reply[1].decode()
         self._versions.forget()
-        self._known = _Known(rules, config, checkpoint.step, contains.watermark, tuple(int(part) for part in reply[5]))
+        self._known = _Known(
+            rules=rules,
+            config=config,
+            committed_step=checkpoint.step,
+            watermark=contains.watermark,
+            contained=contains.groups,
+            replayable_to=replayable_to,
+            is_rewound=bool(reply[4]),
+            is_anew=regenerate,
+            forks=_numbers(reply[5]),
+        )
         await self._replicate()
         announced = int(reply[2]) if reply[2] else None
         return Claim(Owner(int(reply[0]), token), announced, int(reply[3]), bool(reply[4]))
@@ -173,9 +189,11 @@ class Batches:
         rules = _flat(known.rules)
         arguments: list[Argument] = [owner.incarnation, owner.token]
         arguments += [announced.incarnation, announced.step] if announced else ["", ""]
-        arguments += [known.watermark, known.committed_step, known.config, len(rules) // 2, *rules]
-        arguments += [len(known.forks) // 2, *known.forks]
-        arguments += [len(committed_groups), *committed_groups]
+        arguments += [known.watermark, known.committed_step, known.config]
+        arguments += [known.replayable_to, int(known.is_rewound), int(known.is_anew)]
+        arguments += [len(rules) // 2, *rules, len(known.forks) // 2, *known.forks]
+        settled = {*committed_groups, *(group for group in known.contained if group >= known.watermark)}
+        arguments += [len(settled), *sorted(settled)]
         for step in sorted(pinned):
             for group, (round_, size) in _rounds(pinned[step]).items():
                 arguments += [step, group, round_, size]
@@ -245,6 +263,12 @@ def _decode_as(tid: TrajectoryId, blob: bytes | None) -> Trajectory:
     if trajectory.tid != tid:
         raise FrameError(f"{tid}: the payload is that of {trajectory.tid}")
     return trajectory
+
+
+def _numbers(flat: Any) -> tuple[int, ...]:
+    """The names and values of a hash, in whichever protocol they came."""
+    pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
+    return tuple(int(part) for pair in pairs for part in pair)
 
 
 def _flat(rules: RunRules) -> list[Argument]:

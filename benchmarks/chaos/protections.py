@@ -75,7 +75,7 @@ def _commit_after_checkpoint() -> None:
         return batch
 
     patch.object(Experience, "take", take_and_commit).start()
-    _edit("claim", "if is_rewound then forget() end", "")
+    _edit("claim", "if is_rewound then forget(mark, step) end", "")
 
 
 def _over_bound_check() -> None:

@@ -1,4 +1,4 @@
--- include: lib_base lib_samples lib_groups
+-- include: lib_base lib_samples lib_groups lib_claim
 -- claim(checkpoint incarnation, checkpoint step, resume, new owner, config, replayable to, regenerate,
 --       watermark, n rules, {rule, value} * n, group...)
 --   -> {incarnation, server id, announced step | '', committed step, is rewound, {incarnation, forked to}...}
@@ -15,34 +15,6 @@ if last then reached = math.max(reached, tonumber(last) + 1) end
 local is_anew = ARGV[7] == '1'
 local is_rewound = is_anew or (step < committed and tonumber(ARGV[6]) < committed)
 
--- All that was sampled and not trained by the checkpoint.
-local function generate_anew()
-  for g in pairs(held_groups()) do
-    local state = field(g, 'state')
-    if state and state ~= 'pool' then requeue(g) end
-  end
-  call('UNLINK', PINNED)
-end
-
-local function forget()
-  call('UNLINK', SETTLED, DROPPED)
-  call('HSET', META, 'watermark', mark, 'committed_step', step)
-  for a = 10 + 2 * ARGV[9], #ARGV do call('ZADD', SETTLED, 0, ARGV[a]) end
-end
-
--- The claimant makes all weights up to these again, bit for bit: from the pinned batches, or from its log. Those above that
--- an earlier incarnation has made it will make otherwise, whether or not this server remembers that they were announced.
-local function reproducible()
-  local reached = step
-  local function is_pinned()
-    local names = call('LRANGE', batch_key(reached), 0, -1)
-    for _, g in ipairs(names) do if not is_whole(g) then return false end end
-    return #names >= number('groups_per_step')
-  end
-  while is_pinned() do reached = reached + 1 end
-  return is_rewound and step or math.max(reached, tonumber(ARGV[6]))
-end
-
 if call('GET', P .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a claim whose reply was lost
   -- Resuming without a checkpoint is a fresh start too, once something was trained for good.
   if step == 0 and reached > 0 and (ARGV[3] ~= '1' or committed > 0) and ARGV[6] == '0' then
@@ -54,11 +26,11 @@ if call('GET', P .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a c
   call('HSETNX', META, 'started', now())
   for a = 10, 8 + 2 * ARGV[9], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end
   call('SET', P .. 'config', ARGV[5])
-  if is_rewound then forget() end
+  if is_rewound then forget(mark, step) end
   commit_below(step)
   if is_anew then generate_anew() end
-  settle_contained(mark, 10 + 2 * ARGV[9])
-  if number('incarnation') > 1 then fork(number('incarnation'), reproducible()) end
+  settle_contained(mark, 10 + 2 * ARGV[9], #ARGV)
+  if number('incarnation') > 1 then fork(number('incarnation'), reproducible(step, tonumber(ARGV[6]), is_rewound, {})) end
   renumber(step)
 end
 return { number('incarnation'), server_id(), announced and tostring(announced) or '', committed, number('is_rewound'), call('HGETALL', FORKS) }

@@ -92,6 +92,13 @@ local function fork(incarnation, step)
   end
 end
 
+-- The batch of `step` will not be the one that an earlier incarnation trained: what its weights above `step` have sampled
+-- is abandoned after all.
+local function give_up_reproducing(step)
+  local incarnation = meta('incarnation')
+  if (tonumber(call('HGET', FORKS, incarnation) or '') or -1) > step then fork(incarnation, step) end
+end
+
 -- Trained or dropped: nothing of the group stays but its name, and that only while a feed could name it again.
 local function settle(g, names)
   free_round(g)
@@ -135,11 +142,11 @@ local function held_groups()
   return held
 end
 
--- What a checkpoint contains is settled, whatever the server remembers: all below its watermark and ARGV[a], ARGV[a+1]...
-local function settle_contained(mark, a)
+-- What a checkpoint contains is settled, whatever the server remembers: all below its watermark and ARGV[a] to ARGV[last].
+local function settle_contained(mark, a, last)
   raise_watermark(mark)
   for g in pairs(held_groups()) do if g < mark then settle_trained(g) end end
-  for b = a, #ARGV do settle_trained(ARGV[b]) end
+  for b = a, last do settle_trained(ARGV[b]) end
 end
 
 local function commit_below(step)

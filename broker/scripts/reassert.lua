@@ -1,7 +1,7 @@
--- include: lib_base lib_samples lib_groups
+-- include: lib_base lib_samples lib_groups lib_claim
 -- reassert(incarnation, owner, announced incarnation | '', announced step, watermark, committed step, config,
---          n rules, {rule, value} * n, n forks, {incarnation, step} * n, n committed, group * n,
---          {step, group, round, size}...) -> server id
+--          replayable to, is rewound, regenerate, n rules, {rule, value} * n, n forks, {incarnation, step} * n,
+--          n settled, group * n, {step, group, round, size}...) -> server id
 -- The server came back, perhaps without its last second: what the learner knows is put in force again.
 -- Touches: meta, owner, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*, forks.
 local owner = redis.sha1hex(ARGV[2])
@@ -17,7 +17,8 @@ if not is_ours then
   call('SET', P .. 'config', ARGV[7])
 end
 
-local a = 8
+local mark, step, is_rewound, is_anew = ARGV[5], tonumber(ARGV[6]), ARGV[9] == '1', ARGV[10] == '1'
+local a = 11
 local function next_list(width)
   local list, stop = {}, a + tonumber(ARGV[a]) * width
   for b = a + 1, stop do list[#list + 1] = ARGV[b] end
@@ -27,15 +28,16 @@ end
 local rules = next_list(2)
 for b = 1, #rules, 2 do call('HSET', META, rules[b], rules[b + 1]) end
 local forks = next_list(2)
-for _, g in ipairs(next_list(1)) do settle_trained(g) end
-commit_below(ARGV[6])
+local first_settled = a + 1
+next_list(1)
+local first_pinned = a
 
--- The claim itself was lost: what the claimant's weights will differ from is abandoned once more.
-if not is_ours then
-  for b = 1, #forks, 2 do
-    if forks[b] == ARGV[1] then fork(forks[b], tonumber(forks[b + 1])) else call('HSETNX', FORKS, forks[b], forks[b + 1]) end
-  end
+if not is_ours then -- whatever the server remembers was there before the claim
+  if is_rewound then forget(mark, step) end
+  if is_anew then generate_anew() end
 end
+commit_below(step)
+settle_contained(mark, first_settled, first_pinned - 1)
 
 local function at_least(name, incarnation, step)
   local held_incarnation, held_step = number(name .. '_incarnation'), tonumber(meta(name .. '_step') or '') or -1
@@ -75,8 +77,17 @@ local function pin_again(step, g, round, size)
   call('RPUSH', batch_key(step), g)
   call('ZADD', PINNED, step, step)
 end
-for b = a, #ARGV, 4 do pin_again(ARGV[b], ARGV[b + 1], ARGV[b + 2], ARGV[b + 3]) end
+local taken = {}
+for b = first_pinned, #ARGV, 4 do
+  pin_again(ARGV[b], ARGV[b + 1], ARGV[b + 2], ARGV[b + 3])
+  taken[tonumber(ARGV[b])] = true
+end
+if not is_ours and tonumber(ARGV[1]) > 1 then
+  for b = 1, #forks, 2 do
+    if forks[b] ~= ARGV[1] then call('HSETNX', FORKS, forks[b], forks[b + 1]) end
+  end
+  fork(ARGV[1], reproducible(step, tonumber(ARGV[8]), is_rewound, taken))
+end
 
-renumber(tonumber(ARGV[6]))
-raise_watermark(ARGV[5])
+renumber(step)
 return server_id()

@@ -9,5 +9,6 @@ local g = ARGV[5]
 if field(g, 'pin') ~= ARGV[4] or field(g, 'round') ~= ARGV[6] then return 0 end
 if ARGV[10] == '1' then call('UNLINK', P .. 'prompt:' .. g) end
 requeue(g)
+give_up_reproducing(tonumber(ARGV[4]))
 to_dead_letters(ARGV[7], ARGV[8], ARGV[9])
 return 1

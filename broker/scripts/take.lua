@@ -13,9 +13,14 @@ local announced = announced_step() or -1
 
 -- A group pinned by a re-asserting learner without its payloads cannot be delivered: generate it anew.
 local function drop_undeliverable()
+  local is_changed = false
   for _, g in ipairs(call('LRANGE', BATCH, 0, -1)) do
-    if not is_whole(g) then requeue(g) end
+    if not is_whole(g) then
+      requeue(g)
+      is_changed = true
+    end
   end
+  if is_changed then give_up_reproducing(step) end
 end
 
 local function deliver()

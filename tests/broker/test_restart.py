@@ -301,3 +301,29 @@ async def test_a_claim_that_the_server_forgot_abandons_the_same_weights_again(
         await resumed.announce(step)
     assert await resumed.submit(flying[1], 0, WeightVersion(1, 3)) is SubmitOutcome.FENCED
     assert await resumed.submit(flying[2], 0) is SubmitOutcome.ACCEPTED
+
+
+async def test_what_the_claimed_checkpoint_contains_stays_trained(broker: Broker, rolled_back: RolledBack) -> None:
+    """Server and learner die together, then the server loses the next claim, too."""
+    some = rules(4, groups_per_step=1)
+    run = await begin(broker, some, group_size=1)
+    await run.generate(3, 0)
+    rolled_back.remember()
+    assert await run.take(0, 1) == groups(0)
+    await run.announce(1)
+    assert await run.take(1, 1) == groups(1)
+    await run.announce(2)
+    claim = await broker.batches.claim(
+        checkpoint=CheckpointMark(1, 2),
+        rules=some,
+        config=b"recipe",
+        resume=True,
+        contains=Contains(group_id(1), (group_id(1),)),
+    )
+    resumed = Scenario(broker, claim)
+    rolled_back.kill_and_restart()
+    await reassert(resumed, 2, [], {})
+    assert await resumed.take(2, 1) == groups(2)
+    queues = await resumed.queues()
+    assert (queues.pinned, queues.ready) == (1, 0)
+    assert await broker.prompts.feed([prompt(0, 1), prompt(1, 1)], resumed.owner) == 0

@@ -67,3 +67,19 @@ async def test_a_resumed_learner_that_caught_up_abandons_nothing(broker: Broker)
     assert await resumed.submit(flying[0], 3) is SubmitOutcome.ACCEPTED
     queues = await resumed.queues()
     assert (queues.pinned, queues.ready, queues.fenced) == (2, 2, 0)
+
+
+async def test_a_batch_to_be_replayed_that_is_damaged_abandons_what_it_had_led_to(broker: Broker) -> None:
+    _, flying = await branch(broker)
+    resumed = await rewind(broker, 1)  # which would make weights 3 again, from the batches of steps 1 and 2
+    (payload,) = await broker._connection.scan(broker._connection.keys(f"payload:{group_id(1)}:*"))
+    await broker._connection.execute("SETRANGE", payload, 40, b"\xff\xff\xff\xff")
+    assert await resumed.take(1, 1) is None
+    assert await resumed.take(1, 1) is None
+    assert broker.batches.waiting_for == "rewind"
+    assert await resumed.submit(flying[0], 3) is SubmitOutcome.FENCED
+    await resumed.announce(1)
+    taken = await resumed.take(1, 1)
+    assert taken is None or taken == groups(1)
+    queues = await resumed.queues()
+    assert (queues.pinned, queues.ready) == (0, 0)  # what weights 2 and 3 had sampled is generated anew

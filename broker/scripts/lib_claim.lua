@@ -1,0 +1,31 @@
+-- What a claim does to the run, and a re-assertion does once more where the server has lost the claim.
+
+-- Nothing that was trained after the checkpoint counts: it is fed and generated again.
+local function forget(mark, step)
+  call('UNLINK', SETTLED, DROPPED)
+  call('HSET', META, 'watermark', mark, 'committed_step', step)
+end
+
+-- All that was sampled and not trained by the checkpoint.
+local function generate_anew()
+  for g in pairs(held_groups()) do
+    local state = field(g, 'state')
+    if state and state ~= 'pool' then requeue(g) end
+  end
+  call('UNLINK', PINNED)
+end
+
+-- The owner makes all weights up to these again, bit for bit: from the batches pinned from `step` on, those that it has
+-- `taken` already among them, or from its log. Those above that an earlier incarnation has made it will make otherwise,
+-- whether or not this server remembers that they were announced.
+local function reproducible(step, replayable_to, is_rewound, taken)
+  if is_rewound then return step end
+  local reached = step
+  local function is_pinned()
+    local names = call('LRANGE', batch_key(reached), 0, -1)
+    for _, g in ipairs(names) do if not taken[reached] and not is_whole(g) then return false end end
+    return #names >= number('groups_per_step')
+  end
+  while is_pinned() do reached = reached + 1 end
+  return math.max(reached, replayable_to)
+end
