@@ -133,11 +133,11 @@ class Objective:
     ) -> tuple[torch.Tensor, Metrics]:
         mask_T, cu_seqlens, behavior_T = batch.loss_mask_T, batch.cu_seqlens, batch.behavior_logprobs_T
         anchor_T = behavior_T if self._anchor == "behavior" else proximal_T
-        losses_T, metrics = self._surrogate(current_T, anchor_T, batch.advantages_S, mask_T, cu_seqlens)
+        losses_T, metrics = self._surrogate(current_T, anchor_T, batch.tokens)
         metrics = {**policy_gap(proximal_T, behavior_T, mask_T), **metrics}
         weights_T = torch.ones_like(mask_T)
         for correct in self._corrections:
-            factors_T, reported = correct(proximal_T, behavior_T, mask_T, cu_seqlens)
+            factors_T, reported = correct(proximal_T, batch.tokens)
             weights_T = weights_T * factors_T
             metrics |= reported
         losses_T = losses_T * weights_T

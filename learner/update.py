@@ -70,7 +70,7 @@ class Updater:
         sequences = tuple(
             from_trajectory(
                 trajectory,
-                advantage=advantage,
+                advantages=advantage,
                 step=step,
                 max_lag=self._max_lag,
             )

@@ -5,13 +5,12 @@ import torch
 from algorithms.metrics import Metrics, masked_mean
 from algorithms.ratios import geometric_sequence_ratio, sequence_ratio, token_ratio
 from algorithms.segments import spread
+from algorithms.tokens import Tokens
 
 
 def truncated_is(
     policy_logprobs_T: torch.Tensor,
-    behavior_logprobs_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    tokens: Tokens,
     *,
     cap: float = 2.0,
 ) -> tuple[torch.Tensor, Metrics]:
@@ -20,14 +19,12 @@ def truncated_is(
     Source: TIS, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training";
     cap 2 is theirs.
     """
-    return _truncated(token_ratio(policy_logprobs_T, behavior_logprobs_T, loss_mask_T), loss_mask_T, cap)
+    return _truncated(token_ratio(policy_logprobs_T, tokens.behavior_logprobs_T, tokens.loss_mask_T), tokens, cap)
 
 
 def sequence_truncated_is(
     policy_logprobs_T: torch.Tensor,
-    behavior_logprobs_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    tokens: Tokens,
     *,
     cap: float = 2.0,
 ) -> tuple[torch.Tensor, Metrics]:
@@ -36,15 +33,13 @@ def sequence_truncated_is(
     The product, as verl, SkyRL and TRL compute it: unbiased without the cap, and the more varied the longer
     the sequence.
     """
-    ratio_S = sequence_ratio(policy_logprobs_T, behavior_logprobs_T, loss_mask_T, cu_seqlens)
-    return _truncated(spread(ratio_S, cu_seqlens), loss_mask_T, cap)
+    ratio_S = sequence_ratio(policy_logprobs_T, tokens.behavior_logprobs_T, tokens.loss_mask_T, tokens.cu_seqlens)
+    return _truncated(spread(ratio_S, tokens.cu_seqlens), tokens, cap)
 
 
 def geometric_truncated_is(
     policy_logprobs_T: torch.Tensor,
-    behavior_logprobs_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    tokens: Tokens,
     *,
     cap: float = 2.0,
 ) -> tuple[torch.Tensor, Metrics]:
@@ -52,24 +47,26 @@ def geometric_truncated_is(
 
     What AReaL calls the sequence weight. Biased, but its spread does not grow with length.
     """
-    ratio_S = geometric_sequence_ratio(policy_logprobs_T, behavior_logprobs_T, loss_mask_T, cu_seqlens)
-    return _truncated(spread(ratio_S, cu_seqlens), loss_mask_T, cap)
+    ratio_S = geometric_sequence_ratio(
+        policy_logprobs_T, tokens.behavior_logprobs_T, tokens.loss_mask_T, tokens.cu_seqlens
+    )
+    return _truncated(spread(ratio_S, tokens.cu_seqlens), tokens, cap)
 
 
 def decoupled(
     policy_logprobs_T: torch.Tensor,
-    behavior_logprobs_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    tokens: Tokens,
 ) -> tuple[torch.Tensor, Metrics]:
     """w_t = pi_prox(y_t) / mu(y_t), beside a clip that is anchored to the proximal policy.
 
     Source: decoupled PPO, Hilton et al. 2022 (arXiv:2110.00641), equation 2; AReaL, Fu et al. 2025
     (arXiv:2505.24298), equation 5. No cap but the numerical one of `algorithms.ratios`.
     """
-    return _truncated(token_ratio(policy_logprobs_T, behavior_logprobs_T, loss_mask_T), loss_mask_T, float("inf"))
+    return _truncated(
+        token_ratio(policy_logprobs_T, tokens.behavior_logprobs_T, tokens.loss_mask_T), tokens, float("inf")
+    )
 
 
-def _truncated(ratio_T: torch.Tensor, loss_mask_T: torch.Tensor, cap: float) -> tuple[torch.Tensor, Metrics]:
+def _truncated(ratio_T: torch.Tensor, tokens: Tokens, cap: float) -> tuple[torch.Tensor, Metrics]:
     weights_T = ratio_T.detach().clamp(max=cap)
-    return weights_T, masked_mean("capped_fraction", ratio_T > cap, loss_mask_T)
+    return weights_T, masked_mean("capped_fraction", ratio_T > cap, tokens.loss_mask_T)

@@ -3,12 +3,12 @@
 import torch
 
 from algorithms.metrics import Metrics, masked_mean
+from algorithms.tokens import Tokens
 
 
 def clipped_surrogate(
     ratio_T: torch.Tensor,
-    advantages_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
+    tokens: Tokens,
     *,
     clip_low: float,
     clip_high: float,
@@ -19,7 +19,8 @@ def clipped_surrogate(
     (arXiv:2503.14476), equation 10. Reports `clip_fraction`: trained tokens whose gradient the clip took
     away, so A > 0 above or A < 0 below.
     """
+    advantages_T = tokens.advantages_T
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     losses_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
     is_clipped_T = ((ratio_T > 1 + clip_high) & (advantages_T > 0)) | ((ratio_T < 1 - clip_low) & (advantages_T < 0))
-    return losses_T, masked_mean("clip_fraction", is_clipped_T, loss_mask_T)
+    return losses_T, masked_mean("clip_fraction", is_clipped_T, tokens.loss_mask_T)

@@ -4,7 +4,7 @@ import torch
 
 from algorithms.metrics import Metrics
 from algorithms.ratios import gspo_token_ratio
-from algorithms.segments import spread
+from algorithms.tokens import Tokens
 
 from .clipping import clipped_surrogate
 
@@ -12,9 +12,7 @@ from .clipping import clipped_surrogate
 def gspo(
     current_logprobs_T: torch.Tensor,
     anchor_logprobs_T: torch.Tensor,
-    advantages_S: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    tokens: Tokens,
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
@@ -27,6 +25,5 @@ def gspo(
     2025 (arXiv:2507.18071); bounds of section 5.1. Anchor: pi_old there, the policy that sampled; both
     anchors are possible here.
     """
-    ratio_T = gspo_token_ratio(current_logprobs_T, anchor_logprobs_T, loss_mask_T, cu_seqlens)
-    advantages_T = spread(advantages_S, cu_seqlens)
-    return clipped_surrogate(ratio_T, advantages_T, loss_mask_T, clip_low=clip_low, clip_high=clip_high)
+    ratio_T = gspo_token_ratio(current_logprobs_T, anchor_logprobs_T, tokens.loss_mask_T, tokens.cu_seqlens)
+    return clipped_surrogate(ratio_T, tokens, clip_low=clip_low, clip_high=clip_high)

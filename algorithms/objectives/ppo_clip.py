@@ -4,7 +4,7 @@ import torch
 
 from algorithms.metrics import Metrics
 from algorithms.ratios import token_ratio
-from algorithms.segments import spread
+from algorithms.tokens import Tokens
 
 from .clipping import clipped_surrogate
 
@@ -12,9 +12,7 @@ from .clipping import clipped_surrogate
 def ppo_clip(
     current_logprobs_T: torch.Tensor,
     anchor_logprobs_T: torch.Tensor,
-    advantages_S: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    tokens: Tokens,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -26,6 +24,5 @@ def ppo_clip(
     includes the importance weight; anchored to the proximal policy it limits one batch's updates and says
     nothing of lag.
     """
-    ratio_T = token_ratio(current_logprobs_T, anchor_logprobs_T, loss_mask_T)
-    advantages_T = spread(advantages_S, cu_seqlens)
-    return clipped_surrogate(ratio_T, advantages_T, loss_mask_T, clip_low=clip_low, clip_high=clip_high)
+    ratio_T = token_ratio(current_logprobs_T, anchor_logprobs_T, tokens.loss_mask_T)
+    return clipped_surrogate(ratio_T, tokens, clip_low=clip_low, clip_high=clip_high)

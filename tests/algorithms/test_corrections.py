@@ -11,6 +11,7 @@ from algorithms.corrections.importance import (
     truncated_is,
 )
 from algorithms.metrics import summarize
+from algorithms.tokens import Tokens
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make
 
@@ -46,7 +47,7 @@ def test_decoupled_is_the_whole_ratio(case: str) -> None:
 
 def test_capped_fraction_counts_trained_tokens_over_the_cap() -> None:
     batch = make("ragged")
-    _, metrics = truncated_is(batch.current_T, batch.anchor_T, batch.mask_T, batch.cu_seqlens, cap=1.1)
+    _, metrics = truncated_is(batch.current_T, batch.tokens, cap=1.1)
     ratios = oracles.token_ratios(batch.double())
     over = [bool(ratios[t] > 1.1) for _, row in batch.trained() for t in row]
     numbers = summarize({name: float(value) for name, value in metrics.items()})
@@ -56,11 +57,12 @@ def test_capped_fraction_counts_trained_tokens_over_the_cap() -> None:
 def test_product_and_geometric_mean_differ_as_their_names_say() -> None:
     current_T, behavior_T = torch.full((4,), 0.1), torch.zeros(4)
     cu_seqlens, mask_T = torch.tensor([0, 4]), torch.ones(4)
-    product_T, _ = sequence_truncated_is(current_T, behavior_T, mask_T, cu_seqlens)
-    mean_T, _ = geometric_truncated_is(current_T, behavior_T, mask_T, cu_seqlens)
+    tokens = Tokens(behavior_T, torch.ones(4), mask_T, torch.zeros(4, dtype=torch.int64), cu_seqlens)
+    product_T, _ = sequence_truncated_is(current_T, tokens)
+    mean_T, _ = geometric_truncated_is(current_T, tokens)
     torch.testing.assert_close(product_T, torch.full((4,), 0.4).exp())
     torch.testing.assert_close(mean_T, torch.full((4,), 0.1).exp())
 
 
 def _weights(correction: Callable[..., tuple[torch.Tensor, object]]) -> Callable[[Ragged], torch.Tensor]:
-    return lambda b: correction(b.current_T, b.anchor_T, b.mask_T, b.cu_seqlens)[0]
+    return lambda b: correction(b.current_T, b.tokens)[0]

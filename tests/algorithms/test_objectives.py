@@ -6,12 +6,13 @@ from algorithms.metrics import summarize
 from algorithms.objectives.gspo import gspo
 from algorithms.objectives.policy_gradient import policy_gradient
 from algorithms.objectives.ppo_clip import ppo_clip
+from algorithms.tokens import Tokens
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack
 
 
-def arguments(b: Ragged) -> tuple[torch.Tensor, ...]:
-    return b.current_T, b.anchor_T, b.advantages_S, b.mask_T, b.cu_seqlens
+def arguments(b: Ragged) -> tuple[torch.Tensor, torch.Tensor, Tokens]:
+    return b.current_T, b.anchor_T, b.tokens
 
 
 @every_case
@@ -54,7 +55,7 @@ def test_at_ratio_one_all_objectives_have_the_policy_gradient() -> None:
     gradients = []
     for objective in (ppo_clip, policy_gradient):
         current_T = batch.anchor_T.clone().requires_grad_()
-        losses_T, _ = objective(current_T, batch.anchor_T, batch.advantages_S, batch.mask_T, batch.cu_seqlens)
+        losses_T, _ = objective(current_T, batch.anchor_T, batch.tokens)
         gradients.append(torch.autograd.grad((losses_T * batch.mask_T).sum(), current_T)[0])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-6)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from algorithms.presets import PRESETS
+from algorithms.segments import spread
 from broker.errors import ConfigError, HeadwayError
 from broker.schema import Group, Prompt, Trajectory, TrajectoryId
 from learner.batch import PackedBatch
@@ -31,14 +32,13 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
 every_composition = pytest.mark.parametrize("name", COMPOSITIONS)
 
 
-def own_objective(current_T, anchor_T, advantages_S, mask_T, cu_seqlens, *, scale):  # type: ignore[no-untyped-def]
-    advantages_T = advantages_S.repeat_interleave(cu_seqlens.diff())
-    metrics = {"own_sum": mask_T.sum() * scale, "own_count": mask_T.sum()}
-    return -scale * advantages_T * current_T, metrics
+def own_objective(current_T, anchor_T, tokens, *, scale):  # type: ignore[no-untyped-def]
+    metrics = {"own_sum": tokens.loss_mask_T.sum() * scale, "own_count": tokens.loss_mask_T.sum()}
+    return -scale * tokens.advantages_T * current_T, metrics
 
 
-def own_mask(policy_T, behavior_T, mask_T, cu_seqlens):  # type: ignore[no-untyped-def]
-    return (policy_T > behavior_T).float(), {}
+def own_mask(policy_T, tokens):  # type: ignore[no-untyped-def]
+    return (policy_T > tokens.behavior_logprobs_T).float(), {}
 
 
 def own_advantage(rewards_S, group_S):  # type: ignore[no-untyped-def]
@@ -75,7 +75,7 @@ class Whole:
             cu_seqlens=torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32),
             loss_mask_T=self.mask_T[index_T],
             behavior_logprobs_T=self.behavior_T[index_T],
-            advantages_S=self.advantages_S[torch.tensor(list(sequences), dtype=torch.int64)],
+            advantages_T=spread(self.advantages_S, torch.tensor(self.bounds))[index_T] * self.mask_T[index_T],
             lags_T=torch.zeros_like(index_T),
         )
         return batch, index_T

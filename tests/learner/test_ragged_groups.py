@@ -37,7 +37,7 @@ def test_an_update_on_trimmed_groups(aggregation: str) -> None:
         rewards = [trajectory.reward for trajectory in one.trajectories]
         spread = stdev(rewards) if len(rewards) > 1 else 0.0
         expected += [(reward - mean(rewards)) / (spread + 1e-4) for reward in rewards]
-    assert [sequence.advantage for sequence in judged.sequences] == pytest.approx(expected)
+    assert [sequence.advantages[0] for sequence in judged.sequences] == pytest.approx(expected)
     assert expected[5] == 0.0  # alone, it has nothing to be compared with
     update = updater.update(judged.sequences, step=1)
     assert np.isfinite(update.loss)

@@ -100,6 +100,6 @@ def placeholder(device: torch.device) -> PackedBatch:
         cu_seqlens=torch.tensor([0, 2], dtype=torch.int32, device=device),
         loss_mask_T=zeros,
         behavior_logprobs_T=zeros,
-        advantages_S=zeros[:1],
+        advantages_T=zeros,
         lags_T=zeros.long(),
     )
