@@ -11,10 +11,10 @@ SEED ?= 0
 MINUTES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev demo demo-vllm chaos bench-broker test check format clean
+.PHONY: help install install-dev demo demo-vllm chaos bench-broker study-staleness test check format clean
 
 help:  ## what there is to make
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
 install: $(VENV)/.installed  ## .venv with Headway and its pinned CPU dependencies
 
@@ -50,6 +50,9 @@ chaos: install  ## kill -9, power loss, cuts and more for MINUTES, then an audit
 
 bench-broker: $(BENCH)/.installed  ## the broker against Streams, ZeroMQ, Ray queues and others: figures and whether targets are met
 	@$(BENCH)/bin/python -m benchmarks.broker
+
+study-staleness: install  ## what lag costs and what each correction gives back, over SEEDS=3 (hours on 2 cores)
+	@$(BIN)/python -m benchmarks.staleness --seeds $(or $(SEEDS),3)
 
 # In an environment of its own on top of ours: what we are measured against must not change what we run on.
 $(BENCH)/.installed: $(VENV)/.installed

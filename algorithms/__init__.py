@@ -5,14 +5,19 @@ where each sequence begins, `loss_mask_T` is 1 where a token is trained. pi is t
 (`current_logprobs`), mu the one that sampled (`behavior_logprobs`), pi_prox the learner's before the update
 (`proximal_logprobs`).
 
-    rewards ─ advantages.py ─► A_S              group mean and std, group mean, leave one out
+    rewards.py                                  length, overlong penalty, KL taken from the reward
+    rewards ─ advantages.py ─► A_S              comparisons: with the group, the others in it, the batch
+    rewards, values ─ returns.py ─► A_T         a critic's: generalized estimation, whitening, turns
     logprobs ─ ratios.py ─► r_T, s_S            token; sequence: product, geometric mean, GSPO's token form
-    r_T, A_S ─ objectives/ ─► losses_T          ppo_clip, gspo, policy_gradient
-    pi_prox / mu ─ corrections/ ─► weights_T    truncated_is (token, sequence, geometric), decoupled
+    r_T, A_T ─ objectives/ ─► losses_T          PPO's and GSPO's clip, CISPO, TOPR, ASPO, SAPO, DPPO, plain gradient
+    pi_prox / mu ─ corrections/ ─► weights_T    importance weights, masks, rejection, second moment, age
+    pi, mu, lag ─ proximal.py ─► pi_prox        interpolated by age instead of a forward pass
     kl.py ─► penalty_T                          k1, k2, k3
-    aggregation.py ─► shares_T                  token mean, sequence mean; loss = sum_T(shares * losses)
-    metrics.py                                  sums that add up over micro-batches and ranks; ESS
+    aggregation.py ─► shares_T                  token mean, sequence mean, fixed denominator; loss = sum(shares * losses)
+    supervised.py                               SFT, DPO, Bradley-Terry, value loss, distillation, on the same rows
+    metrics.py                                  sums that add up over micro-batches and ranks; ESS; who survives a mask
     segments.py                                 sums, means and broadcasts over the sequences of a row
+    tokens.py                                   what objectives and corrections may look at
     presets.py                                  names people know -> compositions; imports no torch
 
 The invariant: a loss never depends on how sequences were packed, split into micro-batches or spread over

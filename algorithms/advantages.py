@@ -1,13 +1,17 @@
-"""How much better a sample was than its group. Rewards in, advantages out; no learned critic.
+"""How much better a sample was than its group, or than the batch. Rewards in, advantages out; no learned critic.
 
-`group_S` [S] int64 numbers each sample's group from 0; groups may differ in size. Every function returns
-(advantages_S [S], metrics) and works in the dtype of the rewards. A group of one sample has no baseline:
-advantage 0.
+`group_S` [S] int64 numbers each sample's group from 0; groups may differ in size. Every function of `ADVANTAGES`
+returns (advantages_S [S], metrics) and works in the dtype of the rewards. A group of one sample has no baseline:
+advantage 0, except in `global_mean_std`, whose baseline is the batch. "The batch" is what is handed over: for a
+step's advantages, all of the step's samples.
 """
+
+from collections.abc import Callable
 
 import torch
 
 from .metrics import Metrics
+from .returns import whiten, whitening_sums
 
 
 def group_mean_std(
@@ -16,6 +20,7 @@ def group_mean_std(
     """A_i = (r_i - mean(r)) / (std(r) + epsilon), over the samples of i's group.
 
     std is the unbiased one (divides by n - 1), as TRL and verl compute it; the paper leaves it open.
+
     Source: GRPO, Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), section 4.1.2; epsilon 1e-4 is TRL's.
     """
     advantages_S, metrics = group_mean(rewards_S, group_S)
@@ -44,6 +49,56 @@ def leave_one_out(rewards_S: torch.Tensor, group_S: torch.Tensor) -> tuple[torch
     return centered_S * sizes_S / (sizes_S - 1).clamp(min=1), metrics
 
 
+def global_mean_std(
+    rewards_S: torch.Tensor, group_S: torch.Tensor, *, epsilon: float = 1e-8
+) -> tuple[torch.Tensor, Metrics]:
+    """A_i = (r_i - mean(r)) / sqrt(variance(r) + epsilon), over all samples of the batch.
+
+    Groups play no part, one sample of each prompt will do; a group of equal rewards may well have an advantage.
+    The rewards may contain a KL penalty (`rewards.kl_shaped`). verl takes mean and std over tokens, where long
+    responses count more; `returns.returns_to_go` with `returns.whiten` does that.
+
+    Source: REINFORCE++, Hu et al. 2025 (arXiv:2501.03262), global advantage normalization; unbiased variance and
+    epsilon as in verl.
+    """
+    everywhere_S = torch.ones_like(rewards_S)
+    advantages_S = whiten(rewards_S, everywhere_S, *whitening_sums(rewards_S, everywhere_S), epsilon=epsilon)
+    return advantages_S, _signal(rewards_S, group_S)
+
+
+def group_mean_global_std(
+    rewards_S: torch.Tensor, group_S: torch.Tensor, *, epsilon: float = 1e-8
+) -> tuple[torch.Tensor, Metrics]:
+    """A_i = c_i / sqrt(variance(c) + epsilon), c_i = r_i - mean(r) over i's group, variance(c) over all samples of
+    the batch.
+
+    The group is the baseline, the batch the scale, so easy and hard prompts are not favoured. The std is that of
+    the centered rewards, as in the paper and verl; TRL's `scale_rewards="batch"` takes that of the raw ones. As in
+    `global_mean_std`, samples count alike, where verl counts tokens; and a group of one has advantage 0 (in verl its
+    reward), yet counts in the std.
+
+    Source: REINFORCE++-baseline, Hu et al. 2025 (arXiv:2501.03262); unbiased variance and epsilon as in verl.
+    """
+    centered_S, metrics = group_mean(rewards_S, group_S)
+    variance = (centered_S**2).sum() / max(centered_S.numel() - 1, 1)  # the mean of all c is 0
+    return centered_S * (variance + epsilon).rsqrt(), metrics
+
+
+def informative_groups(rewards_S: torch.Tensor, group_S: torch.Tensor, *, tolerance: float = 0.0) -> torch.Tensor:
+    """is_informative_g = max(r) - min(r) > tolerance, over the samples of group g; [num_groups] bool.
+
+    The others (all right, all wrong, a single sample) have advantage 0 under every group baseline. To drop them and
+    sample others in their place is DAPO's dynamic sampling; for rewards of 0 and 1 the condition is the paper's,
+    for others it asks for their spread, as verl's group filter does.
+
+    Source: DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 11.
+    """
+    num_groups = int(group_S.max()) + 1 if group_S.numel() else 0
+    lowest_G = rewards_S.new_zeros(num_groups).scatter_reduce(0, group_S, rewards_S, "amin", include_self=False)
+    highest_G = rewards_S.new_zeros(num_groups).scatter_reduce(0, group_S, rewards_S, "amax", include_self=False)
+    return highest_G - lowest_G > tolerance
+
+
 def _group_sum(values_S: torch.Tensor, group_S: torch.Tensor) -> torch.Tensor:
     """[S] the sum over its group, at each sample."""
     num_groups = int(group_S.max()) + 1 if group_S.numel() else 0
@@ -56,8 +111,14 @@ def _sizes(group_S: torch.Tensor) -> torch.Tensor:
 
 def _signal(rewards_S: torch.Tensor, group_S: torch.Tensor) -> Metrics:
     """How many groups got the same reward for all samples and so teach nothing."""
-    num_groups = int(group_S.max()) + 1 if group_S.numel() else 0
-    lowest = rewards_S.new_zeros(num_groups).scatter_reduce(0, group_S, rewards_S, "amin", include_self=False)
-    highest = rewards_S.new_zeros(num_groups).scatter_reduce(0, group_S, rewards_S, "amax", include_self=False)
-    is_flat = (lowest == highest).to(rewards_S.dtype)
-    return {"flat_groups_sum": is_flat.sum(), "flat_groups_count": is_flat.new_tensor(num_groups)}
+    is_flat_G = (~informative_groups(rewards_S, group_S)).to(rewards_S.dtype)
+    return {"flat_groups_sum": is_flat_G.sum(), "flat_groups_count": is_flat_G.new_tensor(is_flat_G.numel())}
+
+
+ADVANTAGES: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
+    "group_mean_std": group_mean_std,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "global_mean_std": global_mean_std,
+    "group_mean_global_std": group_mean_global_std,
+}

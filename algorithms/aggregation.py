@@ -1,8 +1,15 @@
 """From token losses to the batch's loss: shares_T, so that loss = sum_t(shares_t * losses_t).
 
 The denominators count the whole batch, over all micro-batches and ranks; what one micro-batch sums is its
-share of the loss, and all shares together are the loss, however the batch was cut. All functions return [T].
+share of the loss, and all shares together are the loss, however the batch was cut. All functions return [T]
+and have one signature:
+
+    f(loss_mask_T, cu_seqlens, *, tokens, sequences, **options) -> shares_T
+
+DAPO is `token_mean`, GRPO and GSPO `sequence_mean`, Dr. GRPO `fixed_denominator`.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -10,9 +17,11 @@ from .segments import segment_sum, spread
 
 
 def token_mean(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor, *, tokens: float, sequences: float) -> torch.Tensor:
-    """share_t = m_t / tokens. `tokens`: trained tokens of the whole batch.
+    """share_t = m_t / tokens.
 
-    Every token counts alike, long responses more. Source: DAPO (arXiv:2503.14476), equation 8.
+    `tokens`: trained tokens of the whole batch. Every token counts alike, long responses more.
+
+    Source: DAPO (arXiv:2503.14476), equation 8.
     """
     return loss_mask_T / max(tokens, 1.0)
 
@@ -23,10 +32,27 @@ def sequence_mean(
     """share_t = m_t / (|y_i| * sequences), |y_i| the trained tokens of t's sequence.
 
     `sequences`: those of the whole batch that have a trained token. Every response counts alike, the tokens
-    of long ones less. Source: GRPO (arXiv:2402.03300), equation 3; GSPO (arXiv:2507.18071), equation 5.
+    of long ones less.
+
+    Source: GRPO (arXiv:2402.03300), equation 3; GSPO (arXiv:2507.18071), equation 5.
     """
     lengths_S = segment_sum(loss_mask_T, cu_seqlens).clamp(min=1)
     return loss_mask_T / (spread(lengths_S, cu_seqlens) * max(sequences, 1.0))
+
+
+def fixed_denominator(
+    loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor, *, tokens: float, sequences: float, length: int
+) -> torch.Tensor:
+    """share_t = m_t / (sequences * length).
+
+    `sequences`: those of the whole batch that have a trained token; `length`: a constant, in general the most
+    tokens that may be generated. Every token counts alike as in `token_mean`, and the size of the step does not
+    depend on how long the batch's responses happen to be.
+
+    Source: Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783); TRL's loss_type dr_grpo divides by all sequences times
+    max_completion_length. No default: the constant is the recipe's.
+    """
+    return loss_mask_T / (max(sequences, 1.0) * length)
 
 
 def trained_sequences(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -34,3 +60,10 @@ def trained_sequences(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> to
     denominator.
     """
     return (segment_sum(loss_mask_T, cu_seqlens) > 0).sum()
+
+
+AGGREGATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "fixed_denominator": fixed_denominator,
+}

@@ -2,8 +2,8 @@
 
 A metric X is a pair `X_sum`, `X_count` (its mean is their quotient); any other name is a maximum, never
 negative and 0 where there is nothing. `merge` puts the reports of parts together, `summarize` turns the whole
-into numbers. The effective sample size is made of three sums: `weight_sum`, `weight_square_sum`,
-`weight_count`.
+into numbers. The effective sample size `ess` is made of three sums: `weight_sum`, `weight_square_sum`,
+`weight_count`; the same with a prefix makes `PREFIX_ess`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,15 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from .ratios import token_log_ratio
+from .segments import segment_sum, sequence_of_token, spread
+from .tokens import Tokens
 
 Metrics = dict[str, torch.Tensor]
+
+LENGTHS = (64, 256, 1024, 4096)
+"""Upper bounds of the buckets of `survival`, in trained tokens of a sequence; one more is above all."""
+LAGS = (0, 1, 3, 7, 15)
+"""Upper bounds of its buckets of lag, in versions."""
 
 
 def masked_mean(name: str, values_T: torch.Tensor, mask_T: torch.Tensor) -> Metrics:
@@ -45,6 +52,34 @@ def policy_gap(
     }
 
 
+def survival(weights_T: torch.Tensor, tokens: Tokens) -> Metrics:
+    """Who is left after all corrections: pairs for the share of trained tokens, and of sequences, with a weight not 0.
+
+    `weights_T` [T] are the products of all corrections' weights. In buckets named by their largest member:
+    kept_length_64 (trained tokens of the sequence: to 64, 256, 1024, 4096, more) and kept_lag_1 (to 0, 1, 3, 7,
+    15, more), so that a mask that prefers short or fresh responses is seen. kept_sequences_length_64 and
+    kept_sequences_lag_1 count sequences of which at least one token is left; a sequence's lag is that of its
+    oldest trained token. And the sums of `final_ess`, over all trained tokens.
+    """
+    mask_T, cu_seqlens = tokens.loss_mask_T.detach().float(), tokens.cu_seqlens
+    weights_T = torch.where(mask_T > 0, weights_T.detach().float(), torch.zeros_like(mask_T))
+    kept_T = (weights_T != 0).float()
+    lengths_S = segment_sum(mask_T, cu_seqlens)
+    is_trained_S, kept_S = (lengths_S > 0).float(), (segment_sum(kept_T, cu_seqlens) > 0).float()
+    length_S, lag_T = _bucket(lengths_S, LENGTHS), _bucket(tokens.lags_T, LAGS)
+    trained_lag_T = torch.where(mask_T > 0, lag_T, torch.zeros_like(lag_T))
+    lag_S = torch.zeros_like(length_S).scatter_reduce(0, sequence_of_token(cu_seqlens), trained_lag_T, "amax")
+    return {
+        **_in_buckets("kept_length", spread(length_S, cu_seqlens), LENGTHS, kept_T, mask_T),
+        **_in_buckets("kept_lag", lag_T, LAGS, kept_T, mask_T),
+        **_in_buckets("kept_sequences_length", length_S, LENGTHS, kept_S, is_trained_S),
+        **_in_buckets("kept_sequences_lag", lag_S, LAGS, kept_S, is_trained_S),
+        "final_weight_sum": weights_T.sum(),
+        "final_weight_square_sum": (weights_T**2).sum(),
+        "final_weight_count": mask_T.sum(),
+    }
+
+
 def is_additive(name: str) -> bool:
     """True where the parts' values are added, False where the largest counts."""
     return name.endswith(("_sum", "_count"))
@@ -61,14 +96,18 @@ def merge(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def summarize(whole: Mapping[str, float]) -> dict[str, float]:
-    """Numbers for people: `X` for each pair, maxima as they are, `ess`. Empty batches give 0."""
+    """Numbers for people: `X` for each pair, maxima as they are, `ess`. Empty batches give 0; an empty bucket of
+    `survival` gives nothing, for none of its tokens was masked either.
+    """
     numbers = {name: value for name, value in whole.items() if not is_additive(name)}
     for name, count in whole.items():
         mean = name.removesuffix("_count")
-        if name.endswith("_count") and mean != "weight":
+        if name.endswith("_count") and mean != "weight" and (count or not name.startswith("kept_")):
             numbers[mean] = whole[f"{mean}_sum"] / count if count else 0.0
-    if "weight_count" in whole:
-        numbers["ess"] = effective_sample_size(whole["weight_sum"], whole["weight_square_sum"], whole["weight_count"])
+        if name.endswith("weight_square_sum"):
+            prefix = name.removesuffix("weight_square_sum")
+            weight_sum, weight_count = whole[f"{prefix}weight_sum"], whole[f"{prefix}weight_count"]
+            numbers[f"{prefix}ess"] = effective_sample_size(weight_sum, whole[name], weight_count)
     return numbers
 
 
@@ -83,3 +122,19 @@ def effective_sample_size(weight_sum: float, weight_square_sum: float, count: fl
 
 def _largest(values_T: torch.Tensor) -> torch.Tensor:
     return values_T.max() if values_T.numel() else values_T.new_zeros(())
+
+
+def _bucket(values: torch.Tensor, bounds: tuple[int, ...]) -> torch.Tensor:
+    """The index of the first bound that is not below the value."""
+    return torch.bucketize(values, torch.tensor(bounds, device=values.device))
+
+
+def _in_buckets(
+    name: str, bucket: torch.Tensor, bounds: tuple[int, ...], kept: torch.Tensor, trained: torch.Tensor
+) -> Metrics:
+    sums = kept.new_zeros(len(bounds) + 1).index_add(0, bucket, kept).unbind()
+    counts = trained.new_zeros(len(bounds) + 1).index_add(0, bucket, trained).unbind()
+    pairs: Metrics = {}
+    for label, kept_sum, count in zip((*map(str, bounds), "more"), sums, counts, strict=True):
+        pairs |= {f"{name}_{label}_sum": kept_sum, f"{name}_{label}_count": count}
+    return pairs

@@ -1,47 +1,123 @@
 """Names people know -> compositions, as plain data with published defaults. Imports no torch.
 
-A preset holds the keys of the learner's AlgorithmConfig that it sets; a recipe's own keys override them.
+A preset holds the keys of the learner's AlgorithmConfig that it sets; a recipe's own keys override them. Options that
+are left out have the defaults of their functions, which are the published ones.
 Where a paper says nothing of asynchronous sampling, its pi_old is the policy that sampled: anchor `behavior`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
-Preset = dict[str, Any]
+
+class Preset(NamedTuple):
+    """A published composition."""
+
+    source: str
+    algorithm: dict[str, Any]
+    note: str = ""
+    """Where it departs from its source, and why."""
+
+
+def _of(
+    advantage: str,
+    objective: str,
+    *,
+    anchor: str = "behavior",
+    options: dict[str, Any] | None = None,
+    corrections: tuple[str, ...] = (),
+    aggregation: str = "token_mean",
+    **others: Any,
+) -> dict[str, Any]:
+    return {
+        "advantage": {"kind": advantage, "options": {}},
+        "objective": {"kind": objective, "anchor": anchor, "options": options or {}},
+        "corrections": [{"kind": correction, "options": {}} for correction in corrections],
+        "aggregation": {"kind": aggregation, "options": {}},
+        **others,
+    }
+
+
+_NO_KL = "Without the KL term, which needs a second model: set kl.coefficient for it"
 
 PRESETS: dict[str, Preset] = {
-    # Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, with token mean (DAPO, arXiv:2503.14476) as most
-    # systems run it, and without the KL term, which needs a second model: add kl.coefficient (the paper's is
-    # 0.04) for it.
-    "grpo": {
-        "advantage": "group_mean_std",
-        "objective": {"kind": "ppo_clip", "anchor": "behavior", "clip_low": 0.2, "clip_high": 0.2},
-        "corrections": [],
-        "aggregation": "token_mean",
-        "kl": {"kind": "k3", "coefficient": 0.0},
-    },
-    # Zheng et al. 2025, arXiv:2507.18071, equation 5 and the bounds of section 5.1.
-    "gspo": {
-        "advantage": "group_mean_std",
-        "objective": {"kind": "gspo", "anchor": "behavior", "clip_low": 3e-4, "clip_high": 4e-4},
-        "corrections": [],
-        "aggregation": "sequence_mean",
-        "kl": {"kind": "k3", "coefficient": 0.0},
-    },
-    # Hilton et al. 2022, arXiv:2110.00641; for language models AReaL, Fu et al. 2025, arXiv:2505.24298,
-    # equation 5.
-    "decoupled_ppo": {
-        "advantage": "group_mean_std",
-        "objective": {"kind": "ppo_clip", "anchor": "proximal", "clip_low": 0.2, "clip_high": 0.2},
-        "corrections": [{"kind": "decoupled"}],
-        "aggregation": "token_mean",
-        "kl": {"kind": "k3", "coefficient": 0.0},
-    },
-    # Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training", cap 2.
-    "tis": {
-        "advantage": "group_mean_std",
-        "objective": {"kind": "ppo_clip", "anchor": "proximal", "clip_low": 0.2, "clip_high": 0.2},
-        "corrections": [{"kind": "truncated_is", "cap": 2.0}],
-        "aggregation": "token_mean",
-        "kl": {"kind": "k3", "coefficient": 0.0},
-    },
+    "grpo": Preset(
+        "GRPO, Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300)",
+        _of("group_mean_std", "ppo_clip"),
+        f"{_NO_KL} (the paper's is 0.04); the mean over tokens (DAPO's), as most systems run it.",
+    ),
+    "dr_grpo": Preset(
+        "Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783), section 3.2",
+        _of("group_mean", "ppo_clip", aggregation="fixed_denominator"),
+        "The fixed length of the denominator is sampling.max_new_tokens.",
+    ),
+    "dapo": Preset(
+        "DAPO, Yu et al. 2025 (arXiv:2503.14476)",
+        _of("group_mean_std", "ppo_clip", options={"clip_high": 0.28}, dynamic_sampling=8),
+        "Its soft penalty on overlong responses depends on their length: set reward.overlong_buffer (the paper's is "
+        "4096 of 20480 tokens).",
+    ),
+    "gspo": Preset(
+        "GSPO, Zheng et al. 2025 (arXiv:2507.18071), equation 5 and the bounds of section 5.1",
+        _of("group_mean_std", "gspo", aggregation="sequence_mean"),
+    ),
+    "gspo_token": Preset(
+        "GSPO-token, Zheng et al. 2025 (arXiv:2507.18071), section 4.3",
+        _of("group_mean_std", "gspo_token", aggregation="sequence_mean"),
+        "Differs from gspo only where the tokens of a response have different advantages.",
+    ),
+    "cispo": Preset(
+        "CISPO, MiniMax 2025 (MiniMax-M1, arXiv:2506.13585)",
+        _of("group_mean_std", "cispo"),
+    ),
+    "rloo": Preset(
+        "RLOO, Ahmadian et al. 2024 (arXiv:2402.14740)",
+        _of("leave_one_out", "policy_gradient", corrections=("truncated_is",), aggregation="sequence_mean"),
+        "The paper is on-policy; here truncated importance weights correct for lag.",
+    ),
+    "reinforce_plus_plus": Preset(
+        "REINFORCE++, Hu et al. 2025 (arXiv:2501.03262)",
+        _of("global_mean_std", "ppo_clip"),
+        "Without its KL penalty, which needs a second model: set kl.coefficient, kl.place=reward and kl.kind=k1.",
+    ),
+    "reinforce_plus_plus_baseline": Preset(
+        "REINFORCE++ with a group baseline, Hu et al. 2025 (arXiv:2501.03262)",
+        _of("group_mean_global_std", "ppo_clip"),
+        f"{_NO_KL}.",
+    ),
+    "ppo": Preset(
+        "PPO, Schulman et al. 2017 (arXiv:1707.06347), with generalized advantages (arXiv:1506.02438)",
+        _of("gae", "ppo_clip"),
+        "With a critic of the policy's size, and without a KL penalty.",
+    ),
+    "topr": Preset(
+        "TOPR, Le Roux et al. 2025 (arXiv:2503.14286)",
+        _of("group_mean", "topr", aggregation="sequence_mean"),
+        "The paper's baseline is that of the reward; here the group's mean.",
+    ),
+    "aspo": Preset("ASPO, Wang et al. 2025 (arXiv:2510.06062)", _of("group_mean_std", "aspo")),
+    "sapo": Preset(
+        "SAPO, Gao et al. 2025 (arXiv:2511.20347)", _of("group_mean_std", "sapo", aggregation="sequence_mean")
+    ),
+    "dppo": Preset("DPPO, Qi et al. 2026 (arXiv:2602.04879)", _of("group_mean_std", "dppo")),
+    "decoupled_ppo": Preset(
+        "Decoupled PPO, Hilton et al. 2022 (arXiv:2110.00641); for language models AReaL, Fu et al. 2025 "
+        "(arXiv:2505.24298), equation 5",
+        _of("group_mean_std", "ppo_clip", anchor="proximal", corrections=("decoupled",)),
+    ),
+    "a_3po": Preset(
+        "A-3PO: decoupled PPO whose proximal policy is interpolated by age (arXiv:2512.06547)",
+        _of("group_mean_std", "ppo_clip", anchor="proximal", corrections=("decoupled",), proximal="log_linear"),
+        "Saves the forward pass for the proximal policy.",
+    ),
+    "tis": Preset(
+        'TIS, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"',
+        _of("group_mean_std", "ppo_clip", anchor="proximal", corrections=("truncated_is",)),
+    ),
+    "icepop": Preset(
+        "IcePop, Ling team 2025 (Ring-1T, arXiv:2510.18855)",
+        _of("group_mean_std", "ppo_clip", anchor="proximal", corrections=("icepop",)),
+    ),
+    "m2po": Preset(
+        'M2PO, Zheng et al. 2025, "Prosperity before collapse" (arXiv:2510.01161)',
+        _of("group_mean_std", "policy_gradient", anchor="proximal", corrections=("decoupled", "m2po")),
+    ),
 }

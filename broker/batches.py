@@ -164,6 +164,13 @@ class Batches:
         await self._replicate()
         return int(freed)
 
+    async def drop(self, owner: Owner, step: int, groups: Sequence[str]) -> int:
+        """Nothing can be learned from these groups of the step's batch: others take their places in the next take.
+
+        They are counted, and never fed again. How many there were; idempotent.
+        """
+        return int(await self._connection.learner_script("drop", owner, step, *groups))
+
     async def settled_without_training(self) -> list[str]:
         """Groups from the watermark on that were dropped by a stated rule: nobody need feed them again."""
         names = await self._connection.execute("ZRANGE", self._connection.keys("dropped"), 0, -1)

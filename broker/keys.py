@@ -17,7 +17,7 @@ batch:K               list    groups pinned to step K                           
 pinned                zset    the steps K that have a batch                      until commit    take
 forks                 hash    incarnation -> the step that a rewind took it to   the run         announce
 settled               zset    groups trained that may be fed again               to watermark    commit
-dropped               zset    groups dropped that may be fed again               to watermark    take
+dropped               zset    groups dropped that may be fed again               to watermark    take, drop
 lost                  set     groups to feed again: their prompt was damaged     until fed       lose, reject
 segments:G:R:I        list    sample I's segments: `name bytes tokens` each      until submit    append
 segment:G:R:I:NONCE   string  a segment (frame)                                  TTL, submit     append (SET)
@@ -34,8 +34,8 @@ workers               set     names of workers                                  
 dead                  stream  undecodable blobs: tid, reason, first bytes        last 1000       reject...
 
 Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by: a digest of the token); the rules
-(`schema.RunRules`); the counters admitted, dropped, trained, requeued, expired_leases, fenced, rejected,
-payload_bytes, generated_tokens, wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples; feed_closed,
+(`schema.RunRules`); the counters admitted, dropped, uninformative (of these), trained, requeued, expired_leases,
+fenced, rejected, payload_bytes, generated_tokens, wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples; feed_closed,
 watermark, committed_step, newest_step (highest that sampled anything), is_rewound, state, started.
 
 Fields of `group:G`: size, length (of the prompt, up to a power of two), round, state (pool, open, ready, pinned; lost:

@@ -272,6 +272,8 @@ class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
     """Response tokens that were handed on in segments instead of being generated again."""
     discarded_tokens: int = 0
     """Response tokens in segments that could not be used any more."""
+    uninformative: int = 0
+    """Groups dropped because all their samples got the same reward."""
     trimmed_samples: int = 0
     """Samples that their groups went without."""
 

@@ -155,7 +155,7 @@ class StatusBoard:
             open=max(0, number["admitted"] - settled_or_held),
             ready=ready,
             pinned=sum(batches),
-            dropped_stale=number["dropped"],
+            dropped_stale=number["dropped"] - number["uninformative"],
             requeued_stale=number["requeued"],
             expired_leases=number["expired_leases"],
             fenced=number["fenced"],
@@ -166,6 +166,7 @@ class StatusBoard:
             resumed_tokens=number["resumed_tokens"],
             discarded_tokens=number["discarded_tokens"],
             trimmed_samples=number["trimmed_samples"],
+            uninformative=number["uninformative"],
         )
 
 
@@ -189,4 +190,5 @@ _COUNTERS = (
     "resumed_tokens",
     "discarded_tokens",
     "trimmed_samples",
+    "uninformative",
 )

@@ -1,7 +1,10 @@
-"""The backend that a recipe asks for, with its model and a fresh optimizer."""
+"""The backends that a recipe asks for, with their models and fresh optimizers."""
 
 from learner.backends import open_backend
 from learner.backends.base import Backend
+from learner.composition import gae_options
+from learner.critic import Critic
+from learner.ranks import Ranks
 
 from .recipe import Recipe
 
@@ -14,4 +17,23 @@ def recipe_backend(recipe: Recipe) -> Backend:
         recipe.optimizer,
         device=recipe.learner.device,
         seed=recipe.run.seed,
+    )
+
+
+def recipe_critic(recipe: Recipe, ranks: Ranks) -> Critic:
+    """The critic of advantage.kind=gae, which starts from the same weights. Collective over the ranks."""
+    algorithm = recipe.algorithm
+    return Critic(
+        open_backend(
+            recipe.learner.backend,
+            recipe.model,
+            recipe.optimizer,
+            device=recipe.learner.device,
+            seed=recipe.run.seed,
+            head="value",
+        ),
+        ranks,
+        clip=algorithm.critic.clip,
+        learning_rate=algorithm.critic.learning_rate,
+        **gae_options(algorithm),
     )

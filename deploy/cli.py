@@ -372,6 +372,29 @@ def replay(
 
 
 @cli.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def algorithms(name: str | None, as_json: bool) -> None:
+    """Show what losses there are: equations, defaults, sources.
+
+    With NAME one preset or one function in full.
+    """
+    import msgspec
+    from rich.console import Console
+
+    from learner.catalog import compositions, find, functions
+
+    from .algorithm_pages import overview, page
+
+    if as_json:
+        found = find(name) if name else [*compositions(), *functions()]
+        _print_json({"algorithms": msgspec.to_builtins(found)})
+        return
+    for shown in [page(one) for one in find(name)] if name else [overview()]:
+        Console().print(shown)
+
+
+@cli.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def doctor(as_json: bool) -> None:
     """Show what will work on this machine.

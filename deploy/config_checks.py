@@ -63,9 +63,9 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"learner.groups_per_step ({learner.groups_per_step}) must be a multiple of"
             f" learner.updates_per_step ({learner.updates_per_step})."
         )
-    if learner.group_size == 1 and recipe.algorithm.advantage in GROUP_ADVANTAGES:
+    if learner.group_size == 1 and recipe.algorithm.advantage.kind in GROUP_ADVANTAGES:
         yield (
-            f"learner.group_size is 1, and algorithm.advantage={recipe.algorithm.advantage}"
+            f"learner.group_size is 1, and algorithm.advantage.kind={recipe.algorithm.advantage.kind}"
             " compares the samples of one prompt with each other: every advantage would be 0. Set"
             " learner.group_size to 2 or more."
         )

@@ -90,6 +90,8 @@ class Replay:
         if start is not None:
             backend.load(start.path)
         updater = recipe_updater(recipe, backend, Ranks(backend.rank, backend.world_size))
+        if start is not None:
+            updater.load(start.path)
         writer, weights, metrics = RunWriter(self._output), [], []
         started = time.monotonic()
         for step in replay(updater, self._log, steps):

@@ -99,7 +99,8 @@ def _queues(queues: QueueDepths) -> Table:
         f"{queues.admitted} groups admitted, {queues.expired_leases} leases expired, {queues.fenced} late or"
         f" duplicate submissions refused, {queues.rejected} unreadable,"
         f" {queues.payload_bytes / 1e6:,.1f} MB stored; {queues.resumed_tokens:,} tokens resumed from segments,"
-        f" {queues.discarded_tokens:,} discarded, {queues.trimmed_samples} samples trimmed"
+        f" {queues.discarded_tokens:,} discarded, {queues.trimmed_samples} samples trimmed,"
+        f" {queues.uninformative} groups dropped because all their rewards were the same"
     )
     table.caption_justify = "left"
     return table

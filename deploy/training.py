@@ -16,6 +16,7 @@ from broker.batches import CheckpointMark, Claim, Contains
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, WeightVersion
 from learner.backends.base import Backend
 from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.composition import needs_critic
 from learner.experience import Experience
 from learner.experience_log import ExperienceLog
 from learner.loop import Learner, LoopConfig
@@ -29,7 +30,7 @@ from learner.rewind import Rewind, check_rewind, rewound_to
 from learner.update import Updater
 from weightsync.publisher import Publisher
 
-from .backend import recipe_backend
+from .backend import recipe_backend, recipe_critic
 from .config import recipe_to_bytes
 from .evaluation import Evaluator
 from .observer import RunObserver
@@ -152,6 +153,7 @@ def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experienc
             groups_per_step=recipe.learner.groups_per_step,
             max_lag=recipe.staleness.max_lag,
             should_stop=parts.should_stop,
+            replacement_rounds=recipe.algorithm.dynamic_sampling,
         )
         if replayed:
             experience.replay(replayed)
@@ -212,10 +214,13 @@ def _learner(parts: Parts, experience: Experience | None, start: Start, stack: E
         writer = RunWriter(recipe.run_directory)
         if recipe.evaluation.prompts:
             evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out))
+    updater = recipe_updater(recipe, parts.backend, parts.ranks)
+    if parts.checkpoint is not None:
+        updater.load(parts.checkpoint.path)
     return Learner(
         backend=parts.backend,
         ranks=parts.ranks,
-        updater=recipe_updater(recipe, parts.backend, parts.ranks),
+        updater=updater,
         experience=experience,
         cursor=parts.cursor,
         checkpoints=parts.checkpoints,
@@ -237,16 +242,22 @@ def _learner(parts: Parts, experience: Experience | None, start: Start, stack: E
 
 def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
     """What turns batches into updates of `backend`, as the recipe wants it. Collective over the ranks."""
-    objective = Objective(recipe.algorithm, is_one_update=recipe.learner.updates_per_step == 1)
-    reference = recipe_backend(recipe) if objective.needs_reference else None
+    objective = Objective(
+        recipe.algorithm,
+        is_one_update=recipe.learner.updates_per_step == 1,
+        max_new_tokens=recipe.sampling.max_new_tokens,
+    )
     return Updater(
         backend,
         ranks,
         objective,
-        reference,
+        recipe_backend(recipe) if objective.needs_reference else None,
+        recipe_critic(recipe, ranks) if needs_critic(recipe.algorithm) else None,
+        algorithm=recipe.algorithm,
         learner=recipe.learner,
         optimizer=recipe.optimizer,
         temperature=recipe.sampling.temperature,
+        max_new_tokens=recipe.sampling.max_new_tokens,
         max_lag=recipe.staleness.max_lag,
     )
 
@@ -275,6 +286,7 @@ def _conclude(recipe: Recipe, status: RunStatus | None) -> None:
             "resumed_tokens": queues.resumed_tokens,
             "discarded_tokens": queues.discarded_tokens,
             "trimmed_samples": queues.trimmed_samples,
+            "uninformative": queues.uninformative,
         }
     summarize(recipe.run_directory, extras)
     plot(recipe.run_directory, recipe.staleness.max_lag)

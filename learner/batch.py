@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from algorithms.tokens import Tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
@@ -23,10 +25,15 @@ class PackedBatch:
     """[T] float32, 1 where the token is trained."""
     behavior_logprobs_T: torch.Tensor
     """[T] float32, of the policy that sampled the token; 0 where the mask is 0."""
-    advantages_S: torch.Tensor
-    """[S] float32"""
+    advantages_T: torch.Tensor
+    """[T] float32; 0 where the mask is 0."""
     lags_T: torch.Tensor
     """[T] int64, the step trained now minus the step that sampled the token; 0 where the mask is 0."""
+
+    @property
+    def tokens(self) -> Tokens:
+        """What the mathematics looks at."""
+        return Tokens(self.behavior_logprobs_T, self.advantages_T, self.loss_mask_T, self.lags_T, self.cu_seqlens)
 
     @property
     def num_sequences(self) -> int:

@@ -10,7 +10,7 @@ A directory appears under its name only once all of it is durable, and older one
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,9 @@ from broker.errors import HeadwayError
 
 if TYPE_CHECKING:
     from .backends.base import Backend
+    from .update import Stored
 
+NOTHING: Mapping[str, "Stored"] = {}
 STATE_FILE, FILES_FILE = "learner.json", "files.json"
 
 log = logging.getLogger(__name__)
@@ -83,12 +85,17 @@ class CheckpointStore:
                 below = found.state.step
                 yield found
 
-    def write(self, backend: "Backend", state: LearnerState) -> Path:
-        """Collective. Durable when it returns; then, and only then, all but the newest `keep` are deleted."""
+    def write(self, backend: "Backend", state: LearnerState, beside: Mapping[str, "Stored"] = NOTHING) -> Path:
+        """Collective. Durable when it returns; then, and only then, all but the newest `keep` are deleted.
+
+        `beside` the policy: other models of the algorithm, each in a directory of its name.
+        """
         path = self.path(state.incarnation, state.step)
         staged = path.with_name(f".{path.name}.staged")
         with writing(path, staged):
             backend.save(staged)
+            for name, model in beside.items():
+                model.save(staged / name)
             if backend.rank == 0:
                 _complete(staged, state)
                 put_in_place(staged, path)

@@ -1,21 +1,27 @@
 """Which functions of `algorithms` a recipe's names stand for, and which of them fit together."""
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
-from algorithms import advantages, aggregation, kl
-from algorithms.corrections import importance
+from algorithms.advantages import ADVANTAGES
+from algorithms.aggregation import AGGREGATIONS
+from algorithms.corrections import CORRECTIONS, WEIGHTS
+from algorithms.corrections.of_batch import OF_BATCH
 from algorithms.metrics import Metrics
-from algorithms.objectives.gspo import gspo
-from algorithms.objectives.policy_gradient import policy_gradient
-from algorithms.objectives.ppo_clip import ppo_clip
+from algorithms.objectives import IGNORES_ANCHOR, OBJECTIVES
+from algorithms.proximal import PROXIMAL
+from algorithms.returns import gae
+from algorithms.tokens import Tokens
 from broker.errors import ConfigError
 
-from .choices import import_own, unknown_kind
-from .config import AlgorithmConfig, CorrectionConfig, ObjectiveConfig
+from .choices import did_you_mean, import_own, unknown_kind
+from .config import AlgorithmConfig
 
 Surrogate = Callable[..., tuple[torch.Tensor, Metrics]]
 """See `algorithms.objectives` for the signature, which is that of users' own."""
@@ -23,107 +29,185 @@ Correction = Callable[..., tuple[torch.Tensor, Metrics]]
 """See `algorithms.corrections`."""
 Advantage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Metrics]]
 """(rewards_S, group_S) -> (advantages_S, metrics); see `algorithms.advantages`."""
+Aggregation = Callable[..., torch.Tensor]
+"""See `algorithms.aggregation`."""
 
-ADVANTAGES: dict[str, Advantage] = {
-    "group_mean_std": advantages.group_mean_std,
-    "group_mean": advantages.group_mean,
-    "leave_one_out": advantages.leave_one_out,
-}
-OBJECTIVES: dict[str, Surrogate] = {"ppo_clip": ppo_clip, "gspo": gspo, "policy_gradient": policy_gradient}
-CORRECTIONS: dict[str, Correction] = {
-    "truncated_is": importance.truncated_is,
-    "sequence_truncated_is": importance.sequence_truncated_is,
-    "geometric_truncated_is": importance.geometric_truncated_is,
-    "decoupled": importance.decoupled,
-}
-AGGREGATIONS = {"token_mean": aggregation.token_mean, "sequence_mean": aggregation.sequence_mean}
-PENALTIES = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
+GAE = "gae"
+"""Advantages by a critic: no function of rewards alone."""
+GIVEN = {"tokens", "sequences", "mean_weight", "limit"}
+"""Keyword arguments that the learner gives, not the recipe."""
+
+SumOverRanks = Callable[[Sequence[float]], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class BoundCorrection:
+    """A correction with the options of a recipe."""
+
+    function: Correction
+    kind: str
+    options: dict[str, Any]
+
+    def for_batch(
+        self, policy_logprobs: Sequence[torch.Tensor], batches: Sequence[Tokens], sum_over_ranks: SumOverRanks
+    ) -> Correction:
+        """With what it must know of the whole batch. Collective where that is anything."""
+        if self.kind not in OF_BATCH:
+            return self.function
+        statistic, options = OF_BATCH[self.kind], self.options
+        parts = [statistic.sums(*part, **options) for part in zip(policy_logprobs, batches, strict=True)]
+        whole = torch.tensor(sum_over_ranks(torch.stack(parts).sum(0).tolist()), dtype=torch.float64)
+        return functools.partial(self.function, **statistic.settle(whole, **options))
+
+
+def needs_critic(config: AlgorithmConfig) -> bool:
+    """True where advantages come from a value model."""
+    return config.advantage.kind == GAE
+
+
+def needs_batch(config: AlgorithmConfig) -> bool:
+    """True where a correction must know of the whole batch before the loss of its first micro-batch."""
+    return any(correction.kind in OF_BATCH for correction in config.corrections)
 
 
 def needs_proximal(config: AlgorithmConfig) -> bool:
-    """True where the learner's logprobs before the update enter the loss."""
-    return config.objective.anchor == "proximal" and (
-        config.objective.kind != "policy_gradient" or bool(config.corrections)
+    """True where the learner's logprobs before the update enter the loss, and no approximation takes their place."""
+    return needs_batch(config) or (
+        config.proximal == "recompute"
+        and config.objective.anchor == "proximal"
+        and (config.objective.kind not in IGNORES_ANCHOR or bool(config.corrections))
     )
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:
-    """True where a reference model's logprobs enter the loss."""
+    """True where a reference model's logprobs enter the loss or the rewards."""
     return config.kl.coefficient > 0
-
-
-def open_advantage(kind: str) -> Advantage:
-    """The advantage function of that name, or the user's own."""
-    advantage: Advantage = _named(kind, ADVANTAGES, "algorithm.advantage")
-    return advantage
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
     """Raise ConfigError where the parts are unknown or do not fit together."""
-    objective, corrections = config.objective, [correction.kind for correction in config.corrections]
-    open_advantage(config.advantage)
-    open_surrogate(objective)
-    for correction in config.corrections:
-        open_correction(correction)
-    built_in = [kind for kind in corrections if kind in CORRECTIONS]
-    if len(built_in) > 1:
+    if needs_critic(config):
+        gae_options(config)
+    else:
+        open_advantage(config)
+    open_surrogate(config)
+    open_corrections(config)
+    open_aggregation(config)
+    _check_corrections(config)
+    if config.proximal != "recompute" and config.objective.anchor != "proximal":
         raise ConfigError(
-            f"algorithm.corrections: {' and '.join(built_in)} each multiply by proximal / behavior, "
+            f"algorithm.proximal={config.proximal} stands in for the learner's weights before the step, which nothing "
+            "here uses; set algorithm.objective.anchor=proximal."
+        )
+    if config.proximal != "recompute" and needs_batch(config):
+        raise ConfigError(
+            "algorithm.corrections: "
+            + " and ".join(c.kind for c in config.corrections if c.kind in OF_BATCH)
+            + " looks at the whole batch before the first loss, which takes the forward pass that algorithm.proximal="
+            f"{config.proximal} saves; set algorithm.proximal=recompute."
+        )
+    if needs_critic(config) and config.dynamic_sampling:
+        raise ConfigError(
+            "algorithm.dynamic_sampling drops groups that teach nothing by comparison, but a critic "
+            "(advantage.kind=gae) learns from each of them; set it to 0."
+        )
+    if config.kl.ema_decay < 1 and not needs_reference(config):
+        raise ConfigError(
+            "algorithm.kl.ema_decay moves a reference that kl.coefficient=0 does not use; set one of them."
+        )
+
+
+def _check_corrections(config: AlgorithmConfig) -> None:
+    objective = config.objective
+    weights = [correction.kind for correction in config.corrections if correction.kind in WEIGHTS]
+    if len(weights) > 1:
+        raise ConfigError(
+            f"algorithm.corrections: {' and '.join(weights)} each multiply by proximal / behavior, "
             "which would count the same lag twice; keep one."
         )
-    if not built_in or objective.anchor == "proximal" or objective.kind not in OBJECTIVES:
+    if not weights or objective.anchor == "proximal" or objective.kind not in OBJECTIVES:
         return
-    if objective.kind != "policy_gradient":
+    if objective.kind not in IGNORES_ANCHOR:
         raise ConfigError(
-            f"algorithm.corrections: {built_in[0]} with objective {objective.kind} anchored to the "
+            f"algorithm.corrections: {weights[0]} with objective {objective.kind} anchored to the "
             "behavior policy would count the ratio to the behavior policy twice; set "
             "algorithm.objective.anchor=proximal, or drop the correction."
         )
-    if built_in[0] == "decoupled":
+    if weights[0] == "decoupled":
         raise ConfigError(
             "algorithm.corrections: decoupled weighs the proximal policy against the behavior policy; set "
             "algorithm.objective.anchor=proximal, or use truncated_is, which weighs the current one."
         )
 
 
-def open_surrogate(config: ObjectiveConfig) -> Surrogate:
+def open_advantage(config: AlgorithmConfig) -> Advantage:
+    """The advantage function with its options bound; the user's own is imported."""
+    advantage: Advantage = _open(config.advantage, ADVANTAGES, "algorithm.advantage", also=(GAE,))
+    return advantage
+
+
+def gae_options(config: AlgorithmConfig) -> dict[str, float]:
+    """gamma and lam of a critic's advantages. Raises ConfigError."""
+    options = _open(config.advantage, {GAE: gae}, "algorithm.advantage").keywords
+    return {"gamma": 1.0, "lam": 0.95, **options}
+
+
+def open_surrogate(config: AlgorithmConfig) -> Surrogate:
     """The objective with its options bound."""
-    function: Surrogate = _named(config.kind, OBJECTIVES, "algorithm.objective.kind")
-    if config.kind not in OBJECTIVES:
-        return functools.partial(function, **config.options)
-    _refuse_options(config.kind, config.options, "algorithm.objective.options")
-    if config.kind == "policy_gradient":
-        return function
-    return functools.partial(function, clip_low=config.clip_low, clip_high=config.clip_high)
+    surrogate: Surrogate = _open(config.objective, OBJECTIVES, "algorithm.objective")
+    return surrogate
 
 
-def open_correction(config: CorrectionConfig) -> Correction:
-    """The correction with its options bound."""
-    function: Correction = _named(config.kind, CORRECTIONS, "algorithm.corrections.kind")
-    if config.kind not in CORRECTIONS:
-        options = config.options if config.cap is None else {"cap": config.cap, **config.options}
-        return functools.partial(function, **options)
-    _refuse_options(config.kind, config.options, "algorithm.corrections.options")
-    if config.cap is None:
-        return function
-    if config.kind == "decoupled":
+def open_corrections(config: AlgorithmConfig) -> list[BoundCorrection]:
+    """The corrections in order, with their options bound."""
+    return [
+        BoundCorrection(_open(correction, CORRECTIONS, "algorithm.corrections"), correction.kind, correction.options)
+        for correction in config.corrections
+    ]
+
+
+def open_aggregation(config: AlgorithmConfig, max_new_tokens: int | None = None) -> Aggregation:
+    """The aggregation with its options bound; a fixed denominator without a length has this one."""
+    aggregation: Aggregation = _open(config.aggregation, AGGREGATIONS, "algorithm.aggregation")
+    if config.aggregation.kind == "fixed_denominator" and "length" not in config.aggregation.options:
+        return functools.partial(aggregation, length=max_new_tokens or 1)
+    return aggregation
+
+
+def open_proximal(config: AlgorithmConfig) -> Callable[..., torch.Tensor] | None:
+    """What stands in for a forward pass of the proximal policy; None: nothing does."""
+    return PROXIMAL.get(config.proximal)
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """What a recipe may set of a function: its keyword-only arguments."""
+    parameters = inspect.signature(function).parameters
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in GIVEN
+    }
+
+
+def _open(part: Any, known: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Any:
+    """The function that `part.kind` names with `part.options` bound; those of built-in ones are checked."""
+    if ":" in part.kind:
+        return functools.partial(import_own(part.kind, f"{where}.kind"), **part.options)
+    if part.kind not in known:
+        raise unknown_kind(part.kind, [*known, *also], f"{where}.kind")
+    function, possible = known[part.kind], options_of(known[part.kind])
+    for name, value in part.options.items():
+        _check_option(part.kind, name, value, possible, f"{where}.options")
+    return functools.partial(function, **part.options)
+
+
+def _check_option(kind: str, name: str, value: Any, possible: Mapping[str, inspect.Parameter], where: str) -> None:
+    if name not in possible:
         raise ConfigError(
-            f"algorithm.corrections: decoupled has no cap, but cap={config.cap:g} is set; "
-            "with a cap it is truncated_is."
+            f"{where}.{name}: {kind} has no such option{did_you_mean(name, possible)} "
+            f"Known: {', '.join(possible) or 'none'}."
         )
-    return functools.partial(function, cap=config.cap)
-
-
-def _refuse_options(kind: str, options: dict[str, Any], where: str) -> None:
-    if options:
-        raise ConfigError(
-            f"{where}: {kind} takes none, but got {', '.join(options)}; they are for functions of your own."
-        )
-
-
-def _named(kind: str, known: dict[str, Any], where: str) -> Any:
-    if kind in known:
-        return known[kind]
-    if ":" in kind:
-        return import_own(kind, where)
-    raise unknown_kind(kind, known, where)
+    try:
+        msgspec.convert(value, possible[name].annotation)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}.{name} of {kind}: {error}") from error

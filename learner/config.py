@@ -40,19 +40,31 @@ class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     system_prompt: Annotated[str, Meta(description="put before text prompts of chat models")] = ""
 
 
+class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much better a response was than could be expected."""
+
+    kind: Annotated[
+        str,
+        Meta(
+            description="group_mean_std, group_mean, leave_one_out, global_mean_std, group_mean_global_std, gae (with "
+            "a critic), or your own as package.module:function"
+        ),
+    ] = "group_mean_std"
+    options: Annotated[dict[str, Any], Meta(description="its keyword arguments")] = {}
+
+
 class ObjectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The surrogate that is maximized, and the policy that its ratio is anchored to."""
 
     kind: Annotated[
-        str, Meta(description="ppo_clip, gspo, policy_gradient, or your own as package.module:function")
+        str,
+        Meta(description="ppo_clip, gspo, cispo, ... (`headway algorithms`), or your own as package.module:function"),
     ] = "ppo_clip"
     anchor: Annotated[
         Literal["behavior", "proximal"],
         Meta(description="ratio against the sampling policy, or against the learner's weights before the step"),
     ] = "behavior"
-    clip_low: Annotated[float, Meta(ge=0, description="the ratio is clipped below 1 - clip_low")] = 0.2
-    clip_high: Annotated[float, Meta(ge=0, description="and above 1 + clip_high")] = 0.2
-    options: Annotated[dict[str, Any], Meta(description="keyword arguments of your own objective")] = {}
+    options: Annotated[dict[str, Any], Meta(description="its keyword arguments, such as clip_high")] = {}
 
 
 class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,41 +72,80 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     kind: Annotated[
         str,
-        Meta(
-            description="truncated_is, sequence_truncated_is, geometric_truncated_is, decoupled, or your own "
-            "as package.module:function"
-        ),
+        Meta(description="truncated_is, icepop, ... (`headway algorithms`), or your own as package.module:function"),
     ]
-    cap: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(description="largest importance weight; null: the published one, 2 (decoupled has none)"),
-    ] = None
-    options: Annotated[dict[str, Any], Meta(description="keyword arguments of your own correction")] = {}
+    options: Annotated[dict[str, Any], Meta(description="its keyword arguments, such as cap")] = {}
+
+
+class AggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the losses of tokens become the loss of a batch."""
+
+    kind: Annotated[
+        Literal["token_mean", "sequence_mean", "fixed_denominator"], Meta(description="what is averaged")
+    ] = "token_mean"
+    options: Annotated[dict[str, Any], Meta(description="its keyword arguments")] = {}
 
 
 class KlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A penalty that holds the policy near its start."""
+    """A penalty that holds the policy near a reference."""
 
     kind: Annotated[Literal["k1", "k2", "k3"], Meta(description="Schulman's estimator")] = "k3"
-    coefficient: Annotated[float, Meta(ge=0, description="factor in the loss; 0: off, no reference model is kept")] = (
-        0.0
-    )
+    coefficient: Annotated[
+        float, Meta(ge=0, description="factor of the penalty; 0: off, no reference model is kept")
+    ] = 0.0
+    place: Annotated[
+        Literal["loss", "reward"], Meta(description="added to the loss, or taken from the reward before advantages")
+    ] = "loss"
+    ema_decay: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="the reference after a step: this much of itself, the rest of the policy; 1: it never changes",
+        ),
+    ] = 1.0
+
+
+class RewardShapingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is done to rewards before they are compared."""
+
+    overlong_buffer: Annotated[
+        int,
+        Meta(ge=0, description="DAPO's soft penalty over the last so many tokens of sampling.max_new_tokens; 0: off"),
+    ] = 0
+    length_normalized: Annotated[bool, Meta(description="divide a reward by its response's trained tokens")] = False
+
+
+class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The value model of advantage.kind=gae: the policy's first weights with a head of one output."""
+
+    learning_rate: Annotated[float, Meta(gt=0, description="its own, constant")] = 1e-5
+    clip: Annotated[float, Meta(ge=0, description="values move at most so far from the old ones in an update")] = 0.2
 
 
 class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The loss as a composition; `preset` names a published one, whose values the other keys override."""
 
-    preset: Annotated[str, Meta(description="grpo, gspo, decoupled_ppo, tis, ... (`algorithms/presets.py`)")] = "grpo"
-    advantage: Annotated[
-        str,
-        Meta(description="group_mean_std, group_mean, leave_one_out, or your own as package.module:function"),
-    ] = "group_mean_std"
+    preset: Annotated[str, Meta(description="grpo, gspo, dapo, tis, ... (`headway algorithms`)")] = "grpo"
+    advantage: AdvantageConfig = AdvantageConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     corrections: tuple[CorrectionConfig, ...] = ()
-    aggregation: Annotated[
-        Literal["token_mean", "sequence_mean"], Meta(description="how token losses are averaged")
-    ] = "token_mean"
+    proximal: Annotated[
+        Literal["recompute", "log_linear", "linear"],
+        Meta(description="the weights before the step: by a forward pass, or between behavior and current by age"),
+    ] = "recompute"
+    aggregation: AggregationConfig = AggregationConfig()
     kl: KlConfig = KlConfig()
+    reward: RewardShapingConfig = RewardShapingConfig()
+    critic: CriticConfig = CriticConfig()
+    dynamic_sampling: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="DAPO's: groups whose samples all got the same reward are dropped and replaced, in at most so "
+            "many rounds a step; 0: off",
+        ),
+    ] = 0
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,4 +215,4 @@ def preset_defaults(name: str) -> dict[str, Any]:
 
     if name not in PRESETS:
         raise ConfigError(f"there is no preset {name!r}; expected one of {', '.join(sorted(PRESETS))}.")
-    return dict(PRESETS[name])
+    return dict(PRESETS[name].algorithm)

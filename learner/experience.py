@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -71,7 +71,9 @@ class Experience:
         groups_per_step: int,
         max_lag: int,
         should_stop: Callable[[], bool],
+        replacement_rounds: int = 0,
     ) -> None:
+        """`replacement_rounds`: how often, at most, the groups of a batch that teach nothing are replaced."""
         self.owner = claim.owner
         self._blocking = blocking
         self._publisher = publisher
@@ -80,6 +82,9 @@ class Experience:
         self._groups_per_step = groups_per_step
         self._max_lag = max_lag
         self._should_stop = should_stop
+        self._replacement_rounds = replacement_rounds
+        self._replaced = (-1, 0)
+        """A step, and how often its groups were replaced."""
         self._taken: dict[int, tuple[TrajectoryId, ...]] = {}
         self._committed: deque[str] = deque(maxlen=REMEMBERED_STEPS * groups_per_step)
         self._announced: WeightVersion | None = None
@@ -210,9 +215,25 @@ class Experience:
         if set(tids_of(groups)) < set(self._log.tids(step)):
             self._is_replay_lost = True  # the server has lost some of what was trained
             return None
+        if self._is_new(step) and self._replace(step, [group for group in groups if not teaches(group)]):
+            return None
         if groups:
             self._log.record(step, groups)
         return groups
+
+    def _is_new(self, step: int) -> bool:
+        """No earlier learner has trained it: what is replayed is replayed as it was."""
+        return self._announced is not None and self._announced.step == step and not self._log.tids(step)
+
+    def _replace(self, step: int, groups: Sequence[Group]) -> bool:
+        """Whether others will come for these: DAPO's dynamic sampling."""
+        rounds = self._replaced[1] if self._replaced[0] == step else 0
+        if not groups or rounds >= self._replacement_rounds:
+            return False
+        names = [group.prompt.group for group in groups]
+        self._insist(lambda: self._blocking.broker.batches.drop(self.owner, step, names))
+        self._replaced = (step, rounds + 1)
+        return True
 
     def _ask_for_help(self, step: int) -> None:
         waiting_for = self._blocking.broker.batches.waiting_for
@@ -273,3 +294,8 @@ class Experience:
                 self.owner, announced=self._announced, committed_groups=list(self._committed), pinned=self._taken
             )
         )
+
+
+def teaches(group: Group) -> bool:
+    """Whether its samples differ in reward, so that a comparison within the group says anything."""
+    return len({trajectory.reward for trajectory in group.trajectories}) > 1

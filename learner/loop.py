@@ -159,7 +159,7 @@ class Learner:
         if self.experience is not None:
             self.experience.mark_dropped()
         state = LearnerState(incarnation=self.version.incarnation, step=self.version.step, cursor=self.cursor.state())
-        self.checkpoints.write(self.backend, state)
+        self.checkpoints.write(self.backend, state, self.updater.beside)
         self._saved_step = self.version.step
         if self.experience is not None:
             self.experience.commit(self.version.step)

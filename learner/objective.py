@@ -7,28 +7,26 @@ behavior policy was, shares_t the aggregation over the whole batch. The KL penal
 `composition` says which names there are and which fit together.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from algorithms import aggregation
-from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, summarize
-from broker.errors import HeadwayError
-from broker.schema import Group
+from algorithms.kl import ESTIMATORS
+from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, summarize, survival
 
 from .backends.base import TokenLoss
 from .batch import PackedBatch
 from .composition import (
-    AGGREGATIONS,
-    PENALTIES,
+    Correction,
     check_algorithm,
+    needs_batch,
     needs_proximal,
     needs_reference,
-    open_advantage,
-    open_correction,
+    open_aggregation,
+    open_corrections,
+    open_proximal,
     open_surrogate,
 )
 from .config import AlgorithmConfig
@@ -46,19 +44,6 @@ class Denominators(NamedTuple):
     """With at least one such token."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardStats:
-    """Rewards of one batch, over trajectories."""
-
-    mean: float
-    std: float
-    """Of the whole batch, dividing by n."""
-    flat_groups: float
-    """Share of groups whose samples all got the same reward: they teach nothing."""
-    components: dict[str, float]
-    """Mean of each reward function's own score."""
-
-
 def local(values: Sequence[float]) -> Sequence[float]:
     """The reduction over one rank."""
     return values
@@ -74,20 +59,23 @@ def denominators(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = loc
 class Objective:
     """One composition, checked. Raises ConfigError for a combination that makes no sense, with the reason."""
 
-    def __init__(self, config: AlgorithmConfig, *, is_one_update: bool = False) -> None:
+    def __init__(
+        self, config: AlgorithmConfig, *, is_one_update: bool = False, max_new_tokens: int | None = None
+    ) -> None:
         """`is_one_update`: each batch is trained in a single update, so that the proximal policy is the
         current one, whose logprobs the loss has anyway, and no forward pass is spent on them.
+        `max_new_tokens`: the length of a fixed denominator that has none of its own.
         """
         check_algorithm(config)
-        self.advantage = config.advantage
-        self.needs_proximal = needs_proximal(config) and not is_one_update
+        self.needs_proximal = needs_proximal(config) and (needs_batch(config) or not is_one_update)
         self.needs_reference = needs_reference(config)
         self._anchor = config.objective.anchor
-        self._surrogate = open_surrogate(config.objective)
-        self._corrections = [open_correction(correction) for correction in config.corrections]
-        self._aggregate = AGGREGATIONS[config.aggregation]
-        self._penalty = PENALTIES[config.kl.kind]
-        self._kl_coefficient = config.kl.coefficient
+        self._surrogate = open_surrogate(config)
+        self._corrections = open_corrections(config)
+        self._approximate_proximal = open_proximal(config)
+        self._aggregate = open_aggregation(config, max_new_tokens)
+        self._penalty = ESTIMATORS[config.kl.kind]
+        self._kl_coefficient = config.kl.coefficient if config.kl.place == "loss" else 0.0
 
     def token_loss(
         self,
@@ -100,14 +88,28 @@ class Objective:
         proximal_logprobs = _needed(proximal_logprobs, self.needs_proximal)
         reference_logprobs = _needed(reference_logprobs, self.needs_reference)
         whole = denominators(batches, sum_over_ranks)
+        corrections = [
+            correction.for_batch(proximal_logprobs or (), [batch.tokens for batch in batches], sum_over_ranks)
+            for correction in self._corrections
+        ]
 
         def loss(index: int, current_logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-            proximal_T = proximal_logprobs[index] if proximal_logprobs else current_logprobs_T.detach()
+            proximal_T = self._proximal(batches[index], current_logprobs_T, proximal_logprobs, index)
             reference_T = reference_logprobs[index] if reference_logprobs else None
-            share, metrics = self._share(batches[index], whole, current_logprobs_T, proximal_T, reference_T)
+            share, metrics = self._share(
+                batches[index], whole, corrections, current_logprobs_T, proximal_T, reference_T
+            )
             return share, _numbers(metrics)
 
         return loss
+
+    def _proximal(
+        self, batch: PackedBatch, current_T: torch.Tensor, recomputed: Sequence[torch.Tensor] | None, index: int
+    ) -> torch.Tensor:
+        """The policy before the step: recomputed, interpolated, or the current one where that is the same."""
+        if self._approximate_proximal is not None:
+            return self._approximate_proximal(current_T, batch.tokens)
+        return recomputed[index] if recomputed else current_T.detach()
 
     @staticmethod
     def combine_reports(
@@ -127,22 +129,25 @@ class Objective:
         self,
         batch: PackedBatch,
         whole: Denominators,
+        corrections: Sequence[Correction],
         current_T: torch.Tensor,
         proximal_T: torch.Tensor,
         reference_T: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Metrics]:
         mask_T, cu_seqlens, behavior_T = batch.loss_mask_T, batch.cu_seqlens, batch.behavior_logprobs_T
         anchor_T = behavior_T if self._anchor == "behavior" else proximal_T
-        losses_T, metrics = self._surrogate(current_T, anchor_T, batch.advantages_S, mask_T, cu_seqlens)
+        losses_T, metrics = self._surrogate(current_T, anchor_T, batch.tokens)
         metrics = {**policy_gap(proximal_T, behavior_T, mask_T), **metrics}
         weights_T = torch.ones_like(mask_T)
-        for correct in self._corrections:
-            factors_T, reported = correct(proximal_T, behavior_T, mask_T, cu_seqlens)
+        for correct in corrections:
+            factors_T, reported = correct(proximal_T, batch.tokens)
             weights_T = weights_T * factors_T
             metrics |= reported
         losses_T = losses_T * weights_T
         metrics |= masked_mean("mask_fraction", weights_T == 0, mask_T)
-        if reference_T is not None:
+        if corrections:
+            metrics |= survival(weights_T, batch.tokens)
+        if reference_T is not None and self._kl_coefficient:
             penalty_T = self._penalty(current_T, reference_T, mask_T)
             losses_T = losses_T + self._kl_coefficient * penalty_T
             metrics |= masked_mean("kl_reference", penalty_T, mask_T)
@@ -160,25 +165,6 @@ def supervised_loss(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = 
         return losses_T.sum() / max(tokens, 1.0), _numbers(masked_mean("cross_entropy", losses_T, mask_T))
 
     return loss
-
-
-def group_advantages(groups: Sequence[Group], kind: str) -> tuple[list[float], RewardStats]:
-    """An advantage for each trajectory, in the order of `groups`. HeadwayError for a reward like NaN."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    for trajectory in trajectories:
-        if not math.isfinite(trajectory.reward):
-            raise HeadwayError(f"trajectory {trajectory.tid} has reward {trajectory.reward}; rewards must be finite.")
-    numbers = [number for number, group in enumerate(groups) for _ in group.trajectories]
-    rewards_S = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
-    advantages_S, metrics = open_advantage(kind)(rewards_S, torch.tensor(numbers, dtype=torch.int64))
-    names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
-    stats = RewardStats(
-        mean=float(rewards_S.mean()) if trajectories else 0.0,
-        std=float(rewards_S.std(correction=0)) if trajectories else 0.0,
-        flat_groups=summarize(_numbers(metrics)).get("flat_groups", 0.0),
-        components={name: sum(t.rewards.get(name, 0.0) for t in trajectories) / len(trajectories) for name in names},
-    )
-    return [float(advantage) for advantage in advantages_S.tolist()], stats
 
 
 def _needed(logprobs: Sequence[torch.Tensor] | None, is_needed: bool) -> Sequence[torch.Tensor] | None:

@@ -37,13 +37,17 @@ class PackableSequence:
     """[R]"""
     lags: NDArray[np.int64]
     """[R]"""
-    advantage: float
+    advantages: NDArray[np.float32]
+    """[R]"""
 
 
-def from_trajectory(trajectory: Trajectory, *, advantage: float, step: int, max_lag: int) -> PackableSequence:
-    """What step `step` trains of a trajectory: tokens over the staleness bound are context only.
+def from_trajectory(
+    trajectory: Trajectory, *, advantages: float | NDArray[np.float32], step: int, max_lag: int
+) -> PackableSequence:
+    """What step `step` trains of a trajectory, whose advantage is one for all of its tokens, or [R].
 
-    Under `staleness.on_over_bound` requeue and drop the broker hands out none, unless the bound was lowered since.
+    Tokens over the staleness bound are context only. Under `staleness.on_over_bound` requeue and drop the broker hands
+    out none, unless the bound was lowered since.
     """
     lags = np.zeros(len(trajectory.response_tokens), np.int64)
     loss_mask = trajectory.loss_mask.copy()
@@ -57,7 +61,7 @@ def from_trajectory(trajectory: Trajectory, *, advantage: float, step: int, max_
         loss_mask=loss_mask,
         behavior_logprobs=trajectory.behavior_logprobs,
         lags=lags,
-        advantage=advantage,
+        advantages=np.broadcast_to(np.float32(advantages), lags.shape),
     )
 
 
@@ -137,6 +141,7 @@ def concatenate(sequences: Sequence[PackableSequence]) -> PackedBatch:
     lengths = [len(sequence.token_ids) for sequence in sequences]
     masks = [_after_prompt(s, s.loss_mask, np.float32) for s in sequences]
     logprobs = [_after_prompt(s, s.behavior_logprobs * (s.loss_mask != 0), np.float32) for s in sequences]
+    advantages = [_after_prompt(s, s.advantages * (s.loss_mask != 0), np.float32) for s in sequences]
     lags = [_after_prompt(s, s.lags * (s.loss_mask != 0), np.int64) for s in sequences]
     return PackedBatch(
         token_ids_T=_joined([s.token_ids for s in sequences], np.int64),
@@ -144,7 +149,7 @@ def concatenate(sequences: Sequence[PackableSequence]) -> PackedBatch:
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
         loss_mask_T=_joined(masks, np.float32),
         behavior_logprobs_T=_joined(logprobs, np.float32),
-        advantages_S=torch.tensor([s.advantage for s in sequences], dtype=torch.float32),
+        advantages_T=_joined(advantages, np.float32),
         lags_T=_joined(lags, np.int64),
     )
 

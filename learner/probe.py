@@ -23,7 +23,7 @@ def measure_probe(backend: Backend, token_ids: Sequence[int], tolerance: float) 
         loss_mask=np.ones(response, np.uint8),
         behavior_logprobs=np.zeros(response, np.float32),
         lags=np.zeros(response, np.int64),
-        advantage=0.0,
+        advantages=np.zeros(response, np.float32),
     )
     (logprobs_T,) = backend.logprobs([concatenate([sequence])], temperature=1.0)
     return Probe(token_ids=list(token_ids), logprobs=logprobs_T[1:].tolist(), tolerance=tolerance)

@@ -132,5 +132,5 @@ def tokenize(example: Example, tokenizer: PreTrainedTokenizerBase) -> PackableSe
         loss_mask=np.ones(len(response), np.uint8),
         behavior_logprobs=zeros,
         lags=np.zeros(len(response), np.int64),
-        advantage=0.0,
+        advantages=zeros,
     )

@@ -1,26 +1,37 @@
-"""One batch into one weight version: advantages, packing, proximal logprobs, loss, optimizer."""
+"""One batch into one weight version: rewards, advantages, packing, proximal logprobs, loss, optimizer."""
 
+import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
 
+from algorithms.kl import ESTIMATORS
+from algorithms.segments import segment_sum
 from broker.schema import Group
 
 from .backends.base import Backend
 from .batch import PackedBatch
-from .config import LearnerConfig, OptimizerConfig
-from .objective import Objective, RewardStats, group_advantages
-from .packing import PackableSequence, from_trajectory, pack
+from .composition import open_advantage
+from .config import AlgorithmConfig, LearnerConfig, OptimizerConfig
+from .critic import Critic, outcome_rewards
+from .objective import Objective
+from .packing import PackableSequence, concatenate, from_trajectory, plan
 from .ranks import Ranks
+from .shaping import RewardStats, compared, reward_stats, shaped_rewards, trajectories_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A batch with its advantages, the same on every rank."""
+    """A batch with its advantages, the same on every rank; for a critic the rewards are in their place."""
 
     sequences: tuple[PackableSequence, ...]
     rewards: RewardStats
@@ -40,8 +51,35 @@ class Update:
     algorithm: dict[str, float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What one optimizer update is made of; lists have an entry for every micro-batch of this rank."""
+
+    batches: list[PackedBatch]
+    reference: list[torch.Tensor] | None
+    returns: list[torch.Tensor]
+    values: list[torch.Tensor]
+    estimates: dict[str, float]
+    """What the critic's values were worth, over the whole step."""
+
+
+class Stored(Protocol):
+    """What is part of a checkpoint."""
+
+    def save(self, directory: Path) -> None:
+        """Durable when it returns. Collective."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """What `save` wrote, bit for bit. Collective."""
+        ...
+
+
 class Updater:
-    """Turns batches into optimizer updates. Collective over the ranks. `reference` is needed for a KL penalty alone."""
+    """Turns batches into optimizer updates. Collective over the ranks.
+
+    `reference` is needed for a KL penalty, `critic` for advantages by generalized estimation.
+    """
 
     def __init__(
         self,
@@ -49,60 +87,89 @@ class Updater:
         ranks: Ranks,
         objective: Objective,
         reference: Backend | None,
+        critic: Critic | None = None,
         *,
+        algorithm: AlgorithmConfig,
         learner: LearnerConfig,
         optimizer: OptimizerConfig,
         temperature: float,
+        max_new_tokens: int,
         max_lag: int,
     ) -> None:
         self._backend = backend
         self._ranks = ranks
         self._objective = objective
         self._reference = reference
+        self._critic = critic
+        self._advantage = None if critic else open_advantage(algorithm)
+        self._shaping = algorithm.reward
+        self._kl = algorithm.kl
+        self._reward_kl = ESTIMATORS[algorithm.kl.kind] if reference and algorithm.kl.place == "reward" else None
         self._learner = learner
         self._optimizer = optimizer
         self._temperature = temperature
+        self._max_new_tokens = max_new_tokens
         self._max_lag = max_lag
+
+    @property
+    def beside(self) -> dict[str, Stored]:
+        """What a checkpoint holds beside the policy: models that the algorithm changes."""
+        models: dict[str, Stored] = {}
+        if self._critic is not None:
+            models["critic"] = self._critic
+        if self._reference is not None and self._kl.ema_decay < 1:
+            models["reference"] = self._reference
+        return models
+
+    def load(self, checkpoint: Path) -> None:
+        """What is `beside` the policy in a checkpoint; what one of another algorithm lacks starts anew."""
+        for name, model in self.beside.items():
+            if (checkpoint / name).is_dir():
+                model.load(checkpoint / name)
+            else:
+                log.warning("%s has no %s: it starts from the first weights", checkpoint, name)
 
     def judge(self, groups: Sequence[Group], step: int) -> Judged:
         """Advantages within each group; tokens over the staleness bound become context."""
-        advantages, rewards = group_advantages(groups, self._objective.advantage)
-        sequences = tuple(
-            from_trajectory(
-                trajectory,
-                advantage=advantage,
-                step=step,
-                max_lag=self._max_lag,
-            )
-            for trajectory, advantage in zip(
-                (t for group in groups for t in group.trajectories), advantages, strict=True
-            )
-        )
-        return Judged(sequences=sequences, rewards=rewards)
+        rewards_S = shaped_rewards(groups, self._shaping, self._max_new_tokens)
+        if self._advantage is None:
+            advantages = rewards_S.tolist()
+        else:
+            if self._reward_kl is not None:
+                kl_S = self._kl_of(self._sequences(groups, [0.0] * len(rewards_S), step))
+                rewards_S = rewards_S - self._kl.coefficient * kl_S
+            advantages = compared(groups, rewards_S, self._advantage)
+        return Judged(sequences=self._sequences(groups, advantages, step), rewards=reward_stats(groups))
 
     def update(self, sequences: Sequence[PackableSequence], step: int) -> Update:
         """`updates_per_step` optimizer updates; proximal logprobs are those before the first."""
-        parts = [self._pack(part) for part in split(sequences, self._learner.updates_per_step)]
-        proximal = [self._proximal(part) for part in parts]
+        parts = self._parts(sequences)
+        proximal = [self._proximal(part.batches) for part in parts]
         learning_rate = self.learning_rate(step)
-        losses, norms, reports = [], [], []
+        losses, norms, reports, critic_reports = [], [], [], list[dict[str, float]]()
         for part, proximal_logprobs in zip(parts, proximal, strict=True):
-            token_loss = self._objective.token_loss(
-                part, self._ranks.sum, proximal_logprobs, self._reference_logprobs(part)
-            )
-            loss, grad_norm, report = self._backend.step(part, token_loss, self._temperature, learning_rate)
+            token_loss = self._objective.token_loss(part.batches, self._ranks.sum, proximal_logprobs, part.reference)
+            loss, grad_norm, report = self._backend.step(part.batches, token_loss, self._temperature, learning_rate)
             losses.append(loss)
             norms.append(grad_norm)
             reports += report
+            if self._critic is not None:
+                critic_reports.append(self._critic.update(part.batches, part.returns, part.values))
         # A rank without sequences has nothing to report, and must still take part in the sums.
         names = self._ranks.share_bytes(msgspec.msgpack.encode(sorted({name for report in reports for name in report})))
         reports.append(dict.fromkeys(msgspec.msgpack.decode(names, type=list[str]), 0.0))
+        if self._reference is not None and self._kl.ema_decay < 1:
+            self._reference.follow(self._backend, self._kl.ema_decay)
         return Update(
             loss=sum(losses) / len(losses),
             grad_norm=next((norm for norm in norms if not math.isfinite(norm)), max(norms)),
             learning_rate=learning_rate,
-            micro_batches=sum(len(part) for part in parts),
-            algorithm=self._objective.combine_reports(reports, self._ranks.sum, self._ranks.max),
+            micro_batches=sum(len(part.batches) for part in parts),
+            algorithm={
+                **self._objective.combine_reports(reports, self._ranks.sum, self._ranks.max),
+                **parts[0].estimates,
+                **_means(critic_reports),
+            },
         )
 
     def learning_rate(self, step: int) -> float:
@@ -110,14 +177,89 @@ class Updater:
         rise = self._optimizer.warmup_steps
         return self._optimizer.learning_rate * (min(1.0, (step + 1) / rise) if rise else 1.0)
 
+    def _sequences(
+        self, groups: Sequence[Group], advantages: Sequence[float], step: int
+    ) -> tuple[PackableSequence, ...]:
+        return tuple(
+            from_trajectory(trajectory, advantages=advantage, step=step, max_lag=self._max_lag)
+            for trajectory, advantage in zip(trajectories_of(groups), advantages, strict=True)
+        )
+
+    def _parts(self, sequences: Sequence[PackableSequence]) -> list[_Part]:
+        packed = [self._pack(part) for part in split(sequences, self._learner.updates_per_step)]
+        references = [self._reference_logprobs(batches) for batches in packed]
+        if self._critic is None:
+            return [
+                _Part(batches=batches, reference=reference, returns=[], values=[], estimates={})
+                for batches, reference in zip(packed, references, strict=True)
+            ]
+        return self._estimated(self._critic, packed, references)
+
+    def _estimated(
+        self, critic: Critic, packed: Sequence[list[PackedBatch]], references: Sequence[list[torch.Tensor] | None]
+    ) -> list[_Part]:
+        """With the critic's advantages, which are whitened over all updates of the step together."""
+        batches = [batch for part in packed for batch in part]
+        values = critic.values(batches)
+        rewards = [outcome_rewards(batch) for batch in batches]
+        if self._reward_kl is not None:
+            flat = [logprobs_T for reference in references for logprobs_T in reference or ()]
+            rewards = [
+                rewards_T - self._kl.coefficient * self._kl_of_tokens(batch, reference_T)
+                for rewards_T, batch, reference_T in zip(rewards, batches, flat, strict=True)
+            ]
+        estimates = critic.returns_and_advantages(batches, rewards, values)
+        estimated = [
+            dataclasses.replace(batch, advantages_T=advantages_T)
+            for batch, advantages_T in zip(batches, estimates.advantages, strict=True)
+        ]
+        parts, end = [], 0
+        for part, reference in zip(packed, references, strict=True):
+            where = slice(end, end := end + len(part))
+            parts.append(
+                _Part(
+                    batches=estimated[where],
+                    reference=reference,
+                    returns=estimates.returns[where],
+                    values=values[where],
+                    estimates=estimates.metrics,
+                )
+            )
+        return parts
+
+    def _kl_of(self, sequences: Sequence[PackableSequence]) -> torch.Tensor:
+        """[S] float64, the sum of the KL estimate over the trained tokens of each sequence, on every rank."""
+        chosen = self._plan(sequences)
+        batches = [concatenate([sequences[index] for index in indices]) for indices in chosen]
+        sums = [0.0] * len(sequences)
+        for indices, batch, reference_T in zip(chosen, batches, self._reference_logprobs(batches) or (), strict=True):
+            kl_S = segment_sum(self._kl_of_tokens(batch, reference_T).double(), batch.cu_seqlens)
+            for index, value in zip(indices, kl_S.tolist(), strict=True):
+                sums[index] = value
+        return torch.tensor(self._ranks.sum(sums), dtype=torch.float64)
+
+    def _kl_of_tokens(self, batch: PackedBatch, reference_T: torch.Tensor) -> torch.Tensor:
+        """[T] of the policy that sampled."""
+        assert self._reward_kl is not None
+        return self._reward_kl(batch.behavior_logprobs_T, reference_T.to(batch.loss_mask_T.device), batch.loss_mask_T)
+
+    def _plan(self, sequences: Sequence[PackableSequence]) -> list[list[int]]:
+        """The sequences of this rank's micro-batches."""
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        return plan(lengths, self._ranks.world_size, self._learner.micro_batch_tokens)[self._ranks.rank]
+
     def _pack(self, sequences: Sequence[PackableSequence]) -> list[PackedBatch]:
-        return pack(sequences, self._ranks.rank, self._ranks.world_size, self._learner.micro_batch_tokens)
+        return [concatenate([sequences[index] for index in indices]) for indices in self._plan(sequences)]
 
     def _proximal(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
         return self._backend.logprobs(batches, self._temperature) if self._objective.needs_proximal else None
 
     def _reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
         return None if self._reference is None else self._reference.logprobs(batches, self._temperature)
+
+
+def _means(reports: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(report[name] for report in reports) / len(reports) for name in (reports[0] if reports else ())}
 
 
 def split(sequences: Sequence[PackableSequence], parts: int) -> list[Sequence[PackableSequence]]:

@@ -38,3 +38,25 @@ def test_memory_is_watched_while_prompts_go_through() -> None:
     assert result["prompts"] == 512
     assert result["keys"]["last"] > 0
     assert result["client_rss_bytes"]["flat"] == (result["client_rss_bytes"]["slope_per_prompt"] < 1e4)
+
+
+def test_corrections_are_compared_at_exact_lags(tmp_path: Path) -> None:
+    command = ("benchmarks.staleness", "--quick", "--processes", "1", "--out", str(tmp_path))
+    result = last_line(*command)
+
+    assert (result["runs"], result["failed"]) == (4, [])
+    assert {name: set(cells) for name, cells in result["compositions"].items()} == {
+        "grpo/none": {"0", "2"},
+        "grpo/tis": {"0", "2"},
+    }
+    for cell in (cell for cells in result["compositions"].values() for cell in cells.values()):
+        assert 0 <= cell["mean"] <= 1
+        assert cell["seeds"] == 1
+    runs = (tmp_path / "runs.jsonl").read_text()
+    for run in map(json.loads, runs.splitlines()):
+        assert run["curves"]["lag"] == [min(step, run["trial"]["lag"]) for step in range(3)]
+    assert "| grpo/tis |" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "staleness.png").stat().st_size > 0
+
+    assert last_line(*command) == result, "nothing is done twice"
+    assert (tmp_path / "runs.jsonl").read_text() == runs

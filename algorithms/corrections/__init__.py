@@ -2,9 +2,63 @@
 
 All have one signature, which your own (`package.module:function` in a recipe) shares:
 
-    f(policy_logprobs_T, behavior_logprobs_T, loss_mask_T, cu_seqlens, **options) -> (weights_T, metrics)
+    f(policy_logprobs_T, tokens, **options) -> (weights_T, metrics)
 
-The numerator is the learner's policy without gradient: the proximal logprobs, or, for an objective without a
-ratio, the current ones, detached. The denominator is always the behavior policy. Weights multiply the
-objective's losses; 0 masks a token. None renormalizes.
+`tokens` is an `algorithms.tokens.Tokens`. The numerator is the learner's policy without gradient: the proximal
+logprobs, or, for an objective without a ratio, the current ones, detached. The denominator is always the behavior
+policy. Weights multiply the objective's losses; 0 masks a token.
+
+    importance.py       pi / mu itself, capped, normalized or masked: at most one (WEIGHTS)
+    masks.py            0 or 1 by token, sequence, KL estimate, worst token, advantage
+    second_moment.py    0 or 1 by the batch's mean of (log r)^2
+    age.py              a function of lag alone
+
+The invariant: no two of WEIGHTS together, since each is the whole ratio and lag would count twice. Masks and age may
+be combined with any of them and with each other.
 """
+
+from collections.abc import Callable
+
+import torch
+
+from algorithms.metrics import Metrics
+
+from .age import age_weight
+from .importance import (
+    decoupled,
+    geometric_truncated_is,
+    icepop,
+    self_normalized_is,
+    sequence_truncated_is,
+    truncated_is,
+)
+from .masks import geometric_sequence_mask, kl_rejection, opsm, token_mask, veto
+from .second_moment import m2po
+
+CORRECTIONS: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
+    "truncated_is": truncated_is,
+    "sequence_truncated_is": sequence_truncated_is,
+    "geometric_truncated_is": geometric_truncated_is,
+    "self_normalized_is": self_normalized_is,
+    "icepop": icepop,
+    "decoupled": decoupled,
+    "token_mask": token_mask,
+    "geometric_sequence_mask": geometric_sequence_mask,
+    "kl_rejection": kl_rejection,
+    "veto": veto,
+    "opsm": opsm,
+    "m2po": m2po,
+    "age_weight": age_weight,
+}
+
+WEIGHTS = frozenset(
+    {
+        "truncated_is",
+        "sequence_truncated_is",
+        "geometric_truncated_is",
+        "self_normalized_is",
+        "icepop",
+        "decoupled",
+    }
+)
+"""Those that multiply by policy / behavior."""

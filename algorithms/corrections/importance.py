@@ -1,75 +1,124 @@
-"""Importance weights pi_prox / mu: per token and per sequence, truncated or not."""
+"""Importance weights pi_prox / mu: per token and per sequence, truncated, normalized or masked. At most one is used."""
 
 import torch
 
 from algorithms.metrics import Metrics, masked_mean
 from algorithms.ratios import geometric_sequence_ratio, sequence_ratio, token_ratio
 from algorithms.segments import spread
+from algorithms.tokens import Tokens
 
 
 def truncated_is(
     policy_logprobs_T: torch.Tensor,
-    behavior_logprobs_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    tokens: Tokens,
     *,
     cap: float = 2.0,
 ) -> tuple[torch.Tensor, Metrics]:
     """w_t = min(pi_prox(y_t) / mu(y_t), cap).
 
+    Anchored to the behavior policy, token by token: it ignores that the tokens before came from mu too.
+
     Source: TIS, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training";
     cap 2 is theirs.
     """
-    return _truncated(token_ratio(policy_logprobs_T, behavior_logprobs_T, loss_mask_T), loss_mask_T, cap)
+    return _truncated(_token_ratio(policy_logprobs_T, tokens), tokens, cap)
 
 
 def sequence_truncated_is(
     policy_logprobs_T: torch.Tensor,
-    behavior_logprobs_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    tokens: Tokens,
     *,
     cap: float = 2.0,
 ) -> tuple[torch.Tensor, Metrics]:
     """w_i = min(product of pi_prox(y_t) / mu(y_t) over the sequence, cap), at each of its tokens.
 
-    The product, as verl, SkyRL and TRL compute it: unbiased without the cap, and the more varied the longer
-    the sequence.
+    Anchored to the behavior policy. Unbiased without the cap, and the more varied the longer the sequence.
+
+    Source: Liu et al. 2025, "When Speed Kills Stability" (richardli.xyz/rl-collapse); the product, as verl,
+    SkyRL and TRL compute it. Cap 2 is verl's.
     """
-    ratio_S = sequence_ratio(policy_logprobs_T, behavior_logprobs_T, loss_mask_T, cu_seqlens)
-    return _truncated(spread(ratio_S, cu_seqlens), loss_mask_T, cap)
+    ratio_S = sequence_ratio(policy_logprobs_T, tokens.behavior_logprobs_T, tokens.loss_mask_T, tokens.cu_seqlens)
+    return _truncated(spread(ratio_S, tokens.cu_seqlens), tokens, cap)
 
 
 def geometric_truncated_is(
     policy_logprobs_T: torch.Tensor,
-    behavior_logprobs_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    tokens: Tokens,
     *,
     cap: float = 2.0,
 ) -> tuple[torch.Tensor, Metrics]:
     """w_i = min(geometric mean of pi_prox(y_t) / mu(y_t) over the sequence, cap), at each of its tokens.
 
-    What AReaL calls the sequence weight. Biased, but its spread does not grow with length.
+    Anchored to the behavior policy. Biased, but its spread does not grow with length.
+
+    Source: what AReaL calls the sequence weight; the ratio is GSPO's (arXiv:2507.18071, equation 7). Cap 2 is
+    that of the other two.
     """
-    ratio_S = geometric_sequence_ratio(policy_logprobs_T, behavior_logprobs_T, loss_mask_T, cu_seqlens)
-    return _truncated(spread(ratio_S, cu_seqlens), loss_mask_T, cap)
+    ratio_S = geometric_sequence_ratio(
+        policy_logprobs_T, tokens.behavior_logprobs_T, tokens.loss_mask_T, tokens.cu_seqlens
+    )
+    return _truncated(spread(ratio_S, tokens.cu_seqlens), tokens, cap)
+
+
+def self_normalized_is(
+    policy_logprobs_T: torch.Tensor,
+    tokens: Tokens,
+    *,
+    cap: float = 2.0,
+    mean_weight: float = 1.0,
+) -> tuple[torch.Tensor, Metrics]:
+    """w_t = min(pi_prox(y_t) / mu(y_t), cap) / mean_weight, so that the weights of a batch have mean 1.
+
+    Anchored to the behavior policy. `mean_weight` is the mean of the capped weights over the trained tokens of
+    the whole batch, all micro-batches and ranks: one micro-batch cannot know it, so the caller supplies it.
+    It is the metric `capped_weight` of a first pass (its sums added up, then divided); at 1 this is
+    `truncated_is`.
+
+    Source: weighted importance sampling, Precup, Sutton and Singh 2000; truncated first and normalized over
+    the batch like verl's rollout_is_batch_normalize, whose cap is 2 too.
+    """
+    weights_T, metrics = _truncated(_token_ratio(policy_logprobs_T, tokens), tokens, cap)
+    return weights_T / mean_weight, {**metrics, **masked_mean("capped_weight", weights_T, tokens.loss_mask_T)}
+
+
+def icepop(
+    policy_logprobs_T: torch.Tensor,
+    tokens: Tokens,
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
+) -> tuple[torch.Tensor, Metrics]:
+    """w_t = r_t if low <= r_t <= high else 0, r_t = pi_prox(y_t) / mu(y_t).
+
+    Anchored to the behavior policy: weighs like `decoupled` within the bounds and masks outside, where
+    truncation would still learn from the token. `token_mask` masks without weighing.
+
+    Source: IcePop, Ring-1T (arXiv:2510.18855); 0.5 and 5 are the defaults of verl's IcePop preset.
+    """
+    ratio_T = _token_ratio(policy_logprobs_T, tokens).detach()
+    is_kept_T = (ratio_T >= low) & (ratio_T <= high)
+    weights_T = torch.where(is_kept_T, ratio_T, torch.zeros_like(ratio_T))
+    return weights_T, masked_mean("icepop_masked_fraction", ~is_kept_T, tokens.loss_mask_T)
 
 
 def decoupled(
     policy_logprobs_T: torch.Tensor,
-    behavior_logprobs_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    tokens: Tokens,
 ) -> tuple[torch.Tensor, Metrics]:
     """w_t = pi_prox(y_t) / mu(y_t), beside a clip that is anchored to the proximal policy.
 
+    The weight is anchored to the behavior policy and has no cap but the numerical one of `algorithms.ratios`.
+
     Source: decoupled PPO, Hilton et al. 2022 (arXiv:2110.00641), equation 2; AReaL, Fu et al. 2025
-    (arXiv:2505.24298), equation 5. No cap but the numerical one of `algorithms.ratios`.
+    (arXiv:2505.24298), equation 5.
     """
-    return _truncated(token_ratio(policy_logprobs_T, behavior_logprobs_T, loss_mask_T), loss_mask_T, float("inf"))
+    return _truncated(_token_ratio(policy_logprobs_T, tokens), tokens, float("inf"))
 
 
-def _truncated(ratio_T: torch.Tensor, loss_mask_T: torch.Tensor, cap: float) -> tuple[torch.Tensor, Metrics]:
+def _token_ratio(policy_logprobs_T: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    return token_ratio(policy_logprobs_T, tokens.behavior_logprobs_T, tokens.loss_mask_T)
+
+
+def _truncated(ratio_T: torch.Tensor, tokens: Tokens, cap: float) -> tuple[torch.Tensor, Metrics]:
     weights_T = ratio_T.detach().clamp(max=cap)
-    return weights_T, masked_mean("capped_fraction", ratio_T > cap, loss_mask_T)
+    return weights_T, masked_mean("capped_fraction", ratio_T > cap, tokens.loss_mask_T)

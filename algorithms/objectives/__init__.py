@@ -1,11 +1,45 @@
-"""Surrogate objectives: (logprobs, advantages) -> losses_T, to be minimized; nothing is aggregated here.
+"""Surrogate objectives: (logprobs, tokens) -> losses_T, to be minimized; nothing is aggregated here.
 
 All have one signature, which your own (`package.module:function` in a recipe) shares:
 
-    f(current_logprobs_T, anchor_logprobs_T, advantages_S, loss_mask_T, cu_seqlens, **options)
-        -> (losses_T, metrics)
+    f(current_logprobs_T, anchor_logprobs_T, tokens, **options) -> (losses_T, metrics)
 
-`anchor_logprobs_T` is the denominator of the ratio: the behavior policy's or the proximal policy's logprobs.
-Losses must be finite where the mask is 0; aggregation gives them no weight. Metrics: see
-`algorithms.metrics`.
+`tokens` is an `algorithms.tokens.Tokens`. `anchor_logprobs_T` is the denominator of the ratio: the behavior policy's
+or the proximal policy's logprobs. Losses must be finite where the mask is 0; aggregation gives them no weight.
+Metrics: see `algorithms.metrics`.
+
+    a bound silences the token        ppo_clip (token ratio), gspo, gspo_token (sequence), dppo (divergence)
+    a bound limits its weight         cispo (token ratio), topr (sequence, A < 0 only)
+    both, ratio flipped for A > 0     aspo
+    a smooth gate                     sapo
+    nothing                           policy_gradient
 """
+
+from collections.abc import Callable
+
+import torch
+
+from algorithms.metrics import Metrics
+
+from .aspo import aspo
+from .cispo import cispo
+from .dppo import dppo
+from .gspo import gspo, gspo_token
+from .policy_gradient import policy_gradient
+from .ppo_clip import ppo_clip
+from .sapo import sapo
+from .topr import topr
+
+OBJECTIVES: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "cispo": cispo,
+    "topr": topr,
+    "aspo": aspo,
+    "sapo": sapo,
+    "dppo": dppo,
+    "policy_gradient": policy_gradient,
+}
+IGNORES_ANCHOR = {"policy_gradient"}
+"""Objectives whose loss is the same with any anchor: no proximal logprobs need be computed for them."""

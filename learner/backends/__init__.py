@@ -1,41 +1,85 @@
-"""Whatever holds, runs and shards the model: one folder each, behind the five calls of `base.py`.
+"""Whatever holds, runs and shards a model: one folder each, behind the calls of `base.py`.
 
     open_backend("fsdp", ...) ── logprobs, step ──► loss and gradients, summed over micro-batches and ranks
                               ├─ named_tensors ───► weightsync, by Hugging Face name
                               └─ save, load ──────► checkpoints
 
+    open_backend("fsdp", ..., head="value") ── values, step, save, load: a critic, which is never published
+
 The invariant: how sequences were packed, split into micro-batches or spread over ranks changes no result.
 """
 
+import functools
 import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, overload
 
 from broker.errors import ConfigError
 from learner.config import ModelConfig, OptimizerConfig
 
-from .base import Backend
+from .base import Backend, ValueBackend
+
+
+@overload
+def open_backend(
+    kind: str,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    head: Literal["policy"] = "policy",
+) -> Backend: ...
+
+
+@overload
+def open_backend(
+    kind: str,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    head: Literal["value"],
+) -> ValueBackend: ...
 
 
 def open_backend(
-    kind: str, model: ModelConfig, optimizer: OptimizerConfig, *, device: str = "cpu", seed: int = 0
-) -> Backend:
-    """The backend `kind` with its model and a fresh optimizer. Under torchrun every rank calls it."""
+    kind: str,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    head: Literal["policy", "value"] = "policy",
+) -> Backend | ValueBackend:
+    """The backend `kind` with its model and a fresh optimizer. Under torchrun every rank calls it.
+
+    `head`: the model's own, or one of a single output, for a critic that starts from the same body.
+    """
     match kind:
         case "fsdp":
-            from .fsdp.backend import FsdpBackend
+            from .fsdp.backend import FsdpBackend, FsdpValueBackend
 
-            return FsdpBackend(model, optimizer, device=device, seed=seed)
+            backend_class: type[FsdpBackend | FsdpValueBackend] = FsdpBackend if head == "policy" else FsdpValueBackend
+            return backend_class(model, optimizer, device=device, seed=seed)
         case _ if ":" in kind:
-            return _open_own(kind, model, optimizer, device, seed)
+            own: Backend | ValueBackend = _own_class(kind, head)(model, optimizer, device=device, seed=seed)
+            return own
         case _:
             raise ConfigError(f"learner.backend: there is no `{kind}`; use fsdp, or your own as package.module:Class.")
 
 
-def _open_own(kind: str, model: ModelConfig, optimizer: OptimizerConfig, device: str, seed: int) -> Backend:
-    """A user's class, constructed with the arguments that `FsdpBackend` takes."""
+def _own_class(kind: str, head: str) -> Callable[..., Any]:
+    """A user's class, which takes the arguments that `FsdpBackend` takes, and for a critic `head`."""
     module_name, _, class_name = kind.partition(":")
     try:
-        backend_class = getattr(importlib.import_module(module_name), class_name)
+        backend_class: Callable[..., Any] = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"learner.backend: cannot load `{kind}`: {error}") from error
-    backend: Backend = backend_class(model, optimizer, device=device, seed=seed)
-    return backend
+    if head == "policy":
+        return backend_class
+    if "head" not in inspect.signature(backend_class).parameters:
+        raise ConfigError(f"learner.backend: `{kind}` takes no `head`, so it cannot hold a critic, which gae needs.")
+    return functools.partial(backend_class, head=head)

@@ -1,4 +1,4 @@
-"""The seam between the learner's loop and whatever holds, runs and shards the model."""
+"""The seam between the learner's loop and whatever holds, runs and shards a model: the policy's, or a critic's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,16 +11,29 @@ from learner.batch import PackedBatch
 TokenLoss = Callable[[int, torch.Tensor], tuple[torch.Tensor, dict[str, float]]]
 """(index of the micro-batch, current_logprobs_T) -> (its share of the batch's loss, what to report of it).
 
+A critic's gets values_T in the place of logprobs; both lie on the device of the micro-batch.
 Shares are divided by the denominator of the whole batch over all ranks, so they sum to the loss: micro-batches are
 summed by the backend, ranks too, and how sequences were packed makes no difference.
 """
 
 
-class Backend(Protocol):
-    """A sharded model with its optimizer. All calls are collective over the learner's ranks."""
+class Trained(Protocol):
+    """A sharded model with its optimizer. All calls, of its kinds too, are collective over the learner's ranks."""
 
     rank: int
     world_size: int
+
+    def save(self, directory: Path) -> None:
+        """Write parameters and optimizer into `directory`; durable when it returns."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote, bit for bit."""
+        ...
+
+
+class Backend(Trained, Protocol):
+    """The policy. Its `save` also writes a Hugging Face model and the process's RNG state."""
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """[T] fp32 logprobs of every token under the weights as they are, without gradient; 0 for first tokens."""
@@ -32,14 +45,25 @@ class Backend(Protocol):
         """One optimizer update over `batches`: (loss summed over ranks, gradient norm, reports of this rank's)."""
         ...
 
+    def follow(self, policy: "Backend", decay: float) -> None:
+        """Parameters become `decay` of themselves and the rest of the policy's, which has the same kind and model."""
+        ...
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full parameters by Hugging Face name, gathered one at a time; they are yielded on every rank."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write a Hugging Face model, the optimizer and the RNG state into `directory`; durable when it returns."""
+
+class ValueBackend(Trained, Protocol):
+    """A critic: the policy's architecture with a head of one output, which is 0 before the first step."""
+
+    def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """[T] fp32 values, without gradient: V(s_t) of the state in which token t is chosen, so computed from the
+        tokens before t; 0 for first tokens."""
         ...
 
-    def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, bit for bit."""
+    def step(
+        self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float
+    ) -> tuple[float, float, list[dict[str, float]]]:
+        """One optimizer update over `batches`: (loss summed over ranks, gradient norm, reports of this rank's)."""
         ...

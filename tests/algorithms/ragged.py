@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from algorithms.segments import spread
+from algorithms.tokens import Tokens
+
 CASES = ("ragged", "empty", "one_token", "all_masked", "some_masked", "extreme")
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -17,6 +20,12 @@ class Ragged:
     current_T: torch.Tensor
     anchor_T: torch.Tensor
     advantages_S: torch.Tensor
+    lags_T: torch.Tensor
+
+    @property
+    def tokens(self) -> Tokens:
+        advantages_T = spread(self.advantages_S, self.cu_seqlens)
+        return Tokens(self.anchor_T, advantages_T, self.mask_T, self.lags_T, self.cu_seqlens)
 
     @property
     def num_sequences(self) -> int:
@@ -39,6 +48,7 @@ class Ragged:
             current_T,
             self.anchor_T.double(),
             self.advantages_S.double(),
+            self.lags_T,
         )
 
 
@@ -61,7 +71,8 @@ def make(case: str, seed: int = 0) -> Ragged:
     cu_seqlens = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
     # What stands at masked places must never matter.
     current_T = torch.where(mask_T > 0, anchor_T + shift_T, torch.full_like(anchor_T, -1e30))
-    return Ragged(cu_seqlens, mask_T, current_T, anchor_T, advantages_S)
+    lags_T = torch.randint(0, 5, (total,), generator=generator)
+    return Ragged(cu_seqlens, mask_T, current_T, anchor_T, advantages_S, lags_T)
 
 
 def assert_same(
@@ -79,6 +90,7 @@ def assert_same(
         batch.current_T.clone().requires_grad_(),
         batch.anchor_T,
         batch.advantages_S,
+        batch.lags_T,
     )
     double = batch.double(requires_grad=True)
     got, expected = function(single), oracle(double)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from algorithms.kl import k1, k2, k3
+from algorithms.kl import ESTIMATORS, k1, k2, k3
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack
 
@@ -34,3 +34,26 @@ def test_k1_and_k3_have_the_kl_as_expectation() -> None:
     for estimator in (k1, k3):
         expectation = (policy * estimator(policy.log(), reference.log(), torch.ones(3))).sum()
         assert float(expectation) == pytest.approx(divergence, abs=1e-6)
+
+
+def test_as_an_on_policy_loss_k2_has_the_gradient_of_the_kl_and_k1_none() -> None:
+    logits, reference = torch.tensor([0.5, -0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
+    gradients = {}
+    for name, estimator in ESTIMATORS.items():
+        free = logits.clone().requires_grad_()
+        logprobs = free.log_softmax(0)
+        expectation = (logprobs.exp().detach() * estimator(logprobs, reference.log(), torch.ones(3))).sum()
+        gradients[name] = torch.autograd.grad(expectation, free)[0]
+    free = logits.clone().requires_grad_()
+    logprobs = free.log_softmax(0)
+    exact = torch.autograd.grad((logprobs.exp() * (logprobs - reference.log())).sum(), free)[0]
+    torch.testing.assert_close(gradients["k2"], exact)
+    torch.testing.assert_close(gradients["k1"], torch.zeros(3))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS.values())
+def test_bfloat16_is_close(estimator: Callable[..., torch.Tensor]) -> None:
+    batch = make("ragged")
+    rough = estimator(batch.current_T.bfloat16(), batch.anchor_T.bfloat16(), batch.mask_T)
+    exact = estimator(batch.current_T.bfloat16().double(), batch.anchor_T.bfloat16().double(), batch.mask_T)
+    torch.testing.assert_close(rough.double(), exact, rtol=1e-2, atol=1e-2)

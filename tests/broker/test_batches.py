@@ -335,3 +335,22 @@ async def test_two_runs_on_one_server_never_touch(broker: Broker, url: str) -> N
     assert await one.take(0) == groups(0, 1)
     assert (await one.queues()).pool == 38
     await other_broker.close()
+
+
+async def test_groups_that_are_dropped_make_room_for_others(broker: Broker) -> None:
+    run = await begin(broker, rules(2))
+    await run.generate(8, 0)
+    assert await run.take(0) == groups(0, 1)
+    assert await broker.batches.drop(run.owner, 0, [group_id(0), group_id(3)]) == 1  # group 3 is in no batch
+    assert await broker.batches.drop(run.owner, 0, [group_id(0)]) == 0
+    assert await run.take(0) == groups(1, 2)
+    assert await broker.batches.settled_without_training() == groups(0)
+    assert await run.broker.prompts.feed([prompt(0)], run.owner) == 0
+    await run.announce(1)
+    await broker.batches.commit(run.owner, 1)
+    queues = await run.queues()
+    assert (queues.uninformative, queues.dropped_stale, queues.admitted) == (1, 0, 4)
+    await run.generate(8, 1)
+    assert len((await run.take(1)) or ()) == 2
+    admitted = [lease for step in (1, 1, 1) for lease in (await run.generate(8, step)).leases]
+    assert admitted  # what was dropped does not count against admission

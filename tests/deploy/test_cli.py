@@ -18,7 +18,21 @@ from deploy.run_directory import held
 
 from .runs import step_metrics, worker
 
-COMMANDS = ["run", "broker", "learner", "workers", "status", "sft", "eval", "replay", "runs", "acl", "doctor", "worker"]
+COMMANDS = [
+    "run",
+    "broker",
+    "learner",
+    "workers",
+    "status",
+    "sft",
+    "eval",
+    "replay",
+    "runs",
+    "acl",
+    "algorithms",
+    "doctor",
+    "worker",
+]
 NOWHERE = "redis://127.0.0.1:1"
 
 
@@ -251,3 +265,30 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def test_every_algorithm_has_its_equation_defaults_and_source(tmp_path: Path) -> None:
+    listed = headway("algorithms", "--json", cwd=tmp_path)
+    assert listed.returncode == 0, listed.stderr
+    everything = json.loads(listed.stdout)["algorithms"]
+    presets = [one for one in everything if "algorithm" in one]
+    functions = [one for one in everything if "equation" in one]
+    assert {"grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "cispo", "rloo", "ppo", "topr"} <= {
+        p["name"] for p in presets
+    }
+    assert len(presets) + len(functions) == len(everything)
+    for one in functions:
+        assert "=" in one["equation"], one["name"]
+        assert one["source"] or one["part"] == "kl", one["name"]
+    overview = headway("algorithms", cwd=tmp_path).stdout
+    assert all(one["name"] in overview for one in everything)
+
+
+def test_one_algorithm_in_full(tmp_path: Path) -> None:
+    answer = headway("algorithms", "gspo", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    for text in ("preset gspo", "objective gspo", "clip_low 0.0003", "aggregation sequence_mean", "arXiv:2507.18071"):
+        assert text in answer.stdout
+    wrong = headway("algorithms", "gsop", cwd=tmp_path)
+    assert wrong.returncode == 1
+    assert "did you mean 'gspo'" in wrong.stderr

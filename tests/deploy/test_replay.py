@@ -9,6 +9,7 @@ from broker.errors import ConfigError
 from deploy.comparison import ComparedWeights, Comparison, changed_settings, comparison_json, verdict
 from deploy.config import dump_recipe, load_recipe
 from deploy.replay import Replay, find_run, original_recipe, replayed_recipe
+from learner.config import AggregationConfig
 from learner.experience_log import ExperienceLog
 from learner.replay import ReplayError
 from tests.learner.batches import batch
@@ -52,12 +53,12 @@ def test_a_run_is_found_by_path_or_name(run: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_preset_replaces_the_whole_algorithm() -> None:
-    own = msgspec.structs.replace(RECIPE.algorithm, aggregation="sequence_mean")
+    own = msgspec.structs.replace(RECIPE.algorithm, aggregation=AggregationConfig(kind="sequence_mean"))
     original = msgspec.structs.replace(RECIPE, algorithm=own)
     assert replayed_recipe(original, None, ()) == original
-    recipe = replayed_recipe(original, "tis", ("optimizer.learning_rate=0.5", "algorithm.corrections[0].cap=3"))
+    recipe = replayed_recipe(original, "tis", ("optimizer.learning_rate=0.5", "algorithm.corrections[0].options.cap=3"))
     assert (recipe.algorithm.preset, recipe.algorithm.objective.anchor) == ("tis", "proximal")
-    assert [(one.kind, one.cap) for one in recipe.algorithm.corrections] == [("truncated_is", 3)]
+    assert [(one.kind, one.options) for one in recipe.algorithm.corrections] == [("truncated_is", {"cap": 3})]
     assert recipe.algorithm.aggregation == replayed_recipe(RECIPE, "tis", ()).algorithm.aggregation
     assert "optimizer.learning_rate" in changed_settings(original, recipe)
     with pytest.raises(ConfigError, match="there is no preset 'nope'"):

@@ -51,6 +51,7 @@ def experience(
     epochs_of: Path | None = None,
     logged: Path = Path("/nowhere"),
     rules: RunRules = RULES,
+    replacement_rounds: int = 0,
 ) -> Iterator[tuple[Experience, BlockingBroker]]:
     kind = {"kind": "jsonl", "path": str(epochs_of), "epochs": 1} if epochs_of else {"kind": "arithmetic"}
     prompts = open_prompts(PromptsConfig(**kind), TOKENIZER, seed=0)  # type: ignore[arg-type]
@@ -71,6 +72,7 @@ def experience(
                 groups_per_step=GROUPS_PER_STEP,
                 max_lag=MAX_LAG,
                 should_stop=should_stop,
+                replacement_rounds=replacement_rounds,
             ),
             blocking,
         )
@@ -222,6 +224,32 @@ def test_groups_that_were_dropped_do_not_hold_the_watermark_back(url: str) -> No
         assert learner._cursor.watermark == f"0000-{GROUPS_PER_STEP:08d}"
         learner.mark_dropped()
         assert learner._cursor.state() == {"epoch": 0, "position": 2 * GROUPS_PER_STEP, "trained": []}
+
+
+def test_groups_that_teach_nothing_are_replaced_so_often_and_no_more(url: str, tmp_path: Path) -> None:
+    with experience(url, CheckpointMark(0, 0), after(1), replacement_rounds=1) as (learner, blocking):
+        publish(learner, 0)
+        with pytest.raises(Interrupted):
+            learner.take(0)
+        names = generate(blocking, 0, 3 * GROUPS_PER_STEP)  # all with the same reward
+        learner._should_stop = after(3)
+        taken = [group.prompt.group for group in take(learner, 0)]
+        assert taken == names[GROUPS_PER_STEP : 2 * GROUPS_PER_STEP]
+        status = learner.status()
+        assert status is not None
+        assert status.queues.uninformative == GROUPS_PER_STEP
+
+
+def test_what_is_replayed_is_not_replaced(url: str, tmp_path: Path) -> None:
+    with experience(url, CheckpointMark(0, 0), after(1)) as (learner, blocking):
+        publish(learner, 0)
+        with pytest.raises(Interrupted):
+            learner.take(0)
+        generate(blocking, 0, 3 * GROUPS_PER_STEP)
+        before = [group.prompt.group for group in take(learner, 0)]
+        publish(learner, 1)
+    with experience(url, CheckpointMark(0, 0), after(3), replacement_rounds=9) as (resumed, _):
+        assert [group.prompt.group for group in take(resumed, 0)] == before
 
 
 def test_a_prompt_that_the_server_lost_is_fed_again(url: str) -> None:

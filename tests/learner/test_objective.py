@@ -8,20 +8,23 @@ import pytest
 import torch
 
 from algorithms.presets import PRESETS
+from algorithms.segments import spread
 from broker.errors import ConfigError, HeadwayError
 from broker.schema import Group, Prompt, Trajectory, TrajectoryId
 from learner.batch import PackedBatch
-from learner.config import AlgorithmConfig
-from learner.objective import Objective, denominators, group_advantages, supervised_loss
+from learner.composition import open_advantage
+from learner.config import AdvantageConfig, AlgorithmConfig, RewardShapingConfig
+from learner.objective import Objective, supervised_loss
+from learner.shaping import compared, reward_stats, shaped_rewards
 
 LENGTHS = (5, 1, 12, 3, 7, 4)
 KL = {"kl": {"kind": "k3", "coefficient": 0.1}}
 COMPOSITIONS: dict[str, dict[str, object]] = {
-    **PRESETS,
-    "everything": {**PRESETS["tis"], **KL, "aggregation": "sequence_mean"},
+    **{name: preset.algorithm for name, preset in PRESETS.items()},
+    "everything": {**PRESETS["tis"].algorithm, **KL, "aggregation": {"kind": "sequence_mean"}},
     "pg": {
         "objective": {"kind": "policy_gradient"},
-        "corrections": [{"kind": "sequence_truncated_is", "cap": 1.5}],
+        "corrections": [{"kind": "sequence_truncated_is", "options": {"cap": 1.5}}],
     },
     "own": {
         "objective": {"kind": f"{__name__}:own_objective", "options": {"scale": 2.0}},
@@ -31,14 +34,13 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
 every_composition = pytest.mark.parametrize("name", COMPOSITIONS)
 
 
-def own_objective(current_T, anchor_T, advantages_S, mask_T, cu_seqlens, *, scale):  # type: ignore[no-untyped-def]
-    advantages_T = advantages_S.repeat_interleave(cu_seqlens.diff())
-    metrics = {"own_sum": mask_T.sum() * scale, "own_count": mask_T.sum()}
-    return -scale * advantages_T * current_T, metrics
+def own_objective(current_T, anchor_T, tokens, *, scale):  # type: ignore[no-untyped-def]
+    metrics = {"own_sum": tokens.loss_mask_T.sum() * scale, "own_count": tokens.loss_mask_T.sum()}
+    return -scale * tokens.advantages_T * current_T, metrics
 
 
-def own_mask(policy_T, behavior_T, mask_T, cu_seqlens):  # type: ignore[no-untyped-def]
-    return (policy_T > behavior_T).float(), {}
+def own_mask(policy_T, tokens):  # type: ignore[no-untyped-def]
+    return (policy_T > tokens.behavior_logprobs_T).float(), {}
 
 
 def own_advantage(rewards_S, group_S):  # type: ignore[no-untyped-def]
@@ -75,7 +77,7 @@ class Whole:
             cu_seqlens=torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32),
             loss_mask_T=self.mask_T[index_T],
             behavior_logprobs_T=self.behavior_T[index_T],
-            advantages_S=self.advantages_S[torch.tensor(list(sequences), dtype=torch.int64)],
+            advantages_T=spread(self.advantages_S, torch.tensor(self.bounds))[index_T] * self.mask_T[index_T],
             lags_T=torch.zeros_like(index_T),
         )
         return batch, index_T
@@ -119,11 +121,24 @@ def test_two_ranks_give_what_one_gives(name: str) -> None:
     whole, objective = Whole(), Objective(algorithm(COMPOSITIONS[name]))
     loss, gradient_T, metrics = whole.train(objective, [range(len(LENGTHS))])
     ranks = [whole.part([0, 1, 2]), whole.part([3, 4, 5])]
-    counts = [denominators([batch]) for batch, _ in ranks]
-    everywhere = [sum(column) for column in zip(*counts, strict=True)]
+    asked: list[list[Sequence[float]]] = [[], []]  # what each rank has to add up, in order
+    for mine, (batch, i) in zip(asked, ranks, strict=True):
+        objective.token_loss(
+            [batch],
+            lambda values, mine=mine: mine.append(values) or values,
+            [whole.proximal_T[i]],
+            [whole.reference_T[i]],
+        )  # type: ignore[misc, func-returns-value]
+    added = [[sum(column) for column in zip(*values, strict=True)] for values in zip(*asked, strict=True)]
     current_T, shares, reports = whole.current_T.clone().requires_grad_(), [], []
     for batch, i in ranks:
-        token_loss = objective.token_loss([batch], lambda _: everywhere, [whole.proximal_T[i]], [whole.reference_T[i]])
+        sums = iter(added)
+        token_loss = objective.token_loss(
+            [batch],
+            lambda _, sums=sums: next(sums),
+            [whole.proximal_T[i]],
+            [whole.reference_T[i]],  # type: ignore[misc]
+        )
         share, report = token_loss(0, current_T[i])
         shares.append(share)
         reports.append(report)
@@ -160,7 +175,7 @@ def test_an_empty_micro_batch_has_a_loss_to_go_back_from(name: str) -> None:
 
 def test_the_composition_is_the_equation() -> None:
     """Decoupled PPO with KL, as a float64 loop."""
-    whole, config = Whole(), algorithm({**PRESETS["decoupled_ppo"], **KL})
+    whole, config = Whole(), algorithm({**PRESETS["decoupled_ppo"].algorithm, **KL})
     loss, _, _ = whole.train(Objective(config), [range(len(LENGTHS))])
     expected, tokens = 0.0, float(whole.mask_T.sum())
     for s in range(len(LENGTHS)):
@@ -216,7 +231,7 @@ def test_supervised_loss_is_the_mean_cross_entropy() -> None:
 
 BEHAVIOR_PPO = {"objective": {"kind": "ppo_clip", "anchor": "behavior"}}
 REFUSED = [
-    ({"advantage": "group_mean_sdt"}, r"algorithm\.advantage: .*did you mean 'group_mean_std'"),
+    ({"advantage": {"kind": "group_mean_sdt"}}, r"algorithm\.advantage\.kind: .*did you mean 'group_mean_std'"),
     ({"objective": {"kind": "pppo_clip"}}, r"objective\.kind: .*did you mean 'ppo_clip'"),
     ({"corrections": [{"kind": "truncated"}]}, r"corrections\.kind: .*did you mean 'truncated_is'"),
     ({**BEHAVIOR_PPO, "corrections": [{"kind": "decoupled"}]}, "behavior policy twice.*anchor=proximal"),
@@ -229,14 +244,23 @@ REFUSED = [
         "weighs the proximal policy.*anchor=proximal, or use truncated_is",
     ),
     (
-        {**PRESETS["tis"], "corrections": [{"kind": "truncated_is"}, {"kind": "decoupled"}]},
+        {**PRESETS["tis"].algorithm, "corrections": [{"kind": "truncated_is"}, {"kind": "decoupled"}]},
         "truncated_is and decoupled each multiply.*lag twice",
     ),
     (
-        {**PRESETS["tis"], "corrections": [{"kind": "decoupled", "cap": 5.0}]},
-        "decoupled has no cap, but cap=5",
+        {**PRESETS["tis"].algorithm, "corrections": [{"kind": "decoupled", "options": {"cap": 5.0}}]},
+        r"corrections\.options\.cap: decoupled has no such option.*Known: none",
     ),
-    ({"objective": {"kind": "gspo", "options": {"tau": 1}}}, "gspo takes none, but got tau"),
+    ({"objective": {"kind": "gspo", "options": {"clip_hi": 1}}}, "gspo has no such option; did you mean 'clip_high'"),
+    ({"objective": {"kind": "gspo", "options": {"clip_high": "x"}}}, "clip_high of gspo: Expected `float`, got `str`"),
+    ({"proximal": "log_linear"}, "which nothing here uses; set algorithm.objective.anchor=proximal"),
+    (
+        {**PRESETS["m2po"].algorithm, "proximal": "linear"},
+        "m2po looks at the whole batch.*set algorithm.proximal=recompute",
+    ),
+    ({"advantage": {"kind": "gae"}, "dynamic_sampling": 3}, "a critic .* learns from each of them"),
+    ({"advantage": {"kind": "gae", "options": {"lambda": 1}}}, "gae has no such option.*Known: gamma, lam"),
+    ({"kl": {"ema_decay": 0.9}}, "ema_decay moves a reference that kl.coefficient=0 does not use"),
     ({"objective": {"kind": "no_such_module:f"}}, "cannot import 'no_such_module'.*PYTHONPATH"),
     ({"objective": {"kind": "math:no_such"}}, "module 'math' has no 'no_such'"),
 ]
@@ -250,7 +274,7 @@ def test_nonsense_is_refused_with_the_reason(raw: dict[str, object], message: st
 
 def test_group_advantages_come_in_order_with_statistics() -> None:
     groups = [_group("a", [1.0, 0.0, 0.0]), _group("b", [1.0, 1.0])]
-    advantages, stats = group_advantages(groups, "leave_one_out")
+    advantages, stats = judged(groups, "leave_one_out"), reward_stats(groups)
     assert advantages == pytest.approx([1.0, -0.5, -0.5, 0.0, 0.0])
     assert stats.mean == pytest.approx(0.6)
     assert stats.std == pytest.approx(np.std([1, 0, 0, 1, 1]))
@@ -259,17 +283,22 @@ def test_group_advantages_come_in_order_with_statistics() -> None:
 
 
 def test_own_advantages_by_import_path() -> None:
-    assert group_advantages([_group("a", [1.0, 2.0])], f"{__name__}:own_advantage")[0] == [10, 20]
+    assert judged([_group("a", [1.0, 2.0])], f"{__name__}:own_advantage") == [10, 20]
 
 
 def test_no_groups_give_no_advantages() -> None:
-    advantages, stats = group_advantages([], "group_mean_std")
+    advantages, stats = judged([], "group_mean_std"), reward_stats([])
     assert (advantages, stats.mean, stats.std, stats.flat_groups) == ([], 0, 0, 0)
 
 
 def test_a_reward_that_is_no_number_is_named() -> None:
     with pytest.raises(HeadwayError, match=r"trajectory a:0:1 has reward nan"):
-        group_advantages([_group("a", [1.0, float("nan")])], "group_mean")
+        judged([_group("a", [1.0, float("nan")])], "group_mean")
+
+
+def judged(groups: Sequence[Group], kind: str) -> list[float]:
+    config = AlgorithmConfig(advantage=AdvantageConfig(kind=kind))
+    return compared(groups, shaped_rewards(groups, RewardShapingConfig(), 32), open_advantage(config))
 
 
 def _group(name: str, rewards: list[float]) -> Group:

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,11 +44,11 @@ def test_every_token_travels_with_its_values() -> None:
             "loss_mask_T",
             "behavior_logprobs_T",
             "lags_T",
-            "advantages_S",
+            "advantages_T",
         )
     }
     assert sum(batch.num_sequences for batch in rows) == len(chosen) > 0
-    for number, index in enumerate(chosen):
+    for index in chosen:
         sequence = given_sequences[index]
         end = offset + len(sequence.token_ids)
         response = slice(offset + sequence.prompt_length, end)
@@ -61,7 +60,7 @@ def test_every_token_travels_with_its_values() -> None:
         expected = np.where(mask, sequence.behavior_logprobs, 0)
         np.testing.assert_array_equal(joined["behavior_logprobs_T"][response].numpy(), expected)
         assert joined["lags_T"][response].tolist() == np.where(mask, sequence.lags, 0).tolist()
-        assert joined["advantages_S"][number].item() == pytest.approx(sequence.advantage)
+        np.testing.assert_array_equal(joined["advantages_T"][response].numpy(), np.where(mask, sequence.advantages, 0))
         offset = end
     assert [batch.cu_seqlens[-1].item() for batch in rows] == [batch.num_tokens for batch in rows]
 
@@ -70,7 +69,7 @@ def test_empty_micro_batch_has_every_field() -> None:
     (batch,) = pack([], 0, 1, 100)
     assert (batch.num_sequences, batch.num_tokens, batch.cu_seqlens.tolist()) == (0, 0, [0])
     assert batch.token_ids_T.dtype == batch.position_ids_T.dtype == batch.lags_T.dtype == torch.int64
-    assert batch.loss_mask_T.dtype == batch.advantages_S.dtype == torch.float32
+    assert batch.loss_mask_T.dtype == batch.advantages_T.dtype == torch.float32
 
 
 def trajectory() -> Trajectory:
@@ -90,12 +89,12 @@ def trajectory() -> Trajectory:
 
 
 def test_tokens_over_the_bound_are_context_only() -> None:
-    packable = from_trajectory(trajectory(), advantage=0.5, step=7, max_lag=3)
+    packable = from_trajectory(trajectory(), advantages=0.5, step=7, max_lag=3)
     assert packable.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert packable.loss_mask.tolist() == [0, 0, 0, 1]
     (batch,) = pack([packable], 0, 1, 100)
     assert batch.lags_T.tolist() == [0, 0, 0, 0, 0, 0, 1]
     assert batch.behavior_logprobs_T.tolist() == [0, 0, 0, 0, 0, 0, -4]
-    within = from_trajectory(trajectory(), advantage=0.5, step=7, max_lag=4)
+    within = from_trajectory(trajectory(), advantages=0.5, step=7, max_lag=4)
     assert within.loss_mask.tolist() == [1, 1, 0, 1]
     assert trajectory().loss_mask.tolist() == [1, 1, 0, 1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from learner.backends import open_backend
-from learner.config import AlgorithmConfig, LearnerConfig
+from learner.config import AggregationConfig, AlgorithmConfig, LearnerConfig
 from learner.objective import Objective
 from learner.ranks import Ranks
 from learner.update import Updater
@@ -21,14 +21,17 @@ GROUPS = [group(0), group(1, samples=(0, 2)), group(2, samples=(1,)), group(3)]
 def test_an_update_on_trimmed_groups(aggregation: str) -> None:
     torch.manual_seed(0)
     backend = open_backend("fsdp", model_config("qwen3"), OPTIMIZER, seed=3)
+    config = AlgorithmConfig(aggregation=AggregationConfig(kind=aggregation))  # type: ignore[arg-type]
     updater = Updater(
         backend,
         Ranks(backend.rank, backend.world_size),
-        Objective(AlgorithmConfig(aggregation=aggregation), is_one_update=True),
+        Objective(config, is_one_update=True),
         None,
+        algorithm=config,
         learner=LearnerConfig(micro_batch_tokens=40),
         optimizer=OPTIMIZER,
         temperature=1.0,
+        max_new_tokens=32,
         max_lag=2,
     )
     judged = updater.judge(GROUPS, step=1)
@@ -37,7 +40,7 @@ def test_an_update_on_trimmed_groups(aggregation: str) -> None:
         rewards = [trajectory.reward for trajectory in one.trajectories]
         spread = stdev(rewards) if len(rewards) > 1 else 0.0
         expected += [(reward - mean(rewards)) / (spread + 1e-4) for reward in rewards]
-    assert [sequence.advantage for sequence in judged.sequences] == pytest.approx(expected)
+    assert [sequence.advantages[0] for sequence in judged.sequences] == pytest.approx(expected)
     assert expected[5] == 0.0  # alone, it has nothing to be compared with
     update = updater.update(judged.sequences, step=1)
     assert np.isfinite(update.loss)

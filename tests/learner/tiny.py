@@ -45,7 +45,7 @@ def _sequence(rng: np.random.Generator, length: int) -> PackableSequence:
         loss_mask=(rng.random(response_length) < 0.8).astype(np.uint8),
         behavior_logprobs=-3 * rng.random(response_length).astype(np.float32),
         lags=rng.integers(0, 3, response_length),
-        advantage=float(rng.normal()),
+        advantages=np.full(response_length, rng.normal(), np.float32),
     )
 
 
@@ -59,6 +59,5 @@ def ratio_loss(batches: list[PackedBatch], denominator: float) -> TokenLoss:
 
 
 def share(batch: PackedBatch, logprobs_T: torch.Tensor, denominator: float) -> torch.Tensor:
-    advantages_T = batch.advantages_S.repeat_interleave(batch.cu_seqlens.diff())
     ratio_T = (logprobs_T - batch.behavior_logprobs_T).exp()
-    return -(batch.loss_mask_T * advantages_T * ratio_T).sum() / denominator
+    return -(batch.loss_mask_T * batch.advantages_T * ratio_T).sum() / denominator

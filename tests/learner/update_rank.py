@@ -29,9 +29,11 @@ def updates() -> list[dict[str, float]]:
         Ranks(backend.rank, backend.world_size),
         Objective(AlgorithmConfig(), is_one_update=True),
         None,
+        algorithm=AlgorithmConfig(),
         learner=LearnerConfig(micro_batch_tokens=40),
         optimizer=OPTIMIZER,
         temperature=1.0,
+        max_new_tokens=32,
         max_lag=2,
     )
     done = [updater.update(sequences([12] * size, seed=size), step) for step, size in enumerate(SIZES)]

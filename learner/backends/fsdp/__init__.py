@@ -1,9 +1,10 @@
 """transformers models sharded by torch's `fully_shard`, at world size 1 and under torchrun.
 
-    backend.py    the five calls          ranks.py    process group, sharding, gradient norm
-    policy.py     packed batch ─► logprobs   export.py   shards ─► Hugging Face names and files
-    training_state.py   parameters, moments and RNG to disk and back, bit for bit
+    backend.py    policy and critic       sharded_model.py   forward, one update, save and load: what both share
+    policy.py     packed batch ─► logprobs, or values        ranks.py    process group, sharding, gradient norm
+    export.py     shards ─► Hugging Face names and files     training_state.py   parameters, moments and RNG to disk
+                                                                                 and back, bit for bit
 
 Parameters, gradients and moments are fp32 shards; with `model.dtype: bfloat16` only the forward and backward
-pass and what leaves the learner are rounded.
+pass and what leaves the learner are rounded; a critic's head is not.
 """

@@ -1,77 +1,46 @@
-"""The fsdp backend: one optimizer step over packed micro-batches, and what it leaves behind."""
+"""The fsdp backends: a policy, which engines and files get, and a critic, which never leaves the learner."""
 
-import dataclasses
-import math
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from broker.errors import ConfigError
-from learner.backends.base import TokenLoss
+from learner.backends.base import Backend, TokenLoss
 from learner.batch import PackedBatch
-from learner.checkpoint import partial_path, put_in_place, sync_tree, writing
 from learner.config import ModelConfig, OptimizerConfig
-from learner.model import load_model, load_tokenizer
+from learner.model import load_tokenizer
 
 from .export import hugging_face_tensors, write_tensors
-from .policy import Policy, placeholder
-from .ranks import clip_gradients, join_ranks, shard, sum_over_ranks, sync_gradients
-from .training_state import load_rng, load_state, save_rng, save_state
+from .policy import Policy, ValueModel
+from .ranks import local
+from .sharded_model import Reports, ShardedModel
+from .training_state import load_rng, save_rng
 
-Reports = list[dict[str, float]]
 
-
-class FsdpBackend:
-    """A `Backend` (see `learner/backends/base.py`). Every rank must pass the same number of micro-batches."""
+class FsdpBackend(ShardedModel):
+    """A `Backend` (see `learner/backends/base.py`)."""
 
     def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, *, device: str = "cpu", seed: int = 0) -> None:
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("learner.device is cuda, but torch finds no CUDA device; set learner.device=cpu.")
-        mesh = join_ranks(device)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
-        self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-        is_half = self._dtype is not torch.float32
-        self._policy = Policy(load_model(model, seed), on_cpu=device == "cpu", half_precision=is_half)
+        super().__init__(Policy, model, optimizer, device=device, seed=seed)
+        self._policy = self._module
         self._tokenizer = load_tokenizer(model)
-        shard(self._policy, mesh, half_precision=is_half)
-        self._parameters = [p for p in self._policy.parameters() if p.requires_grad]
-        self._max_grad_norm = optimizer.max_grad_norm
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=0.0,
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.epsilon,
-            weight_decay=optimizer.weight_decay,
-            foreach=True,
-        )
 
-    @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
-        """[T] fp32 logprobs on the backend's device, for every micro-batch; [0] for an empty one."""
-        return [self._current_logprobs(batch, temperature)[: batch.num_tokens] for batch in batches]
+        """[T] fp32 logprobs for every micro-batch; [0] for an empty one."""
+        return self._run(batches, temperature)
 
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, temperature: float, learning_rate: float
     ) -> tuple[float, float, Reports]:
         """One update. Empty micro-batches report {}. A norm that is not finite: the weights stay."""
-        self._check_same_count(len(batches))
-        self._optimizer.zero_grad(set_to_none=True)
-        total, reports = 0.0, Reports()
-        for index, batch in enumerate(batches):
-            sync_gradients(self._policy, index == len(batches) - 1)
-            share, report = self._backward(index, batch, loss, temperature)
-            total += share
-            reports.append(report)
-        grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self._device)
-        if math.isfinite(grad_norm):
-            self._optimizer.param_groups[0]["lr"] = learning_rate
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return sum_over_ranks(total, self._device), grad_norm, reports
+        return self._update(batches, loss, learning_rate, temperature)
+
+    @torch.no_grad()
+    def follow(self, policy: Backend, decay: float) -> None:
+        """Shard by shard: nothing is sent."""
+        assert isinstance(policy, FsdpBackend)
+        for mine, theirs in zip(self._parameters, policy._parameters, strict=True):
+            local(mine).lerp_(local(theirs), 1 - decay)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What `save_pretrained` would write, in `model.dtype`: experts one by one, a tied head left out.
@@ -80,58 +49,14 @@ class FsdpBackend:
         """
         return hugging_face_tensors(self._policy.model, self._dtype)
 
-    def save(self, directory: Path) -> None:
-        """Collective. `directory` appears with everything in it, or not at all."""
-        partial = partial_path(directory)
-        with writing(directory, partial):
-            self._on_rank_zero_first(partial)
-            save_state(self._policy.model, self._optimizer, partial)
-            save_rng(partial, self.rank, self._device)
-            self._write_hugging_face(partial)
-            sync_tree(partial)
-            dist.barrier()
-            if self.rank == 0:
-                put_in_place(partial, directory)
-            dist.barrier()
-
     def load(self, directory: Path) -> None:
         """Collective. Parameters and moments load into any number of ranks, RNG states rank by rank."""
-        load_state(self._policy.model, self._optimizer, directory)
+        super().load(directory)
         load_rng(directory, self.rank, self._device)
 
-    def _current_logprobs(self, batch: PackedBatch, temperature: float) -> torch.Tensor:
-        moved = _to_device(batch, self._device) if batch.num_tokens else placeholder(self._device)
-        logprobs_T: torch.Tensor = self._policy(moved, temperature)
-        return logprobs_T
-
-    def _backward(
-        self, index: int, batch: PackedBatch, loss: TokenLoss, temperature: float
-    ) -> tuple[float, dict[str, float]]:
-        """Gradients of one micro-batch's share, times the ranks, since sharding averages over them."""
-        logprobs_T = self._current_logprobs(batch, temperature)
-        nothing = (logprobs_T * 0.0).sum()
-        share, report = loss(index, logprobs_T) if batch.num_tokens else (nothing, {})
-        if not share.requires_grad:
-            share = share + nothing
-        torch.autograd.backward(share * self.world_size)
-        return share.item(), report
-
-    def _check_same_count(self, count: int) -> None:
-        """Ranks with different numbers of micro-batches would wait for each other for ever."""
-        if self.world_size > 1:
-            extremes = torch.tensor([count, -count], device=self._device)
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-            most, least = extremes[0].item(), -extremes[1].item()
-            assert most == least, f"ranks have between {least} and {most} micro-batches"
-
-    def _on_rank_zero_first(self, partial: Path) -> None:
-        if self.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
-
-    def _write_hugging_face(self, directory: Path) -> None:
-        """All ranks gather, rank 0 writes."""
+    def _save_more(self, directory: Path) -> None:
+        """The process's generators, and a Hugging Face model: all ranks gather, rank 0 writes."""
+        save_rng(directory, self.rank, self._device)
         if self.rank == 0:
             write_tensors(self.named_tensors(), directory)
             self._write_configuration(directory)
@@ -149,6 +74,18 @@ class FsdpBackend:
         self._tokenizer.save_pretrained(directory)
 
 
-def _to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    moved = {field.name: getattr(batch, field.name).to(device) for field in dataclasses.fields(batch)}
-    return PackedBatch(**moved)
+class FsdpValueBackend(ShardedModel):
+    """A `ValueBackend` (see `learner/backends/base.py`): the policy's body at its start, a value head of its own."""
+
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, *, device: str = "cpu", seed: int = 0) -> None:
+        super().__init__(ValueModel, model, optimizer, device=device, seed=seed)
+
+    def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """[T] fp32 values for every micro-batch; [0] for an empty one."""
+        return self._run(batches)
+
+    def step(
+        self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float
+    ) -> tuple[float, float, Reports]:
+        """One update. Empty micro-batches report {}. A norm that is not finite: the weights stay."""
+        return self._update(batches, loss, learning_rate)

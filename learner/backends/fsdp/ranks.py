@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from .policy import Policy
+from .policy import PackedModel, ValueModel
 
 
 def join_ranks(device: str) -> DeviceMesh:
@@ -30,20 +30,22 @@ def _init_process_group(backend: str) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
-def shard(policy: Policy, mesh: DeviceMesh, *, half_precision: bool) -> None:
-    """Shard every decoder layer, then what remains. Gradients are reduced in fp32."""
+def shard(module: PackedModel, mesh: DeviceMesh, *, half_precision: bool) -> None:
+    """Shard every decoder layer, then what remains. Gradients are reduced in fp32; a value head is never rounded."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half_precision else None, reduce_dtype=torch.float32)
-    blocks = set(policy.model._no_split_modules or ())
-    for module in list(policy.modules()):
-        if type(module).__name__ in blocks:
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    blocks = set(module.model._no_split_modules or ())
+    for part in list(module.modules()):
+        if type(part).__name__ in blocks:
+            fully_shard(part, mesh=mesh, mp_policy=precision)
+    if isinstance(module, ValueModel):
+        fully_shard(module.head, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    fully_shard(module, mesh=mesh, mp_policy=precision)
 
 
-def sync_gradients(policy: nn.Module, now: bool) -> None:
+def sync_gradients(module: nn.Module, now: bool) -> None:
     """Whether the next backward pass reduces gradients over ranks or only accumulates them."""
-    assert isinstance(policy, FSDPModule)
-    policy.set_requires_gradient_sync(now)
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(now)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

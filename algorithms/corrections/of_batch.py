@@ -1,0 +1,68 @@
+"""What some corrections must know of the whole batch, as sums that add up over micro-batches and ranks.
+
+    sums(policy_logprobs_T, tokens, **options) of all micro-batches, added up ─ settle(sums, **options) ─► an option
+
+So a batch gives the same weights however it is cut.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from algorithms.ratios import token_log_ratio, token_ratio
+from algorithms.tokens import Tokens
+
+from .second_moment import is_outward
+
+_SMALLEST, _LARGEST, _BINS = 1e-5, 20.0, 1 << 13
+"""|log r| is told apart to 0.2%."""
+
+
+class BatchStatistic(NamedTuple):
+    """See the module."""
+
+    sums: Callable[..., torch.Tensor]
+    """[n] float64"""
+    settle: Callable[..., dict[str, float]]
+
+
+def _weight_sums(policy_logprobs_T: torch.Tensor, tokens: Tokens, *, cap: float = 2.0) -> torch.Tensor:
+    weights_T = token_ratio(policy_logprobs_T.detach(), tokens.behavior_logprobs_T, tokens.loss_mask_T).clamp(max=cap)
+    return torch.stack([(weights_T * tokens.loss_mask_T).double().sum(), tokens.loss_mask_T.double().sum()])
+
+
+def _mean_weight(sums: torch.Tensor, **_: Any) -> dict[str, float]:
+    total, count = sums.tolist()
+    return {"mean_weight": total / count if total else 1.0}
+
+
+def _second_moments(policy_logprobs_T: torch.Tensor, tokens: Tokens, **_: Any) -> torch.Tensor:
+    """How many outward tokens there are, and the sum of their (log r)^2, by bins of |log r|."""
+    log_ratio_T = token_log_ratio(policy_logprobs_T.detach(), tokens.behavior_logprobs_T, tokens.loss_mask_T)
+    outward = log_ratio_T[is_outward(log_ratio_T, tokens.loss_mask_T, tokens.advantages_T)].double().abs().cpu()
+    bins = torch.bucketize(outward, _edges()).clamp(max=_BINS - 1)
+    counts = torch.zeros(_BINS, dtype=torch.float64).index_add(0, bins, torch.ones_like(outward))
+    squares = torch.zeros(_BINS, dtype=torch.float64).index_add(0, bins, outward**2)
+    return torch.cat([counts, squares])
+
+
+def _limit(sums: torch.Tensor, *, budget: float = 0.04, **_: Any) -> dict[str, float]:
+    """The upper edge of the last bin up to which the mean square is within the budget; 0 if none is."""
+    counts, squares = sums.cpu().view(2, _BINS).cumsum(1)
+    fits = (squares <= budget * counts).nonzero().flatten()
+    return {"limit": float(_edges()[int(fits[-1])]) if fits.numel() else 0.0}
+
+
+def _edges() -> torch.Tensor:
+    """[BINS] the largest |log r| of each bin."""
+    return torch.logspace(
+        torch.tensor(_SMALLEST).log10().item(), torch.tensor(_LARGEST).log10().item(), _BINS, dtype=torch.float64
+    )
+
+
+OF_BATCH = {
+    "self_normalized_is": BatchStatistic(_weight_sums, _mean_weight),
+    "m2po": BatchStatistic(_second_moments, _limit),
+}
+"""By the name of the correction."""

@@ -1,0 +1,158 @@
+"""From rewards of tokens or turns to advantages and returns of tokens; with a critic (`gae`) or without.
+
+Only trained tokens are steps. Masked ones, such as a tool's output between two turns, are skipped as if they were
+absent: after a trained token comes the sequence's next trained token, and a reward at a masked token counts for
+nothing (`at_turn_ends` puts it where it counts). Results are 0 at masked tokens, have no gradient and the dtype of
+the rewards. There is no loop over tokens: sums over the rest of a sequence take log2(longest sequence) passes.
+N counts the trained tokens of a row.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from .segments import sequence_of_token
+
+
+def gae(
+    rewards_T: torch.Tensor,
+    values_T: torch.Tensor,
+    loss_mask_T: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t; return_t = A_t + V_t.
+
+    t + 1 is the next trained token of the sequence; V_t is the value of the state in which token t is chosen, V = 0
+    after the last. Gives (advantages_T, returns_T), the returns being what the critic is fitted to.
+
+    verl skips masked tokens in the same way, but whitens the advantages at once; here `whiten` does that.
+
+    Source: Schulman et al. 2016 (arXiv:1506.02438), equation 16. lam 0.95 as in PPO (arXiv:1707.06347) and TRL,
+    gamma 1 as in InstructGPT (arXiv:2203.02155); verl's lam is 1.
+    """
+    at_N, ahead_N = _trained(loss_mask_T, cu_seqlens)
+    rewards_N = rewards_T.detach()[at_N]
+    values_N = values_T.detach()[at_N].to(rewards_N.dtype)
+    next_values_N = torch.where(ahead_N > 0, values_N.roll(-1), torch.zeros_like(values_N))
+    deltas_N = rewards_N + gamma * next_values_N - values_N
+    advantages_N = _discounted_sums(deltas_N, ahead_N, discount=gamma * lam)
+    return _placed(advantages_N, at_N, rewards_T), _placed(advantages_N + values_N, at_N, rewards_T)
+
+
+def returns_to_go(
+    rewards_T: torch.Tensor, loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor, *, gamma: float = 1.0
+) -> torch.Tensor:
+    """R_t = sum_k gamma^k r_{t+k}, over t and the trained tokens after it in its sequence.
+
+    On `rewards.kl_shaped_tokens`, whitened over the batch, these are REINFORCE++'s token advantages. verl starts
+    anew at every masked token, so that a turn doesn't see what later turns earn; here it does.
+
+    Source: REINFORCE, Williams 1992; REINFORCE++, Hu et al. 2025 (arXiv:2501.03262), whose gamma is 1.
+    """
+    at_N, ahead_N = _trained(loss_mask_T, cu_seqlens)
+    return _placed(_discounted_sums(rewards_T.detach()[at_N], ahead_N, discount=gamma), at_N, rewards_T)
+
+
+def whitening_sums(values_T: torch.Tensor, mask_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(sum of x, sum of x^2, count) over the places with mask 1: three float64 scalars, for `whiten`.
+
+    Those of micro-batches and ranks add up to those of the batch. Float64, because the variance is made of
+    their difference.
+    """
+    values_N = values_T.detach()[mask_T > 0].double()
+    return values_N.sum(), (values_N**2).sum(), torch.tensor(values_N.numel(), device=values_N.device).double()
+
+
+def whiten(
+    values_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    total: torch.Tensor,
+    square_total: torch.Tensor,
+    count: torch.Tensor,
+    *,
+    epsilon: float = 1e-8,
+) -> torch.Tensor:
+    """(x_t - mean) / sqrt(variance + epsilon), mean and variance those of the whole batch; 0 where the mask is 0.
+
+    `total`, `square_total`, `count` are the batch's `whitening_sums`. The variance is the unbiased one (divides by
+    count - 1), 0 for a single value.
+
+    Source: common practice; variance and epsilon as in verl's masked_whiten. Some systems divide by count.
+    """
+    mean = total / count.clamp(min=1)
+    variance = ((square_total - count * mean**2) / (count - 1).clamp(min=1)).clamp(min=0)
+    whitened_T = (values_T.detach().double() - mean) * (variance + epsilon).rsqrt()
+    return torch.where(mask_T > 0, whitened_T, torch.zeros_like(whitened_T)).to(values_T.dtype)
+
+
+def turn_of_token(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[T] int64: the number of the token's turn within its sequence, from 0; -1 where the mask is 0.
+
+    A turn is an unbroken run of trained tokens, so two turns with nothing masked between them are one.
+    """
+    is_trained_T, sequence_T = loss_mask_T > 0, sequence_of_token(cu_seqlens)
+    is_start_T = is_trained_T.clone()
+    is_start_T[1:] &= ~(is_trained_T[:-1] & (sequence_T[1:] == sequence_T[:-1]))
+    started_T = is_start_T.cumsum(0)
+    before_S = torch.nn.functional.pad(started_T, (1, 0))[cu_seqlens[:-1].long()]
+    return torch.where(is_trained_T, started_T - 1 - before_S[sequence_T], -1)
+
+
+def at_turn_ends(
+    turn_rewards_S: Sequence[torch.Tensor], loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    """rewards_T: the k-th reward of a sequence at the last token of its k-th turn (`turn_of_token`), 0 elsewhere.
+
+    `turn_rewards_S` has for each sequence a tensor with one reward for each of its turns. Raises ValueError where
+    the counts differ.
+    """
+    turn_T, sequence_T = turn_of_token(loss_mask_T, cu_seqlens), sequence_of_token(cu_seqlens)
+    is_end_T = turn_T >= 0
+    is_end_T[:-1] &= (turn_T[1:] != turn_T[:-1]) | (sequence_T[1:] != sequence_T[:-1])
+    turns_S = sequence_T[is_end_T].bincount(minlength=cu_seqlens.numel() - 1).tolist()
+    counts_S = [rewards.numel() for rewards in turn_rewards_S]
+    if counts_S != turns_S:
+        raise ValueError(
+            f"rewards for {counts_S} turns, but the sequences have {turns_S} runs of trained tokens; give one reward"
+            " for each run."
+        )
+    if not counts_S:
+        return torch.zeros(0, device=loss_mask_T.device)
+    rewards = torch.cat([rewards.detach().reshape(-1) for rewards in turn_rewards_S])
+    return _placed(rewards, is_end_T.nonzero().squeeze(1), rewards.new_zeros(loss_mask_T.numel()))
+
+
+def trained_ahead(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[T] int64: how many trained tokens come after this one in its sequence; 0 at the last trained one."""
+    passed_T = (loss_mask_T > 0).cumsum(0)
+    ends_S = torch.nn.functional.pad(passed_T, (1, 0))[cu_seqlens[1:].long()]
+    return ends_S[sequence_of_token(cu_seqlens)] - passed_T
+
+
+def _trained(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the trained tokens are in the row, and how many come after each in its sequence; both [N]."""
+    at_N = (loss_mask_T > 0).nonzero().squeeze(1)
+    return at_N, trained_ahead(loss_mask_T, cu_seqlens)[at_N]
+
+
+def _discounted_sums(values_N: torch.Tensor, ahead_N: torch.Tensor, *, discount: float) -> torch.Tensor:
+    """[N] sum_k discount^k values_{n+k} to the end of n's sequence.
+
+    After each pass the sums reach twice as far: what n has summed, and, discounted, what the first place beyond
+    has summed.
+    """
+    longest = int(ahead_N.max()) if ahead_N.numel() else 0
+    reach = 1
+    while reach <= longest:
+        beyond_N = torch.where(ahead_N >= reach, values_N.roll(-reach), torch.zeros_like(values_N))
+        values_N = values_N + discount**reach * beyond_N
+        reach *= 2
+    return values_N
+
+
+def _placed(values_N: torch.Tensor, at_N: torch.Tensor, like_T: torch.Tensor) -> torch.Tensor:
+    """[T] the values at their places, 0 elsewhere."""
+    return torch.zeros_like(like_T).index_copy(0, at_N, values_N)

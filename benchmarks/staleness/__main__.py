@@ -1,0 +1,78 @@
+"""python -m benchmarks.staleness [--seeds N] [--lags 0,1,4,8,16] [--only NAME ...] [--processes P] [--out DIR]
+
+Runs are appended to OUT/runs.jsonl as they end, and those that are there already are not repeated: a study that was
+stopped goes on, and one with more seeds, lags or names adds to it. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from .compositions import COMPOSITIONS
+from .report import draw, summarize, write_table
+from .study import Study
+from .trial import QUICK, Settings
+
+LAGS = (0, 1, 4, 8, 16)
+
+
+def main() -> int:
+    """The exit code: 1 if a run failed."""
+    options = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C does: what is running ends, nothing more begins
+    settings = QUICK if options.quick else Settings(steps=options.steps, learning_rate=options.learning_rate)
+    out = options.out or (None if options.quick else Path("runs/staleness"))
+    with nullcontext(str(out)) if out else tempfile.TemporaryDirectory(prefix="headway-staleness-") as directory:
+        study = Study(Path(directory), settings, options.only, options.lags, range(options.seeds))
+        failed = study.run(options.processes)
+        outcomes = study.outcomes()
+        summary = summarize(outcomes)
+        if outcomes:
+            write_table(summary, settings, study.directory / "table.md")
+            draw(outcomes, summary, study.directory / "staleness.png")
+            print((study.directory / "table.md").read_text(), file=sys.stderr)
+        print(json.dumps({"directory": directory, "runs": len(outcomes), "failed": failed, "compositions": summary}))
+    return 1 if failed else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.staleness",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="so many, from 0")
+    parser.add_argument("--lags", type=_numbers, metavar="L,L...", help=f"default: {','.join(map(str, LAGS))}")
+    parser.add_argument("--only", nargs="+", action="extend", metavar="NAME", help=", ".join(COMPOSITIONS))
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
+    parser.add_argument("--out", type=Path, help="default: runs/staleness")
+    parser.add_argument("--quick", action="store_true", help="does it run? The figures mean nothing")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.only or ()) - COMPOSITIONS.keys()):
+        parser.error(f"no composition {', '.join(unknown)}; there are {', '.join(COMPOSITIONS)}")
+    if options.quick:
+        options.seeds = 1
+        options.only = options.only or ["grpo/none", "grpo/tis"]
+        options.lags = options.lags or (0, 2)
+    options.only = options.only or list(COMPOSITIONS)
+    options.lags = options.lags or LAGS
+    return options
+
+
+def _numbers(text: str) -> Sequence[int]:
+    numbers = tuple(sorted({int(number) for number in text.split(",")}))
+    if numbers[0] < 0:
+        raise argparse.ArgumentTypeError("a lag is 0 or more")
+    return numbers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What is compared: names -> the keys of `algorithm` as a recipe would write them. Options left out are the published.
+
+A name is `family/correction`. Every correction is put on GRPO and on GSPO; published objectives of another kind stand
+beside GRPO's. One update a batch: the proximal policy is the current one, so a clip that is anchored to it never binds.
+"""
+
+from typing import Any
+
+from algorithms.presets import PRESETS
+
+Keys = dict[str, Any]
+
+ON_POLICY = "none"
+"""No correction: at lag 0 what all others of a family are compared with."""
+
+FAMILIES: dict[str, Keys] = {
+    "grpo": {
+        "advantage": {"kind": "group_mean_std"},
+        "objective": {"kind": "ppo_clip", "anchor": "proximal"},
+        "aggregation": {"kind": "token_mean"},
+    },
+    "gspo": {
+        "advantage": {"kind": "group_mean_std"},
+        "objective": {"kind": "gspo", "anchor": "proximal"},
+        "aggregation": {"kind": "sequence_mean"},
+    },
+}
+"""Anchored to the proximal policy, so that nothing but a correction knows of lag."""
+
+K3 = {"kind": "kl_rejection", "options": {"kind": "k3"}}
+TIS = {"kind": "truncated_is"}
+
+CORRECTIONS: dict[str, Keys] = {
+    ON_POLICY: {},
+    "tis": {"corrections": [TIS]},
+    "decoupled": {"corrections": [{"kind": "decoupled"}]},
+    "sequence_tis": {"corrections": [{"kind": "sequence_truncated_is"}]},
+    "geometric_tis": {"corrections": [{"kind": "geometric_truncated_is"}]},
+    "self_normalized": {"corrections": [{"kind": "self_normalized_is"}]},
+    "icepop": {"corrections": [{"kind": "icepop"}]},
+    "geometric_sequence_mask": {"corrections": [TIS, {"kind": "geometric_sequence_mask"}]},
+    "k3_rejection": {"corrections": [TIS, K3]},
+    "veto": {"corrections": [TIS, {"kind": "veto"}]},
+    "m2po": {"corrections": [{"kind": "decoupled"}, {"kind": "m2po"}]},
+    "log_linear": {"corrections": [{"kind": "decoupled"}], "proximal": "log_linear"},
+    "linear": {"corrections": [{"kind": "decoupled"}], "proximal": "linear"},
+    # At a lag that never changes a factor of the whole loss, which Adam takes out again.
+    "age_weight": {"corrections": [{"kind": "age_weight"}]},
+}
+"""Keys that go over a family's. Masks come with the weight that they are published with."""
+
+OBJECTIVES: dict[str, Keys] = {
+    "grpo/behavior_clip": {"objective": {"kind": "ppo_clip", "anchor": "behavior"}},
+    "gspo/behavior_clip": {"objective": {"kind": "gspo", "anchor": "behavior"}},
+    "gspo/behavior_clip_wide": {
+        "objective": {"kind": "gspo", "anchor": "behavior", "options": {"clip_low": 0.1, "clip_high": 0.1}},
+    },
+    "grpo/opsm": {"objective": {"kind": "ppo_clip", "anchor": "behavior"}, "corrections": [{"kind": "opsm"}]},
+    "gspo/opsm": {"objective": {"kind": "gspo", "anchor": "behavior"}, "corrections": [{"kind": "opsm"}]},
+    "grpo/policy_gradient_tis": {"objective": {"kind": "policy_gradient", "anchor": "behavior"}, "corrections": [TIS]},
+    **{f"grpo/{name}": PRESETS[name].algorithm for name in ("cispo", "topr", "dppo", "sapo", "aspo")},
+}
+"""Keys that go over those of the family that the name begins with."""
+
+COMPOSITIONS: dict[str, Keys] = {
+    f"{family}/{name}": keys | correction
+    for family, keys in FAMILIES.items()
+    for name, correction in CORRECTIONS.items()
+} | {name: FAMILIES[name.partition("/")[0]] | keys for name, keys in OBJECTIVES.items()}

@@ -1,0 +1,133 @@
+"""What both backends are made of: a module in shards with its optimizer, updated over packed micro-batches."""
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from broker.errors import ConfigError
+from learner.backends.base import TokenLoss
+from learner.batch import PackedBatch
+from learner.checkpoint import partial_path, put_in_place, sync_tree, writing
+from learner.config import ModelConfig, OptimizerConfig
+from learner.model import load_model
+
+from .policy import PackedModel, placeholder
+from .ranks import clip_gradients, join_ranks, shard, sum_over_ranks, sync_gradients
+from .training_state import load_state, save_state
+
+Reports = list[dict[str, float]]
+
+
+class ShardedModel:
+    """All calls are collective. Every rank must pass the same number of micro-batches."""
+
+    def __init__(
+        self, kind: type[PackedModel], model: ModelConfig, optimizer: OptimizerConfig, *, device: str, seed: int
+    ) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("learner.device is cuda, but torch finds no CUDA device; set learner.device=cpu.")
+        mesh = join_ranks(device)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
+        self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+        is_half = self._dtype is not torch.float32
+        self._module = kind(load_model(model, seed), on_cpu=device == "cpu", half_precision=is_half)
+        shard(self._module, mesh, half_precision=is_half)
+        self._parameters = [p for p in self._module.parameters() if p.requires_grad]
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=0.0,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.epsilon,
+            weight_decay=optimizer.weight_decay,
+            foreach=True,
+        )
+
+    def save(self, directory: Path) -> None:
+        """`directory` appears with everything in it, or not at all."""
+        partial = partial_path(directory)
+        with writing(directory, partial):
+            self._on_rank_zero_first(partial)
+            save_state(self._module.state, self._optimizer, partial)
+            self._save_more(partial)
+            sync_tree(partial)
+            dist.barrier()
+            if self.rank == 0:
+                put_in_place(partial, directory)
+            dist.barrier()
+
+    def load(self, directory: Path) -> None:
+        """Parameters and moments load into any number of ranks."""
+        load_state(self._module.state, self._optimizer, directory)
+
+    def _save_more(self, directory: Path) -> None:
+        """What else belongs into a checkpoint; none for a critic."""
+
+    @torch.no_grad()
+    def _run(self, batches: Sequence[PackedBatch], *options: float) -> list[torch.Tensor]:
+        """[T] of every micro-batch without gradient, where the batch lies; [0] of an empty one.
+
+        `options`: what the module's forward pass takes besides the batch.
+        """
+        return [self._forward(batch, *options)[: batch.num_tokens] for batch in batches]
+
+    def _update(
+        self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float, *options: float
+    ) -> tuple[float, float, Reports]:
+        """One update. Empty micro-batches report {}. A norm that is not finite: the weights stay."""
+        self._check_same_count(len(batches))
+        self._optimizer.zero_grad(set_to_none=True)
+        total, reports = 0.0, Reports()
+        for index, batch in enumerate(batches):
+            sync_gradients(self._module, index == len(batches) - 1)
+            share, report = self._backward(index, batch, loss, *options)
+            total += share
+            reports.append(report)
+        grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self._device)
+        if math.isfinite(grad_norm):
+            self._optimizer.param_groups[0]["lr"] = learning_rate
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return sum_over_ranks(total, self._device), grad_norm, reports
+
+    def _forward(self, batch: PackedBatch, *options: float) -> torch.Tensor:
+        moved = _to_device(batch, self._device) if batch.num_tokens else placeholder(self._device)
+        outputs_T: torch.Tensor = self._module(moved, *options)
+        return outputs_T.to(batch.token_ids_T.device)
+
+    def _backward(
+        self, index: int, batch: PackedBatch, loss: TokenLoss, *options: float
+    ) -> tuple[float, dict[str, float]]:
+        """Gradients of one micro-batch's share, times the ranks, since sharding averages over them."""
+        outputs_T = self._forward(batch, *options)
+        nothing = (outputs_T * 0.0).sum()
+        share, report = loss(index, outputs_T) if batch.num_tokens else (nothing, {})
+        if not share.requires_grad:
+            share = share + nothing
+        torch.autograd.backward(share * self.world_size)
+        return share.item(), report
+
+    def _check_same_count(self, count: int) -> None:
+        """Ranks with different numbers of micro-batches would wait for each other for ever."""
+        if self.world_size > 1:
+            extremes = torch.tensor([count, -count], device=self._device)
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+            most, least = extremes[0].item(), -extremes[1].item()
+            assert most == least, f"ranks have between {least} and {most} micro-batches"
+
+    def _on_rank_zero_first(self, partial: Path) -> None:
+        if self.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+
+
+def _to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    moved = {field.name: getattr(batch, field.name).to(device) for field in dataclasses.fields(batch)}
+    return PackedBatch(**moved)
