@@ -35,8 +35,8 @@ dead                  stream  undecodable blobs: tid, reason, first bytes       
 
 Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by: a digest of the token); the rules
 (`schema.RunRules`); the counters admitted, dropped, uninformative (of these), trained, requeued, expired_leases,
-fenced, rejected, payload_bytes, generated_tokens, wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples; feed_closed,
-watermark, committed_step, newest_step (highest that sampled anything), is_rewound, state, started.
+fenced, rejected, payload_bytes, generated_tokens, wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples;
+feed_closed, watermark, committed_step, newest_step (highest that sampled anything), is_rewound, state, started.
 
 Fields of `group:G`: size, length (of the prompt, up to a power of two), round, state (pool, open, ready, pinned; lost:
 without its prompt), index (admission number), floor (lowest weight step in this round), newest (highest), bytes, done,
