@@ -57,6 +57,17 @@ OBJECTIVES: dict[str, Keys] = {
     },
     "grpo/opsm": {"objective": {"kind": "ppo_clip", "anchor": "behavior"}, "corrections": [{"kind": "opsm"}]},
     "gspo/opsm": {"objective": {"kind": "gspo", "anchor": "behavior"}, "corrections": [{"kind": "opsm"}]},
+    # The published bounds are for an engine that rounds otherwise, or a lag of one or two.
+    "grpo/geometric_sequence_mask_wide": {
+        "corrections": [TIS, {"kind": "geometric_sequence_mask", "options": {"low": 0.9, "high": 1.1}}],
+    },
+    "grpo/k3_rejection_wide": {
+        "corrections": [TIS, {"kind": "kl_rejection", "options": {"kind": "k3", "threshold": 0.1}}],
+    },
+    "grpo/opsm_wide": {
+        "objective": {"kind": "ppo_clip", "anchor": "behavior"},
+        "corrections": [{"kind": "opsm", "options": {"delta": 0.1}}],
+    },
     "grpo/policy_gradient_tis": {"objective": {"kind": "policy_gradient", "anchor": "behavior"}, "corrections": [TIS]},
     **{f"grpo/{name}": PRESETS[name].algorithm for name in ("cispo", "topr", "dppo", "sapo", "aspo")},
 }
