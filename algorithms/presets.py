@@ -112,6 +112,11 @@ PRESETS: dict[str, Preset] = {
         'TIS, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"',
         _of("group_mean_std", "ppo_clip", anchor="proximal", corrections=("truncated_is",)),
     ),
+    "sequence_tis": Preset(
+        "Truncated importance weights of whole sequences (the product), as in verl, SkyRL and TRL",
+        _of("group_mean_std", "ppo_clip", anchor="proximal", corrections=("sequence_truncated_is",)),
+        "The better the shorter the responses: the spread of the product grows with length.",
+    ),
     "icepop": Preset(
         "IcePop, Ling team 2025 (Ring-1T, arXiv:2510.18855)",
         _of("group_mean_std", "ppo_clip", anchor="proximal", corrections=("icepop",)),

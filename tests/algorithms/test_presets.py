@@ -11,13 +11,14 @@ from learner.config import AlgorithmConfig
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_a_composition_that_fits_together(name: str) -> None:
-    config = msgspec.convert({"preset": name, **PRESETS[name]}, AlgorithmConfig)
+    config = msgspec.convert({"preset": name, **PRESETS[name].algorithm}, AlgorithmConfig)
     check_algorithm(config)
-    assert needs_proximal(config) == (name in {"decoupled_ppo", "tis"})
+    assert needs_proximal(config) == (config.objective.anchor == "proximal" and config.proximal == "recompute")
+    assert PRESETS[name].source
 
 
 def test_the_defaults_are_those_of_grpo() -> None:
-    assert msgspec.convert(PRESETS["grpo"], AlgorithmConfig) == AlgorithmConfig()
+    assert msgspec.convert(PRESETS["grpo"].algorithm, AlgorithmConfig) == AlgorithmConfig()
 
 
 def test_presets_are_read_without_torch() -> None:

@@ -112,7 +112,7 @@ def start_learner(terminals: Terminals, url: str, *arguments: str) -> Terminal:
         learner={"steps": STEPS, "groups_per_step": GROUPS, "group_size": SAMPLES},
         checkpoint={"every_steps": CHECKPOINT_EVERY},
         staleness={"max_lag": MAX_LAG},
-        algorithm={"advantage": "noise:advantages"},
+        algorithm={"advantage": {"kind": "noise:advantages"}},
         evaluation={"prompts": 4},
     )
     return terminals.open("learner", "learner", recipe, "--broker", url, "--run", RUN, *arguments)

@@ -1,0 +1,151 @@
+"""python -m benchmarks.staleness.pipeline: the same comparison through the real asynchronous pipeline.
+
+`headway run` with several workers, so that lag is what the queues make of it: random, mixed within a batch and within a
+response, and bounded by staleness.max_lag. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from broker.schema import StepMetrics
+from deploy.config import dump_recipe, load_recipe
+from deploy.recipe import Recipe
+from learner.config import AlgorithmConfig
+
+from .compositions import COMPOSITIONS
+
+NAMES = ("grpo/none", "grpo/sequence_tis", "grpo/dppo", "grpo/behavior_clip")
+LEARNING_RATE = 5e-4
+
+
+def main() -> int:
+    """The exit code: 1 if a run failed."""
+    options = _parse()
+    out = options.out.resolve()
+    trials = [
+        _recipe(name, lag, seed, out, options)
+        for seed in range(options.seeds)
+        for lag in options.lags
+        for name in options.only
+    ]
+    with ThreadPoolExecutor(options.parallel) as pool:
+        first = {recipe.run.seed: recipe for recipe in trials if not (_start(recipe, out) / "done").exists()}
+        list(pool.map(lambda recipe: _warm_up(recipe, out), first.values()))
+        failed = sum(pool.map(lambda recipe: _run(recipe, out), trials))
+    print(json.dumps({"directory": str(out), "failed": failed, "compositions": _summary(trials)}))
+    return int(failed > 0)
+
+
+def _recipe(name: str, lag: int, seed: int, out: Path, options: argparse.Namespace) -> Recipe:
+    overrides = [
+        f"run.name={name.replace('/', '-')}-lag{lag}-seed{seed}",
+        f"run.directory={out}",
+        f"run.seed={seed}",
+        f"staleness.max_lag={lag}",
+        f"workers.count={options.workers}",
+        f"learner.steps={options.steps}",
+        f"optimizer.learning_rate={LEARNING_RATE}",
+    ]
+    algorithm = msgspec.convert(COMPOSITIONS[name], AlgorithmConfig)
+    return msgspec.structs.replace(load_recipe("arithmetic.yaml", overrides), algorithm=algorithm)
+
+
+def _start(recipe: Recipe, out: Path) -> Path:
+    return out / "starts" / str(recipe.run.seed)
+
+
+def _warm_up(recipe: Recipe, out: Path) -> None:
+    """Once for each seed; all of its runs begin with the same weights."""
+    start = _start(recipe, out)
+    _headway("sft", _written(recipe, start), start / "log")
+    shutil.copytree(recipe.run_directory / "sft", start / "sft")
+    shutil.rmtree(recipe.run_directory)
+    (start / "done").touch()
+
+
+def _run(recipe: Recipe, out: Path) -> bool:
+    """Whether it failed; one that is there already is not repeated."""
+    directory = recipe.run_directory
+    if (directory / "summary.json").exists():
+        return False
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(_start(recipe, out) / "sft", directory / "sft")
+    failed = _headway("run", _written(recipe, out / "recipes"), out / "logs" / f"{recipe.run.name}.log")
+    print(f"{recipe.run.name}: {'failed' if failed else _figures(recipe)}", file=sys.stderr, flush=True)
+    return failed
+
+
+def _written(recipe: Recipe, directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{recipe.run.name}.yaml"
+    path.write_text(dump_recipe(recipe))
+    return path
+
+
+def _headway(command: str, recipe: Path, log: Path) -> bool:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        arguments = [sys.executable, "-m", "deploy", command, str(recipe)]
+        return (
+            subprocess.run(arguments, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+            != 0
+        )
+
+
+def _figures(recipe: Recipe) -> dict[str, Any]:
+    summary = json.loads((recipe.run_directory / "summary.json").read_bytes())
+    lines = (recipe.run_directory / "metrics.jsonl").read_bytes().splitlines()
+    steps = [msgspec.json.decode(line, type=StepMetrics) for line in lines]
+    return {
+        "final": summary["eval_after"],
+        "lag_mean": round(statistics.fmean(step.lag_mean for step in steps), 2),
+        "lag_max": summary["max_lag_seen"],
+    }
+
+
+def _summary(trials: Sequence[Recipe]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for recipe in trials:
+        if (recipe.run_directory / "summary.json").exists():
+            name = recipe.run.name.partition("-lag")[0].replace("-", "/", 1)
+            found.setdefault(name, {}).setdefault(recipe.staleness.max_lag, []).append(_figures(recipe))
+    return {
+        name: {
+            str(lag): {
+                "mean": round(statistics.fmean(run["final"] for run in runs), 4),
+                "std": round(statistics.stdev(run["final"] for run in runs), 4) if len(runs) > 1 else None,
+                "seeds": len(runs),
+                "lag_mean": round(statistics.fmean(run["lag_mean"] for run in runs), 2),
+                "lag_max": max(run["lag_max"] for run in runs),
+            }
+            for lag, runs in lags.items()
+        }
+        for name, lags in found.items()
+    }
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.staleness.pipeline", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="so many, from 0")
+    parser.add_argument("--lags", type=lambda text: [int(lag) for lag in text.split(",")], default=[0, 8, 16])
+    parser.add_argument("--only", nargs="+", choices=list(COMPOSITIONS), default=list(NAMES), metavar="NAME")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--workers", type=int, default=4, help="of each run")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", type=Path, default=Path("runs/staleness-pipeline"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
