@@ -23,6 +23,7 @@ from weightsync.publisher import Publisher
 
 from .drift import DriftWatch
 from .experience_log import ExperienceLog
+from .feed import PromptFeed
 from .logged_batch import tids_of
 from .prompts.cursor import PromptCursor
 
@@ -80,7 +81,6 @@ class Experience:
         self._cursor = cursor
         self._log = experience_log
         self._groups_per_step = groups_per_step
-        self._max_lag = max_lag
         self._should_stop = should_stop
         self._replacement_rounds = replacement_rounds
         self._replaced = (-1, 0)
@@ -90,8 +90,7 @@ class Experience:
         self._announced: WeightVersion | None = None
         self._is_down = False
         self._until = math.inf
-        self._is_feed_closed = False
-        self._fed_again_to = ""
+        self._feed = PromptFeed(blocking, claim.owner, cursor, (max_lag + 2) * groups_per_step)
         self._is_replay_lost = False
         self._drift = DriftWatch()
         self._replayed_to = 0
@@ -115,13 +114,13 @@ class Experience:
             self._until = math.inf
 
     def _take(self, step: int) -> list[Group] | None:
-        self._feed()
+        self._insist(self._feed.keep_ahead)
         while (groups := self._logged(step)) is None and (groups := self._pinned(step)) is None:
             if self._should_stop():
                 raise Interrupted
             self._ask_for_help(step)
             time.sleep(POLL_S)
-            self._feed()
+            self._insist(self._feed.keep_ahead)
         self._taken[step] = tids_of(groups)
         return groups or None
 
@@ -260,33 +259,11 @@ class Experience:
         self._taken |= {step: self._log.tids(step) for step in steps}
         self._tell_again()
 
-    def _feed(self) -> None:
-        """Keep the pool ahead of admission, which runs max_lag + 1 steps ahead of training."""
-        wanted = (self._max_lag + 2) * self._groups_per_step
-        ahead, has_lost = self._insist(self._blocking.broker.prompts.waiting)
-        self._feed_lost(has_lost)
-        if not self._cursor.is_exhausted and ahead < wanted // 2:
-            prompts = self._cursor.next(wanted - ahead)
-            self._insist(lambda: self._blocking.broker.prompts.feed(prompts, self.owner))
-        if self._cursor.is_exhausted and not self._is_feed_closed:
-            self._insist(lambda: self._blocking.broker.prompts.close_feed(self.owner))
-            self._is_feed_closed = True
-
-    def _feed_lost(self, has_lost: bool) -> None:
-        """Where the server has lost prompts, feed again what was fed; a resumed learner has yet to come to some."""
-        if not has_lost:
-            self._fed_again_to = ""
-        elif self._fed_again_to != self._cursor.position:
-            prompts = self._cursor.fed_before()
-            self._insist(lambda: self._blocking.broker.prompts.feed(prompts, self.owner))
-            self._fed_again_to = self._cursor.position
-
     def _reassert(self) -> None:
         log.warning("The broker's server was restarted; telling it what has been announced, taken and trained.")
         self._tell_again()
         self._is_replay_lost = self._announced is None  # a server that forgot what is replayed cannot deliver it
-        self._cursor.feed_again()
-        self._is_feed_closed = False
+        self._feed.begin_again()
 
     def _tell_again(self) -> None:
         self._insist(

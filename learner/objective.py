@@ -15,6 +15,7 @@ import torch
 from algorithms import aggregation
 from algorithms.kl import ESTIMATORS
 from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, summarize, survival
+from algorithms.supervised import sft
 
 from .backends.base import TokenLoss
 from .batch import PackedBatch
@@ -161,7 +162,7 @@ def supervised_loss(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = 
 
     def loss(index: int, current_logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         mask_T = batches[index].loss_mask_T
-        losses_T = torch.where(mask_T > 0, -current_logprobs_T, torch.zeros_like(current_logprobs_T))
+        losses_T = sft(current_logprobs_T, mask_T)
         return losses_T.sum() / max(tokens, 1.0), _numbers(masked_mean("cross_entropy", losses_T, mask_T))
 
     return loss

@@ -13,6 +13,7 @@ import torch
 
 from broker import BlockingBroker
 from broker.batches import CheckpointMark
+from broker.errors import BrokerUnavailableError
 from broker.leases import SubmitOutcome
 from broker.schema import Group, Probe, RunRules, Tallies, WeightVersion
 from broker.server import EmbeddedServer
@@ -292,3 +293,28 @@ def test_a_drift_is_said_once_and_again_when_it_has_grown(caplog: pytest.LogCapt
     few = Tallies(dispatched_by_prompt_length={512: 1000}, trained_by_prompt_length={16: 255})
     DriftWatch().look(msgspec.structs.replace(status, tallies=few))
     assert caplog.text.count("differ in length") == 2
+
+
+def test_prompts_that_an_outage_swallowed_are_fed_once_it_is_over(server: EmbeddedServer, tmp_path: Path) -> None:
+    with experience(server.url, CheckpointMark(0, 0), after(1)) as (learner, blocking):
+        publish(learner, 0)
+        feed = learner._feed
+        feed._prompts, real = Unreachable(feed._prompts), feed._prompts  # type: ignore[assignment]
+        with pytest.raises(BrokerUnavailableError):
+            blocking.call(feed.keep_ahead())
+        feed._prompts = real
+        blocking.call(feed.keep_ahead())
+        wanted = (MAX_LAG + 2) * GROUPS_PER_STEP
+        first = blocking.call(blocking.broker._connection.execute("ZRANGE", blocking_key(blocking, "pool"), 0, 0))
+        assert blocking.call(blocking.broker.prompts.waiting())[0] == wanted
+        assert first == [b"0000-00000000"]
+
+
+class Unreachable:
+    """A feed whose server goes away between two of its calls."""
+
+    def __init__(self, prompts: object) -> None:
+        self.waiting = prompts.waiting  # type: ignore[attr-defined]
+
+    async def feed(self, *_: object) -> int:
+        raise BrokerUnavailableError("gone")

@@ -26,6 +26,10 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
         "objective": {"kind": "policy_gradient"},
         "corrections": [{"kind": "sequence_truncated_is", "options": {"cap": 1.5}}],
     },
+    "self_normalized": {
+        "objective": {"kind": "ppo_clip", "anchor": "proximal"},
+        "corrections": [{"kind": "self_normalized_is"}, {"kind": "age_weight"}, {"kind": "veto"}],
+    },
     "own": {
         "objective": {"kind": f"{__name__}:own_objective", "options": {"scale": 2.0}},
         "corrections": [{"kind": f"{__name__}:own_mask"}],
