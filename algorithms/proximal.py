@@ -1,8 +1,8 @@
 """The proximal policy's logprobs guessed from its two neighbours, without a forward pass.
 
-pi_prox is the policy of one version before the current one, so a token of lag d lies d versions from pi and d - 1
-from pi_prox: of the way from pi back to mu, pi_prox has gone alpha(d) = 1 / d. At lag 0 alpha is 1: mu has the same
-weights as the policy before the update, so it is the anchor itself. All have one signature:
+mu is `lag` versions older than the weights before the step. As published, alpha(lag) = 1 / lag of the way from pi back
+to mu is taken for pi_prox, and all of it at lag 0 and 1; counted from pi, one version further on, it would be
+1 / (1 + lag). All have one signature:
 
     f(current_logprobs_T, tokens) -> proximal_logprobs_T
 

@@ -62,10 +62,7 @@ class Submissions:
         """Raises FrameError where its parts contradict each other."""
         metadata = (len(trajectory.response_tokens), *steps(trajectory.spans))
         submission = Submission(lease, encode_trajectory(trajectory), metadata, time.monotonic())
-        outcome = await self._shared.send(submission)
-        if outcome is not SubmitOutcome.FENCED:
-            self._unconfirmed.keep(submission)
-        return outcome
+        return await self._shared.send(submission)
 
     async def confirm(self) -> int:
         """Forgets submissions that are durable now. After the server restarted, or a replica took over, submits
@@ -119,6 +116,7 @@ class Submissions:
             outcomes[submission.lease.token] = outcome = SubmitOutcome(reply.decode())
             if outcome is not SubmitOutcome.FENCED:
                 kept.append(name)
+                self._unconfirmed.keep(submission)  # here, as its caller may be gone
         await self._blobs.keep(kept)
         return gone
 

@@ -39,7 +39,9 @@ class Unconfirmed:
         return len(self._kept)
 
     def keep(self, submission: Submission) -> None:
-        """Accepted by the server."""
+        """Accepted by the server. Repeating is harmless."""
+        if submission.lease.token in self._kept:
+            return
         self._kept[submission.lease.token] = submission
         self._bytes += len(submission.payload)
         while self._bytes > KEPT_BYTES:

@@ -16,7 +16,7 @@ from broker.batches import CheckpointMark, Claim, Contains
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, WeightVersion
 from learner.backends.base import Backend
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.composition import needs_critic
+from learner.composition import needs_critic, needs_reference
 from learner.experience import Experience
 from learner.experience_log import ExperienceLog
 from learner.loop import Learner, LoopConfig
@@ -251,7 +251,7 @@ def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
         backend,
         ranks,
         objective,
-        recipe_backend(recipe) if objective.needs_reference else None,
+        recipe_backend(recipe) if needs_reference(recipe.algorithm) else None,
         recipe_critic(recipe, ranks) if needs_critic(recipe.algorithm) else None,
         algorithm=recipe.algorithm,
         learner=recipe.learner,

@@ -37,6 +37,9 @@ GAE = "gae"
 GIVEN = {"tokens", "sequences", "mean_weight", "limit"}
 """Keyword arguments that the learner gives, not the recipe."""
 
+POSITIVE = {"cap", "threshold", "budget", "length", "high", "tau_positive", "tau_negative"}
+"""Options that make no sense at 0."""
+
 SumOverRanks = Callable[[Sequence[float]], Sequence[float]]
 
 
@@ -94,10 +97,11 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     open_corrections(config)
     open_aggregation(config)
     _check_corrections(config)
-    if config.proximal != "recompute" and config.objective.anchor != "proximal":
+    is_unused = config.objective.kind in IGNORES_ANCHOR and not config.corrections
+    if config.proximal != "recompute" and (config.objective.anchor != "proximal" or is_unused):
         raise ConfigError(
             f"algorithm.proximal={config.proximal} stands in for the learner's weights before the step, which nothing "
-            "here uses; set algorithm.objective.anchor=proximal."
+            "here uses; set algorithm.objective.anchor=proximal, with an objective or a correction that looks at it."
         )
     if config.proximal != "recompute" and needs_batch(config):
         raise ConfigError(
@@ -110,6 +114,15 @@ def check_algorithm(config: AlgorithmConfig) -> None:
         raise ConfigError(
             "algorithm.dynamic_sampling drops groups that teach nothing by comparison, but a critic "
             "(advantage.kind=gae) learns from each of them; set it to 0."
+        )
+    if config.dynamic_sampling and config.advantage.kind == "global_mean_std":
+        raise ConfigError(
+            "algorithm.dynamic_sampling drops groups whose samples all got the same reward, but "
+            "advantage.kind=global_mean_std compares them with the whole batch and learns from them; set it to 0."
+        )
+    if config.kl.kind == "k1" and config.kl.place == "loss" and needs_reference(config):
+        raise ConfigError(
+            "algorithm.kl: the expected gradient of k1 in the loss is 0; take k2 or k3, or kl.place=reward."
         )
     if config.kl.ema_decay < 1 and not needs_reference(config):
         raise ConfigError(
@@ -211,3 +224,9 @@ def _check_option(kind: str, name: str, value: Any, possible: Mapping[str, inspe
         msgspec.convert(value, possible[name].annotation)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}.{name} of {kind}: {error}") from error
+    if isinstance(value, int | float) and value < 0:
+        raise ConfigError(f"{where}.{name} of {kind} is {value}; it is 0 or more.")
+    if name in POSITIVE and not value > 0:
+        raise ConfigError(f"{where}.{name} of {kind} is {value}; it must be above 0.")
+    if name == "dual_clip" and 0 < value <= 1:
+        raise ConfigError(f"{where}.dual_clip of {kind} is {value}; it must be above 1, as the ratio is where it acts.")

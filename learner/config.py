@@ -113,7 +113,9 @@ class RewardShapingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         int,
         Meta(ge=0, description="DAPO's soft penalty over the last so many tokens of sampling.max_new_tokens; 0: off"),
     ] = 0
-    length_normalized: Annotated[bool, Meta(description="divide a reward by its response's trained tokens")] = False
+    length_normalized: Annotated[
+        bool, Meta(description="divide a reward by its response's length, in units of sampling.max_new_tokens")
+    ] = False
 
 
 class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

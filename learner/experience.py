@@ -211,8 +211,9 @@ class Experience:
         if batch is None:
             return None
         groups = list(batch.groups)
-        if set(tids_of(groups)) < set(self._log.tids(step)):
-            self._is_replay_lost = True  # the server has lost some of what was trained
+        logged = set(self._log.tids(step))
+        if logged and set(tids_of(groups)) != logged:
+            self._is_replay_lost = True  # the server does not have what was trained
             return None
         if self._is_new(step) and self._replace(step, [group for group in groups if not teaches(group)]):
             return None

@@ -69,14 +69,14 @@ class Objective:
         """
         check_algorithm(config)
         self.needs_proximal = needs_proximal(config) and (needs_batch(config) or not is_one_update)
-        self.needs_reference = needs_reference(config)
+        self.needs_reference = needs_reference(config) and config.kl.place == "loss"
         self._anchor = config.objective.anchor
         self._surrogate = open_surrogate(config)
         self._corrections = open_corrections(config)
         self._approximate_proximal = open_proximal(config)
         self._aggregate = open_aggregation(config, max_new_tokens)
         self._penalty = ESTIMATORS[config.kl.kind]
-        self._kl_coefficient = config.kl.coefficient if config.kl.place == "loss" else 0.0
+        self._kl_coefficient = config.kl.coefficient
 
     def token_loss(
         self,
@@ -148,7 +148,7 @@ class Objective:
         metrics |= masked_mean("mask_fraction", weights_T == 0, mask_T)
         if corrections:
             metrics |= survival(weights_T, batch.tokens)
-        if reference_T is not None and self._kl_coefficient:
+        if reference_T is not None:
             penalty_T = self._penalty(current_T, reference_T, mask_T)
             losses_T = losses_T + self._kl_coefficient * penalty_T
             metrics |= masked_mean("kl_reference", penalty_T, mask_T)

@@ -187,7 +187,8 @@ class Updater:
 
     def _parts(self, sequences: Sequence[PackableSequence]) -> list[_Part]:
         packed = [self._pack(part) for part in split(sequences, self._learner.updates_per_step)]
-        references = [self._reference_logprobs(batches) for batches in packed]
+        is_used = self._objective.needs_reference or (self._critic is not None and self._reward_kl is not None)
+        references = [self._reference_logprobs(batches) if is_used else None for batches in packed]
         if self._critic is None:
             return [
                 _Part(batches=batches, reference=reference, returns=[], values=[], estimates={})

@@ -24,7 +24,8 @@ def m2po(
 
     The budget is one of the whole batch. With `limit` below 0 it is found for this micro-batch alone, which
     is the same only where the batch is one micro-batch; otherwise each is held to the budget by itself, and
-    more tokens may go than the batch's mean asks for. Pass `m2po_threshold` of the whole batch to be exact.
+    more tokens may go than the batch's mean asks for. In a recipe the learner passes the limit of the
+    whole batch, which it finds to 0.2% (`of_batch`); `m2po_threshold` is exact.
 
     Source: Zheng et al. 2025, "Prosperity before Collapse" (arXiv:2510.01161), algorithm 1; 0.04 is theirs.
     AReaL masks any trained token, whatever its advantage; the outward ones are the paper's. Tokens with equal

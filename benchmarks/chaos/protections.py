@@ -102,7 +102,9 @@ def _worker_resubmission() -> None:
 def _rewind_fork() -> None:
     """What an abandoned branch's weights sampled stays valid."""
     _edit("submit", "if incarnation < tonumber(forks[a]) and step > tonumber(forks[a + 1]) then return true end", "")
+    _edit("claim", "if number('incarnation') > 1 then fork(", "if false then fork(")
     _edit("version", "  fork(incarnation, step)\n", "")
+    _edit("reassert", "  fork(ARGV[1], forked)\n", "")
     _edit("reassert", "if name == 'announced' and step < held_step then fork(incarnation, step) end", "")
     _edit("take", "if announced <= step and number('newest_step') > step then sweep_abandoned(queue) end", "")
 

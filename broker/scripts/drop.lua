@@ -12,6 +12,7 @@ for a = 5, #ARGV do
     n = n + 1
   end
 end
+if n > 0 then give_up_reproducing(tonumber(ARGV[4])) end
 count('dropped', n)
 count('uninformative', n)
 return n

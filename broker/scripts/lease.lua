@@ -20,6 +20,7 @@ if step + lag < announced or (incarnation < announced_incarnation and step > ann
   return refuse('stale weights')
 end
 local limit = known[8] or 0
+wanted = math.min(wanted, 1000) -- a command has so many arguments and no more
 if limit > 0 then wanted = math.min(wanted, limit - n_held) end
 if wanted <= 0 then return refuse('worker limit') end
 

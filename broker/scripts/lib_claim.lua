@@ -22,8 +22,9 @@ local function reproducible(step, replayable_to, is_rewound, taken)
   if is_rewound then return step end
   local reached = step
   local function is_pinned()
+    if taken[reached] then return true end
     local names = call('LRANGE', batch_key(reached), 0, -1)
-    for _, g in ipairs(names) do if not taken[reached] and not is_whole(g) then return false end end
+    for _, g in ipairs(names) do if not is_whole(g) then return false end end
     return #names >= number('groups_per_step')
   end
   while is_pinned() do reached = reached + 1 end

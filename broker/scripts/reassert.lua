@@ -77,17 +77,25 @@ local function pin_again(step, g, round, size)
   call('RPUSH', batch_key(step), g)
   call('ZADD', PINNED, step, step)
 end
-local taken = {}
+local taken = {} -- step -> the groups that it was taken with
 for b = first_pinned, #ARGV, 4 do
-  pin_again(ARGV[b], ARGV[b + 1], ARGV[b + 2], ARGV[b + 3])
-  taken[tonumber(ARGV[b])] = true
+  local taken_step = tonumber(ARGV[b])
+  taken[taken_step] = taken[taken_step] or {}
+  taken[taken_step][ARGV[b + 1]] = true
 end
 if not is_ours and tonumber(ARGV[1]) > 1 then
+  local forked = reproducible(step, tonumber(ARGV[8]), is_rewound, taken)
   for b = 1, #forks, 2 do
-    if forks[b] ~= ARGV[1] then call('HSETNX', FORKS, forks[b], forks[b + 1]) end
+    if forks[b] == ARGV[1] then forked = math.min(forked, tonumber(forks[b + 1]))
+    else call('HSETNX', FORKS, forks[b], forks[b + 1]) end
   end
-  fork(ARGV[1], reproducible(step, tonumber(ARGV[8]), is_rewound, taken))
+  fork(ARGV[1], forked)
 end
+-- What the server remembers of a batch from before it changed for the last time.
+for taken_step, groups in pairs(taken) do
+  for _, g in ipairs(call('LRANGE', batch_key(taken_step), 0, -1)) do if not groups[g] then unpin(g) end end
+end
+for b = first_pinned, #ARGV, 4 do pin_again(ARGV[b], ARGV[b + 1], ARGV[b + 2], ARGV[b + 3]) end
 
 renumber(step)
 return server_id()

@@ -327,3 +327,38 @@ async def test_what_the_claimed_checkpoint_contains_stays_trained(broker: Broker
     queues = await resumed.queues()
     assert (queues.pinned, queues.ready) == (1, 0)
     assert await broker.prompts.feed([prompt(0, 1), prompt(1, 1)], resumed.owner) == 0
+
+
+async def test_a_claim_that_was_lost_with_what_came_after_it_abandons_as_much(
+    broker: Broker, rolled_back: RolledBack
+) -> None:
+    some = rules(4, groups_per_step=1)
+    run = await begin(broker, some, group_size=1)
+    await run.generate(3, 0)
+    assert await run.take(0, 1) == groups(0)
+    await run.announce(1)
+    rolled_back.remember()
+    resumed = await begin(broker, some, checkpoint=CheckpointMark(1, 1), resume=True)
+    await resumed.announce(1)
+    assert await resumed.take(1, 1) == groups(1)
+    await resumed.announce(2)
+    await broker.batches.commit(resumed.owner, 2, [group_id(1)])
+    rolled_back.kill_and_restart()
+    await reassert(resumed, 2, [group_id(0), group_id(1)], {})
+    assert await broker._connection.execute("HGETALL", broker._connection.keys("forks")) == {b"2": b"1"}
+
+
+async def test_a_batch_whose_change_was_lost_is_again_what_was_taken(broker: Broker, rolled_back: RolledBack) -> None:
+    run = await begin(broker, rules(2))
+    await run.generate(8, 0)
+    assert await run.take(0) == groups(0, 1)
+    rolled_back.remember()
+    await broker.batches.drop(run.owner, 0, [group_id(0)])
+    assert await run.take(0) == groups(1, 2)
+    rolled_back.kill_and_restart()
+    taken = [TrajectoryId(group, 0, sample) for group in groups(1, 2) for sample in range(2)]
+    await reassert(run, 0, [], {0: taken})
+    assert await run.take(0) == groups(1, 2)
+    await run.announce(1)
+    assert await broker.batches.commit(run.owner, 1) == 2
+    assert await run.take(1) == groups(0, 3)

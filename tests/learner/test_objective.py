@@ -257,6 +257,21 @@ REFUSED = [
     ),
     ({"objective": {"kind": "gspo", "options": {"clip_hi": 1}}}, "gspo has no such option; did you mean 'clip_high'"),
     ({"objective": {"kind": "gspo", "options": {"clip_high": "x"}}}, "clip_high of gspo: Expected `float`, got `str`"),
+    (
+        {"objective": {"kind": "ppo_clip", "options": {"dual_clip": 0.5}}},
+        "dual_clip of ppo_clip is 0.5; it must be above 1",
+    ),
+    (
+        {"corrections": [{"kind": "veto", "options": {"threshold": 0.0}}]},
+        "threshold of veto is 0.0; it must be above 0",
+    ),
+    ({"objective": {"kind": "gspo", "options": {"clip_low": -1.0}}}, "clip_low of gspo is -1.0; it is 0 or more"),
+    ({"kl": {"kind": "k1", "coefficient": 0.1}}, "expected gradient of k1 in the loss is 0"),
+    ({"advantage": {"kind": "global_mean_std"}, "dynamic_sampling": 3}, "learns from them; set it to 0"),
+    (
+        {"objective": {"kind": "policy_gradient", "anchor": "proximal"}, "proximal": "linear"},
+        "which nothing here uses",
+    ),
     ({"proximal": "log_linear"}, "which nothing here uses; set algorithm.objective.anchor=proximal"),
     (
         {**PRESETS["m2po"].algorithm, "proximal": "linear"},

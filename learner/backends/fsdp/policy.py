@@ -83,7 +83,8 @@ class ValueModel(PackedModel):
 
     def __init__(self, model: "PreTrainedModel", *, on_cpu: bool, half_precision: bool) -> None:
         super().__init__(model.base_model, on_cpu=on_cpu, half_precision=half_precision)
-        self.head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1)
+        with torch.random.fork_rng(devices=[]):  # the process's own generator goes on as it would without a critic
+            self.head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
