@@ -105,6 +105,11 @@ class Experience:
         with suppress(Interrupted):
             self._replay(steps)
 
+    def feed(self) -> None:
+        """Before workers get the first weights: else they begin with whatever the broker holds, not with the oldest."""
+        with suppress(Interrupted):
+            self._insist(self._feed.keep_ahead)
+
     def take(self, step: int) -> list[Group] | None:
         """The batch of `step`, waiting for it; the same one however often it is asked for. None: nothing will come."""
         self._until = time.monotonic() + PATIENCE_S

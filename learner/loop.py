@@ -83,6 +83,8 @@ class Learner:
         """Train to the last step or the last prompt, or until asked to stop (False); the end is a checkpoint."""
         if self.config.is_branch:
             self.commit()
+        if self.experience is not None:
+            self.experience.feed()
         self.publish()
         while self.version.step < self.config.steps:
             watch = Stopwatch()
