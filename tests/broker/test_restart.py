@@ -3,9 +3,11 @@
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
+import redis
 
 from broker import Broker, open_broker
 from broker.batches import CheckpointMark, Contains
@@ -94,6 +96,9 @@ class RolledBack:
         self._kept = tmp_path / "kept"
 
     def remember(self) -> None:
+        with redis.Redis.from_url(self._server.url) as client:
+            while client.info("persistence")["aof_buffer_length"]:  # it waits with writing while a sync is under way
+                time.sleep(0.01)
         shutil.copytree(self._data / "appendonlydir", self._kept)
 
     def kill_and_restart(self) -> None:
