@@ -70,10 +70,14 @@ def kl_shaped_tokens(
     Source: Ziegler et al. 2019 (arXiv:1909.08593); PPO for language models in InstructGPT, verl, TRL and OpenRLHF;
     REINFORCE++, Hu et al. 2025 (arXiv:2501.03262).
     """
-    is_last_T = (loss_mask_T > 0) & (trained_ahead(loss_mask_T, cu_seqlens) == 0)
-    outcomes_T = spread(rewards_S.detach(), cu_seqlens)
-    outcomes_T = torch.where(is_last_T, outcomes_T, torch.zeros_like(outcomes_T))
+    outcomes_T = at_last_trained(spread(rewards_S.detach(), cu_seqlens), loss_mask_T, cu_seqlens)
     return outcomes_T - coefficient * _trained_kl(kl_T, loss_mask_T, rewards_S)
+
+
+def at_last_trained(values_T: torch.Tensor, loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[T] v_t at the last trained token of each sequence, 0 elsewhere."""
+    is_last_T = (loss_mask_T > 0) & (trained_ahead(loss_mask_T, cu_seqlens) == 0)
+    return torch.where(is_last_T, values_T, torch.zeros_like(values_T))
 
 
 def _trained_kl(kl_T: torch.Tensor, loss_mask_T: torch.Tensor, rewards_S: torch.Tensor) -> torch.Tensor:

@@ -40,24 +40,24 @@ GIVEN = {"tokens", "sequences", "mean_weight", "limit"}
 POSITIVE = {"cap", "threshold", "budget", "length", "high", "tau_positive", "tau_negative"}
 """Options that make no sense at 0."""
 
-SumOverRanks = Callable[[Sequence[float]], Sequence[float]]
+OverRanks = Callable[[Sequence[float]], Sequence[float]]
+"""Values of this rank -> each value summed (or its maximum taken) over all ranks."""
 
 
 @dataclass(frozen=True)
 class BoundCorrection:
     """A correction with the options of a recipe."""
 
-    function: Correction
+    function: functools.partial[tuple[torch.Tensor, Metrics]]
     kind: str
-    options: dict[str, Any]
 
     def for_batch(
-        self, policy_logprobs: Sequence[torch.Tensor], batches: Sequence[Tokens], sum_over_ranks: SumOverRanks
+        self, policy_logprobs: Sequence[torch.Tensor], batches: Sequence[Tokens], sum_over_ranks: OverRanks
     ) -> Correction:
         """With what it must know of the whole batch. Collective where that is anything."""
         if self.kind not in OF_BATCH:
             return self.function
-        statistic, options = OF_BATCH[self.kind], self.options
+        statistic, options = OF_BATCH[self.kind], self.function.keywords
         parts = [statistic.sums(*part, **options) for part in zip(policy_logprobs, batches, strict=True)]
         whole = torch.tensor(sum_over_ranks(torch.stack(parts).sum(0).tolist()), dtype=torch.float64)
         return functools.partial(self.function, **statistic.settle(whole, **options))
@@ -162,7 +162,7 @@ def open_advantage(config: AlgorithmConfig) -> Advantage:
 def gae_options(config: AlgorithmConfig) -> dict[str, float]:
     """gamma and lam of a critic's advantages. Raises ConfigError."""
     options = _open(config.advantage, {GAE: gae}, "algorithm.advantage").keywords
-    return {"gamma": 1.0, "lam": 0.95, **options}
+    return {name: options.get(name, parameter.default) for name, parameter in options_of(gae).items()}
 
 
 def open_surrogate(config: AlgorithmConfig) -> Surrogate:
@@ -174,7 +174,7 @@ def open_surrogate(config: AlgorithmConfig) -> Surrogate:
 def open_corrections(config: AlgorithmConfig) -> list[BoundCorrection]:
     """The corrections in order, with their options bound."""
     return [
-        BoundCorrection(_open(correction, CORRECTIONS, "algorithm.corrections"), correction.kind, correction.options)
+        BoundCorrection(_open(correction, CORRECTIONS, "algorithm.corrections"), correction.kind)
         for correction in config.corrections
     ]
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from algorithms.returns import gae, trained_ahead, whiten, whitening_sums
+from algorithms.returns import gae, whiten, whitening_sums
+from algorithms.rewards import at_last_trained
 from algorithms.supervised import clipped_value_loss
 
 from .backends.base import ValueBackend
@@ -104,8 +105,7 @@ def outcome_rewards(batch: PackedBatch) -> torch.Tensor:
 
     A reward for tokens of its own, such as a KL penalty, is added by the caller.
     """
-    is_last_T = (batch.loss_mask_T > 0) & (trained_ahead(batch.loss_mask_T, batch.cu_seqlens) == 0)
-    return torch.where(is_last_T, batch.advantages_T, torch.zeros_like(batch.advantages_T))
+    return at_last_trained(batch.advantages_T, batch.loss_mask_T, batch.cu_seqlens)
 
 
 def _report(advantage_sums: Sums, return_sums: Sums) -> dict[str, float]:

@@ -26,6 +26,7 @@ from .experience_log import ExperienceLog
 from .feed import PromptFeed
 from .logged_batch import tids_of
 from .prompts.cursor import PromptCursor
+from .shaping import teaches
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -277,8 +278,3 @@ class Experience:
                 self.owner, announced=self._announced, committed_groups=list(self._committed), pinned=self._taken
             )
         )
-
-
-def teaches(group: Group) -> bool:
-    """Whether its samples differ in reward, so that a comparison within the group says anything."""
-    return len({trajectory.reward for trajectory in group.trajectories}) > 1

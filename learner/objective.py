@@ -7,7 +7,7 @@ behavior policy was, shares_t the aggregation over the whole batch. The KL penal
 `composition` says which names there are and which fit together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from .backends.base import TokenLoss
 from .batch import PackedBatch
 from .composition import (
     Correction,
+    OverRanks,
     check_algorithm,
     needs_batch,
     needs_proximal,
@@ -31,9 +32,6 @@ from .composition import (
     open_surrogate,
 )
 from .config import AlgorithmConfig
-
-OverRanks = Callable[[Sequence[float]], Sequence[float]]
-"""Values of this rank -> each value summed (or its maximum taken) over all ranks."""
 
 
 class Denominators(NamedTuple):

@@ -35,6 +35,11 @@ def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
+def teaches(group: Group) -> bool:
+    """Whether its samples differ in reward, so that a comparison within the group says anything."""
+    return len({trajectory.reward for trajectory in group.trajectories}) > 1
+
+
 def shaped_rewards(groups: Sequence[Group], config: RewardShapingConfig, max_new_tokens: int) -> torch.Tensor:
     """[S] float64. Raises HeadwayError for a reward like NaN."""
     trajectories = trajectories_of(groups)
@@ -61,7 +66,7 @@ def reward_stats(groups: Sequence[Group]) -> RewardStats:
     trajectories = trajectories_of(groups)
     rewards_S = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
-    flat = [len({trajectory.reward for trajectory in group.trajectories}) == 1 for group in groups]
+    flat = [not teaches(group) for group in groups]
     return RewardStats(
         mean=float(rewards_S.mean()) if trajectories else 0.0,
         std=float(rewards_S.std(correction=0)) if trajectories else 0.0,

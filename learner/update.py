@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from algorithms.kl import ESTIMATORS
-from algorithms.segments import segment_sum
+from algorithms.rewards import kl_shaped
 from broker.schema import Group
 
 from .backends.base import Backend
@@ -22,7 +22,7 @@ from .composition import open_advantage
 from .config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from .critic import Critic, outcome_rewards
 from .objective import Objective
-from .packing import PackableSequence, concatenate, from_trajectory, plan
+from .packing import PackableSequence, concatenate, from_trajectory, pack, plan
 from .ranks import Ranks
 from .shaping import RewardStats, compared, reward_stats, shaped_rewards, trajectories_of
 
@@ -136,8 +136,7 @@ class Updater:
             advantages = rewards_S.tolist()
         else:
             if self._reward_kl is not None:
-                kl_S = self._kl_of(self._sequences(groups, [0.0] * len(rewards_S), step))
-                rewards_S = rewards_S - self._kl.coefficient * kl_S
+                rewards_S = self._less_kl(rewards_S, self._sequences(groups, [0.0] * len(rewards_S), step))
             advantages = compared(groups, rewards_S, self._advantage)
         return Judged(sequences=self._sequences(groups, advantages, step), rewards=reward_stats(groups))
 
@@ -228,29 +227,29 @@ class Updater:
             )
         return parts
 
-    def _kl_of(self, sequences: Sequence[PackableSequence]) -> torch.Tensor:
-        """[S] float64, the sum of the KL estimate over the trained tokens of each sequence, on every rank."""
-        chosen = self._plan(sequences)
+    def _less_kl(self, rewards_S: torch.Tensor, sequences: Sequence[PackableSequence]) -> torch.Tensor:
+        """[S] the rewards less the KL penalty of their sequences, on every rank; each rank computes its own."""
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        chosen = plan(lengths, self._ranks.world_size, self._learner.micro_batch_tokens)[self._ranks.rank]
         batches = [concatenate([sequences[index] for index in indices]) for indices in chosen]
-        sums = [0.0] * len(sequences)
+        shaped_S = torch.zeros_like(rewards_S)
         for indices, batch, reference_T in zip(chosen, batches, self._reference_logprobs(batches) or (), strict=True):
-            kl_S = segment_sum(self._kl_of_tokens(batch, reference_T).double(), batch.cu_seqlens)
-            for index, value in zip(indices, kl_S.tolist(), strict=True):
-                sums[index] = value
-        return torch.tensor(self._ranks.sum(sums), dtype=torch.float64)
+            shaped_S[indices] = kl_shaped(
+                rewards_S[indices],
+                self._kl_of_tokens(batch, reference_T),
+                batch.loss_mask_T,
+                batch.cu_seqlens,
+                coefficient=self._kl.coefficient,
+            )
+        return torch.tensor(self._ranks.sum(shaped_S.tolist()), dtype=rewards_S.dtype)
 
     def _kl_of_tokens(self, batch: PackedBatch, reference_T: torch.Tensor) -> torch.Tensor:
         """[T] of the policy that sampled."""
         assert self._reward_kl is not None
         return self._reward_kl(batch.behavior_logprobs_T, reference_T.to(batch.loss_mask_T.device), batch.loss_mask_T)
 
-    def _plan(self, sequences: Sequence[PackableSequence]) -> list[list[int]]:
-        """The sequences of this rank's micro-batches."""
-        lengths = [len(sequence.token_ids) for sequence in sequences]
-        return plan(lengths, self._ranks.world_size, self._learner.micro_batch_tokens)[self._ranks.rank]
-
     def _pack(self, sequences: Sequence[PackableSequence]) -> list[PackedBatch]:
-        return [concatenate([sequences[index] for index in indices]) for indices in self._plan(sequences)]
+        return pack(sequences, self._ranks.rank, self._ranks.world_size, self._learner.micro_batch_tokens)
 
     def _proximal(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
         return self._backend.logprobs(batches, self._temperature) if self._objective.needs_proximal else None

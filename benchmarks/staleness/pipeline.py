@@ -34,15 +34,15 @@ def main() -> int:
     options = _parse()
     out = options.out.resolve()
     trials = [
-        _recipe(name, lag, seed, out, options)
+        (name, _recipe(name, lag, seed, out, options))
         for seed in range(options.seeds)
         for lag in options.lags
         for name in options.only
     ]
     with ThreadPoolExecutor(options.parallel) as pool:
-        first = {recipe.run.seed: recipe for recipe in trials if not (_start(recipe, out) / "done").exists()}
+        first = {recipe.run.seed: recipe for _, recipe in trials if not (_start(recipe, out) / "done").exists()}
         list(pool.map(lambda recipe: _warm_up(recipe, out), first.values()))
-        failed = sum(pool.map(lambda recipe: _run(recipe, out), trials))
+        failed = sum(pool.map(lambda trial: _run(trial[1], out), trials))
     print(json.dumps({"directory": str(out), "failed": failed, "compositions": _summary(trials)}))
     return int(failed > 0)
 
@@ -68,7 +68,8 @@ def _start(recipe: Recipe, out: Path) -> Path:
 def _warm_up(recipe: Recipe, out: Path) -> None:
     """Once for each seed; all of its runs begin with the same weights."""
     start = _start(recipe, out)
-    _headway("sft", _written(recipe, start), start / "log")
+    if _headway("sft", _written(recipe, start), start / "log"):
+        sys.exit(f"The warm-up of seed {recipe.run.seed} failed; see {start / 'log'}.")
     shutil.copytree(recipe.run_directory / "sft", start / "sft")
     shutil.rmtree(recipe.run_directory)
     (start / "done").touch()
@@ -114,11 +115,10 @@ def _figures(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _summary(trials: Sequence[Recipe]) -> dict[str, dict[str, Any]]:
+def _summary(trials: Sequence[tuple[str, Recipe]]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    for recipe in trials:
+    for name, recipe in trials:
         if (recipe.run_directory / "summary.json").exists():
-            name = recipe.run.name.partition("-lag")[0].replace("-", "/", 1)
             found.setdefault(name, {}).setdefault(recipe.staleness.max_lag, []).append(_figures(recipe))
     return {
         name: {
