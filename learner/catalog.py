@@ -71,7 +71,9 @@ def find(name: str) -> list[Function | Composition]:
     found = [one for one in everything if one.name == name]
     if not found:
         names = {one.name for one in everything}
-        raise HeadwayError(f"There is no algorithm {name!r}{did_you_mean(name, names)} `headway algorithms` lists all.")
+        raise HeadwayError(
+            f"There is no algorithm {name!r}{did_you_mean(name, names)}. `headway algorithms` lists all."
+        )
     return found
 
 

@@ -34,6 +34,13 @@ def unknown_kind(kind: str, known: Iterable[str], where: str) -> ConfigError:
     )
 
 
+def unknown_option(name: str, known: Iterable[str], where: str, of: str = "") -> ConfigError:
+    """The error for an option that there is not; `of` is the kind that lacks it, where `where` does not say."""
+    known = list(known)
+    missing = f"{of} has no such option" if of else "no such option"
+    return ConfigError(f"{where}.{name}: {missing}{did_you_mean(name, known)}. Known: {', '.join(known) or 'none'}.")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?`, or nothing where nothing is near."""
     nearest = get_close_matches(word, list(known), n=1)
@@ -45,9 +52,7 @@ def typed_options(options: Mapping[str, Any], into: type[T], where: str) -> T:
     known = [field.name for field in msgspec.structs.fields(into)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:
-            raise ConfigError(
-                f"{where}.{name}: no such option{did_you_mean(name, known)}. Known: {', '.join(known) or 'none'}."
-            )
+            raise unknown_option(name, known, where)
     try:
         return msgspec.convert(dict(options), into)
     except msgspec.ValidationError as error:

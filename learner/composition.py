@@ -20,7 +20,7 @@ from algorithms.returns import gae
 from algorithms.tokens import Tokens
 from broker.errors import ConfigError
 
-from .choices import did_you_mean, import_own, unknown_kind
+from .choices import import_own, unknown_kind, unknown_option
 from .config import AlgorithmConfig
 
 Surrogate = Callable[..., tuple[torch.Tensor, Metrics]]
@@ -216,10 +216,7 @@ def _open(part: Any, known: Mapping[str, Any], where: str, also: tuple[str, ...]
 
 def _check_option(kind: str, name: str, value: Any, possible: Mapping[str, inspect.Parameter], where: str) -> None:
     if name not in possible:
-        raise ConfigError(
-            f"{where}.{name}: {kind} has no such option{did_you_mean(name, possible)} "
-            f"Known: {', '.join(possible) or 'none'}."
-        )
+        raise unknown_option(name, possible, where, of=kind)
     try:
         msgspec.convert(value, possible[name].annotation)
     except msgspec.ValidationError as error:
