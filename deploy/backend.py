@@ -17,6 +17,8 @@ def recipe_backend(recipe: Recipe) -> Backend:
         recipe.optimizer,
         device=recipe.learner.device,
         seed=recipe.run.seed,
+        layout=recipe.learner.layout,
+        compute=recipe.learner.compute,
     )
 
 
@@ -30,6 +32,8 @@ def recipe_critic(recipe: Recipe, ranks: Ranks) -> Critic:
             recipe.optimizer,
             device=recipe.learner.device,
             seed=recipe.run.seed,
+            layout=recipe.learner.layout,
+            compute=recipe.learner.compute,
             head="value",
         ),
         ranks,

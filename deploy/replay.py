@@ -89,7 +89,7 @@ class Replay:
         backend = recipe_backend(recipe)
         if start is not None:
             backend.load(start.path)
-        updater = recipe_updater(recipe, backend, Ranks(backend.rank, backend.world_size))
+        updater = recipe_updater(recipe, backend, Ranks.of(backend))
         if start is not None:
             updater.load(start.path)
         writer, weights, metrics = RunWriter(self._output), [], []

@@ -106,7 +106,7 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
     return Parts(
         recipe=recipe,
         backend=backend,
-        ranks=Ranks(backend.rank, backend.world_size),
+        ranks=Ranks.of(backend),
         checkpoints=checkpoints,
         checkpoint=checkpoint,
         rewind=rewind,

@@ -34,7 +34,7 @@ class SftOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def run_sft(recipe: Recipe, output: Path, *, console: Console) -> SftOutcome:
     """Run all phases and write a model for `from_pretrained` to `output`. Raises WarmUpError when it is stopped."""
     backend = recipe_backend(recipe)
-    ranks = Ranks(backend.rank, backend.world_size)
+    ranks = Ranks.of(backend)
     tokenizer = load_tokenizer(recipe.model)
     prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
     gates = [phase.gate_prompts for phase in recipe.sft.phases if phase.until_pass_rate]

@@ -197,10 +197,39 @@ class SftConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     phases: Annotated[tuple[SftPhaseConfig, ...], Meta(description="run one after another; none: no warm-up")] = ()
 
 
+class LayoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Over how many ranks the model is split.
+
+    tensor * pipeline * context ranks hold one replica of it together; replicas share a step's batches.
+    """
+
+    tensor: Annotated[int, Meta(ge=1, description="ranks that share every matrix (megatron)")] = 1
+    pipeline: Annotated[int, Meta(ge=1, description="stages of consecutive layers (megatron)")] = 1
+    virtual_pipeline: Annotated[
+        int, Meta(ge=1, description="runs of layers that each stage interleaves (megatron)")
+    ] = 1
+    context: Annotated[int, Meta(ge=1, description="ranks that share the tokens of every sequence")] = 1
+    expert: Annotated[int, Meta(ge=1, description="ranks that share the experts of every layer (megatron)")] = 1
+    expert_tensor: Annotated[int, Meta(ge=1, description="ranks that share every expert's matrices (megatron)")] = 1
+
+
+class ComputeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a backend trades between memory and time."""
+
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
+        Meta(description="activations made again in the backward pass: none, the cheap ones, or whole layers"),
+    ] = "none"
+    offload_optimizer: Annotated[bool, Meta(description="keep the optimizer's state in CPU memory (fsdp)")] = False
+    compile: Annotated[bool, Meta(description="compile the layers with torch.compile (fsdp, on a GPU)")] = False
+
+
 class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The loop: batch sizes, backend, length of the run."""
 
-    backend: Annotated[str, Meta(description="fsdp, or your own as package.module:Class")] = "fsdp"
+    backend: Annotated[str, Meta(description="fsdp, megatron, or your own as package.module:Class")] = "fsdp"
+    layout: LayoutConfig = LayoutConfig()
+    compute: ComputeConfig = ComputeConfig()
     device: Annotated[str, Meta(description="cpu or cuda")] = "cpu"
     processes: Annotated[int, Meta(ge=1, description="ranks on this machine (torchrun)")] = 1
     threads: Annotated[int, Meta(ge=1, description="CPU threads of one rank")] = 1

@@ -1,4 +1,4 @@
-"""Sequences laid end to end into micro-batches under a token budget, balanced over ranks, without padding.
+"""Sequences laid end to end into micro-batches under a token budget, balanced over replicas, without padding.
 
 Every rank works out the same plan from the same sequences; nothing is sent. The loss does not depend on the
 plan: packing only decides what is computed together.
@@ -21,7 +21,7 @@ QUADRATIC_COST = 1 / 24576
 """Attention's share: a sequence of L tokens costs L + L * L / 24576, what a model of width 4096 spends."""
 
 Plan = list[list[list[int]]]
-"""[rank][micro-batch] -> indices of its sequences, ascending."""
+"""[replica][micro-batch] -> indices of its sequences, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,29 +70,30 @@ def sequence_cost(length: int) -> float:
     return length + length * length * QUADRATIC_COST
 
 
-def plan(lengths: Sequence[int], world_size: int, micro_batch_tokens: int) -> Plan:
-    """Every sequence exactly once; every rank the same number of micro-batches, at least one, some empty.
+def plan(lengths: Sequence[int], replicas: int, micro_batch_tokens: int) -> Plan:
+    """Every sequence exactly once; every replica the same number of micro-batches, at least one, some empty.
 
     A micro-batch holds at most `micro_batch_tokens`, or a single sequence that is longer: none is ever cut.
     """
-    ranks = _balance(lengths, world_size)
-    packed = [_first_fit(indices, lengths, micro_batch_tokens) for indices in ranks]
+    shares = _balance(lengths, replicas)
+    packed = [_first_fit(indices, lengths, micro_batch_tokens) for indices in shares]
     count = max(1, *(len(bins) for bins in packed))
     levelled = [
-        _level(indices, lengths, count, micro_batch_tokens) or bins for indices, bins in zip(ranks, packed, strict=True)
+        _level(indices, lengths, count, micro_batch_tokens) or bins
+        for indices, bins in zip(shares, packed, strict=True)
     ]
     return [[sorted(chosen) for chosen in bins] + [[]] * (count - len(bins)) for bins in levelled]
 
 
-def _balance(lengths: Sequence[int], world_size: int) -> list[list[int]]:
-    """Costliest first, each to the rank with least to do: ranks differ by one sequence's cost at most."""
-    ranks: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [(0.0, rank) for rank in range(world_size)]
+def _balance(lengths: Sequence[int], replicas: int) -> list[list[int]]:
+    """Costliest first, each to the replica with least to do: they differ by one sequence's cost at most."""
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    loads = [(0.0, replica) for replica in range(replicas)]
     for index in _longest_first(range(len(lengths)), lengths):
-        load, rank = loads[0]
-        ranks[rank].append(index)
-        heapq.heapreplace(loads, (load + sequence_cost(lengths[index]), rank))
-    return ranks
+        load, replica = loads[0]
+        shares[replica].append(index)
+        heapq.heapreplace(loads, (load + sequence_cost(lengths[index]), replica))
+    return shares
 
 
 def _longest_first(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -114,7 +115,7 @@ def _first_fit(indices: list[int], lengths: Sequence[int], budget: int) -> list[
 
 
 def _level(indices: list[int], lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """The same sequences spread evenly, as ranks wait for each other at every micro-batch; None: no room."""
+    """The same sequences spread evenly, as replicas wait for each other at every micro-batch; None: no room."""
     bins: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, b) for b in range(count)]
     for index in indices:
@@ -127,12 +128,12 @@ def _level(indices: list[int], lengths: Sequence[int], count: int, budget: int) 
 
 
 def pack(
-    sequences: Sequence[PackableSequence], rank: int, world_size: int, micro_batch_tokens: int
+    sequences: Sequence[PackableSequence], replica: int, replicas: int, micro_batch_tokens: int
 ) -> list[PackedBatch]:
-    """This rank's micro-batches. All ranks call it with the same sequences in the same order."""
+    """This replica's micro-batches. All ranks call it with the same sequences in the same order."""
     lengths = [len(sequence.token_ids) for sequence in sequences]
     return [
-        concatenate([sequences[i] for i in chosen]) for chosen in plan(lengths, world_size, micro_batch_tokens)[rank]
+        concatenate([sequences[i] for i in chosen]) for chosen in plan(lengths, replicas, micro_batch_tokens)[replica]
     ]
 
 

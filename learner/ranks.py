@@ -11,15 +11,27 @@ import torch.distributed as dist
 
 from broker.schema import Group
 
+from .backends.base import Trained
 from .group_frames import GroupFrames
 
 
 class Ranks:
-    """The learner's own processes. With one rank every call returns at once."""
+    """The learner's own processes. With one rank every call returns at once.
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    Several ranks may hold one replica of the model together. They get the same batches, so sums count it once.
+    """
+
+    def __init__(self, rank: int, world_size: int, replica: int, replicas: int, is_lead: bool) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.replica = replica
+        self.replicas = replicas
+        self._is_lead = is_lead
+
+    @classmethod
+    def of(cls, backend: Trained) -> "Ranks":
+        """Those that hold the backend's model."""
+        return cls(backend.rank, backend.world_size, backend.replica, backend.replicas, backend.is_lead)
 
     @property
     def is_first(self) -> bool:
@@ -48,8 +60,8 @@ class Ranks:
         return buffer.numpy().tobytes()
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over the ranks, in float64."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        """Each value summed over the replicas, in float64."""
+        return self._reduce(values if self._is_lead else [0.0] * len(values), dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
         """Each value's maximum over the ranks."""

@@ -109,8 +109,8 @@ class SftStage:
     def _step(self, examples: Sequence[Example], learning_rate: float) -> float:
         batches = pack(
             [tokenize(example, self._tokenizer) for example in examples],
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
+            replica=self._ranks.replica,
+            replicas=self._ranks.replicas,
             micro_batch_tokens=self._micro_batch_tokens,
         )
         token_loss = supervised_loss(batches, self._ranks.sum)

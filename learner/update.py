@@ -228,9 +228,9 @@ class Updater:
         return parts
 
     def _less_kl(self, rewards_S: torch.Tensor, sequences: Sequence[PackableSequence]) -> torch.Tensor:
-        """[S] the rewards less the KL penalty of their sequences, on every rank; each rank computes its own."""
+        """[S] the rewards less the KL penalty of their sequences, on every rank; each replica computes its own."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
-        chosen = plan(lengths, self._ranks.world_size, self._learner.micro_batch_tokens)[self._ranks.rank]
+        chosen = plan(lengths, self._ranks.replicas, self._learner.micro_batch_tokens)[self._ranks.replica]
         batches = [concatenate([sequences[index] for index in indices]) for indices in chosen]
         shaped_S = torch.zeros_like(rewards_S)
         for indices, batch, reference_T in zip(chosen, batches, self._reference_logprobs(batches) or (), strict=True):
@@ -249,7 +249,7 @@ class Updater:
         return self._reward_kl(batch.behavior_logprobs_T, reference_T.to(batch.loss_mask_T.device), batch.loss_mask_T)
 
     def _pack(self, sequences: Sequence[PackableSequence]) -> list[PackedBatch]:
-        return pack(sequences, self._ranks.rank, self._ranks.world_size, self._learner.micro_batch_tokens)
+        return pack(sequences, self._ranks.replica, self._ranks.replicas, self._learner.micro_batch_tokens)
 
     def _proximal(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
         return self._backend.logprobs(batches, self._temperature) if self._objective.needs_proximal else None

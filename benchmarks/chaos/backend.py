@@ -31,13 +31,14 @@ def token_logprobs(weights: torch.Tensor, token_ids: torch.Tensor) -> torch.Tens
 class TinyBackend:
     """The same batches in the same order give the same weights, bit for bit."""
 
-    rank = 0
-    world_size = 1
+    rank = replica = 0
+    world_size = replicas = 1
+    is_lead = True
 
     trails: ClassVar[Path]
     """Of this process's trial."""
 
-    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, *, device: str, seed: int) -> None:
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **settings: object) -> None:
         self._weights = torch.linspace(-1.0, 1.0, SIZE)
         self._beginning = Beginning()
         self._author = uuid.uuid4().hex

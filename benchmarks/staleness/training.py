@@ -98,7 +98,7 @@ class Run:
         recipe = trial_recipe(trial, start)
         self._trial = trial
         self._backend = recipe_backend(recipe)
-        self._updater = recipe_updater(recipe, self._backend, Ranks(self._backend.rank, self._backend.world_size))
+        self._updater = recipe_updater(recipe, self._backend, Ranks.of(self._backend))
         prompts = open_prompts(recipe.prompts, load_tokenizer(recipe.model), trial.seed)
         self._cursor = PromptCursor(prompts, num_samples=settings.group_size, seed=trial.seed)
         self._held_out_prompts = prompts.held_out(settings.held_out)

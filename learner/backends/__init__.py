@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from broker.errors import ConfigError
-from learner.config import ModelConfig, OptimizerConfig
+from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 
 from .base import Backend, ValueBackend
 
@@ -29,6 +29,8 @@ def open_backend(
     *,
     device: str = "cpu",
     seed: int = 0,
+    layout: LayoutConfig = LayoutConfig(),
+    compute: ComputeConfig = ComputeConfig(),
     head: Literal["policy"] = "policy",
 ) -> Backend: ...
 
@@ -41,6 +43,8 @@ def open_backend(
     *,
     device: str = "cpu",
     seed: int = 0,
+    layout: LayoutConfig = LayoutConfig(),
+    compute: ComputeConfig = ComputeConfig(),
     head: Literal["value"],
 ) -> ValueBackend: ...
 
@@ -52,6 +56,8 @@ def open_backend(
     *,
     device: str = "cpu",
     seed: int = 0,
+    layout: LayoutConfig = LayoutConfig(),
+    compute: ComputeConfig = ComputeConfig(),
     head: Literal["policy", "value"] = "policy",
 ) -> Backend | ValueBackend:
     """The backend `kind` with its model and a fresh optimizer. Under torchrun every rank calls it.
@@ -62,13 +68,25 @@ def open_backend(
         case "fsdp":
             from .fsdp.backend import FsdpBackend, FsdpValueBackend
 
-            backend_class: type[FsdpBackend | FsdpValueBackend] = FsdpBackend if head == "policy" else FsdpValueBackend
-            return backend_class(model, optimizer, device=device, seed=seed)
+            fsdp_class: type[FsdpBackend | FsdpValueBackend] = FsdpBackend if head == "policy" else FsdpValueBackend
+            return fsdp_class(model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
+        case "megatron":
+            from .megatron.backend import MegatronBackend, MegatronValueBackend
+
+            megatron_class: type[MegatronBackend | MegatronValueBackend] = (
+                MegatronBackend if head == "policy" else MegatronValueBackend
+            )
+            return megatron_class(model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
         case _ if ":" in kind:
-            own: Backend | ValueBackend = _own_class(kind, head)(model, optimizer, device=device, seed=seed)
+            own_class = _own_class(kind, head)
+            own: Backend | ValueBackend = own_class(
+                model, optimizer, device=device, seed=seed, layout=layout, compute=compute
+            )
             return own
         case _:
-            raise ConfigError(f"learner.backend: there is no `{kind}`; use fsdp, or your own as package.module:Class.")
+            raise ConfigError(
+                f"learner.backend: there is no `{kind}`; use fsdp, megatron, or your own as package.module:Class."
+            )
 
 
 def _own_class(kind: str, head: str) -> Callable[..., Any]:

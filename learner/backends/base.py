@@ -18,10 +18,19 @@ summed by the backend, ranks too, and how sequences were packed makes no differe
 
 
 class Trained(Protocol):
-    """A sharded model with its optimizer. All calls, of its kinds too, are collective over the learner's ranks."""
+    """A sharded model with its optimizer. All calls, of its kinds too, are collective over the learner's ranks.
+
+    The ranks that hold one replica of the model together get the same batches and return the same results.
+    """
 
     rank: int
     world_size: int
+    replica: int
+    """Which replica this rank is part of."""
+    replicas: int
+    """How many of them share a step's batches."""
+    is_lead: bool
+    """Whether this rank speaks for its replica where replicas are counted; one rank of each does, rank 0 among them."""
 
     def save(self, directory: Path) -> None:
         """Write parameters and optimizer into `directory`; durable when it returns."""
@@ -42,7 +51,7 @@ class Backend(Trained, Protocol):
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, temperature: float, learning_rate: float
     ) -> tuple[float, float, list[dict[str, float]]]:
-        """One optimizer update over `batches`: (loss summed over ranks, gradient norm, reports of this rank's)."""
+        """One update over `batches`: (loss summed over replicas, gradient norm, reports of this replica's)."""
         ...
 
     def follow(self, policy: "Backend", decay: float) -> None:
@@ -65,5 +74,5 @@ class ValueBackend(Trained, Protocol):
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float
     ) -> tuple[float, float, list[dict[str, float]]]:
-        """One optimizer update over `batches`: (loss summed over ranks, gradient norm, reports of this rank's)."""
+        """One update over `batches`: (loss summed over replicas, gradient norm, reports of this replica's)."""
         ...

@@ -42,7 +42,7 @@ def open_values(architecture: str, *, seed: int = 3, dtype: str = "float32") -> 
 
 
 def critic_of(backend: ValueBackend) -> Critic:
-    ranks = Ranks(backend.rank, backend.world_size)
+    ranks = Ranks.of(backend)
     return Critic(backend, ranks, clip=CLIP, gamma=GAMMA, lam=LAM, learning_rate=LEARNING_RATE)
 
 

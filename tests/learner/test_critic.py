@@ -209,7 +209,7 @@ def test_two_ranks_equal_one_and_one_goes_on_from_their_checkpoint(architecture:
 
 def test_a_regression_on_fixed_returns_goes_down() -> None:
     backend = open_values("qwen3")
-    critic = Critic(backend, Ranks(0, 1), clip=1e9, gamma=1.0, lam=1.0, learning_rate=1e-2)
+    critic = Critic(backend, Ranks(0, 1, 0, 1, is_lead=True), clip=1e9, gamma=1.0, lam=1.0, learning_rate=1e-2)
     batches = pack(sequences([14, 9, 11]), 0, 1, 40)
     old_values = critic.values(batches)
     returns, _, before = critic.returns_and_advantages(batches, [outcome_rewards(b) for b in batches], old_values)

@@ -32,7 +32,7 @@ def configured(preset: str, **others: object) -> AlgorithmConfig:
 def build(config: AlgorithmConfig, *, has_reference: bool = False) -> tuple[Updater, Backend]:
     torch.set_num_threads(1)
     backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=3)
-    ranks = Ranks(0, 1)
+    ranks = Ranks(0, 1, 0, 1, is_lead=True)
     critic = None
     if config.advantage.kind == "gae":
         value = open_backend("fsdp", MODEL, OPTIMIZER, seed=3, head="value")

@@ -24,7 +24,7 @@ def test_an_update_on_trimmed_groups(aggregation: str) -> None:
     config = AlgorithmConfig(aggregation=AggregationConfig(kind=aggregation))  # type: ignore[arg-type]
     updater = Updater(
         backend,
-        Ranks(backend.rank, backend.world_size),
+        Ranks.of(backend),
         Objective(config, is_one_update=True),
         None,
         algorithm=config,

@@ -26,7 +26,7 @@ def updates() -> list[dict[str, float]]:
     backend = open_backend("fsdp", model_config("qwen3"), OPTIMIZER, seed=3)
     updater = Updater(
         backend,
-        Ranks(backend.rank, backend.world_size),
+        Ranks.of(backend),
         Objective(AlgorithmConfig(), is_one_update=True),
         None,
         algorithm=AlgorithmConfig(),

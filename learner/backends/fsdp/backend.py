@@ -7,7 +7,7 @@ import torch
 
 from learner.backends.base import Backend, TokenLoss
 from learner.batch import PackedBatch
-from learner.config import ModelConfig, OptimizerConfig
+from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.model import load_tokenizer
 
 from .export import hugging_face_tensors, write_tensors
@@ -20,8 +20,17 @@ from .training_state import load_rng, save_rng
 class FsdpBackend(ShardedModel):
     """A `Backend` (see `learner/backends/base.py`)."""
 
-    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, *, device: str = "cpu", seed: int = 0) -> None:
-        super().__init__(Policy, model, optimizer, device=device, seed=seed)
+    def __init__(
+        self,
+        model: ModelConfig,
+        optimizer: OptimizerConfig,
+        *,
+        device: str = "cpu",
+        seed: int = 0,
+        layout: LayoutConfig = LayoutConfig(),
+        compute: ComputeConfig = ComputeConfig(),
+    ) -> None:
+        super().__init__(Policy, model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
         self._policy = self._module
         self._tokenizer = load_tokenizer(model)
 
@@ -77,8 +86,17 @@ class FsdpBackend(ShardedModel):
 class FsdpValueBackend(ShardedModel):
     """A `ValueBackend` (see `learner/backends/base.py`): the policy's body at its start, a value head of its own."""
 
-    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, *, device: str = "cpu", seed: int = 0) -> None:
-        super().__init__(ValueModel, model, optimizer, device=device, seed=seed)
+    def __init__(
+        self,
+        model: ModelConfig,
+        optimizer: OptimizerConfig,
+        *,
+        device: str = "cpu",
+        seed: int = 0,
+        layout: LayoutConfig = LayoutConfig(),
+        compute: ComputeConfig = ComputeConfig(),
+    ) -> None:
+        super().__init__(ValueModel, model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
 
     def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """[T] fp32 values for every micro-batch; [0] for an empty one."""

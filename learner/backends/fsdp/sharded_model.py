@@ -13,7 +13,7 @@ from broker.errors import ConfigError
 from learner.backends.base import TokenLoss
 from learner.batch import PackedBatch
 from learner.checkpoint import partial_path, put_in_place, sync_tree, writing
-from learner.config import ModelConfig, OptimizerConfig
+from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.model import load_model
 
 from .policy import PackedModel, placeholder
@@ -27,12 +27,21 @@ class ShardedModel:
     """All calls are collective. Every rank must pass the same number of micro-batches."""
 
     def __init__(
-        self, kind: type[PackedModel], model: ModelConfig, optimizer: OptimizerConfig, *, device: str, seed: int
+        self,
+        kind: type[PackedModel],
+        model: ModelConfig,
+        optimizer: OptimizerConfig,
+        *,
+        device: str,
+        seed: int,
+        layout: LayoutConfig,
+        compute: ComputeConfig,
     ) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("learner.device is cuda, but torch finds no CUDA device; set learner.device=cpu.")
         mesh = join_ranks(device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.replica, self.replicas, self.is_lead = self.rank, self.world_size, True
         self._device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         is_half = self._dtype is not torch.float32
