@@ -71,12 +71,14 @@ def open_backend(
             fsdp_class: type[FsdpBackend | FsdpValueBackend] = FsdpBackend if head == "policy" else FsdpValueBackend
             return fsdp_class(model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
         case "megatron":
-            from .megatron.backend import MegatronBackend, MegatronValueBackend
+            from .megatron.backend import MegatronBackend
 
-            megatron_class: type[MegatronBackend | MegatronValueBackend] = (
-                MegatronBackend if head == "policy" else MegatronValueBackend
-            )
-            return megatron_class(model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
+            if head == "value":
+                raise ConfigError(
+                    "learner.backend: megatron holds no critic, which algorithm.advantage.kind=gae needs; use "
+                    "learner.backend=fsdp, or an advantage that compares the samples of a group."
+                )
+            return MegatronBackend(model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
         case _ if ":" in kind:
             own_class = _own_class(kind, head)
             own: Backend | ValueBackend = own_class(

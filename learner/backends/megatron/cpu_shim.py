@@ -1,0 +1,93 @@
+"""Megatron Core on a machine without CUDA: what it calls of `torch.cuda` without asking, answered for a CPU.
+
+Nothing here runs where CUDA is available. Patches are process-wide and made once, before the first model is built.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+_modes: list[TorchFunctionMode] = []
+
+
+def install_cpu_shim() -> None:
+    """Does nothing where CUDA is available, or the second time."""
+    if torch.cuda.is_available() or _modes:
+        return
+    _answer_for_streams()
+    _answer_for_generators()
+    _keep_splits_on_the_cpu()
+    _modes.append(_CudaMeansCpu())
+    _modes[0].__enter__()  # type: ignore[no-untyped-call]
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Tensors that are asked for on "cuda", or pinned, are made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # buffers are looked up as "torch.cuda.*"
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+class _Stream:
+    """On a CPU everything is done when a call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, *args: Any, **kwargs: Any) -> "_Stream":
+        return self
+
+    def query(self) -> bool:
+        return True
+
+
+def _answer_for_streams() -> None:
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = _Stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.current_device = lambda: CPU
+
+
+def _answer_for_generators() -> None:
+    """Megatron keeps one generator state for each kind of parallelism; a CPU has one generator."""
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    cuda: Any = torch.cuda
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    megatron_random._get_cuda_rng_state = cuda.get_rng_state
+    megatron_random._set_cuda_rng_state = cuda.set_rng_state
+
+
+def _keep_splits_on_the_cpu() -> None:
+    """The token dispatcher turns the sizes of its all-to-all into numpy only where they come from a GPU."""
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu

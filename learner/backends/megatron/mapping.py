@@ -1,0 +1,181 @@
+"""Which Hugging Face tensors each parameter of Megatron is made of, and how ranks share them. Exact in both directions.
+
+Megatron holds a layer's query, key and value rows in one matrix, group by group, its gate and up rows in another, and
+this rank's experts in two. A `Binding` says so once; loading, publishing and checkpoints go through it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from .architecture import Architecture
+
+Tensors = tuple[torch.Tensor, ...]
+
+HEAD = "output_layer.weight"
+
+
+class Sharing(Protocol):
+    """How the ranks of a group share the tensors of one parameter."""
+
+    def split(self, tensors: Tensors, size: int, rank: int) -> torch.Tensor:
+        """The part that rank `rank` of `size` holds."""
+        ...
+
+    def join(self, parts: Sequence[torch.Tensor]) -> Tensors:
+        """All ranks' parts, in order, back to the tensors."""
+        ...
+
+
+class Whole:
+    """Every rank holds all of it."""
+
+    def split(self, tensors: Tensors, size: int, rank: int) -> torch.Tensor:
+        return tensors[0]
+
+    def join(self, parts: Sequence[torch.Tensor]) -> Tensors:
+        return (parts[0],)
+
+
+@dataclass(frozen=True)
+class Along:
+    """Equal parts of one dimension."""
+
+    dimension: int
+
+    def split(self, tensors: Tensors, size: int, rank: int) -> torch.Tensor:
+        return tensors[0].chunk(size, self.dimension)[rank]
+
+    def join(self, parts: Sequence[torch.Tensor]) -> Tensors:
+        return (torch.cat(list(parts), self.dimension),)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Equal runs of rows, the last ones padded with zeros."""
+
+    rows: int
+
+    def split(self, tensors: Tensors, size: int, rank: int) -> torch.Tensor:
+        (whole,) = tensors
+        padding = whole.new_zeros(-self.rows % size, whole.shape[1])
+        return torch.cat([whole, padding]).chunk(size)[rank]
+
+    def join(self, parts: Sequence[torch.Tensor]) -> Tensors:
+        return (torch.cat(list(parts))[: self.rows],)
+
+
+class Stacked:
+    """Several tensors, each split into equal runs of rows; a rank holds its runs one after the other."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def split(self, tensors: Tensors, size: int, rank: int) -> torch.Tensor:
+        return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+
+    def join(self, parts: Sequence[torch.Tensor]) -> Tensors:
+        runs = [part.chunk(self._count) for part in parts]
+        return tuple(torch.cat(list(column)) for column in zip(*runs, strict=True))
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Query, key and value: the rows of a key/value head follow those of the query heads that use it."""
+
+    kv_heads: int
+    head_width: int
+
+    def split(self, tensors: Tensors, size: int, rank: int) -> torch.Tensor:
+        groups = torch.cat([tensor.view(self.kv_heads, -1, *tensor.shape[1:]) for tensor in tensors], 1)
+        return groups.flatten(0, 1).chunk(size)[rank]
+
+    def join(self, parts: Sequence[torch.Tensor]) -> Tensors:
+        stacked = torch.cat(list(parts))
+        groups = stacked.view(self.kv_heads, -1, *stacked.shape[1:])
+        of_query = groups.shape[1] - 2 * self.head_width
+        return tuple(
+            rows.flatten(0, 1) for rows in torch.split(groups, [of_query, self.head_width, self.head_width], 1)
+        )
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One parameter of Megatron, or one expert's part of it, and its Hugging Face tensors."""
+
+    parameter: str
+    """Its name in the model chunk that holds it."""
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the Hugging Face tensors."""
+    sharing: Sharing
+    group: Literal["tensor", "expert_tensor"] = "tensor"
+    expert: int | None = None
+    """Which expert of the layer; the parameter holds those of one expert-parallel rank."""
+
+
+def layer_bindings(architecture: Architecture, layer: int, local: int) -> Iterator[Binding]:
+    """Of decoder layer `layer`, which is number `local` in the chunk that holds it."""
+    source, target = f"model.layers.{layer}.", f"decoder.layers.{local}."
+    width = architecture.width
+    yield _norm(target + "input_layernorm.weight", source + "input_layernorm.weight", width)
+    yield from _attention_bindings(architecture, target + "self_attention.", source + "self_attn.")
+    yield _norm(target + "pre_mlp_layernorm.weight", source + "post_attention_layernorm.weight", width)
+    if not architecture.experts:
+        yield from _block_bindings(
+            architecture, target + "mlp.linear_fc1.weight", target + "mlp.linear_fc2.weight", source + "mlp."
+        )
+        return
+    router = (source + "mlp.gate.weight",)
+    yield Binding(target + "mlp.router.weight", router, ((architecture.experts, width),), Whole())
+    for expert in range(architecture.experts):
+        names = target + "mlp.experts.gate_up", target + "mlp.experts.down", source + f"mlp.experts.{expert}."
+        yield from _block_bindings(architecture, *names, "expert_tensor", expert)
+
+
+def _attention_bindings(architecture: Architecture, target: str, source: str) -> Iterator[Binding]:
+    width, head_width = architecture.width, architecture.head_width
+    rows = [heads * head_width for heads in (architecture.heads, architecture.kv_heads, architecture.kv_heads)]
+    interleaved = Interleaved(architecture.kv_heads, head_width)
+    for kind, inputs in (("weight", (width,)), ("bias", ())) if architecture.has_qkv_bias else (("weight", (width,)),):
+        names = tuple(f"{source}{name}_proj.{kind}" for name in "qkv")
+        yield Binding(f"{target}linear_qkv.{kind}", names, tuple((count, *inputs) for count in rows), interleaved)
+    if architecture.has_qk_norm:
+        yield _norm(target + "q_layernorm.weight", source + "q_norm.weight", head_width)
+        yield _norm(target + "k_layernorm.weight", source + "k_norm.weight", head_width)
+    yield Binding(target + "linear_proj.weight", (source + "o_proj.weight",), ((width, rows[0]),), Along(1))
+
+
+def _block_bindings(
+    architecture: Architecture,
+    gate_up: str,
+    down: str,
+    source: str,
+    group: Literal["tensor", "expert_tensor"] = "tensor",
+    expert: int | None = None,
+) -> Iterator[Binding]:
+    """A dense block, or one expert."""
+    ffn, width = architecture.ffn_width, architecture.width
+    names = (source + "gate_proj.weight", source + "up_proj.weight")
+    yield Binding(gate_up, names, ((ffn, width), (ffn, width)), Stacked(2), group, expert)
+    yield Binding(down, (source + "down_proj.weight",), ((width, ffn),), Along(1), group, expert)
+
+
+def _norm(target: str, source: str, width: int) -> Binding:
+    return Binding(target, (source,), ((width,),), Whole())
+
+
+def embedding(architecture: Architecture, parameter: str = "embedding.word_embeddings.weight") -> Binding:
+    """Of the stage that embeds tokens; with a tied head, of the one that gives logprobs too."""
+    shape = (architecture.vocabulary, architecture.width)
+    return Binding(parameter, ("model.embed_tokens.weight",), (shape,), Vocabulary(architecture.vocabulary))
+
+
+def last_bindings(architecture: Architecture) -> Iterator[Binding]:
+    """Of the stage that gives logprobs; a tied head is no tensor of its own."""
+    yield _norm("decoder.final_layernorm.weight", "model.norm.weight", architecture.width)
+    if not architecture.has_tied_head:
+        shape = (architecture.vocabulary, architecture.width)
+        yield Binding(HEAD, ("lm_head.weight",), (shape,), Vocabulary(architecture.vocabulary))

@@ -1,0 +1,246 @@
+"""This rank's part of the model: Megatron's decoder with our modules in it, and a head that gives logprobs.
+
+P tokens of a padded row, p those of this context rank, W model width.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import nn
+
+from learner.backends.token_logprobs import token_logprobs
+from learner.config import ComputeConfig, LayoutConfig
+
+from . import groups
+from .architecture import Architecture
+from .modules import GroupedExperts, PackedAttention, RmsNorm
+from .row import Row
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # Megatron 0.16 looks at it, and defines it only with Transformer Engine
+
+
+class PackedGpt(GPTModel):
+    """A pipeline stage; the last one's output is what `head` makes of the final hidden states."""
+
+    architecture: Architecture
+
+    def _preprocess(self, input_ids: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor | None, ...]:
+        """The embedding of the padding token gets no gradient, as in transformers."""
+        embedded, *rest = super()._preprocess(input_ids, *args, **options)
+        if embedded is not None and self.architecture.padding_token is not None:
+            is_padding_p = input_ids[0] == self.architecture.padding_token
+            if self.config.sequence_parallel:
+                group = groups.tensor()
+                is_padding_p = is_padding_p.chunk(group.size())[group.rank()]
+            embedded = embedded.detach().where(is_padding_p[:, None, None], embedded)
+        return embedded, *rest
+
+    def _postprocess(self, hidden_states: torch.Tensor, packed_seq_params: Row, **_: Any) -> torch.Tensor:
+        if not self.post_process:
+            return hidden_states
+        hidden_pW = hidden_states[:, 0]
+        if self.config.sequence_parallel:
+            # Every tensor-parallel rank computes the whole gradient of what is gathered here.
+            hidden_pW = gather_from_sequence_parallel_region(hidden_pW, tensor_parallel_output_grad=False)
+        return self.head(hidden_pW, packed_seq_params)
+
+    def head(self, hidden_pW: torch.Tensor, row: Row) -> torch.Tensor:
+        """[T] logprobs of the row's tokens, 0 for the first of a sequence; the same on every rank of the stage."""
+        context = groups.context()
+        if row.wants_hidden:
+            return gathered(hidden_pW, context)[: row.num_tokens]
+        targets_P = F.pad(row.token_ids_P[1:], (0, 1))
+        next_p = self.next_logprobs(hidden_pW, row.part(targets_P, context.rank(), context.size()), row.temperature)
+        next_P = gathered(next_p, context)
+        return F.pad(next_P[:-1], (1, 0)).where(row.position_ids_P > 0, 0.0)[: row.num_tokens]
+
+    def next_logprobs(self, hidden_pW: torch.Tensor, targets_p: torch.Tensor, temperature: float) -> torch.Tensor:
+        """[p]"""
+        group = groups.tensor()
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = tied if tied is not None else self.output_layer.weight
+        return token_logprobs(
+            hidden_pW,
+            weight,
+            targets_p,
+            temperature,
+            group=group if group.size() > 1 else None,
+            first=group.rank() * weight.shape[0],
+            vocabulary=self.architecture.vocabulary,
+        )
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' parts, one after the other. Every rank derives the same loss, so backward takes its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        whole = part.new_empty(group.size() * len(part), *part.shape[1:])
+        torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0].chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+def gathered(part: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """[C * p, ...] of [p, ...], differentiable."""
+    if group.size() == 1:
+        return part
+    whole: torch.Tensor = _Gathered.apply(part, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def transformer_config(
+    architecture: Architecture, layout: LayoutConfig, compute: ComputeConfig, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
+    """Gradients are sums of what each micro-batch adds: nothing is divided by tokens, micro-batches or ranks."""
+    is_gpu = device.type == "cuda"
+    options: dict[str, Any] = {}
+    if architecture.experts:
+        options |= {
+            "num_moe_experts": architecture.experts,
+            "moe_router_topk": architecture.experts_per_token,
+            "moe_ffn_hidden_size": architecture.ffn_width,
+            "moe_router_pre_softmax": not architecture.has_normalized_gates,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32" if dtype is not torch.float32 else None,
+        }
+    if layout.virtual_pipeline > 1:
+        # Two stages exchange activations and gradients with each other at once. Only calls that are not batched keep
+        # them apart, and Megatron batches the calls that would tell each other's shapes.
+        options |= {
+            "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+            "batch_p2p_comm": False,
+            "overlap_p2p_comm": True,
+        }
+    if compute.recompute == "full":
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif compute.recompute == "selective":
+        options |= {"recompute_granularity": "selective", "recompute_modules": [] if architecture.experts else ["mlp"]}
+    return TransformerConfig(
+        num_layers=architecture.layers,
+        hidden_size=architecture.width,
+        ffn_hidden_size=architecture.ffn_width,
+        num_attention_heads=architecture.heads,
+        num_query_groups=architecture.kv_heads,
+        kv_channels=architecture.head_width,
+        qk_layernorm=architecture.has_qk_norm,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.has_qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        variable_seq_lengths=layout.virtual_pipeline == 1,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=lambda models, num_tokens=None, **options: finalize_model_grads(models, **options),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=not is_gpu,
+        perform_initialization=False,
+        bias_activation_fusion=is_gpu,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        deallocate_pipeline_outputs=False,
+        **options,
+    )
+
+
+def build(config: TransformerConfig, architecture: Architecture, device: torch.device) -> list[PackedGpt]:
+    """The stage's parts, one for each run of layers that it interleaves; the weights are not set."""
+    sizes = config.virtual_pipeline_model_parallel_size
+    chunks = [_part(config, architecture, stage if sizes else None).to(device) for stage in range(sizes or 1)]
+    for chunk in chunks:
+        _mark_parts(chunk)
+    return chunks
+
+
+def _mark_parts(chunk: PackedGpt) -> None:
+    """Megatron marks what it initializes itself; without the marks a gradient's norm leaves out all ranks but one."""
+    for module in chunk.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            for parameter in module.parameters(recurse=False):
+                set_tensor_model_parallel_attributes(parameter, True, int(isinstance(module, RowParallelLinear)), 1)
+
+
+def _part(config: TransformerConfig, architecture: Architecture, stage: int | None) -> PackedGpt:
+    vocabulary = architecture.vocabulary
+    model = PackedGpt(
+        config=config,
+        transformer_layer_spec=_layers(config, stage),
+        vocab_size=vocabulary + -vocabulary % config.tensor_model_parallel_size,
+        max_sequence_length=1,  # nothing is learned by position
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.has_tied_head,
+        position_embedding_type="none",
+        vp_stage=stage,
+    )
+    model.architecture = architecture
+    return model
+
+
+def _layers(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    if config.num_moe_experts:
+        parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=RmsNorm
+    )
+
+
+def rotary_module(config: "PretrainedConfig") -> nn.Module:
+    """transformers' own for this model, with whatever scaling its configuration asks for."""
+    from transformers import AutoModelForCausalLM
+
+    source = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]
+    kind = next(value for name, value in vars(source).items() if name.endswith("RotaryEmbedding"))
+    module: nn.Module = kind(config)
+    return module

@@ -1,0 +1,166 @@
+"""The parts of a layer that Megatron Core leaves to Transformer Engine, in plain torch.
+
+Shapes: P tokens of a row, p = P / C those of one of C context ranks, H query heads, K key/value heads, D head width, E
+experts of this rank, N tokens sent to them, W model width, F feed-forward width of this rank.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from learner.attention import bucketed_attention, varlen_attention
+
+from .row import Row
+
+
+class RmsNorm(nn.Module):
+    """Over the last dimension, in fp32. Its gradient is summed over tensor-parallel ranks, each of which saw a part."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class PackedAttention(MegatronModule):
+    """Rotary, causal attention within the sequences of a row.
+
+    With context parallelism (Jacobs et al. 2023, "DeepSpeed Ulysses") ranks exchange tokens for heads before it and
+    heads for tokens after it, so each attends over whole sequences.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self._scale = softmax_scale or config.kv_channels**-0.5
+        self._context = pg_collection.cp
+
+    def forward(
+        self,
+        query_pHD: torch.Tensor,
+        key_pKD: torch.Tensor,
+        value_pKD: torch.Tensor,
+        attention_mask: None = None,
+        packed_seq_params: Row | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[p, H * D]"""
+        row = packed_seq_params
+        assert row is not None
+        assert row.layout is not None
+        q, k, v = (self._whole_row(part) for part in (query_pHD, key_pKD, value_pKD))
+        q, k = (_rotated(part, row.cos_PD, row.sin_PD) for part in (q, k))
+        if row.layout.buckets is None:
+            attended = varlen_attention(q, k, v, row.layout, self._scale)
+        else:
+            attended = bucketed_attention(q, k, v, row.layout.buckets, self._scale)
+        return self._own_tokens(attended).flatten(1)
+
+    def _whole_row(self, part_pHD: torch.Tensor) -> torch.Tensor:
+        """[P, H / C, D]; key/value heads are repeated where there are fewer than ranks."""
+        size = self._context.size()
+        if size == 1:
+            return part_pHD
+        if repeats := max(1, size // part_pHD.shape[1]):
+            part_pHD = part_pHD.repeat_interleave(repeats, 1)
+        p, heads, width = part_pHD.shape
+        by_rank = part_pHD.view(p, size, heads // size, width).transpose(0, 1)
+        return _exchange(by_rank, self._context).flatten(0, 1)
+
+    def _own_tokens(self, attended_PHD: torch.Tensor) -> torch.Tensor:
+        """[p, H, D]"""
+        size = self._context.size()
+        if size == 1:
+            return attended_PHD
+        by_rank = attended_PHD.view(size, -1, *attended_PHD.shape[1:])
+        return _exchange(by_rank, self._context).transpose(0, 1).flatten(1, 2)
+
+
+def _rotated(heads_PHD: torch.Tensor, cos_PD: torch.Tensor, sin_PD: torch.Tensor) -> torch.Tensor:
+    """Su et al. 2021, "RoFormer", with the halves of a head as pairs."""
+    first, second = heads_PHD.chunk(2, -1)
+    turned = torch.cat([-second, first], -1)
+    cos, sin = cos_PD[:, None].to(heads_PHD.dtype), sin_PD[:, None].to(heads_PHD.dtype)
+    return heads_PHD * cos + turned * sin
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of equal parts along the first dimension; backward is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        sent = parts.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Exchange.forward(ctx, gradients[0], ctx.group), None
+
+
+def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    received: torch.Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    return received
+
+
+class GroupedExperts(MegatronModule):
+    """All experts of this rank by two grouped matrix multiplications.
+
+    `allreduce = False` says that the weights belong to expert-parallel ranks; `tensor_model_parallel` that every rank
+    holds another part, without which the gradient norm leaves all but one out.
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, **_: Any) -> None:
+        super().__init__(config=config)
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.gate_up = self._weight(num_local_experts, 2 * width, config.hidden_size)
+        self.down = self._weight(num_local_experts, config.hidden_size, width)
+        self._recompute = config.recompute_granularity == "selective"
+
+    def _weight(self, *shape: int) -> nn.Parameter:
+        weight = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
+        weight.allreduce = False  # type: ignore[attr-defined]
+        weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        weight.partition_dim, weight.partition_stride = 0, 1  # type: ignore[attr-defined]
+        return weight
+
+    def forward(
+        self, tokens_NW: torch.Tensor, tokens_per_expert: torch.Tensor, probabilities_N: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """[N, W], each expert's output times its probability. Tokens come sorted by expert."""
+        offsets = tokens_per_expert.to(tokens_NW.device).cumsum(0).to(torch.int32)
+        if not len(tokens_NW):  # so that the weights get a gradient all the same
+            return tokens_NW + 0.0 * (self.gate_up.sum() + self.down.sum() + probabilities_N.sum()), None
+        hidden = F.grouped_mm(tokens_NW, self.gate_up.transpose(1, 2), offs=offsets)
+        if self._recompute:
+            gated = checkpoint(_gated, hidden, probabilities_N, use_reentrant=False)
+        else:
+            gated = _gated(hidden, probabilities_N)
+        return F.grouped_mm(gated, self.down.transpose(1, 2), offs=offsets), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are not delayed here."""
+
+
+def _gated(hidden_N2F: torch.Tensor, probabilities_N: torch.Tensor) -> torch.Tensor:
+    gate, up = hidden_N2F.chunk(2, -1)
+    gated: torch.Tensor = F.silu(gate) * up * probabilities_N[:, None]
+    return gated.to(hidden_N2F.dtype)

@@ -1,0 +1,167 @@
+"""AdamW over Megatron's gradient buffers, its master weights and moments sharded over replicas.
+
+Every rank holds a run of each parameter's elements in fp32. `MasterState` gives a parameter's whole state, and takes it
+back: what checkpoints and a moving reference need.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer import TransformerConfig
+
+from learner.config import OptimizerConfig
+
+from . import groups
+from .model import PackedGpt
+
+MASTER, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
+"""Megatron's and torch's names of a parameter's state."""
+
+
+class ShardedAdam:
+    """All calls are collective."""
+
+    def __init__(self, config: TransformerConfig, chunks: list[PackedGpt], settings: OptimizerConfig) -> None:
+        overlap = next(chunks[0].parameters()).is_cuda
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=overlap, grad_reduce_in_fp32=True
+        )
+        self.models = [
+            DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(chunks)
+        ]
+        if overlap:
+            config.no_sync_func = _single([model.no_sync for model in self.models])
+            if config.pipeline_model_parallel_size > 1:
+                config.grad_sync_func = _single([model.start_grad_sync for model in self.models])
+        self._max_norm = settings.max_grad_norm
+        self._optimizer: ChainedOptimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=0.0,
+                min_lr=0.0,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.epsilon,
+                clip_grad=settings.max_grad_norm,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            self.models,
+            config_overrides={},  # decay for norms and biases too, as for every other backend
+            use_gloo_process_groups=False,
+        )
+
+    def zero_gradients(self) -> None:
+        for model in self.models:
+            model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def step(self, learning_rate: float) -> float:
+        """The gradients' norm before clipping; the weights stay if it is not finite."""
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return norm
+        for optimizer in self.parts():
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._max_norm, norm)
+        self._optimizer.step_with_ready_grads()
+        return norm
+
+    def parts(self) -> Iterator[DistributedOptimizer]:
+        """One for what all ranks share, one for experts."""
+        for optimizer in self._optimizer.chained_optimizers:
+            if optimizer.get_parameters():
+                yield optimizer
+
+    def masters_to_model(self) -> None:
+        """The parameters are the rounded masters again."""
+        for optimizer in self.parts():
+            optimizer._copy_main_params_to_model_params()
+        for model in self.models:
+            model.start_param_sync(force_sync=True)
+
+    def model_to_masters(self) -> None:
+        """The masters are the parameters again."""
+        self._optimizer.reload_model_params()
+
+
+class MasterState:
+    """The fp32 state of every parameter, whole: gathered over the ranks that hold runs of it."""
+
+    def __init__(self, adam: ShardedAdam) -> None:
+        self._owner = {
+            parameter: optimizer for optimizer in adam.parts() for parameter in optimizer.model_param_gbuf_map
+        }
+
+    @torch.no_grad()
+    def whole(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
+        """Shaped like the parameter; zero moments before the first step. Collective over its replicas."""
+        state = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        run, part = self._run(parameter, key)
+        if part is not None:
+            state[run] = part
+        dist.all_reduce(state, group=replicas_of(parameter))
+        return state.view(parameter.shape)
+
+    @torch.no_grad()
+    def assign(self, parameter: torch.nn.Parameter, key: str, state: torch.Tensor) -> None:
+        """Put this rank's run of a whole state in its place."""
+        run, part = self._run(parameter, key)
+        if part is not None:
+            part.copy_(state.flatten()[run])
+
+    def set_step(self, step: int) -> None:
+        """How many updates the moments have seen."""
+        for optimizer in {id(optimizer): optimizer for optimizer in self._owner.values()}.values():
+            for state in optimizer.optimizer.state.values():
+                state["step"] = torch.tensor(float(step), dtype=torch.float32)
+
+    def step(self) -> int:
+        """How many updates there were, by this rank's knowledge."""
+        states = [state for optimizer in self._owner.values() for state in optimizer.optimizer.state.values()]
+        return int(states[0]["step"]) if states and "step" in states[0] else 0
+
+    def _run(self, parameter: torch.nn.Parameter, key: str) -> tuple[slice, torch.Tensor | None]:
+        """Which elements this rank holds, and their state."""
+        optimizer = self._owner.get(parameter)
+        if optimizer is None or parameter not in optimizer.model_param_group_index_map:
+            return slice(0), None
+        group, order = optimizer.model_param_group_index_map[parameter]
+        master = optimizer.optimizer.param_groups[group]["params"][order]
+        held = optimizer._get_model_param_range_map(parameter)["param"]
+        if key == MASTER:
+            return slice(held.start, held.end), master.detach()
+        return slice(held.start, held.end), _moments(optimizer, master)[key]
+
+
+def _moments(optimizer: DistributedOptimizer, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    """AdamW makes them with the first step; saving before that, or loading, needs them now."""
+    state: dict[str, torch.Tensor] = optimizer.optimizer.state[master]
+    if not state:
+        state["step"] = torch.tensor(0.0)
+        state |= {key: torch.zeros_like(master) for key in MOMENTS}
+    return state
+
+
+def replicas_of(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+    """The ranks that hold the same part of the model: experts have replicas of their own."""
+    if getattr(parameter, "allreduce", True):
+        return groups.alike()
+    return groups.expert_alike()
+
+
+def _single(functions: list) -> object:  # type: ignore[type-arg]
+    """Megatron takes a list only where stages are interleaved."""
+    return functions if len(functions) > 1 else functions[0]

@@ -1,0 +1,73 @@
+"""One micro-batch as Megatron's layers take it: a packed row of tokens, padded until every rank gets an equal part.
+
+T real tokens, P >= T padded ones, C ranks that share them, D head width.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from learner.attention import PackedLayout
+from learner.batch import PackedBatch
+
+
+@dataclass
+class Row(PackedSeqParams):
+    """Travels through the layers in the place of Megatron's own packing, which it extends."""
+
+    num_tokens: int = 0
+    """T; 0 for the placeholder of a rank that has nothing to do."""
+    token_ids_P: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    position_ids_P: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    cos_PD: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    sin_PD: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    layout: PackedLayout | None = None
+    number: int = 0
+    """Which micro-batch it is."""
+    temperature: float = 1.0
+    wants_hidden: bool = False
+
+    def part(self, values_P: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """[P / C] what rank `rank` of `size` works on."""
+        return values_P.chunk(size)[rank]
+
+
+def padded_length(num_tokens: int, multiple: int) -> int:
+    """P: at least one token for each rank."""
+    return max(num_tokens + -num_tokens % multiple, multiple)
+
+
+def make_row(batch: PackedBatch, rotary: Any, length: int, *, device: torch.device, varlen: bool) -> Row:
+    """A row of P = `length` tokens. `rotary`: transformers' own module, so that every kind of scaling is its own.
+
+    The padding is a sequence of its own at the row's end; nobody looks at what comes out of it.
+    """
+    token_ids, positions, ends = batch.token_ids_T, batch.position_ids_T, batch.cu_seqlens
+    if missing := length - batch.num_tokens:
+        token_ids = F.pad(token_ids, (0, missing))
+        positions = torch.cat([positions, torch.arange(missing, device=positions.device)])
+        ends = torch.cat([ends, ends[-1:] + missing])
+    layout = PackedLayout.of(ends, varlen=varlen)
+    positions = positions.to(device, non_blocking=True)
+    cos, sin = rotary(torch.empty((), device=device), positions[None])
+    return Row(
+        qkv_format="thd",
+        num_tokens=batch.num_tokens,
+        token_ids_P=token_ids.to(device, non_blocking=True),
+        position_ids_P=positions,
+        cos_PD=cos[0],
+        sin_PD=sin[0],
+        layout=on_device(layout, device),
+    )
+
+
+def on_device(layout: PackedLayout, device: torch.device) -> PackedLayout:
+    """Worked out on the CPU, where its sizes are known without waiting for a GPU."""
+    buckets = layout.buckets
+    if buckets is not None:
+        buckets = dataclasses.replace(buckets, gather=buckets.gather.to(device), places=buckets.places.to(device))
+    return dataclasses.replace(layout, cu_seqlens=layout.cu_seqlens.to(device, non_blocking=True), buckets=buckets)

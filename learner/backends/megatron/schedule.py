@@ -1,0 +1,167 @@
+"""Batches through Megatron's pipeline schedules, and what comes out of the last stage told to the others."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import nn
+
+from learner.backends.base import TokenLoss
+from learner.batch import PackedBatch
+from learner.config import LayoutConfig
+
+from . import groups
+from .row import Row, make_row, padded_length
+
+Reports = list[dict[str, float]]
+
+
+class Schedule:
+    """All calls are collective over the replicas, with the same number of micro-batches on each."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], rotary: nn.Module, layout: LayoutConfig, device: torch.device
+    ) -> None:
+        self._models = list(models)
+        self._rotary = rotary.to(device)
+        self._device = device
+        self._dtype = next(models[0].parameters()).dtype
+        self._width: int = get_model_config(models[0]).hidden_size
+        self._multiple = layout.tensor * layout.context
+        self._is_interleaved = layout.virtual_pipeline > 1
+        self._num_stages = layout.pipeline
+
+    def train(self, batches: Sequence[PackedBatch], temperature: float, loss: TokenLoss) -> tuple[float, Reports]:
+        """Gradients summed into their buffers and over replicas: (loss over all replicas, reports of this one)."""
+        shares, reports = [torch.zeros((), dtype=torch.float64, device=self._device)], Reports()
+
+        def finish(row: Row, logprobs_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            nothing = (logprobs_T * 0.0).sum()
+            share, report = loss(row.number, logprobs_T) if row.num_tokens else (nothing, {})
+            shares.append(share.detach().double())
+            reports.append(report)
+            return share if share.requires_grad else share + nothing, torch.zeros((), dtype=torch.int), None
+
+        self._run(batches, temperature, finish)
+        return self._over_replicas(torch.stack(shares).sum()), self._told(reports)[: len(batches)]
+
+    @torch.no_grad()
+    def evaluate(
+        self, batches: Sequence[PackedBatch], temperature: float, wants_hidden: bool = False
+    ) -> list[torch.Tensor]:
+        """[T] logprobs of every micro-batch where it lies, or [T, W] final hidden states; the same on all stages."""
+        outputs: list[torch.Tensor] = []
+
+        def finish(row: Row, output: torch.Tensor, non_loss_data: bool) -> None:
+            outputs.append(output)
+
+        self._run(batches, temperature, finish, is_training=False, wants_hidden=wants_hidden)
+        outputs = self._shared(outputs[: len(batches)], batches, wants_hidden)
+        return [output.to(batch.token_ids_T.device) for output, batch in zip(outputs, batches, strict=True)]
+
+    def _run(
+        self,
+        batches: Sequence[PackedBatch],
+        temperature: float,
+        finish: Callable[..., Any],
+        is_training: bool = True,
+        wants_hidden: bool = False,
+    ) -> None:
+        rows = self._rows(batches, temperature, wants_hidden)
+        iterators = [iter(rows) for _ in self._models]
+        get_forward_backward_func()(
+            forward_step_func=functools.partial(_forward, finish),
+            data_iterator=iterators if self._is_interleaved else iterators[0],
+            model=self._models if self._is_interleaved else self._models[0],
+            num_microbatches=len(rows),
+            seq_length=len(rows[0].token_ids_P),  # looked at only where all rows have the same length
+            micro_batch_size=1,
+            forward_only=not is_training,
+            collect_non_loss_data=not is_training,
+        )
+
+    def _rows(self, batches: Sequence[PackedBatch], temperature: float, wants_hidden: bool) -> list[Row]:
+        """Interleaved stages take micro-batches by rounds of as many as there are stages, all of one length."""
+        missing = -len(batches) % self._num_stages if self._is_interleaved else 0
+        all_batches = [*batches, *[_nothing(batches[0])] * missing]
+        lengths = [padded_length(batch.num_tokens, self._multiple) for batch in all_batches]
+        if self._is_interleaved:
+            lengths = [max(lengths)] * len(lengths)
+        rows = [self._row(batch, length) for batch, length in zip(all_batches, lengths, strict=True)]
+        for number, row in enumerate(rows):
+            row.number, row.temperature, row.wants_hidden = number, temperature, wants_hidden
+        return rows
+
+    def _row(self, batch: PackedBatch, length: int) -> Row:
+        uses_kernel = self._device.type == "cuda" and self._dtype is torch.bfloat16
+        return make_row(batch, self._rotary, length, device=self._device, varlen=uses_kernel)
+
+    def _shared(
+        self, outputs: list[torch.Tensor], batches: Sequence[PackedBatch], is_hidden: bool
+    ) -> list[torch.Tensor]:
+        """The last stage's, on all of them."""
+        group = groups.pipeline()
+        if group.size() == 1:
+            return outputs
+        width = (self._width,) if is_hidden else ()
+        tokens = [batch.num_tokens for batch in batches]
+        whole = (
+            torch.cat(outputs)
+            if outputs
+            else torch.empty(
+                sum(tokens), *width, dtype=self._dtype if is_hidden else torch.float32, device=self._device
+            )
+        )
+        dist.broadcast(whole, group=group, group_src=(self._num_stages - 1))
+        return list(torch.split(whole, tokens))
+
+    def _told(self, reports: Reports) -> Reports:
+        """The last stage's, on all of them."""
+        group = groups.pipeline()
+        if group.size() == 1:
+            return reports
+        told = msgspec.msgpack.encode(reports)
+        size = torch.tensor(len(told), device=self._device)
+        dist.broadcast(size, group=group, group_src=(self._num_stages - 1))
+        buffer = torch.zeros(int(size), dtype=torch.uint8)
+        if group.rank() == (self._num_stages - 1):
+            buffer = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        buffer = buffer.to(self._device)
+        dist.broadcast(buffer, group=group, group_src=(self._num_stages - 1))
+        return msgspec.msgpack.decode(buffer.cpu().numpy().tobytes(), type=Reports)
+
+    def _over_replicas(self, total: torch.Tensor) -> float:
+        """Summed over one rank of each replica's last stage, where it is known."""
+        own = groups.tensor().rank(), groups.context().rank(), groups.pipeline().rank()
+        is_counted = own == (0, 0, self._num_stages - 1)
+        total = total if is_counted else torch.zeros_like(total)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return float(total)
+
+
+def _forward(finish: Callable[..., Any], rows: Iterator[Row], model: nn.Module) -> tuple[torch.Tensor, Any]:
+    """One micro-batch through one stage, and what to do with it at the last."""
+    row = next(rows)
+    group = groups.context()
+    token_ids = row.part(row.token_ids_P, group.rank(), group.size())[None]
+    output = model(token_ids, None, None, packed_seq_params=row)
+    return output, functools.partial(finish, row)
+
+
+def _nothing(batch: PackedBatch) -> PackedBatch:
+    """An empty micro-batch."""
+    return PackedBatch(
+        token_ids_T=batch.token_ids_T[:0],
+        position_ids_T=batch.position_ids_T[:0],
+        cu_seqlens=batch.cu_seqlens[:1],
+        loss_mask_T=batch.loss_mask_T[:0],
+        behavior_logprobs_T=batch.behavior_logprobs_T[:0],
+        advantages_T=batch.advantages_T[:0],
+        lags_T=batch.lags_T[:0],
+    )

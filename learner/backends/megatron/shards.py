@@ -1,0 +1,83 @@
+"""Where each part of the model is held: the bindings of `mapping`, over the ranks.
+
+Every rank lists all places in the same order, and calls the collective functions for each of them in that order.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from learner.config import LayoutConfig
+
+from . import groups
+from .architecture import Architecture
+from .mapping import HEAD, Binding, embedding, last_bindings, layer_bindings
+
+Read = Callable[[str], torch.Tensor]
+"""A tensor by its Hugging Face name."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A binding with the ranks that hold it."""
+
+    binding: Binding
+    stage: int
+    """The pipeline stage."""
+    chunk: int
+    """Which of the stage's interleaved parts of the model."""
+    expert_rank: int | None = None
+    """The expert-parallel rank; None: all of them."""
+    slot: int | None = None
+    """Which of that rank's experts."""
+    is_copy: bool = False
+    """A tied head far from the embedding that it equals."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds it, or a part of it."""
+        return self.stage == groups.pipeline().rank() and self.expert_rank in (None, groups.expert().rank())
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share it with this one."""
+        return groups.tensor() if self.binding.group == "tensor" else groups.expert_tensor()
+
+    def view(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This binding's part of something shaped like the parameter."""
+        return parameter if self.slot is None else parameter[self.slot]
+
+    def split(self, read: Read) -> torch.Tensor:
+        """This rank's part of the Hugging Face tensors."""
+        group = self.group
+        tensors = tuple(read(name) for name in self.binding.names)
+        return self.binding.sharing.split(tensors, group.size(), group.rank())
+
+    def join(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The Hugging Face tensors, of the parts of all ranks that share them. Collective over those."""
+        group = self.group
+        parts = [part]
+        if group.size() > 1:
+            parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+            dist.all_gather(parts, part.contiguous(), group=group)
+        return self.binding.sharing.join(parts)
+
+
+def places(architecture: Architecture, layout: LayoutConfig) -> Iterator[Place]:
+    """All of the model, in the order of its layers; the same on every rank."""
+    last_stage, last_chunk = layout.pipeline - 1, layout.virtual_pipeline - 1
+    yield Place(embedding(architecture), 0, 0)
+    per_part = architecture.layers // (layout.pipeline * layout.virtual_pipeline)
+    per_rank = architecture.experts // layout.expert
+    for layer in range(architecture.layers):
+        part, local = divmod(layer, per_part)
+        chunk, stage = divmod(part, layout.pipeline)
+        for binding in layer_bindings(architecture, layer, local):
+            rank, slot = (None, None) if binding.expert is None else divmod(binding.expert, per_rank)
+            yield Place(binding, stage, chunk, rank, slot)
+    for binding in last_bindings(architecture):
+        yield Place(binding, last_stage, last_chunk)
+    if architecture.has_tied_head and layout.pipeline > 1:
+        yield Place(embedding(architecture, HEAD), last_stage, last_chunk, is_copy=True)

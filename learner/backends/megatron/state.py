@@ -1,0 +1,113 @@
+"""Masters and moments by Hugging Face name, to disk and back under any layout, and the first weights the same way.
+
+    param/  exp_avg/  exp_avg_sq/    fp32 safetensors files, each rank's own; together they name every tensor
+    optimizer.json                   how many updates the moments have seen
+
+So a checkpoint of one layout is three Hugging Face models, which every other layout reads as it reads first weights.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from broker.errors import ConfigError
+from learner.backends.fsdp.export import FILE_BYTES
+from learner.checkpoint import CheckpointError
+
+from .model import PackedGpt
+from .optimizer import MASTER, MOMENTS, MasterState, ShardedAdam, replicas_of
+from .shards import Place, Read
+from .source import TensorSource
+
+OPTIMIZER_FILE = "optimizer.json"
+
+
+class OptimizerProgress(msgspec.Struct, frozen=True):
+    """optimizer.json"""
+
+    step: int
+
+
+class TrainingState:
+    """The whole of what an update changes."""
+
+    def __init__(self, chunks: Sequence[PackedGpt], all_places: Sequence[Place], adam: ShardedAdam) -> None:
+        self._adam = adam
+        self._masters = MasterState(adam)
+        self._held = _by_parameter(chunks, [place for place in all_places if place.is_here])
+
+    @torch.no_grad()
+    def read(self, read: Read, key: str = MASTER) -> None:
+        """Set one kind of state; masters are rounded into the parameters. Collective."""
+        for parameter, its_places in self._held:
+            whole = torch.empty(parameter.shape, dtype=torch.float32)
+            for place in its_places:
+                place.view(whole).copy_(place.split(read))
+            self._masters.assign(parameter, key, whole)
+        if key == MASTER:
+            self._adam.masters_to_model()
+
+    def save(self, directory: Path, rank: int) -> None:
+        """Collective; `directory` exists."""
+        for key in (MASTER, *MOMENTS):
+            (directory / key).mkdir(exist_ok=True)
+            _write(self._own_share(key), directory / key, rank)
+        if rank == 0:
+            progress = msgspec.json.encode(OptimizerProgress(self._masters.step()))
+            (directory / OPTIMIZER_FILE).write_bytes(progress)
+
+    def load(self, directory: Path) -> None:
+        """Collective. Raises CheckpointError where `directory` holds another model's state."""
+        try:
+            progress = msgspec.json.decode((directory / OPTIMIZER_FILE).read_bytes(), type=OptimizerProgress)
+            for key in (MASTER, *MOMENTS):
+                self.read(TensorSource(directory / key), key)
+        except (OSError, RuntimeError, ConfigError, msgspec.DecodeError) as error:
+            raise CheckpointError(
+                f"{directory} does not hold a training state that fits this model: {error} Resume with the `model` "
+                "section and the backend that the checkpoint was written with."
+            ) from error
+        self._masters.set_step(progress.step)
+
+    def _own_share(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this rank writes: those that have the same take turns. Collective."""
+        for number, (parameter, its_places) in enumerate(self._held):
+            whole = self._masters.whole(parameter, key)
+            replicas = replicas_of(parameter)
+            for place in its_places:
+                tensors = () if place.is_copy else place.join(place.view(whole))
+                if _turn(place.group, replicas, number):
+                    yield from zip(place.binding.names, tensors, strict=False)
+
+
+def _turn(sharing: dist.ProcessGroup, replicas: dist.ProcessGroup, number: int) -> bool:
+    """Whether it is this rank's among all that have joined parameter `number`."""
+    own = replicas.rank() * sharing.size() + sharing.rank()
+    return own == number % (replicas.size() * sharing.size())
+
+
+def _by_parameter(chunks: Sequence[PackedGpt], here: Sequence[Place]) -> list[tuple[torch.nn.Parameter, list[Place]]]:
+    """Each parameter of this rank with the bindings that fill it: an expert's weights share theirs with others'."""
+    key = lambda place: (place.chunk, place.binding.parameter)  # noqa: E731
+    return [
+        (chunks[chunk].get_parameter(name), list(run))
+        for (chunk, name), run in itertools.groupby(sorted(here, key=key), key=key)
+    ]
+
+
+def _write(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, rank: int) -> None:
+    from safetensors.torch import save_file
+
+    part: dict[str, torch.Tensor] = {}
+    number = size = 0
+    for name, tensor in itertools.chain(tensors, [("", torch.empty(0))]):
+        if part and (not name or size + tensor.nbytes > FILE_BYTES):
+            save_file(part, directory / f"rank_{rank:05d}_{number:05d}.safetensors")
+            part, size, number = {}, 0, number + 1
+        if name:
+            part[name] = tensor.cpu().contiguous()
+            size += tensor.nbytes
