@@ -11,7 +11,7 @@ SEED ?= 0
 MINUTES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev demo demo-vllm chaos bench-broker study-staleness test check format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity bench-broker study-staleness test check format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -39,14 +39,26 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) uninstall -q -y torchvision torchaudio torchcodec triton
 	@touch $@
 
+install-megatron: $(VENV)/.installed-megatron  ## and Megatron Core
+
+$(VENV)/.installed-megatron: $(VENV)/.installed
+	@$(PIP) install -q -c constraints.txt -e '.[megatron]'
+	@touch $@
+
 demo: install  ## a small Qwen3-MoE learns arithmetic: warm-up, then asynchronous GRPO (4 minutes on 2 cores)
 	@$(BIN)/headway run arithmetic.yaml run.seed=$(SEED) --overwrite
 
 demo-vllm: install-dev  ## the same with vLLM for CPUs as the inference engine
 	@$(BIN)/headway run arithmetic-vllm.yaml run.seed=$(SEED) --overwrite
 
+demo-megatron: install-megatron  ## the same with Megatron Core in the learner, its experts spread over two ranks
+	@$(BIN)/headway run arithmetic-megatron.yaml run.seed=$(SEED) --overwrite
+
 chaos: install  ## kill -9, power loss, cuts and more for MINUTES, then an audit that nothing was lost or trained twice
 	@$(BIN)/python -m benchmarks.chaos --seed $(SEED) --minutes $(MINUTES)
+
+parity: install-dev  ## every layout of both backends against plain transformers: 246 cases of 1, 2 and 4 processes
+	@$(BIN)/python -m benchmarks.parity
 
 bench-broker: $(BENCH)/.installed  ## the broker against Streams, ZeroMQ, Ray queues and others: figures and whether targets are met
 	@$(BENCH)/bin/python -m benchmarks.broker

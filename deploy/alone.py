@@ -30,6 +30,7 @@ from .local import (
     launcher,
     learner_arguments,
     ping,
+    sft_command,
     threads,
     warm_up,
     worker_commands,
@@ -106,16 +107,26 @@ def run_worker(url: str, run: str, name: str, overrides: Sequence[str]) -> None:
     work(url, run, f"{socket.gethostname()}-{name}-{secrets.token_hex(2)}", overrides)
 
 
-def run_sft(recipe: Recipe, output: Path) -> None:
-    """The warm-up; its directory is marked complete at the very end."""
+def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str]) -> int:
+    """This process is the warm-up or one rank of it; or it starts torchrun with `arguments`, where ranks are wanted.
+
+    The directory is marked complete at the very end.
+    """
     if not recipe.sft.phases:
         raise ConfigError("The recipe has no warm-up: sft.phases is empty.")
     if is_complete(output):
         raise ConfigError(f"{output} already holds a finished warm-up. Choose another --output, or remove it.")
+    if recipe.learner.processes > 1 and "RANK" not in os.environ:
+        notice = "the warm-up starts over next time"
+        return Supervisor((), sft_command(recipe, arguments), drain_notice=notice, fails_when_stopped=True).run()
     from .warm_up import run_sft as train
 
-    mark_complete(output, recipe, train(recipe, output, console=Console()))
-    click.echo(f"Warm-up done: {output}")
+    is_first = os.environ.get("RANK", "0") == "0"
+    outcome = train(recipe, output, console=Console(quiet=not is_first))
+    if is_first:
+        mark_complete(output, recipe, outcome)
+        click.echo(f"Warm-up done: {output}")
+    return 0
 
 
 def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: bool) -> None:

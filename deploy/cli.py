@@ -316,14 +316,15 @@ def acl(run: str | None, passwords: Path | None, as_file: bool, is_for_7_0: bool
 @click.argument("recipe")
 @overrides_argument
 @click.option("--output", type=click.Path(path_type=Path), help="Directory of the model.  [default: runs/NAME/sft]")
-def sft(recipe: str, overrides: tuple[str, ...], output: Path | None) -> None:
+def sft(recipe: str, overrides: tuple[str, ...], output: Path | None) -> int:
     """Run the supervised warm-up of RECIPE alone."""
     from .config import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     from .alone import run_sft
 
-    run_sft(loaded, output or loaded.run_directory / "sft")
+    directory = output or loaded.run_directory / "sft"
+    return run_sft(loaded, directory, (recipe, *overrides, "--output", str(directory)))
 
 
 @cli.command("eval")
@@ -392,6 +393,31 @@ def algorithms(name: str | None, as_json: bool) -> None:
         return
     for shown in [page(one) for one in find(name)] if name else [overview()]:
         Console().print(shown)
+
+
+@cli.command("plan-memory")
+@click.argument("recipe")
+@overrides_argument
+@click.option(
+    "--device-memory", type=click.FloatRange(min=0), metavar="GB", help="Say what fits a device of this size."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def plan_memory(recipe: str, overrides: tuple[str, ...], device_memory: float | None, as_json: bool) -> int:
+    """Show what each rank of RECIPE's learner will hold, before anything starts.
+
+    Neither weights nor a GPU are needed. The exit code is 1 if --device-memory is too little.
+    """
+    from rich.console import Console
+
+    from .config import load_recipe
+    from .memory_pages import as_builtins, page, report
+
+    found = report(load_recipe(recipe, overrides), device_memory)
+    if as_json:
+        _print_json(as_builtins(found))
+    else:
+        Console().print(page(found))
+    return int(found.fits is False)
 
 
 @cli.command()

@@ -163,14 +163,20 @@ def warm_up(recipe: Recipe, directory: Path, say: Callable[[str], None]) -> int:
     """Run the recipe's supervised phases into directory/sft, unless that has been done; the exit code."""
     if not recipe.sft.phases or is_complete(directory / SFT):
         return 0
-    command = Command(
-        name="The warm-up",
-        argv=(*_plainly(), "sft", str(directory / CONFIG), "--output", str(directory / SFT)),
-        log=None,
-        environment=threads(recipe.learner.threads),
-    )
+    command = sft_command(recipe, (str(directory / CONFIG), "--output", str(directory / SFT)))
     notice = "the warm-up starts over next time"
     return Supervisor((), command, drain_notice=notice, fails_when_stopped=True, say=say).run()
+
+
+def sft_command(recipe: Recipe, arguments: Sequence[str]) -> Command:
+    """`headway sft` with these arguments on our own terminal, under torchrun if the learner has several ranks."""
+    return Command(
+        name="The warm-up",
+        argv=(*launcher(recipe.learner.processes, _plainly()), "sft", *arguments),
+        log=None,
+        environment=threads(recipe.learner.threads),
+        relay=recipe.learner.processes > 1,
+    )
 
 
 def _plainly() -> tuple[str, ...]:
@@ -237,12 +243,12 @@ def learner_arguments(directory: Path, resume: bool, rewind: Rewind | None) -> t
     return ("learner", str(directory / CONFIG), "--prepared", *(("--resume",) if resume else ()), *back, *anew)
 
 
-def launcher(processes: int) -> tuple[str, ...]:
+def launcher(processes: int, command: tuple[str, ...] = PYTHON) -> tuple[str, ...]:
     """`python -m deploy`, as so many ranks."""
     if processes == 1:
-        return PYTHON
+        return command
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
-    return (sys.executable, *torchrun, "-m", "deploy", "--debug")
+    return (sys.executable, *torchrun, *command[1:])
 
 
 def worker_commands(

@@ -8,11 +8,13 @@ Shapes: T packed tokens, S sequences, L longest of a bucket, H query heads, K ke
 """
 
 import inspect
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -22,6 +24,12 @@ ATTENTION_NAME = "headway_packed"
 
 BUCKET_SPREAD = 1.5
 """Sequences whose lengths lie within this factor share a padded bucket."""
+
+LENGTH_STEP = 1024
+"""The variable-length kernel is told the longest sequence in such steps, or each batch would be compiled anew."""
+
+KERNEL_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
+"""What the installed torch's kernel can be told."""
 
 
 class UnsupportedModelError(HeadwayError, NotImplementedError):
@@ -40,6 +48,18 @@ class Buckets:
     """[T] int64, the padded place of every packed token."""
 
 
+class HeadExchange(Protocol):
+    """Ranks that have a part of the tokens each swap them for a part of the heads. Collective, differentiable."""
+
+    def to_heads(self, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """All tokens of this rank's heads."""
+        ...
+
+    def to_tokens(self, rows_THD: torch.Tensor) -> torch.Tensor:
+        """All heads of this rank's tokens."""
+        ...
+
+
 @dataclass(frozen=True)
 class PackedLayout:
     """Where sequences begin and end, worked out once for all layers of a forward pass."""
@@ -48,13 +68,25 @@ class PackedLayout:
     max_seqlen: int
     buckets: Buckets | None
     """None where the variable-length kernel is used."""
+    exchange: HeadExchange | None = None
+    """None where this rank has all tokens."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, *, varlen: bool = False) -> "PackedLayout":
-        """Of at least one sequence. `varlen`: use torch's kernel (CUDA, bfloat16 or float16)."""
+        """Of at least one sequence. `varlen`: use torch's kernel (CUDA, bfloat16 or float16).
+
+        Reads the boundaries: work it out on the CPU and move it, or a GPU is waited for.
+        """
         lengths = cu_seqlens.diff()
         buckets = None if varlen else plan_buckets(cu_seqlens)
         return cls(cu_seqlens=cu_seqlens, max_seqlen=int(lengths.max()), buckets=buckets)
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor], exchange: HeadExchange | None) -> "PackedLayout":
+        """Its tensors to where `move` puts them; attention goes through `exchange`."""
+        buckets = self.buckets
+        if buckets is not None:
+            buckets = replace(buckets, gather=move(buckets.gather), places=move(buckets.places))
+        return replace(self, cu_seqlens=move(self.cu_seqlens), buckets=buckets, exchange=exchange)
 
 
 def plan_buckets(cu_seqlens: torch.Tensor) -> Buckets:
@@ -131,6 +163,10 @@ def bucketed_attention(
     return attended
 
 
+_uncompiled_attention = torch.compiler.disable(bucketed_attention)  # type: ignore[no-untyped-call]
+"""Its shapes are new with every batch."""
+
+
 def _pad(rows_T: torch.Tensor, buckets: Buckets) -> torch.Tensor:
     padded: torch.Tensor = _Pad.apply(rows_T, buckets.gather, buckets.places)  # type: ignore[no-untyped-call]
     return padded
@@ -153,20 +189,17 @@ def varlen_attention(
     scale: float,
 ) -> torch.Tensor:
     """[T, H, D] by torch's variable-length kernel."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    cu, longest = layout.cu_seqlens, layout.max_seqlen
-    arguments = _varlen_arguments(varlen_attn, is_grouped=query_THD.shape[1] != key_TKD.shape[1])
-    attended = varlen_attn(query_THD, key_TKD, value_TKD, cu, cu, longest, longest, scale=scale, **arguments)
+    cu, longest = layout.cu_seqlens, -(-layout.max_seqlen // LENGTH_STEP) * LENGTH_STEP
+    options = _varlen_options(is_grouped=query_THD.shape[1] != key_TKD.shape[1])
+    attended = varlen_attn(query_THD, key_TKD, value_TKD, cu, cu, longest, longest, scale=scale, **options)
     assert isinstance(attended, torch.Tensor)
     return attended
 
 
-def _varlen_arguments(kernel: Any, is_grouped: bool) -> dict[str, Any]:
+def _varlen_options(is_grouped: bool) -> dict[str, Any]:
     """What newer versions of torch call causality, and whether grouped heads must be asked for."""
-    known = inspect.signature(kernel).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return causal | ({"enable_gqa": is_grouped} if "enable_gqa" in known else {})
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in KERNEL_OPTIONS else {"is_causal": True}
+    return causal | ({"enable_gqa": is_grouped} if "enable_gqa" in KERNEL_OPTIONS else {})
 
 
 def packed_attention(
@@ -186,9 +219,21 @@ def packed_attention(
     _refuse_what_we_ignore(packed_layout, attention_mask, dropout, sliding_window, kwargs)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    if packed_layout.buckets is None:
-        return varlen_attention(q, k, v, packed_layout, scale)[None], None
-    return bucketed_attention(q, k, v, packed_layout.buckets, scale)[None], None
+    exchange = packed_layout.exchange
+    if exchange is None:
+        return _attention(q, k, v, packed_layout, scale)[None], None
+    q, k, v = exchange.to_heads(q, k, v)
+    attended = _attention(q, k, v, packed_layout, scale)
+    return exchange.to_tokens(attended)[None], None
+
+
+def _attention(
+    query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, layout: PackedLayout, scale: float
+) -> torch.Tensor:
+    if layout.buckets is None:
+        return varlen_attention(query_THD, key_TKD, value_TKD, layout, scale)
+    attended: torch.Tensor = _uncompiled_attention(query_THD, key_TKD, value_TKD, layout.buckets, scale)
+    return attended
 
 
 def _refuse_what_we_ignore(

@@ -4,8 +4,11 @@ Every rank works out the same plan from the same sequences; nothing is sent. The
 plan: packing only decides what is computed together.
 """
 
+import bisect
 import heapq
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +19,7 @@ from broker.schema import Trajectory
 from broker.staleness import is_too_stale, lag_of
 
 from .batch import PackedBatch
-
-QUADRATIC_COST = 1 / 24576
-"""Attention's share: a sequence of L tokens costs L + L * L / 24576, what a model of width 4096 spends."""
+from .cost import DEFAULT_COST, CostModel
 
 Plan = list[list[list[int]]]
 """[replica][micro-batch] -> indices of its sequences, ascending."""
@@ -65,76 +66,140 @@ def from_trajectory(
     )
 
 
-def sequence_cost(length: int) -> float:
-    """Relative time of one sequence: linear layers and attention."""
-    return length + length * length * QUADRATIC_COST
-
-
-def plan(lengths: Sequence[int], replicas: int, micro_batch_tokens: int) -> Plan:
+def plan(lengths: Sequence[int], replicas: int, micro_batch_tokens: int, cost: CostModel = DEFAULT_COST) -> Plan:
     """Every sequence exactly once; every replica the same number of micro-batches, at least one, some empty.
 
-    A micro-batch holds at most `micro_batch_tokens`, or a single sequence that is longer: none is ever cut.
+    A micro-batch holds at most `micro_batch_tokens`, or a single sequence that is longer: none is ever cut. There are
+    no more of them than best-fit decreasing needs. The k-th ones of all replicas cost about the same, since replicas
+    wait for each other at each of them; so do replicas as a whole. O(n log n).
     """
-    shares = _balance(lengths, replicas)
-    packed = [_first_fit(indices, lengths, micro_batch_tokens) for indices in shares]
-    count = max(1, *(len(bins) for bins in packed))
-    levelled = [
-        _level(indices, lengths, count, micro_batch_tokens) or bins
-        for indices, bins in zip(shares, packed, strict=True)
-    ]
-    return [[sorted(chosen) for chosen in bins] + [[]] * (count - len(bins)) for bins in levelled]
-
-
-def _balance(lengths: Sequence[int], replicas: int) -> list[list[int]]:
-    """Costliest first, each to the replica with least to do: they differ by one sequence's cost at most."""
-    shares: list[list[int]] = [[] for _ in range(replicas)]
-    loads = [(0.0, replica) for replica in range(replicas)]
-    for index in _longest_first(range(len(lengths)), lengths):
-        load, replica = loads[0]
-        shares[replica].append(index)
-        heapq.heapreplace(loads, (load + sequence_cost(lengths[index]), replica))
+    longest_first = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
+    sorted_lengths = np.asarray(lengths, np.int64)[longest_first]
+    costs = cost.of_sequences(sorted_lengths)
+    bins = _few_bins(sorted_lengths, costs, replicas, micro_batch_tokens)
+    shares: Plan = [[] for _ in range(replicas)]
+    for replica, chosen in _in_rows(bins, costs.tolist(), replicas):
+        shares[replica].append(sorted(longest_first[chosen].tolist()))
     return shares
 
 
-def _longest_first(indices: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    return sorted(indices, key=lambda index: (-lengths[index], index))
+# From here on sequences are numbered longest first, and a bin is what becomes a micro-batch: the sequences in it.
+Bins = list[list[int]]
+_Lengths = NDArray[np.int64]
+_Costs = NDArray[np.float64]
 
 
-def _first_fit(indices: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """As few micro-batches as first-fit decreasing finds."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in indices:
-        place = next((b for b, left in enumerate(room) if lengths[index] <= left), len(bins))
-        if place == len(bins):
-            bins.append([])
-            room.append(budget)
-        bins[place].append(index)
-        room[place] -= lengths[index]
-    return bins
+def _few_bins(lengths: _Lengths, costs: _Costs, replicas: int, budget: int) -> Bins:
+    """As few for each replica as are needed, even ones where there is room to be even."""
+    fewest = max(1, math.ceil(_lower_bound(lengths, budget) / replicas))
+    if even := _spread(lengths, costs, fewest, replicas, budget):
+        return even
+    tight = _best_fit(lengths, budget)
+    count = math.ceil(len(tight) / replicas)
+    even = _spread(lengths, costs, count, replicas, budget) if count > fewest else None
+    return even or tight + [[] for _ in range(count * replicas - len(tight))]
 
 
-def _level(indices: list[int], lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """The same sequences spread evenly, as replicas wait for each other at every micro-batch; None: no room."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, b) for b in range(count)]
-    for index in indices:
-        load, place = loads[0]
-        if load and load + lengths[index] > budget:
+def _lower_bound(lengths: _Lengths, budget: int) -> int:
+    """What no plan can do with less: a bin for every sequence over half the budget, and room for all tokens."""
+    within = lengths[lengths <= budget]
+    by_tokens = math.ceil(int(within.sum()) / budget)
+    return len(lengths) - len(within) + max(by_tokens, int((2 * within > budget).sum()))
+
+
+def _spread(lengths: _Lengths, costs: _Costs, count: int, replicas: int, budget: int) -> Bins | None:
+    """Each sequence, costliest first, to the bin that lacks most of its row's height; None: no room.
+
+    `roomy` has the bins with room for the sequence at hand. The others wait by their room and come back once sequences
+    are short enough: lengths only fall, so a bin moves at most twice for each sequence put into it.
+    """
+    bins: Bins = [[] for _ in range(count * replicas)]
+    rooms = [budget] * len(bins)
+    heights = np.repeat(_heights(lengths, costs, count, replicas, budget), replicas)
+    roomy = list(zip((-heights).tolist(), range(len(bins)), strict=True))
+    waiting: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    previous = budget + 1
+    for sequence, (length, cost) in enumerate(zip(lengths.tolist(), costs.tolist(), strict=True)):
+        for room in range(length, previous):
+            for returning in waiting.pop(room, ()):
+                heapq.heappush(roomy, returning)
+        previous = length
+        if not roomy:
             return None
-        bins[place].append(index)
-        heapq.heapreplace(loads, (load + lengths[index], place))
+        excess, place = roomy[0]
+        bins[place].append(sequence)
+        rooms[place] -= length
+        if rooms[place] >= length:
+            heapq.heapreplace(roomy, (excess + cost, place))
+        else:
+            waiting[rooms[place]].append((excess + cost, heapq.heappop(roomy)[1]))
     return bins
+
+
+def _heights(lengths: _Lengths, costs: _Costs, count: int, replicas: int, budget: int) -> NDArray[np.float64]:
+    """[count] what the bins of a row, the k-th of every replica, should cost; it falls with k.
+
+    As much as the costliest sequence that must be among them; rows without such a sequence share the rest evenly. What
+    is left for them depends on how much company the budget allows the costliest. `cumsum` adds in order, so every
+    machine rounds alike: ranks with different plans would wait for each other for ever.
+    """
+    seeds = np.zeros(count * replicas)
+    seeds[: len(costs)] = costs[: len(seeds)]
+    tops, means = seeds[::replicas], np.diff(np.cumsum(seeds)[replicas - 1 :: replicas], prepend=0.0) / replicas
+    total, tokens = float(np.cumsum(costs)[-1:].sum()), max(1, int(lengths.sum()))
+    filled = np.maximum(np.minimum(tops, budget * total / tokens), means)
+    above = np.concatenate([[0.0], np.cumsum(filled)[:-1]])
+    levels = (total / replicas - above) / np.arange(count, 0, -1)
+    is_even = tops <= levels
+    if not is_even.any():
+        return tops
+    first = int(is_even.argmax())
+    return np.concatenate([tops[:first], np.full(count - first, levels[first])])
+
+
+def _best_fit(lengths: _Lengths, budget: int) -> Bins:
+    """Few bins: each sequence, longest first, to the fullest one with room for it."""
+    bins: Bins = []
+    rooms: list[tuple[int, int]] = []
+    shortest = int(lengths[-1])
+    for sequence, length in enumerate(lengths.tolist()):
+        found = bisect.bisect_left(rooms, (length, 0))
+        if found == len(rooms):
+            rooms.append((budget, len(bins)))
+            bins.append([])
+        room, place = rooms.pop(found)
+        bins[place].append(sequence)
+        if room - length >= shortest:
+            bisect.insort(rooms, (room - length, place))
+    return bins
+
+
+def _in_rows(bins: Bins, costs: Sequence[float], replicas: int) -> Iterator[tuple[int, list[int]]]:
+    """(replica, bin), row by row: each row the costliest that are left, so that those of a row differ little.
+
+    Of a row, the replica with least to do so far takes the costliest.
+    """
+    totals = [sum([costs[sequence] for sequence in chosen]) for chosen in bins]
+    order = sorted(range(len(bins)), key=lambda place: (-totals[place], place))
+    loads = [0.0] * replicas
+    for start in range(0, len(order), replicas):
+        least_first = sorted(range(replicas), key=loads.__getitem__)
+        for place, replica in zip(order[start : start + replicas], least_first, strict=True):
+            loads[replica] += totals[place]
+            yield replica, bins[place]
 
 
 def pack(
-    sequences: Sequence[PackableSequence], replica: int, replicas: int, micro_batch_tokens: int
+    sequences: Sequence[PackableSequence],
+    replica: int,
+    replicas: int,
+    micro_batch_tokens: int,
+    cost: CostModel = DEFAULT_COST,
 ) -> list[PackedBatch]:
     """This replica's micro-batches. All ranks call it with the same sequences in the same order."""
     lengths = [len(sequence.token_ids) for sequence in sequences]
-    return [
-        concatenate([sequences[i] for i in chosen]) for chosen in plan(lengths, replicas, micro_batch_tokens)[replica]
-    ]
+    micro_batches = plan(lengths, replicas, micro_batch_tokens, cost)[replica]
+    return [concatenate([sequences[index] for index in chosen]) for chosen in micro_batches]
 
 
 def concatenate(sequences: Sequence[PackableSequence]) -> PackedBatch:

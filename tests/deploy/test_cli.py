@@ -31,6 +31,7 @@ COMMANDS = [
     "acl",
     "algorithms",
     "doctor",
+    "plan-memory",
     "worker",
 ]
 NOWHERE = "redis://127.0.0.1:1"

@@ -1,6 +1,6 @@
-"""One rank of a learner, run by torchrun: two steps, then what came out of them into a directory.
+"""One rank of a learner, run by torchrun: two steps in every case, then what came out of them into a directory.
 
-python -m torch.distributed.run --nproc-per-node 2 fsdp_rank.py DIRECTORY ARCHITECTURE
+python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.fsdp_rank DIRECTORY CASE...
 """
 
 import sys
@@ -11,32 +11,65 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+import learner.backends.fsdp.ranks
 from learner.backends import open_backend
+from learner.backends.base import Backend
+from learner.config import ComputeConfig, LayoutConfig
 from learner.packing import pack
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
-LENGTHS = [90, 6, 7, 19, 11, 3, 25, 14]
+LENGTHS = ([90, 6, 7, 19, 11, 3, 25, 14], [13])
+"""Of each step's sequences: the second leaves a rank with none, and makes an odd row."""
 BUDGET = 30
 
 
-def two_steps(architecture: str, directory: Path) -> None:
-    torch.set_num_threads(1)
-    backend = open_backend("fsdp", model_config(architecture), OPTIMIZER, seed=3)
-    results = []
-    for step in range(2):
-        packable = sequences(LENGTHS, seed=step)
-        batches = pack(packable, backend.rank, backend.world_size, BUDGET)
-        denominator = float(sum(s.loss_mask.sum() for s in packable))
-        loss, norm, reports = backend.step(batches, ratio_loss(batches, denominator), 0.9, 1e-3)
-        empty = sum(batch.num_sequences == 0 for batch in batches)
-        results.append({"loss": loss, "norm": norm, "reports": len(reports), "empty": empty})
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What is opened; written as JSON on the command line."""
+
+    architecture: str
+    layout: LayoutConfig = LayoutConfig()
+    compute: ComputeConfig = ComputeConfig()
+    sends_always: bool = False
+    """Gradients go over the ranks with every micro-batch, as those of large models do."""
+
+
+class Result(msgspec.Struct):
+    """What one step gave a rank."""
+
+    loss: float
+    norm: float
+    empty: int
+    """Micro-batches without a sequence."""
+
+
+def run(case: Case, directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    learner.backends.fsdp.ranks.GATHERED_GRADIENT_BYTES = 0 if case.sends_always else 1 << 30
+    model = model_config(case.architecture)
+    backend = open_backend("fsdp", model, OPTIMIZER, seed=3, layout=case.layout, compute=case.compute)
+    results = [step(backend, number) for number in range(len(LENGTHS))]
     tensors = {name: tensor.clone() for name, tensor in backend.named_tensors()}
     backend.save(directory / "checkpoint")
     (directory / f"rank_{backend.rank}.json").write_bytes(msgspec.json.encode(results))
     if backend.rank == 0:
         save_file(tensors, directory / "tensors.safetensors")
+
+
+def step(backend: Backend, number: int) -> Result:
+    packable = sequences(LENGTHS[number], seed=number)
+    batches = pack(packable, backend.replica, backend.replicas, BUDGET)
+    denominator = float(sum(s.loss_mask.sum() for s in packable))
+    loss, norm, reports = backend.step(batches, ratio_loss(batches, denominator), 0.9, 1e-3)
+    assert len(reports) == len(batches)
+    return Result(loss, norm, sum(batch.num_sequences == 0 for batch in batches))
+
+
+def main(directory: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    for number, text in enumerate(cases):
+        run(msgspec.json.decode(text, type=Case), directory / str(number))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    two_steps(sys.argv[2], Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

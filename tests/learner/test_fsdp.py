@@ -12,11 +12,12 @@ import tests.learner.fsdp_rank as fsdp_rank
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.base import Backend
-from learner.backends.fsdp.policy import FEW_EXPERTS, Policy, head_logprobs
+from learner.backends.fsdp.policy import FEW_EXPERTS, Policy
 from learner.batch import PackedBatch
-from learner.config import ModelConfig, OptimizerConfig
+from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.model import load_model
 from learner.packing import PackableSequence, concatenate, pack
+from tests.learner.fsdp_rank import Case, Result
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences, share
 
 ARCHITECTURES = ["qwen3", "qwen3_moe"]
@@ -96,16 +97,14 @@ def test_a_sequence_never_sees_its_neighbours(architecture: str) -> None:
     assert not torch.allclose(before[10:20], after[10:20])
 
 
-def reference_steps(
-    architecture: str, seeds: list[int], lengths: list[int]
-) -> tuple[PreTrainedModel, list[list[float]]]:
+def reference_steps(architecture: str, *lengths: list[int]) -> tuple[PreTrainedModel, list[list[float]]]:
     """The same steps with an ordinary model, AdamW and clipping."""
     model = load_model(model_config(architecture), 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=OPTIMIZER.weight_decay)
     results = []
-    for seed in seeds:
+    for seed, given in enumerate(lengths):
         optimizer.zero_grad()
-        loss = ordinary_loss(model, sequences(lengths, seed=seed), 0.9)
+        loss = ordinary_loss(model, sequences(given, seed=seed), 0.9)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
         optimizer.step()
@@ -117,7 +116,7 @@ def reference_steps(
 @pytest.mark.parametrize("budget", [1, 30, 1000])
 def test_any_split_into_micro_batches_makes_the_same_step(architecture: str, budget: int) -> None:
     backend = open_backend("fsdp", model_config(architecture), OPTIMIZER, seed=3)
-    model, expected = reference_steps(architecture, [0, 1], LENGTHS)
+    model, expected = reference_steps(architecture, LENGTHS, LENGTHS)
     for seed, (loss, norm) in enumerate(expected):
         given = sequences(LENGTHS, seed=seed)
         batches = pack(given, 0, 1, budget)
@@ -142,49 +141,57 @@ def assert_parameters_close(got: dict[str, torch.Tensor], expected: dict[str, to
             torch.testing.assert_close(files, weight, rtol=0, atol=1e-5)
 
 
-def run_ranks(directory: Path, architecture: str, count: int) -> list[list[dict[str, float]]]:
+def run_ranks(directory: Path, cases: list[Case], count: int) -> list[list[list[Result]]]:
+    """[case][rank][step]"""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    given = [msgspec.json.encode(case).decode() for case in cases]
     done = subprocess.run(
-        [*launcher, "-m", fsdp_rank.__name__, str(directory), architecture],
+        [*launcher, "-m", fsdp_rank.__name__, str(directory), *given],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [msgspec.json.decode((directory / f"rank_{rank}.json").read_bytes()) for rank in range(count)]
+    return [
+        [results_of(directory / str(number) / f"rank_{r}.json") for r in range(count)] for number in range(len(cases))
+    ]
+
+
+def results_of(file: Path) -> list[Result]:
+    return msgspec.json.decode(file.read_bytes(), type=list[Result])
+
+
+RANKS = {
+    2: [
+        Case(architecture="qwen3"),
+        Case(architecture="qwen3_moe", sends_always=True),
+        Case(architecture="qwen3", layout=LayoutConfig(context=2), compute=ComputeConfig(recompute="selective")),
+        Case(architecture="qwen3_moe", layout=LayoutConfig(context=2), compute=ComputeConfig(offload_optimizer=True)),
+    ],
+    4: [
+        Case(architecture="qwen3", layout=LayoutConfig(context=4)),
+        Case(architecture="qwen3_moe", layout=LayoutConfig(context=2), compute=ComputeConfig(recompute="full")),
+    ],
+}
+"""By number of ranks. The models have 4 heads and 2 key/value heads, so 4 ranks hold copies of these."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_two_ranks_equal_one(architecture: str, tmp_path: Path) -> None:
-    ranks = run_ranks(tmp_path, architecture, 2)
-    model, expected = reference_steps(architecture, [0, 1], fsdp_rank.LENGTHS)
-    assert sum(result["empty"] for results in ranks for result in results) > 0, "no empty micro-batch was tried"
-    for results in ranks:
-        assert [result["loss"] for result in results] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
-        assert [result["norm"] for result in results] == pytest.approx([norm for _, norm in expected], rel=1e-5)
-    tensors = load_file(tmp_path / "tensors.safetensors")
-    assert_parameters_close(tensors, dict(model.named_parameters()))
-    alone = open_backend("fsdp", model_config(architecture), OPTIMIZER)
-    alone.load(tmp_path / "checkpoint")
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in alone.named_tensors())
-
-
-def test_head_in_chunks_equals_one_piece() -> None:
-    generator = torch.Generator().manual_seed(0)
-    head = torch.nn.Linear(8, 50, bias=False).double()
-    hidden = torch.randn(23, 8, dtype=torch.float64, generator=generator, requires_grad=True)
-    targets = torch.randint(0, 50, (23,), generator=generator)
-    whole, pieces = (head_logprobs(hidden, head, targets, 0.7, logits_per_chunk=n) for n in (10_000, 250))
-    torch.testing.assert_close(pieces, whole)
-    torch.testing.assert_close(whole, (head(hidden) / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0].float())
-    for got, expected in zip(
-        torch.autograd.grad(pieces.square().sum(), [hidden, head.weight]),
-        torch.autograd.grad(whole.square().sum(), [hidden, head.weight]),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("count", RANKS)
+def test_any_ranks_equal_one(count: int, tmp_path: Path) -> None:
+    for number, (case, ranks) in enumerate(zip(RANKS[count], run_ranks(tmp_path, RANKS[count], count), strict=True)):
+        model, expected = reference_steps(case.architecture, *fsdp_rank.LENGTHS)
+        has_empty = any(result.empty for results in ranks for result in results)
+        assert has_empty is (case.layout.context < count), "a rank without a sequence must have been tried"
+        for results in ranks:
+            assert [result.loss for result in results] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
+            assert [result.norm for result in results] == pytest.approx([norm for _, norm in expected], rel=1e-5)
+        tensors = load_file(tmp_path / str(number) / "tensors.safetensors")
+        assert_parameters_close(tensors, dict(model.named_parameters()))
+        alone = open_backend("fsdp", model_config(case.architecture), OPTIMIZER)
+        alone.load(tmp_path / str(number) / "checkpoint")
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in alone.named_tensors())
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -240,7 +247,9 @@ def test_a_batch_without_anything_to_train_is_a_step() -> None:
 class OwnBackend:
     """A user's own, found by its import path."""
 
-    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, *, device: str, seed: int) -> None:
+    def __init__(
+        self, model: ModelConfig, optimizer: OptimizerConfig, *, device: str, seed: int, **layout: object
+    ) -> None:
         self.arguments = (model, optimizer, device, seed)
 
 
@@ -262,3 +271,10 @@ def test_models_with_other_logits_are_refused() -> None:
     del config.random.config["head_dim"], config.random.config["num_experts"]
     with pytest.raises(ConfigError, match="logit_scale"):
         open_backend("fsdp", config, OPTIMIZER)
+
+
+def test_a_head_with_a_bias_is_refused() -> None:
+    model = load_model(model_config("qwen3"), 1)
+    model.lm_head = torch.nn.Linear(*reversed(model.lm_head.weight.shape))
+    with pytest.raises(ConfigError, match="head with a bias"):
+        Policy(model, on_cpu=True, half_precision=False)

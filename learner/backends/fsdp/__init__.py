@@ -2,9 +2,12 @@
 
     backend.py    policy and critic       sharded_model.py   forward, one update, save and load: what both share
     policy.py     packed batch ─► logprobs, or values        ranks.py    process group, sharding, gradient norm
-    export.py     shards ─► Hugging Face names and files     training_state.py   parameters, moments and RNG to disk
-                                                                                 and back, bit for bit
+    row.py        packed batch ─► a rank's part of it, on its device
+    context.py    ranks that share a row's tokens, and swap them for heads around attention
+    layers.py     recomputation, compilation, fused norms    optimizer.py   AdamW, its moments in CPU memory if asked
+    streaming.py  files ─► shards, a tensor at a time        export.py   shards ─► Hugging Face names and files
+    training_state.py   parameters, moments and RNG to disk and back, bit for bit
 
-Parameters, gradients and moments are fp32 shards; with `model.dtype: bfloat16` only the forward and backward
-pass and what leaves the learner are rounded; a critic's head is not.
+Parameters, gradients and moments are fp32 shards over all ranks; with `model.dtype: bfloat16` only the forward and
+backward pass and what leaves the learner are rounded; a critic's head is not.
 """

@@ -10,7 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from broker.errors import ConfigError
+from learner.config import LayoutConfig
+
+from .context import ContextGroup
 from .policy import PackedModel, ValueModel
+
+GATHERED_GRADIENT_BYTES = 4 << 30
+"""Up to this size each rank keeps the whole model's gradients until the last micro-batch, and sends them once."""
 
 
 def join_ranks(device: str) -> DeviceMesh:
@@ -22,6 +29,23 @@ def join_ranks(device: str) -> DeviceMesh:
     return init_device_mesh(device, (dist.get_world_size(),))
 
 
+def join_context(layout: LayoutConfig, device: str) -> ContextGroup:
+    """The `layout.context` consecutive ranks that hold one replica with this one. Collective; raises ConfigError."""
+    for name in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor"):
+        if getattr(layout, name) > 1:
+            raise ConfigError(f"learner.layout.{name}={getattr(layout, name)} needs learner.backend=megatron.")
+    if layout.context == 1:
+        return ContextGroup()
+    replicas, left = divmod(dist.get_world_size(), layout.context)
+    if left:
+        raise ConfigError(
+            f"learner.layout.context={layout.context} does not divide the {dist.get_world_size()} ranks;"
+            " choose learner.processes accordingly."
+        )
+    mesh = init_device_mesh(device, (replicas, layout.context), mesh_dim_names=("replica", "context"))
+    return ContextGroup(mesh.get_group("context"))
+
+
 def _init_process_group(backend: str) -> None:
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend)
@@ -31,21 +55,24 @@ def _init_process_group(backend: str) -> None:
 
 
 def shard(module: PackedModel, mesh: DeviceMesh, *, half_precision: bool) -> None:
-    """Shard every decoder layer, then what remains. Gradients are reduced in fp32; a value head is never rounded."""
+    """Shard every decoder layer, then what remains. Gradients are reduced in fp32; a value head is never rounded.
+
+    The next layer is gathered while one computes: no operation of a layer waits for the device, so the process runs
+    ahead of it, and prefetching by name would only hold one more gathered layer.
+    """
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half_precision else None, reduce_dtype=torch.float32)
-    blocks = set(module.model._no_split_modules or ())
-    for part in list(module.modules()):
-        if type(part).__name__ in blocks:
-            fully_shard(part, mesh=mesh, mp_policy=precision)
+    for layer in module.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
     if isinstance(module, ValueModel):
         fully_shard(module.head, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     fully_shard(module, mesh=mesh, mp_policy=precision)
 
 
-def sync_gradients(module: nn.Module, now: bool) -> None:
-    """Whether the next backward pass reduces gradients over ranks or only accumulates them."""
+def sync_gradients(module: nn.Module, *, is_last: bool) -> None:
+    """Whether the next backward pass sends gradients: with the last micro-batch, or always if they would not fit."""
     assert isinstance(module, FSDPModule)
-    module.set_requires_gradient_sync(now)
+    num_bytes = 4 * sum(parameter.numel() for parameter in module.parameters())
+    module.set_requires_gradient_sync(is_last or num_bytes > GATHERED_GRADIENT_BYTES)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """What both backends are made of: a module in shards with its optimizer, updated over packed micro-batches."""
 
-import dataclasses
 import math
 import shutil
 from collections.abc import Sequence
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from broker.errors import ConfigError
 from learner.backends.base import TokenLoss
@@ -16,8 +16,13 @@ from learner.checkpoint import partial_path, put_in_place, sync_tree, writing
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.model import load_model
 
-from .policy import PackedModel, placeholder
-from .ranks import clip_gradients, join_ranks, shard, sum_over_ranks, sync_gradients
+from .context import ContextGroup
+from .layers import prepare_layers
+from .optimizer import open_optimizer
+from .policy import PackedModel
+from .ranks import clip_gradients, join_context, join_ranks, shard, sum_over_ranks, sync_gradients
+from .row import placeholder
+from .streaming import allocate_shards, can_stream, fill_shards, meta_model
 from .training_state import load_state, save_state
 
 Reports = list[dict[str, float]]
@@ -37,26 +42,41 @@ class ShardedModel:
         layout: LayoutConfig,
         compute: ComputeConfig,
     ) -> None:
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("learner.device is cuda, but torch finds no CUDA device; set learner.device=cpu.")
+        _check_device(device, compute)
         mesh = join_ranks(device)
+        context = join_context(layout, device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.replica, self.replicas, self.is_lead = self.rank, self.world_size, True
+        self.replica, self.is_lead = self.rank // context.size, context.rank == 0
+        self.replicas = self.world_size // context.size
         self._device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-        is_half = self._dtype is not torch.float32
-        self._module = kind(load_model(model, seed), on_cpu=device == "cpu", half_precision=is_half)
-        shard(self._module, mesh, half_precision=is_half)
+        self._module = self._open(kind, model, seed, mesh, context, compute)
         self._parameters = [p for p in self._module.parameters() if p.requires_grad]
         self._max_grad_norm = optimizer.max_grad_norm
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=0.0,
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.epsilon,
-            weight_decay=optimizer.weight_decay,
-            foreach=True,
+        self._optimizer = open_optimizer(
+            self._parameters, optimizer, on_cpu=device == "cpu", offload=compute.offload_optimizer
         )
+
+    def _open(
+        self,
+        kind: type[PackedModel],
+        model: ModelConfig,
+        seed: int,
+        mesh: DeviceMesh,
+        context: ContextGroup,
+        compute: ComputeConfig,
+    ) -> PackedModel:
+        """In shards, into which files are read directly; random weights are made whole first."""
+        on_cpu, is_half = self._device.type == "cpu", self._dtype is not torch.float32
+        is_streamed = can_stream(model)
+        whole = meta_model(model) if is_streamed else load_model(model, seed)
+        module = kind(whole, on_cpu=on_cpu, half_precision=is_half, context=context)
+        prepare_layers(module.layers, compute)
+        shard(module, mesh, half_precision=is_half)
+        if is_streamed:
+            allocate_shards(module, self._device)
+            fill_shards(whole, model.path)
+        return module
 
     def save(self, directory: Path) -> None:
         """`directory` appears with everything in it, or not at all."""
@@ -65,6 +85,7 @@ class ShardedModel:
             self._on_rank_zero_first(partial)
             save_state(self._module.state, self._optimizer, partial)
             self._save_more(partial)
+            dist.barrier()  # others would list what rank 0 is still writing
             sync_tree(partial)
             dist.barrier()
             if self.rank == 0:
@@ -92,43 +113,46 @@ class ShardedModel:
         """One update. Empty micro-batches report {}. A norm that is not finite: the weights stay."""
         self._check_same_count(len(batches))
         self._optimizer.zero_grad(set_to_none=True)
-        total, reports = 0.0, Reports()
+        shares, reports = [], Reports()
         for index, batch in enumerate(batches):
-            sync_gradients(self._module, index == len(batches) - 1)
+            sync_gradients(self._module, is_last=index == len(batches) - 1)
             share, report = self._backward(index, batch, loss, *options)
-            total += share
+            shares.append(share)
             reports.append(report)
         grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self._device)
         if math.isfinite(grad_norm):
             self._optimizer.param_groups[0]["lr"] = learning_rate
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        total = float(sum(shares)) if self.is_lead else 0.0
         return sum_over_ranks(total, self._device), grad_norm, reports
 
     def _forward(self, batch: PackedBatch, *options: float) -> torch.Tensor:
-        moved = _to_device(batch, self._device) if batch.num_tokens else placeholder(self._device)
-        outputs_T: torch.Tensor = self._module(moved, *options)
+        outputs_T: torch.Tensor = self._module(batch if batch.num_tokens else placeholder(), *options)
         return outputs_T.to(batch.token_ids_T.device)
 
     def _backward(
         self, index: int, batch: PackedBatch, loss: TokenLoss, *options: float
-    ) -> tuple[float, dict[str, float]]:
-        """Gradients of one micro-batch's share, times the ranks, since sharding averages over them."""
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Gradients of one micro-batch's share, times the ranks, since sharding averages over them.
+
+        The share stays where it is: reading it would wait for the backward pass.
+        """
         outputs_T = self._forward(batch, *options)
         nothing = (outputs_T * 0.0).sum()
         share, report = loss(index, outputs_T) if batch.num_tokens else (nothing, {})
         if not share.requires_grad:
             share = share + nothing
         torch.autograd.backward(share * self.world_size)
-        return share.item(), report
+        return share.detach(), report
 
     def _check_same_count(self, count: int) -> None:
         """Ranks with different numbers of micro-batches would wait for each other for ever."""
         if self.world_size > 1:
             extremes = torch.tensor([count, -count], device=self._device)
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-            most, least = extremes[0].item(), -extremes[1].item()
-            assert most == least, f"ranks have between {least} and {most} micro-batches"
+            most, minus_least = extremes.tolist()
+            assert most == -minus_least, f"ranks have between {-minus_least} and {most} micro-batches"
 
     def _on_rank_zero_first(self, partial: Path) -> None:
         if self.rank == 0:
@@ -137,6 +161,8 @@ class ShardedModel:
         dist.barrier()
 
 
-def _to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    moved = {field.name: getattr(batch, field.name).to(device) for field in dataclasses.fields(batch)}
-    return PackedBatch(**moved)
+def _check_device(device: str, compute: ComputeConfig) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("learner.device is cuda, but torch finds no CUDA device; set learner.device=cpu.")
+    if device == "cpu" and compute.compile:
+        raise ConfigError("learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing.")

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from learner.checkpoint import CheckpointError
 
+from .optimizer import allocate_moments
+
 STATE_FOLDER = "training_state"
 RNG_FOLDER = "rng"
 
@@ -38,22 +40,9 @@ class RngState(msgspec.Struct, frozen=True, kw_only=True):
     python_gauss: float | None
 
 
-def _prepare_moments(optimizer: torch.optim.AdamW) -> None:
-    """AdamW makes its state with the first step; saving before that or loading needs it now."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter in optimizer.state:
-                continue
-            optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-
-
 def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> Tensors:
     """The live tensors by name: saving reads them, loading writes into them."""
-    _prepare_moments(optimizer)
+    allocate_moments(optimizer)
     tensors: Tensors = {f"model.{name}": buffer for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.detach()

@@ -115,6 +115,7 @@ class MegatronBackend:
             self._state.save(partial, self.rank)
             save_rng(partial, self.rank, self._device)
             self._save_hugging_face(partial)
+            dist.barrier()  # others would list what rank 0 is still writing
             sync_tree(partial)
             dist.barrier()
             if self.rank == 0:

@@ -41,9 +41,10 @@ class Schedule:
         shares, reports = [torch.zeros((), dtype=torch.float64, device=self._device)], Reports()
 
         def finish(row: Row, logprobs_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            logprobs_T = logprobs_T.to(batches[0].token_ids_T.device)
             nothing = (logprobs_T * 0.0).sum()
             share, report = loss(row.number, logprobs_T) if row.num_tokens else (nothing, {})
-            shares.append(share.detach().double())
+            shares.append(share.detach().double().to(self._device, non_blocking=True))
             reports.append(report)
             return share if share.requires_grad else share + nothing, torch.zeros((), dtype=torch.int), None
 

@@ -1,0 +1,197 @@
+"""What `headway plan-memory` prints: each rank's memory, and which setting would save most of it."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from broker.errors import ConfigError
+from learner.composition import needs_critic, needs_reference
+from learner.memory_plan import Held, Planned, plan_memory
+from learner.model import load_config
+from learner.model_shape import shape_of
+
+from .config import with_overrides
+from .recipe import Recipe
+
+GB, MB = 10**9, 10**6
+USABLE = 0.95
+"""Of a device's memory: the rest goes to CUDA's context and into gaps between tensors."""
+
+NOTE = """
+Parameters, gradients and optimizer state are exact, the rest is an estimate of the peak. A sequence longer than
+learner.micro_batch_tokens is a micro-batch of its own, and takes more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One setting, and what the largest rank would hold with it."""
+
+    setting: str
+    """As an override: `learner.compute.recompute=full`."""
+    largest_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What is known before the learner starts."""
+
+    planned: Planned
+    ranks: list[Held]
+    """Largest first."""
+    activations: dict[str, int]
+    """Bytes on the rank that has most of them, by `learner.compute.recompute`."""
+    changes: list[Change]
+    """That save memory, best first."""
+    device_bytes: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        """None: no device's size is known."""
+        return None if self.device_bytes is None else is_enough(self.device_bytes, self.ranks[0].total)
+
+
+def is_enough(device_bytes: int, total: int) -> bool:
+    return total <= USABLE * device_bytes
+
+
+def report(recipe: Recipe, device_gb: float | None = None) -> Report:
+    """Raises ConfigError where the model cannot be read or the layout cannot be."""
+    planned = Planned(
+        shape=shape_of(load_config(recipe.model)),
+        learner=recipe.learner,
+        dtype=recipe.model.dtype,
+        has_reference=needs_reference(recipe.algorithm),
+        has_critic=needs_critic(recipe.algorithm),
+    )
+    ranks = plan_memory(planned)
+    return Report(
+        planned=planned,
+        ranks=ranks,
+        activations={how: _activations(recipe, planned, how) for how in ("none", "selective", "full")},
+        changes=sorted(_changes(recipe, planned, ranks[0].total), key=lambda change: change.largest_bytes),
+        device_bytes=None if device_gb is None else round(device_gb * GB),
+    )
+
+
+def _activations(recipe: Recipe, planned: Planned, recompute: str) -> int:
+    learner = with_overrides(recipe, [f"learner.compute.recompute={recompute}"]).learner
+    return max(held.activations for held in plan_memory(replace(planned, learner=learner)))
+
+
+def _changes(recipe: Recipe, planned: Planned, largest: int) -> Iterator[Change]:
+    for setting in _settings(recipe):
+        try:
+            changed = replace(planned, learner=with_overrides(recipe, setting.split()).learner)
+            total = plan_memory(changed)[0].total
+        except ConfigError:
+            continue  # a layout that this model or number of ranks does not allow
+        if total < largest:
+            yield Change(setting=setting, largest_bytes=total)
+
+
+def _settings(recipe: Recipe) -> Iterator[str]:
+    """Overrides that may save memory, one at a time."""
+    learner = recipe.learner
+    yield from ("learner.compute.recompute=selective", "learner.compute.recompute=full")
+    yield "learner.compute.offload_optimizer=true"
+    yield f"learner.micro_batch_tokens={max(1, learner.micro_batch_tokens // 2)}"
+    yield f"learner.processes={2 * learner.processes}"
+    for size in ("tensor", "pipeline", "context", "expert"):
+        yield f"learner.layout.{size}={2 * getattr(learner.layout, size)}"
+
+
+def as_builtins(found: Report) -> dict[str, Any]:
+    """For JSON: all numbers in bytes."""
+    planned, learner = found.planned, found.planned.learner
+    return {
+        "parameters": planned.shape.num_parameters,
+        "backend": learner.backend,
+        "dtype": planned.dtype,
+        "processes": learner.processes,
+        "replicas": planned.replicas,
+        "micro_batch_tokens": learner.micro_batch_tokens,
+        "recompute": learner.compute.recompute,
+        "ranks": [asdict(held) | {"total": held.total} for held in found.ranks],
+        "activations": found.activations,
+        "changes": [asdict(change) for change in found.changes],
+        "device_bytes": found.device_bytes,
+        "fits": found.fits,
+    }
+
+
+def page(found: Report) -> RenderableType:
+    """Largest ranks first; those that hold the same in one line."""
+    return Group(
+        Text(_headline(found)), _ranks_table(found.ranks), _activations_line(found), *_verdict(found), Text(NOTE)
+    )
+
+
+def _headline(found: Report) -> str:
+    planned, learner = found.planned, found.planned.learner
+    sizes = [f"{key} {size}" for key, size in _sizes(planned).items() if size > 1]
+    parts = [
+        f"{planned.shape.num_parameters:,} parameters in {planned.dtype}",
+        f"{learner.backend} on {learner.processes} ranks ({', '.join([*sizes, f'replicas {planned.replicas}'])})",
+        f"{learner.micro_batch_tokens:,} tokens a micro-batch",
+    ]
+    return ", ".join(parts)
+
+
+def _sizes(planned: Planned) -> dict[str, int]:
+    layout = planned.learner.layout
+    return {name: getattr(layout, name) for name in layout.__struct_fields__}
+
+
+def _ranks_table(ranks: list[Held]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    columns = ("parameters", "gradients", "optimizer", "gathered", "activations", "head", "other_models", "total")
+    used = [name for name in columns if any(getattr(held, name) for held in ranks)]
+    for heading in ("ranks", "of the model", *used):
+        table.add_column(heading.replace("_", " "), justify="right" if heading in used else "left")
+    for same, members in itertools.groupby(ranks, key=lambda held: replace(held, rank=0)):
+        numbers = [held.rank for held in members]
+        table.add_row(_spans(numbers), same.part, *(_amount(getattr(same, name)) for name in used))
+    return table
+
+
+def _spans(numbers: list[int]) -> str:
+    """Ascending numbers as 0-3, 6."""
+    places = itertools.count()
+    runs = [list(run) for _, run in itertools.groupby(numbers, key=lambda number: number - next(places))]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _activations_line(found: Report) -> Text:
+    now = found.planned.learner.compute.recompute
+    parts = [f"{how} {_amount(number)}" for how, number in found.activations.items()]
+    return Text(f"Activations by learner.compute.recompute: {', '.join(parts)}. The recipe's is {now}.")
+
+
+def _verdict(found: Report) -> Iterator[Text | Table]:
+    if found.device_bytes is not None:
+        does = "fits" if found.fits else "does not fit"
+        yield Text(
+            f"The largest rank {does} a device of {_amount(found.device_bytes)}, of which {USABLE:.0%} can be used.",
+            style="green" if found.fits else "red",
+        )
+    if found.changes and not found.fits:
+        yield _changes_table(found)
+
+
+def _changes_table(found: Report) -> Table:
+    table = Table("one change at a time", "largest rank", "saved", box=SIMPLE_HEAD)
+    for change in found.changes:
+        fits = found.device_bytes is not None and is_enough(found.device_bytes, change.largest_bytes)
+        saved = found.ranks[0].total - change.largest_bytes
+        table.add_row(change.setting, _amount(change.largest_bytes) + (" fits" if fits else ""), _amount(saved))
+    return table
+
+
+def _amount(number: int) -> str:
+    return f"{number / GB:,.2f} GB" if number >= GB / 10 else f"{number / MB:,.2f} MB"

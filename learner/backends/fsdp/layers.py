@@ -1,0 +1,99 @@
+"""How the decoder layers compute, settled before they are sharded: fused norms, recomputation, compilation.
+
+A layer's `forward` is replaced on the instance, so parameters keep their names; sharding gathers a layer's parameters
+around it, once for the first and once for the repeated computation.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from learner.config import ComputeConfig
+
+EXPENSIVE = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::_grouped_mm",
+        "transformers::grouped_mm_fallback",
+        "torch_attn::_varlen_attn",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "_c10d_functional::all_to_all_single",
+        "_c10d_functional_autograd::all_to_all_single",
+    }
+)
+"""Operations whose results selective recomputation keeps; all others are made again from them."""
+
+Forward = Callable[..., Any]
+
+
+def prepare_layers(layers: Iterable[nn.Module], compute: ComputeConfig) -> None:
+    """Recompute and compile as `compute` says. Compiled outermost, so that the compiler sees what is recomputed."""
+    for layer in layers:
+        forward = _recomputed(layer.forward, compute.recompute)
+        if compute.compile:
+            forward = torch.compile(forward, dynamic=True)  # the number of tokens changes with every micro-batch
+        layer.forward = forward
+
+
+def _recomputed(forward: Forward, recompute: str) -> Forward:
+    if recompute == "none":
+        return forward
+    again = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+    if recompute == "full":
+        return again
+    return functools.partial(again, context_fn=_keep_expensive)
+
+
+def _keep_expensive() -> Any:
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    schema = getattr(operation, "_schema", None)  # operators of higher order have none
+    is_expensive = schema is not None and schema.name in EXPENSIVE
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """torch's fused RMSNorm, one kernel each way, where the model's class computes the same in a handful.
+
+    In bfloat16 it rounds once, after the multiplication by the weight, where most of transformers' round before it too.
+    """
+    for module in model.modules():
+        kind: Any = type(module)
+        if _is_rms_norm(kind):
+            module.forward = types.MethodType(_rms_norm, module)
+
+
+@functools.cache
+def _is_rms_norm(kind: Callable[..., nn.Module]) -> bool:
+    """Whether the class computes x / rms(x) * weight, by trying it: names do not tell (Gemma's multiplies by more)."""
+    if not kind.__name__.endswith("RMSNorm"):
+        return False
+    try:
+        norm: Any = kind(8)
+        with torch.no_grad():
+            norm.weight.copy_(torch.linspace(-1, 2, 8))
+            rows = torch.linspace(-3, 1, 24).view(3, 8).square()
+            return set(dict(norm.named_parameters())) == {"weight"} and torch.allclose(
+                norm(rows), _rms_norm(norm, rows)
+            )
+    except (AttributeError, TypeError):
+        return False
+
+
+def _rms_norm(norm: Any, rows: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(rows, norm.weight.shape, norm.weight, norm.variance_epsilon)

@@ -1,0 +1,71 @@
+"""A packed batch made ready for a rank's device, so that the forward pass never waits for a number from it.
+
+T tokens of the batch, N of this rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from learner.attention import PackedLayout
+from learner.batch import PackedBatch
+
+from .context import ContextGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What this rank computes of a micro-batch. With several ranks the row ends in a dummy sequence, if it must."""
+
+    token_ids_N: torch.Tensor
+    position_ids_N: torch.Tensor
+    next_ids_N: torch.Tensor
+    """The token after each; of no meaning for the last of a sequence."""
+    has_previous_T: torch.Tensor
+    """[T] bool, False where a sequence begins; without the dummy."""
+    layout: PackedLayout
+    """Of the whole row, as every rank's attention sees all of its tokens."""
+
+    @classmethod
+    def of(cls, batch: PackedBatch, context: ContextGroup, device: torch.device, *, varlen: bool) -> "Row":
+        """`varlen`: see `PackedLayout`."""
+        padding = -batch.num_tokens % context.size
+        token_ids_T = F.pad(batch.token_ids_T, (0, padding))
+        dummy = torch.arange(padding, device=batch.position_ids_T.device)
+        position_ids_T = torch.cat([batch.position_ids_T, dummy])
+        ends = torch.full((min(padding, 1),), batch.num_tokens + padding, dtype=torch.int32)
+        layout = PackedLayout.of(torch.cat([batch.cu_seqlens.cpu(), ends]), varlen=varlen)
+        return cls(
+            token_ids_N=_moved(context.own(token_ids_T), device),
+            position_ids_N=_moved(context.own(position_ids_T), device),
+            next_ids_N=_moved(context.own(token_ids_T.roll(-1)), device),
+            has_previous_T=_moved(batch.position_ids_T > 0, device),
+            layout=layout.moved(lambda tensor: _moved(tensor, device), context if context.size > 1 else None),
+        )
+
+    def at_next_token(self, next_T: torch.Tensor) -> torch.Tensor:
+        """[T] what all tokens but the row's last say of the one that follows; 0 where a sequence begins."""
+        num_tokens = len(self.has_previous_T)
+        return F.pad(next_T[: num_tokens - 1], (1, 0)).where(self.has_previous_T, 0.0)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From pinned memory a copy does not wait for what the device is doing."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def placeholder() -> PackedBatch:
+    """What an empty micro-batch computes, so that its rank joins every collective: two tokens, no loss."""
+    zeros = torch.zeros(2)
+    return PackedBatch(
+        token_ids_T=zeros.long(),
+        position_ids_T=torch.arange(2),
+        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+        loss_mask_T=zeros,
+        behavior_logprobs_T=zeros,
+        advantages_T=zeros,
+        lags_T=zeros.long(),
+    )

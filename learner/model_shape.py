@@ -1,0 +1,121 @@
+"""The sizes of a model from its transformers configuration: no weights are read or allocated."""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Part = Literal["embedding", "head", "column", "row", "experts", "whole"]
+"""How tensor parallelism treats a tensor: rows of the vocabulary, output features, input features, experts, not at all.
+
+A column's bias is split with it; a row's is whole."""
+
+LAYER = re.compile(r"\.layers\.(\d+)\.")
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROWS = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One tensor of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+    layer: int | None
+    """The decoder layer; None: before or after them."""
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What memory and time follow from. Qwen, Llama and their like: gated feed-forward, grouped key/value heads."""
+
+    parameters: tuple[Parameter, ...]
+    """Tied tensors once."""
+    layers: int
+    width: int
+    vocabulary: int
+    heads: int
+    key_value_heads: int
+    head_width: int
+    has_qk_norm: bool
+    is_tied: bool
+    experts: int
+    """0: dense."""
+    experts_per_token: int
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(parameter.size for parameter in self.parameters)
+
+    @property
+    def active_weights(self) -> float:
+        """Weights of matrices that one token is multiplied with: chosen experts and the output head, no embedding."""
+        matrices = [p for p in self.parameters if len(p.shape) > 1 and p.part not in ("embedding", "head")]
+        chosen = self.experts_per_token / max(self.experts, 1)
+        return self.vocabulary * self.width + sum(p.size * (chosen if p.part == "experts" else 1) for p in matrices)
+
+    def feed_forward_width(self, layer: int) -> int:
+        """Of the dense block, or of all the experts that a token chooses together."""
+        mine = [p for p in self.parameters if p.layer == layer]
+        down = next(p for p in mine if p.name.endswith(("down_proj", "down_proj.weight")))
+        return down.shape[-1] * (self.experts_per_token if down.part == "experts" else 1)
+
+    def has_experts(self, layer: int) -> bool:
+        return any(p.part == "experts" for p in self.parameters if p.layer == layer)
+
+
+def shape_of(config: "PretrainedConfig") -> ModelShape:
+    """Of the model that transformers would build, on torch's meta device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    named = dict(model.named_parameters())
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return ModelShape(
+        parameters=tuple(_parameter(name, tuple(tensor.shape)) for name, tensor in named.items()),
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        vocabulary=config.vocab_size,
+        heads=config.num_attention_heads,
+        key_value_heads=config.num_key_value_heads,
+        head_width=head_width,
+        has_qk_norm=any("q_norm" in name for name in named),
+        is_tied=is_tied,
+        experts=_first(config, "num_experts", "num_local_experts") if any(".experts." in n for n in named) else 0,
+        experts_per_token=_first(config, "num_experts_per_tok"),
+    )
+
+
+def _parameter(name: str, shape: tuple[int, ...]) -> Parameter:
+    layer = LAYER.search(name)
+    return Parameter(name=name, shape=shape, part=_part(name), layer=int(layer.group(1)) if layer else None)
+
+
+def _part(name: str) -> Part:
+    module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    if ".experts." in name:
+        return "experts"
+    if module == "embed_tokens":
+        return "embedding"
+    if module == "lm_head":
+        return "head"
+    if module in COLUMNS:
+        return "column"
+    return "row" if module in ROWS and not name.endswith(".bias") else "whole"
+
+
+def _first(config: "PretrainedConfig", *names: str) -> int:
+    return next((value for name in names if (value := getattr(config, name, None))), 0)

@@ -1,0 +1,104 @@
+"""`headway plan-memory` as a user meets it."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from deploy.config import load_recipe
+from deploy.memory_pages import as_builtins, page, report
+from tests.deploy.test_cli import headway, run_main
+
+RECIPE = """
+run: {name: planned}
+model:
+  dtype: bfloat16
+  random:
+    architecture: qwen3_moe
+    alphabet: "0123456789"
+    config: {hidden_size: 512, num_hidden_layers: 8, num_attention_heads: 8, num_key_value_heads: 4, head_dim: 64,
+             num_experts: 16, num_experts_per_tok: 2, moe_intermediate_size: 1024}
+prompts: {kind: arithmetic}
+rewards: [{kind: arithmetic}]
+algorithm: {preset: grpo}
+learner: {backend: megatron, processes: 8, layout: {tensor: 2, pipeline: 2}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "planned.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def shown(path: Path, device_gb: float | None = None, *overrides: str) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(page(report(load_recipe(path, overrides), device_gb)))
+    return console.export_text()
+
+
+def test_ranks_that_hold_the_same_are_one_line(recipe: Path) -> None:
+    lines = shown(recipe).splitlines()
+    first, last = (next(line for line in lines if f"stage {stage}" in line) for stage in (0, 1))
+    assert lines.index(first) < lines.index(last), "two micro-batches in flight make the first stage the largest"
+    assert "0-3" in first
+    assert "4 layers, embedding" in first
+    assert "4-7" in last
+    assert "4 layers, head" in last
+    assert "tensor 2, pipeline 2, replicas 2" in lines[0]
+    assert "gathered" not in "".join(lines), "a column that no rank uses"
+
+
+def test_the_settings_that_would_help_are_named_best_first(recipe: Path) -> None:
+    found = as_builtins(report(load_recipe(recipe), 0.5))
+    largest = found["ranks"][0]["total"]
+    totals = [change["largest_bytes"] for change in found["changes"]]
+    assert found["fits"] is False
+    assert totals == sorted(totals)
+    assert all(total < largest for total in totals)
+    settings = [change["setting"] for change in found["changes"]]
+    assert "learner.compute.recompute=full" in settings
+    assert "learner.layout.expert=2" in settings
+    assert "learner.compute.offload_optimizer=true" not in settings, "megatron has none"
+    best = found["changes"][0]
+    with_it = as_builtins(report(load_recipe(recipe, [best["setting"]])))
+    assert with_it["ranks"][0]["total"] == best["largest_bytes"]
+
+
+def test_it_says_whether_a_device_is_large_enough(recipe: Path) -> None:
+    largest = report(load_recipe(recipe)).ranks[0].total / 1e9
+    assert "fits a device" in shown(recipe, largest * 1.1)
+    assert "does not fit" in shown(recipe, largest * 1.01), "some of it is never ours"
+    assert "a device" not in shown(recipe)
+
+
+def test_the_reference_of_a_penalty_is_counted(recipe: Path) -> None:
+    text = shown(recipe, None, "algorithm.kl.coefficient=0.1")
+    assert "other models" in text
+    assert "other models" not in shown(recipe)
+
+
+def test_the_command_prints_json_and_its_exit_code_tells(recipe: Path, tmp_path: Path) -> None:
+    done = headway("plan-memory", str(recipe), "--json", "--device-memory", "0.5", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["ranks"]) == 8
+    assert found["replicas"] == 2
+    assert set(found["activations"]) == {"none", "selective", "full"}
+
+
+def test_a_layout_that_cannot_be_is_one_paragraph(recipe: Path, tmp_path: Path) -> None:
+    done = headway("plan-memory", str(recipe), "learner.layout.tensor=3", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "cannot be divided by tensor * pipeline * context = 6" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_help_imports_next_to_nothing(tmp_path: Path) -> None:
+    script = "try: cli.main()\nfinally: print([m for m in ('torch', 'numpy', 'rich.console') if m in sys.modules])"
+    answer = run_main(script, "plan-memory", "--help", cwd=tmp_path)
+    assert "--device-memory" in answer.stdout
+    assert answer.stdout.endswith("[]\n")

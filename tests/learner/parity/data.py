@@ -1,0 +1,23 @@
+"""The sequences of each step, the same for the backends, which pack them, and the reference, which does not."""
+
+import dataclasses
+
+import numpy as np
+
+from learner.packing import PackableSequence
+from tests.learner.tiny import sequences
+
+from .models import Shape, vocabulary
+
+
+def step_sequences(shape: Shape, step: int) -> list[PackableSequence]:
+    """Other ones for every step, from the whole vocabulary."""
+    rng = np.random.default_rng(step)
+    tokens = [rng.integers(0, vocabulary(shape), length).astype(np.int32) for length in shape.lengths]
+    given = sequences(shape.lengths, seed=step)
+    return [dataclasses.replace(one, token_ids=ids) for one, ids in zip(given, tokens, strict=True)]
+
+
+def denominator(given: list[PackableSequence]) -> float:
+    """Trained tokens of the whole step."""
+    return float(sum(sequence.loss_mask.sum() for sequence in given))

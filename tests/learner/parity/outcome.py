@@ -1,0 +1,113 @@
+"""What came out of a run, and how far two outcomes lie apart."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import load_file
+
+from .cases import Job
+from .moments import Tensors, moments
+
+OF_SEQUENCES = ("logits", "logprobs")
+"""Kinds of which every rank has what its replica computed."""
+
+
+REFUSED = "refused: "
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank says of its job."""
+
+    undone: str = ""
+    """Why nothing was trained; `REFUSED`, then the backend's words, where it does not offer the layout."""
+    replicas: int = 0
+    losses: list[float] = []
+    norms: list[float] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of the steps that were taken, the last of which is the same in all."""
+
+    losses: list[float]
+    norms: list[float]
+    tensors: dict[str, Tensors]
+    """By kind: logits and logprobs before the first step, by sequence; parameters and moments after the last, by
+    Hugging Face name. A resumed run has only the latter."""
+
+
+def report_path(job: Job, rank: int) -> Path:
+    return job.directory / f"rank_{rank}.json"
+
+
+def error_path(job: Job, rank: int) -> Path:
+    """Where a rank that fails writes its traceback."""
+    return job.directory / f"rank_{rank}.error"
+
+
+def reports(job: Job) -> list[Report]:
+    """Of all ranks; empty if one of them did not come to the end."""
+    paths = [report_path(job, rank) for rank in range(job.case.processes)]
+    if not all(path.exists() for path in paths):
+        return []
+    return [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
+
+
+def outcomes(job: Job) -> Iterator[Outcome]:
+    """One of each rank, whose replica computed some of the sequences; what the ranks have together is rank 0's."""
+    together = {
+        "parameters": load_file(job.directory / "after.safetensors"),
+        **moments(job.case.backend, job.checkpoint(job.steps.stop), job.model),
+    }
+    for rank, report in enumerate(reports(job)):
+        computed = load_file(job.directory / f"rank_{rank}.safetensors") if job.resume is None else {}
+        kinds = {kind: _of_kind(kind, computed) for kind in OF_SEQUENCES}
+        tensors = {kind: values for kind, values in kinds.items() if values} | together
+        yield Outcome(losses=report.losses, norms=report.norms, tensors=tensors)
+        together = {}
+
+
+def _of_kind(kind: str, computed: Tensors) -> Tensors:
+    return {name.removeprefix(f"{kind}."): value for name, value in computed.items() if name.startswith(f"{kind}.")}
+
+
+def merged(parts: list[Outcome]) -> Outcome:
+    """All sequences of all replicas."""
+    tensors: dict[str, Tensors] = {}
+    for part in parts:
+        for kind, values in part.tensors.items():
+            tensors.setdefault(kind, {}).update(values)
+    return Outcome(losses=parts[0].losses, norms=parts[0].norms, tensors=tensors)
+
+
+def deviations(got: Outcome, expected: Outcome, start: Tensors) -> dict[str, float]:
+    """By kind the largest |got - expected| / |expected|, Frobenius norms, over its tensors.
+
+    Parameters: over the norm of what training changed in them since `start`.
+    """
+    found = {
+        "loss": max(map(_apart, got.losses, expected.losses[-len(got.losses) :])),
+        "grad_norm": max(map(_apart, got.norms, expected.norms[-len(got.norms) :])),
+    }
+    for kind, values in got.tensors.items():
+        zeros = start if kind == "parameters" else {}
+        found[kind] = max(
+            relative(value, expected.tensors[kind][name], zeros.get(name)) for name, value in values.items()
+        )
+    return found
+
+
+def _apart(got: float, expected: float) -> float:
+    return abs(got - expected) / abs(expected)
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor, zero: torch.Tensor | None = None) -> float:
+    """In float64. Both exactly `zero`: 0. Numbers that are not finite: infinity."""
+    distance = (got.double() - expected.double()).norm().item()
+    size = (expected.double() - (0.0 if zero is None else zero.double())).norm().item()
+    if not distance < float("inf"):
+        return float("inf")
+    return distance / size if size else distance and float("inf")

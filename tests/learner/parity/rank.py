@@ -1,0 +1,151 @@
+"""One rank under torchrun: job after job, and what came out of each into its directory.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 4 -m tests.learner.parity.rank JOBS.json
+
+A job that hangs ends the process with a traceback of where it stood.
+"""
+
+import faulthandler
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from broker.errors import ConfigError
+from learner.backends import open_backend
+from learner.backends.base import Backend
+from learner.batch import PackedBatch
+from learner.config import ComputeConfig, ModelConfig
+from learner.packing import pack, plan
+from tests.learner.tiny import ratio_loss
+
+from .cases import LEARNING_RATE, OPTIMIZER, TEMPERATURE, Job, read_jobs
+from .data import denominator, step_sequences
+from .models import SHAPES
+from .moments import Tensors
+from .outcome import REFUSED, Report, error_path, report_path
+
+JOB_DEADLINE_S = 120
+
+
+def main(path: Path) -> None:
+    torch.set_num_threads(1)
+    for job in read_jobs(path):
+        faulthandler.dump_traceback_later(JOB_DEADLINE_S, exit=True)
+        run(job)
+    faulthandler.cancel_dump_traceback_later()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run(job: Job) -> None:
+    """The rank's report is written last: it says that the job is done."""
+    rank = int(os.environ["RANK"])
+    try:
+        report = _carried_out(job)
+    except Exception:
+        error_path(job, rank).write_text(traceback.format_exc())
+        raise
+    partial = job.directory / f"rank_{rank}.partial"
+    partial.write_bytes(msgspec.json.encode(report))
+    partial.rename(report_path(job, rank))
+
+
+def _carried_out(job: Job) -> Report:
+    if job.resume is not None and not job.resume.exists():
+        return Report(undone=f"there is no {job.resume}")
+    try:
+        backend = _opened(job)
+    except ConfigError as error:
+        return Report(undone=f"{REFUSED}{error}")
+    report = _trained(backend, job)
+    _close(backend)
+    return report
+
+
+def _opened(job: Job) -> Backend:
+    return open_backend(
+        job.case.backend,
+        ModelConfig(path=str(job.model), dtype=job.setting.dtype),
+        OPTIMIZER,
+        device=job.setting.device,
+        layout=job.case.layout,
+        compute=ComputeConfig(recompute=job.case.recompute),
+    )
+
+
+def _close(backend: Backend) -> None:
+    """Only some hold what outlives them."""
+    close = getattr(backend, "close", None)
+    if close is not None:
+        close()
+
+
+def _trained(backend: Backend, job: Job) -> Report:
+    if job.resume is None:
+        _export(backend, job.directory / "before.safetensors")
+        save_file(_computed(backend, job), job.directory / f"rank_{backend.rank}.safetensors")
+    else:
+        backend.load(job.resume)
+    results = [_step(backend, job, step) for step in job.steps]
+    _export(backend, job.directory / "after.safetensors")
+    losses, norms = map(list, zip(*results, strict=True))
+    return Report(replicas=backend.replicas, losses=losses, norms=norms)
+
+
+def _step(backend: Backend, job: Job, step: int) -> tuple[float, float]:
+    batches = _batches(backend, job, step)
+    loss = ratio_loss(batches, denominator(step_sequences(SHAPES[job.setting.shape], step)))
+    value, norm, _ = backend.step(batches, loss, TEMPERATURE, LEARNING_RATE)
+    backend.save(job.checkpoint(step + 1))
+    return value, norm
+
+
+def _batches(backend: Backend, job: Job, step: int) -> list[PackedBatch]:
+    shape = SHAPES[job.setting.shape]
+    return pack(step_sequences(shape, step), backend.replica, backend.replicas, shape.micro_batch_tokens)
+
+
+def _export(backend: Backend, path: Path) -> None:
+    """Every rank gathers, rank 0 writes."""
+    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in backend.named_tensors()}
+    if backend.rank == 0:
+        save_file(tensors, path)
+
+
+def _computed(backend: Backend, job: Job) -> Tensors:
+    """What the first forward pass says of the sequences of this rank's replica."""
+    shape = SHAPES[job.setting.shape]
+    places = plan(shape.lengths, backend.replicas, shape.micro_batch_tokens)[backend.replica]
+    batches = _batches(backend, job, 0)
+    found = _by_sequence("logprobs", backend.logprobs(batches, TEMPERATURE), batches, places)
+    if hasattr(backend, "hidden"):
+        found |= _by_sequence("logits", _logits(backend, batches), batches, places)
+    return found
+
+
+def _by_sequence(kind: str, values: list[torch.Tensor], batches: list[PackedBatch], places: list[list[int]]) -> Tensors:
+    found: Tensors = {}
+    for value_T, batch, here in zip(values, batches, places, strict=True):
+        lengths = batch.cu_seqlens.diff().tolist()
+        for place, piece in zip(here, torch.split(value_T.float().cpu(), lengths), strict=True):
+            found[f"{kind}.{place}"] = piece.clone()
+    return found
+
+
+@torch.no_grad()
+def _logits(backend: Backend, batches: list[PackedBatch]) -> list[torch.Tensor]:
+    """[T, V] in fp32, of the exported head and the hidden states that every rank has."""
+    tensors = dict(backend.named_tensors())
+    head_VH = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).float().clone()
+    hidden: list[torch.Tensor] = [backend.hidden(batch) for batch in batches]  # type: ignore[attr-defined]  # only there to be compared
+    return [hidden_TH.float() @ head_VH.to(hidden_TH.device).T for hidden_TH in hidden]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,50 @@
+"""Layouts in which every pair of dimensions meets; `make parity` runs all of them."""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from .cases import RECOMPUTE, Case, Setting, all_layouts
+from .comparison import Comparison
+from .finding import Finding
+from .layouts import covering, dimensions, sizes_and_pairs
+
+FindingsOf = Callable[[str], dict[str, Finding]]
+"""By case, of a backend's cases, which run when the first of them is asked for."""
+
+PROCESSES = 4
+MODELS = {"qwen3_moe": sizes_and_pairs, "qwen3": dimensions, "llama": dimensions}
+"""Dense layers are split as those between experts are, so fewer layouts show whatever they have of their own."""
+
+
+def _cases() -> Iterator[Case]:
+    """On one process, whose checkpoint is then resumed by four; every other layout recomputes its layers."""
+    for backend in ("fsdp", "megatron"):
+        for model, features_of in MODELS.items():
+            yield Case(backend=backend, model=model, processes=1)
+            layouts = covering(all_layouts(backend, model, PROCESSES, "toy"), PROCESSES, features_of)
+            for number, layout in enumerate(layouts):
+                recompute = RECOMPUTE[number % len(RECOMPUTE)]
+                yield Case(backend=backend, model=model, processes=PROCESSES, layout=layout, recompute=recompute)
+
+
+CASES = list(_cases())
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> FindingsOf:
+    comparison = Comparison(tmp_path_factory.mktemp("parity"), Setting())
+
+    @functools.cache
+    def of(backend: str) -> dict[str, Finding]:
+        return {finding.name: finding for finding in comparison.run([c for c in CASES if c.backend == backend])}
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the first waits for all of its backend
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_layout_computes_what_transformers_computes(case: Case, findings: FindingsOf) -> None:
+    assert not findings(case.backend)[case.name].problems

@@ -1,0 +1,212 @@
+"""What ranks are planned to hold, against published sizes and what the backends really hold."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from broker.errors import ConfigError
+from learner.backends import open_backend
+from learner.config import ComputeConfig, LayoutConfig, LearnerConfig
+from learner.memory_plan import Held, Planned, plan_memory
+from learner.model import load_config
+from learner.model_shape import shape_of
+from tests.learner.tiny import OPTIMIZER, model_config
+
+QWEN3_8B = Qwen3Config(
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+)
+QWEN3_30B_A3B = Qwen3MoeConfig(
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    vocab_size=151936,
+)
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+SIZES = {8_190_735_360: QWEN3_8B, 30_532_122_624: QWEN3_30B_A3B, 8_030_261_248: LLAMA_8B}
+"""Parameters as published."""
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 20,
+}
+TINY_MOE = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+
+
+def planned(
+    config: PretrainedConfig, backend: str = "fsdp", processes: int = 1, dtype: str = "bfloat16", **layout: int
+) -> Planned:
+    learner = LearnerConfig(backend=backend, processes=processes, layout=LayoutConfig(**layout))
+    return Planned(shape=shape_of(config), learner=learner, dtype=dtype)  # type: ignore[arg-type]
+
+
+def total(ranks: list[Held], name: str) -> int:
+    return sum(getattr(held, name) for held in ranks)
+
+
+def with_learner(plan: Planned, **changes: Any) -> Planned:
+    fields = {name: getattr(plan.learner, name) for name in plan.learner.__struct_fields__}
+    return replace(plan, learner=LearnerConfig(**(fields | changes)))
+
+
+@pytest.mark.parametrize(("published", "config"), SIZES.items(), ids=lambda value: getattr(value, "model_type", ""))
+def test_every_parameter_of_a_published_model_is_counted(published: int, config: PretrainedConfig) -> None:
+    ranks = plan_memory(planned(config, processes=8))
+    assert total(ranks, "parameters") == total(ranks, "gradients") == 4 * published
+    assert total(ranks, "optimizer") == 8 * published
+    (only,) = plan_memory(planned(config, "megatron"))
+    assert (only.parameters, only.gradients, only.optimizer) == (2 * published, 4 * published, 12 * published)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_fsdp_holds_what_transformers_would_build(architecture: str, tied: bool, processes: int) -> None:
+    config = load_config(model_config(architecture, tied=tied))
+    numel = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    ranks = plan_memory(planned(config, processes=processes))
+    assert total(ranks, "parameters") == 4 * numel
+    assert [held.total for held in ranks] == sorted((held.total for held in ranks), reverse=True)
+
+
+def test_fsdp_backend_holds_its_plan() -> None:
+    model = model_config("qwen3_moe")
+    backend = open_backend("fsdp", model, OPTIMIZER)
+    numel = sum(p.numel() for p in backend._parameters)  # type: ignore[attr-defined]
+    (held,) = plan_memory(planned(load_config(model)))
+    assert (held.parameters, held.gradients, held.optimizer) == (4 * numel, 4 * numel, 8 * numel)
+
+
+def test_megatron_ranks_split_what_their_layout_says() -> None:
+    """Two stages, two tensor-parallel ranks in each, which split the experts too, and two replicas."""
+    shape = planned(TINY_MOE).shape
+    ranks = plan_memory(planned(TINY_MOE, "megatron", 8, tensor=2, pipeline=2, expert=2))
+    attention = 32 * 32 + 2 * 16 * 32 + 32 * 32
+    whole = 2 * 32 + 2 * 8 + 4 * 32
+    experts = 4 * 3 * 24 * 32
+    first = 10 * 32 + 2 * (attention // 2 + whole + experts // 2)
+    last = first + 32
+    held = {one.rank: one for one in ranks}
+    assert [held[rank].parameters for rank in range(8)] == [2 * first] * 4 + [2 * last] * 4
+    assert [held[rank].gradients for rank in range(8)] == [4 * first] * 4 + [4 * last] * 4
+    assert held[0].optimizer == 12 * first // 2
+    copied = 4 * whole + 32  # on both tensor-parallel ranks
+    assert total(ranks, "optimizer") == 12 * (shape.num_parameters + copied)
+
+
+def test_megatron_replicas_share_the_optimizer_and_nothing_else() -> None:
+    ranks = plan_memory(planned(TINY_MOE, "megatron", 3))
+    numel = planned(TINY_MOE).shape.num_parameters
+    assert numel % 3, "some ranks hold an element more"
+    assert {held.parameters for held in ranks} == {2 * numel}
+    assert total(ranks, "optimizer") == 12 * numel
+
+
+def test_megatron_masters_are_the_parameters_in_fp32() -> None:
+    (held,) = plan_memory(planned(TINY_MOE, "megatron", dtype="float32"))
+    numel = planned(TINY_MOE).shape.num_parameters
+    assert (held.parameters, held.gradients, held.optimizer) == (4 * numel, 4 * numel, 8 * numel)
+
+
+def test_a_tied_embedding_stands_in_the_first_and_the_last_stage() -> None:
+    tied = Qwen3Config(**TINY, tie_word_embeddings=True)
+    ranks = plan_memory(planned(tied, "megatron", 2, pipeline=2))
+    assert total(ranks, "parameters") == 2 * (planned(tied).shape.num_parameters + 20 * 32)
+
+
+def test_the_vocabulary_is_padded_for_tensor_parallel_ranks() -> None:
+    odd = Qwen3Config(**(TINY | {"vocab_size": 19}), tie_word_embeddings=True)
+    even = Qwen3Config(**TINY, tie_word_embeddings=True)
+    of_odd, of_even = (plan_memory(planned(config, "megatron", 2, tensor=2)) for config in (odd, even))
+    assert of_odd[0].parameters == of_even[0].parameters
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_recomputing_more_keeps_fewer_activations(backend: str) -> None:
+    plan = planned(QWEN3_8B, backend, 2)
+    kept = [
+        plan_memory(with_learner(plan, compute=ComputeConfig(recompute=how)))[0].activations  # type: ignore[arg-type]
+        for how in ("none", "selective", "full")
+    ]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > kept[1] > kept[2]
+
+
+def test_activations_follow_the_formula() -> None:
+    """Dense: norms 4 W and q, k before theirs; 2 of q, k, v, output; 4 F. Full: inputs, and one layer made again."""
+    plan = planned(QWEN3_8B)
+    tokens = plan.learner.micro_batch_tokens
+    layer = 4 * 4096 + (4096 + 1024) + 2 * (4096 + 1024) + 4 * 12288
+    assert plan_memory(plan)[0].activations == 2 * tokens * 36 * layer
+    full = with_learner(plan, compute=ComputeConfig(recompute="full"))
+    assert plan_memory(full)[0].activations == 2 * tokens * (36 * 4096 + layer - 4096)
+
+
+def test_activations_are_split_over_tensor_and_context_ranks() -> None:
+    alone = plan_memory(planned(QWEN3_8B, "megatron"))[0].activations
+    assert plan_memory(planned(QWEN3_8B, "megatron", 4, tensor=2, context=2))[0].activations == alone // 4
+    assert plan_memory(planned(QWEN3_8B, "fsdp", 4, context=4))[0].activations == alone // 4
+
+
+def test_early_stages_hold_more_micro_batches() -> None:
+    """One forward, one backward: the first of four stages holds four micro-batches of a quarter of the layers."""
+    alone = plan_memory(planned(QWEN3_8B, "megatron"))[0].activations
+    ranks = sorted(plan_memory(planned(QWEN3_8B, "megatron", 4, pipeline=4)), key=lambda held: held.rank)
+    assert [held.activations for held in ranks] == [alone * n // 4 for n in (4, 3, 2, 1)]
+    twice = sorted(plan_memory(planned(QWEN3_8B, "megatron", 2, pipeline=2, virtual_pipeline=2)), key=lambda h: h.rank)
+    assert [held.activations for held in twice] == [alone * n // 4 for n in (5, 3)]
+
+
+def test_moments_in_cpu_memory_are_not_on_the_device() -> None:
+    offloaded = with_learner(planned(QWEN3_8B), compute=ComputeConfig(offload_optimizer=True))
+    assert plan_memory(offloaded)[0].optimizer == 0
+
+
+def test_other_models_are_counted() -> None:
+    plan = planned(QWEN3_8B, processes=8)
+    held, with_reference, with_critic = (
+        plan_memory(replace(plan, **others))[0] for others in ({}, {"has_reference": True}, {"has_critic": True})
+    )
+    assert held.other_models == 0
+    assert with_reference.other_models == held.parameters
+    assert with_critic.other_models == held.parameters + held.gradients + held.optimizer
+
+
+@pytest.mark.parametrize(
+    ("backend", "processes", "layout", "words"),
+    [
+        ("fsdp", 2, {"tensor": 2}, "learner.layout.tensor=2 needs learner.backend=megatron"),
+        ("megatron", 2, {"tensor": 4}, "learner.processes = 2 cannot be divided"),
+        ("megatron", 3, {"pipeline": 3}, "hidden layers = 4 cannot be divided by pipeline"),
+        ("megatron", 4, {"tensor": 4}, "key/value heads = 2 cannot be divided by tensor = 4"),
+        ("megatron", 8, {"expert": 8}, "experts = 4 cannot be divided by expert = 8"),
+        ("mine:Backend", 1, {}, "nothing is known of what `mine:Backend` holds"),
+    ],
+)
+def test_what_cannot_be_is_refused(backend: str, processes: int, layout: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_memory(planned(TINY_MOE, backend, processes, **layout))

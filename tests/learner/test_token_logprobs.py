@@ -1,0 +1,100 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from learner.backends.token_logprobs import token_logprobs
+
+TOKENS, WIDTH, VOCABULARY = 23, 8, 19
+
+
+def given(padded: int = VOCABULARY, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """hidden_TH, weight_VH, targets_T and what is pulled back through the logprobs."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for rows in (TOKENS, padded)
+    )
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    return [hidden, weight, targets, torch.randn(TOKENS, generator=generator, dtype=torch.float64)]
+
+
+def oracle(temperature: float, padded: int = VOCABULARY) -> dict[str, torch.Tensor]:
+    """log softmax written out over the real vocabulary, differentiated by autograd."""
+    hidden, weight, targets, pull = given(padded)
+    log_softmax = ((hidden @ weight[:VOCABULARY].T) / temperature).log_softmax(-1)
+    logprobs = log_softmax[torch.arange(TOKENS), targets]
+    hidden_grad, weight_grad = torch.autograd.grad(logprobs, (hidden, weight), pull)
+    return {"logprobs": logprobs.detach(), "hidden": hidden_grad, "weight": weight_grad}
+
+
+def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("rows", [1, 5, 22, 23, 1000])
+@pytest.mark.parametrize("padded", [VOCABULARY, 26])
+def test_any_chunk_equals_log_softmax_and_its_gradients(temperature: float, rows: int, padded: int) -> None:
+    hidden, weight, targets, pull = given(padded)
+    logprobs = token_logprobs(
+        hidden, weight, targets, temperature, vocabulary=VOCABULARY, logits_per_chunk=rows * padded + padded // 2
+    )
+    hidden_grad, weight_grad = torch.autograd.grad(logprobs, (hidden, weight), pull)
+    got = {"logprobs": logprobs.detach(), "hidden": hidden_grad, "weight": weight_grad}
+    assert_equal(got, oracle(temperature, padded))
+
+
+@pytest.mark.parametrize("padded", [26, 40], ids=["some padding", "a rank of nothing but padding"])
+def test_halves_of_a_vocabulary_equal_the_whole(padded: int, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.learner.token_logprobs_rank", str(tmp_path), str(padded)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (load_file(tmp_path / f"rank_{rank}.safetensors") for rank in range(2))
+    weight = torch.cat([first.pop("weight"), second.pop("weight")])
+    expected = oracle(0.7, padded)
+    assert_equal(first | {"weight": weight}, expected)
+    assert_equal(second | {"weight": weight}, expected)
+
+
+def test_bfloat16_products_are_summed_in_fp32() -> None:
+    exact = oracle(1.0)
+    hidden, weight, targets, pull = given(dtype=torch.bfloat16)
+    logprobs = token_logprobs(hidden, weight, targets, 1.0, logits_per_chunk=VOCABULARY)
+    assert logprobs.dtype == torch.float32
+    hidden_grad, weight_grad = torch.autograd.grad(logprobs, (hidden, weight), pull.float())
+    assert (hidden_grad.dtype, weight_grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    got = {"logprobs": logprobs.detach(), "hidden": hidden_grad, "weight": weight_grad}
+    for name, tensor in exact.items():
+        torch.testing.assert_close(got[name].double(), tensor, rtol=2e-2, atol=5e-2)
+
+
+def test_no_tensor_of_all_logits_ever_exists() -> None:
+    hidden, weight, targets, _ = given()
+    largest = LargestTensor()
+    with largest:
+        token_logprobs(hidden, weight, targets, 1.0, logits_per_chunk=4 * VOCABULARY).sum().backward()
+    assert largest.numel == max(4 * VOCABULARY, TOKENS * WIDTH, VOCABULARY * WIDTH)
+
+
+class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most elements that an operation returned while this was entered."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result

@@ -1,0 +1,196 @@
+"""The learner's benchmarks run, train the same thing in every case, and survive a case that dies."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.grouped_experts import routed_counts
+from benchmarks.throughput import checkpoint, isolated
+from benchmarks.throughput.case import Case
+from benchmarks.throughput.leaks import leak_of
+from benchmarks.throughput.names import stands_for
+from benchmarks.throughput.results import Results, last_words
+from benchmarks.throughput.rows import packed_rows, padded_rows
+from benchmarks.throughput.shapes import SHAPES, step_flops
+from benchmarks.throughput.workload import long_tailed_lengths, sequences
+from learner.config import ModelConfig
+from learner.model import load_config, load_tokenizer
+from learner.packing import PackableSequence
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both toys."""
+    directory = tmp_path_factory.mktemp("models")
+    for name in ("toy", "toy-moe"):
+        checkpoint.write(SHAPES[name], checkpoint.folder(directory, name, SHAPES[name]), "cpu")
+    return directory
+
+
+def toy(models: Path, name: str = "toy") -> tuple[Any, dict[str, Any]]:
+    """The model in fp32, and what transformers says of its loading."""
+    path = checkpoint.folder(models, name, SHAPES[name])
+    model, said = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    return model, said
+
+
+def last_line(*command: str, code: int = 0) -> Any:
+    """The JSON object that `python -m benchmarks...` prints last."""
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["toy", "toy-moe"])
+def test_random_weights_are_a_whole_checkpoint(models: Path, name: str) -> None:
+    model, said = toy(models, name)
+    assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert 0.01 < model.get_output_embeddings().weight.std() < 0.03
+    given = ModelConfig(path=str(checkpoint.folder(models, name, SHAPES[name])))
+    assert load_config(given).rope_parameters["rope_theta"] == 1e6
+    assert load_tokenizer(given).decode(load_tokenizer(given)("12+3").input_ids) == "12+3"
+
+
+def test_active_parameters_are_the_published_ones() -> None:
+    """Qwen3's model cards without the input embedding: 1.4 billion (and the tied head), 7.0 with 0.6 of head, 3.3."""
+    billions = {name: round(shape.active_parameters / 1e9, 2) for name, shape in SHAPES.items()}
+    assert billions["qwen3-1.7b"] == pytest.approx(1.4 + 0.31, abs=0.02)
+    assert billions["qwen3-8b"] == pytest.approx(6.95 + 0.62, abs=0.02)
+    assert billions["qwen3-30b-a3b"] == pytest.approx(3.35 - 0.31, abs=0.02)
+
+
+def test_attention_counts_half_of_every_square() -> None:
+    shape = SHAPES["toy"]
+    flops = step_flops(shape, [10, 30])
+    forward = sum(2 * 2 * length * length * 64 / 2 * shape.layers for length in (10, 30))
+    assert flops.attention == 3 * forward
+    assert flops.matrices == 6 * shape.active_parameters * 40
+
+
+def test_lengths_have_a_long_tail() -> None:
+    lengths = sorted(long_tailed_lengths(10_000, 1024, 16384))
+    assert lengths[5000] == pytest.approx(1024, rel=0.05)
+    assert (lengths[0], lengths[-1]) == (32, 16384)
+    assert sum(lengths) / 10_000 > 1.4 * 1024
+
+
+def alone_logprobs(model: Any, sequence: PackableSequence) -> torch.Tensor:
+    """Of one sequence in a row of its own; 0 for its first token."""
+    token_ids_L = torch.from_numpy(sequence.token_ids).long()
+    logprobs_LV = model(input_ids=token_ids_L[None]).logits[0].log_softmax(-1)
+    return torch.nn.functional.pad(logprobs_LV[:-1].gather(1, token_ids_L[1:, None])[:, 0], (1, 0))
+
+
+@pytest.mark.parametrize("rows", [None, 1, 3])
+def test_padded_and_packed_rows_have_the_same_logprobs(models: Path, rows: int | None) -> None:
+    model, given = toy(models)[0], sequences([7, 12, 5, 20, 3], SHAPES["toy"].vocabulary)
+    padded = padded_rows(given, 40, rows, 0, 1)
+    sizes = {None: [(3, 12), (2, 20)], 1: [(1, 7), (1, 12), (1, 5), (1, 20), (1, 3)], 3: [(3, 12), (2, 20)]}
+    assert [tuple(one.token_ids_BL.shape) for one in padded] == sizes[rows]
+    (packed,) = packed_rows(given, 1000, 0, 1)
+    alone = torch.cat([alone_logprobs(model, sequence) for sequence in given])
+    torch.testing.assert_close(packed.logprobs(model, CPU), alone, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([one.logprobs(model, CPU) for one in padded]), alone, atol=1e-5, rtol=1e-5)
+
+
+def test_every_rank_has_as_many_rows() -> None:
+    given = sequences([7, 12, 5, 20, 3], 50)
+    shares = [padded_rows(given, 40, 2, rank, 2) for rank in range(2)]
+    assert [[one.is_real for one in share] for share in shares] == [[True, True], [True, False]]
+    assert sum(one.batch.num_tokens for share in shares for one in share) == 47
+
+
+def test_a_leak_between_packed_sequences_is_seen(models: Path) -> None:
+    model, given = toy(models)[0], sequences([9, 12, 40], SHAPES["toy"].vocabulary)
+
+    def leaky(position_ids: torch.Tensor, **inputs: Any) -> Any:
+        return model(position_ids=torch.arange(position_ids.shape[1])[None], **inputs)
+
+    assert not leak_of(model, given, CPU)["leaks"]
+    assert leak_of(leaky, given, CPU)["leaks"]
+
+
+def test_what_happens_in_a_case_stays_there() -> None:
+    assert isolated.run("math:sqrt", 4.0, 1, 60) == {"result": 2.0}
+    assert "ValueError" in isolated.run("math:sqrt", -1.0, 1, 60)["error"]
+    assert "exit status -9" in isolated.run("signal:raise_signal", 9, 1, 60)["error"]
+    assert "stopped after 2 s" in isolated.run("time:sleep", 100, 1, 2)["error"]
+
+
+def test_the_first_of_several_ranks_answers() -> None:
+    assert isolated.run("os:getenv", "RANK", 2, 120) == {"result": "0"}
+
+
+def test_a_case_that_failed_is_tried_again_and_one_with_figures_is_not(tmp_path: Path) -> None:
+    case = Case(name="fsdp", shape="toy")
+    failed, measured, known = (
+        Results(tmp_path).measured(case, function, 1, 60) for function in ("math:sqrt", "builtins:len", "math:sqrt")
+    )
+    assert last_words(failed).startswith("TypeError")
+    assert measured["result"] == 1
+    assert known == measured
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
+
+
+def test_short_names_stand_for_several_cases() -> None:
+    assert stands_for("fsdp,transformers-packed,fsdp") == [
+        "fsdp",
+        "transformers-packed-sdpa",
+        "transformers-packed-flex",
+    ]
+    with pytest.raises(ValueError, match="transformers-padded-0"):
+        stands_for("fsdp,transformers-padded-0")
+
+
+@pytest.mark.slow
+def test_all_cases_train_the_same(models: Path, tmp_path: Path) -> None:
+    cases = "fsdp,transformers-padded-2"
+    common = ("benchmarks.throughput", "--shape", "toy", "--device", "cpu", "--models", str(models))
+    sizes = ("--sequences", "5", "--median-tokens", "30", "--longest-tokens", "60", "--micro-batch-tokens", "64")
+    steps = ("--steps", "1", "--warm-up-steps", "0", "--profile", "--output", str(tmp_path))
+    result = last_line(*common, *sizes, *steps, "--cases", cases)
+
+    assert list(result["cases"]) == cases.split(",")
+    assert (result["failed"], result["best_baseline"] in result["cases"]) == ({}, True)
+    text = (tmp_path / "results.jsonl").read_text()
+    lines = [json.loads(line)["result"] for line in text.splitlines()]
+    for line in lines:
+        assert (line["loss"], line["grad_norm"]) == pytest.approx((lines[0]["loss"], lines[0]["grad_norm"]), rel=1e-2)
+        assert line["profile"]["operators"]
+        assert line["tokens_per_s"] == pytest.approx(line["tokens"] / line["step_s"], rel=0.01)
+
+    assert last_line(*common, *sizes, *steps, "--cases", cases) == result, "nothing is measured twice"
+    assert (tmp_path / "results.jsonl").read_text() == text
+
+
+@pytest.mark.slow
+def test_grouped_experts_are_compared(tmp_path: Path) -> None:
+    command = ("benchmarks.grouped_experts", "--shape", "toy-moe", "--device", "cpu", "--tokens", "64")
+    result = last_line(*command, "--repeats", "1", "--output", str(tmp_path))
+
+    assert list(result["cases"]) == ["64 balanced", "64 skewed"]
+    assert all(case["largest_difference"] < 0.02 for case in result["cases"].values())
+    balanced, skewed = (routed_counts(4096, 128, 8, exponent) for exponent in (0.0, 1.0))
+    assert (sum(balanced), sum(skewed)) == (4096 * 8, 4096 * 8)
+    assert max(balanced) < 1.3 * 256 < 4 * 256 < max(skewed) <= 4096
+
+
+@pytest.mark.slow
+def test_long_sequences_are_measured(models: Path, tmp_path: Path) -> None:
+    command = ("benchmarks.long_sequences", "--shape", "toy", "--device", "cpu", "--models", str(models))
+    result = last_line(*command, "--tokens", "50", "--logprob-tokens", "40", "--output", str(tmp_path))
+
+    assert result["failed"] == {}
+    assert result["training 50 tokens, context 1"]["tokens_per_s"] > 0
+    chunked, plain = result["logprobs chunked"], result["logprobs plain"]
+    assert chunked["logprobs_mean"] == pytest.approx(plain["logprobs_mean"], rel=1e-2)
+    assert chunked["grad_norms"] == pytest.approx(plain["grad_norms"], rel=2e-2)
