@@ -21,6 +21,7 @@ def install_cpu_shim() -> None:
     _answer_for_streams()
     _answer_for_generators()
     _keep_splits_on_the_cpu()
+    _exchange_uneven_parts()
     _modes.append(_CudaMeansCpu())
     _modes[0].__enter__()  # type: ignore[no-untyped-call]
 
@@ -91,3 +92,33 @@ def _keep_splits_on_the_cpu() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def _exchange_uneven_parts() -> None:
+    """Gloo gathers and scatters equal parts only, but exchanges uneven ones; expert-tensor ranks have uneven rows."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_any(part: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(part, group, output_split_sizes, *args, **kwargs)
+        copies = part.repeat(group.size(), *[1] * (part.dim() - 1))
+        return _exchanged(copies, output_split_sizes, [len(part)] * group.size(), group)
+
+    def reduce_any(parts: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(parts, group, input_split_sizes, *args, **kwargs)
+        own = [input_split_sizes[group.rank()]] * group.size()
+        received = _exchanged(parts, own, input_split_sizes, group)
+        return received.view(group.size(), own[0], *parts.shape[1:]).sum(0)
+
+    mappings._gather_along_first_dim = gather_any
+    mappings._reduce_scatter_along_first_dim = reduce_any
+
+
+def _exchanged(sent: torch.Tensor, received_sizes: Any, sent_sizes: Any, group: Any) -> torch.Tensor:
+    received_sizes, sent_sizes = [int(size) for size in received_sizes], [int(size) for size in sent_sizes]
+    received = sent.new_empty(sum(received_sizes), *sent.shape[1:])
+    torch.distributed.all_to_all_single(received, sent.contiguous(), received_sizes, sent_sizes, group=group)
+    return received

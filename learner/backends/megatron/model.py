@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import nn
@@ -30,7 +30,7 @@ from learner.config import ComputeConfig, LayoutConfig
 
 from . import groups
 from .architecture import Architecture
-from .modules import GroupedExperts, PackedAttention, RmsNorm
+from .modules import ExpertLayer, GroupedExperts, PackedAttention, RmsNorm, permute, unpermute
 from .row import Row
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # Megatron 0.16 looks at it, and defines it only with Transformer Engine
+token_dispatcher.permute, token_dispatcher.unpermute = permute, unpermute
 
 
 class PackedGpt(GPTModel):
@@ -230,6 +231,7 @@ def _layers(config: TransformerConfig, stage: int | None) -> TransformerBlockSub
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     if config.num_moe_experts:
+        parts.mlp.module = ExpertLayer
         parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     return TransformerBlockSubmodules(
         layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=RmsNorm

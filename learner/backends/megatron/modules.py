@@ -10,11 +10,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from learner.attention import bucketed_attention, varlen_attention
+from learner.backends.expert_rows import (
+    collect,
+    experts_forward,
+    fused,
+    gated,
+    route,
+    row_offsets,
+    spread,
+)
 
 from .row import Row
 
@@ -65,7 +75,7 @@ class PackedAttention(MegatronModule):
         assert row is not None
         assert row.layout is not None
         q, k, v = (self._whole_row(part) for part in (query_pHD, key_pKD, value_pKD))
-        q, k = (_rotated(part, row.cos_PD, row.sin_PD) for part in (q, k))
+        q, k = (fused(_rotated, part, row.cos_PD, row.sin_PD) for part in (q, k))
         if row.layout.buckets is None:
             attended = varlen_attention(q, k, v, row.layout, self._scale)
         else:
@@ -146,21 +156,65 @@ class GroupedExperts(MegatronModule):
         self, tokens_NW: torch.Tensor, tokens_per_expert: torch.Tensor, probabilities_N: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """[N, W], each expert's output times its probability. Tokens come sorted by expert."""
-        offsets = tokens_per_expert.to(tokens_NW.device).cumsum(0).to(torch.int32)
-        if not len(tokens_NW):  # so that the weights get a gradient all the same
-            return tokens_NW + 0.0 * (self.gate_up.sum() + self.down.sum() + probabilities_N.sum()), None
-        hidden = F.grouped_mm(tokens_NW, self.gate_up.transpose(1, 2), offs=offsets)
-        if self._recompute:
-            gated = checkpoint(_gated, hidden, probabilities_N, use_reentrant=False)
-        else:
-            gated = _gated(hidden, probabilities_N)
-        return F.grouped_mm(gated, self.down.transpose(1, 2), offs=offsets), None
+        offsets_E = tokens_per_expert.to(tokens_NW.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        return self.of_rows(tokens_NW, probabilities_N, offsets_E), None
+
+    def of_rows(self, rows_NW: torch.Tensor, probabilities_N: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+        """[N, W]"""
+        if not len(rows_NW):  # so that the weights get a gradient all the same
+            return rows_NW + 0.0 * (self.gate_up.sum() + self.down.sum() + probabilities_N.sum())
+        gate = _gated_again if self._recompute else gated
+        return experts_forward(rows_NW, probabilities_N, offsets_E, self.gate_up, self.down, gate)
 
     def backward_dw(self) -> None:
         """Weight gradients are not delayed here."""
 
 
-def _gated(hidden_N2F: torch.Tensor, probabilities_N: torch.Tensor) -> torch.Tensor:
-    gate, up = hidden_N2F.chunk(2, -1)
-    gated: torch.Tensor = F.silu(gate) * up * probabilities_N[:, None]
-    return gated.to(hidden_N2F.dtype)
+def _gated_again(hidden_N2F: torch.Tensor, probabilities_N: torch.Tensor) -> torch.Tensor:
+    """Computed once more in the backward pass, in the place of being kept."""
+    again: torch.Tensor = checkpoint(gated, hidden_N2F, probabilities_N, use_reentrant=False)
+    return again
+
+
+class ExpertLayer(MoELayer):
+    """Router and experts. Where one rank holds all experts whole, nothing is dispatched, and no GPU is waited for."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        """[p, 1, W]"""
+        if self.config.expert_model_parallel_size > 1 or self.config.expert_tensor_parallel_size > 1:
+            output: tuple[torch.Tensor, None] = super().forward(hidden_states, *args, **options)
+            return output
+        probabilities_TE, is_chosen_TE = self.route(hidden_states)
+        experts_TK = chosen_experts(is_chosen_TE, self.config.moe_router_topk)
+        routing = route(experts_TK)
+        tokens_TW = hidden_states.flatten(0, -2)
+        rows_NW = spread(tokens_TW, routing.sources_N, routing.places_TK)
+        weights_N = probabilities_TE.gather(1, experts_TK).flatten()[routing.order_N]
+        output_NW = self.experts.of_rows(rows_NW, weights_N, row_offsets(experts_TK, self.config.num_moe_experts))
+        return collect(output_NW, routing.sources_N, routing.places_TK).view_as(hidden_states), None
+
+
+def chosen_experts(is_chosen_TE: torch.Tensor, count: int) -> torch.Tensor:
+    """[T, K] of a router's map, without waiting for the GPU to count."""
+    return is_chosen_TE.to(torch.uint8).topk(count, sorted=False).indices
+
+
+def permute(
+    tokens_TW: torch.Tensor,
+    is_chosen_TE: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    num_out_tokens: Any = None,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Megatron's, whose backward is a gather: the rows that experts get, their probabilities, the tokens they copy."""
+    experts_TK = chosen_experts(is_chosen_TE, int(num_out_tokens) // len(tokens_TW))
+    routing = route(experts_TK)
+    rows_NW = spread(tokens_TW, routing.sources_N, routing.places_TK)
+    weights_N = None if probs is None else probs.gather(1, experts_TK).flatten()[routing.order_N]
+    return rows_NW, weights_N, routing.sources_N
+
+
+def unpermute(rows_NW: torch.Tensor, sources_N: torch.Tensor, restore_shape: torch.Size, **_: Any) -> torch.Tensor:
+    """Megatron's, whose forward is a gather: [T, W] of the rows that `permute` made."""
+    places_TK = sources_N.argsort(stable=True).view(restore_shape[0], -1)
+    return collect(rows_NW, sources_N, places_TK)

@@ -1,0 +1,133 @@
+"""Experts as two grouped multiplications over rows sorted by expert; both directions of every move are gathers.
+
+Autograd turns the gather that gives each expert its tokens into a scatter with atomic additions on the way back; here
+the inverse permutation is known, so what would be scattered is gathered and summed, in a fixed order.
+
+T tokens, K experts chosen for each, N = T * K rows, E experts, H model width, F expert width.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class Routing(NamedTuple):
+    """Which row stands for which choice of which token."""
+
+    order_N: torch.Tensor
+    """The choice, counted through [T, K], that each row stands for; rows of an expert follow one another."""
+    sources_N: torch.Tensor
+    """The token that each row copies."""
+    places_TK: torch.Tensor
+    """The row that stands for each choice."""
+
+
+def route(experts_TK: torch.Tensor) -> Routing:
+    """Rows sorted by expert, and within an expert by token."""
+    chosen = experts_TK.shape[1]
+    order_N = experts_TK.flatten().argsort(stable=True)
+    places_N = torch.empty_like(order_N)
+    places_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    return Routing(order_N, order_N // chosen, places_N.view_as(experts_TK))
+
+
+def row_offsets(experts_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[E] int32, where each expert's rows end."""
+    ones_N = torch.ones_like(experts_TK.flatten(), dtype=torch.int32)
+    counts_E = ones_N.new_zeros(num_experts).index_add_(0, experts_TK.flatten(), ones_N)
+    return counts_E.cumsum(0, dtype=torch.int32)
+
+
+def spread(tokens_TH: torch.Tensor, sources_N: torch.Tensor, places_TK: torch.Tensor) -> torch.Tensor:
+    """[N, H] each row a copy of its token."""
+    rows_NH: torch.Tensor = _Spread.apply(tokens_TH, sources_N, places_TK)  # type: ignore[no-untyped-call]
+    return rows_NH
+
+
+def collect(rows_NH: torch.Tensor, sources_N: torch.Tensor, places_TK: torch.Tensor) -> torch.Tensor:
+    """[T, H] each token the sum of its rows."""
+    tokens_TH: torch.Tensor = _Collect.apply(rows_NH, sources_N, places_TK)  # type: ignore[no-untyped-call]
+    return tokens_TH
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return tokens.index_select(0, sources)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return fused(_sums, gradients[0], ctx.saved_tensors[0]), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(sources)
+        return fused(_sums, rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _sums(rows_NH: torch.Tensor, places_TK: torch.Tensor) -> torch.Tensor:
+    return rows_NH[places_TK].sum(1)
+
+
+def gated(hidden_N2F: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
+    """[N, F] silu(gate) * up * weight, rounded once."""
+    return fused(_gated, hidden_N2F, weights_N)
+
+
+def _gated(hidden_N2F: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
+    gate, up = hidden_N2F.chunk(2, -1)
+    return (F.silu(gate.float()) * up * weights_N[:, None]).to(hidden_N2F.dtype)
+
+
+def experts_forward(
+    rows_NH: torch.Tensor,
+    weights_N: torch.Tensor,
+    offsets_E: torch.Tensor,
+    gate_up_E2FH: torch.Tensor,
+    down_EHF: torch.Tensor,
+    gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = gated,
+) -> torch.Tensor:
+    """[N, H] each row's expert of it, times its weight. Experts without rows get gradients of zero."""
+    hidden_N2F = F.grouped_mm(rows_NH, gate_up_E2FH.transpose(1, 2), offs=offsets_E)
+    return F.grouped_mm(gate(hidden_N2F, weights_N), down_EHF.transpose(1, 2), offs=offsets_E)
+
+
+def grouped_experts(
+    tokens_TH: torch.Tensor,
+    experts_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    gate_up_E2FH: torch.Tensor,
+    down_EHF: torch.Tensor,
+) -> torch.Tensor:
+    """[T, H] sum over the chosen experts of weight * down(silu(gate(x)) * up(x)), where all experts are here.
+
+    The weight is applied before the last product, which is linear: it then scales rows of width F, not H.
+    """
+    routing = route(experts_TK)
+    rows_NH = spread(tokens_TH, routing.sources_N, routing.places_TK)
+    weights_N = weights_TK.flatten()[routing.order_N]
+    offsets_E = row_offsets(experts_TK, len(gate_up_E2FH))
+    output_NH = experts_forward(rows_NH, weights_N, offsets_E, gate_up_E2FH, down_EHF)
+    return collect(output_NH, routing.sources_N, routing.places_TK)
+
+
+def fused(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """On a GPU one kernel in the place of several; within a compiled region, and on a CPU, the function itself."""
+    if tensors[0].is_cuda and not torch.compiler.is_compiling():
+        return _compiled(function)(*tensors)
+    return function(*tensors)
+
+
+@functools.cache
+def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return torch.compile(function, dynamic=True)
