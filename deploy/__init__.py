@@ -12,7 +12,8 @@
     observer.py       what the loop reports         doctor.py      what works on this machine
     server.py         headway broker                runs.py        headway runs: list, show, delete
     replay.py         headway replay                comparison.py  a replay beside its original
-    acl.py            headway acl                   recipes/       the YAML files that ship
+    acl.py            headway acl                   algorithm_pages.py  headway algorithms
+    memory_pages.py   headway plan-memory           recipes/       the YAML files that ship
 
 Invariant: roles share nothing but the broker. Only the learner's process writes into the run's directory
 while the run lasts, and no worker ever reads from it.

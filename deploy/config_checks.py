@@ -11,10 +11,12 @@ import msgspec
 from msgspec import Meta
 
 from broker.errors import ConfigError
+from learner.config import LearnerConfig
 
 from .recipe import Recipe
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
+MEGATRON_LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out")
 WORDS = {
     int: "an integer",
@@ -56,6 +58,8 @@ def check_values(recipe: Recipe, source: str) -> None:
 
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     learner, sampling, engine = recipe.learner, recipe.sampling, recipe.engine
+    yield from _impossible_layouts(learner)
+    yield from _missing_abilities(recipe)
     if not recipe.model.path and recipe.model.random is None:
         yield "no model: set model.path to a Hugging Face directory or id, or describe model.random."
     if learner.groups_per_step % learner.updates_per_step:
@@ -93,6 +97,45 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield (
             f"staleness.min_group_size ({recipe.staleness.min_group_size}) is above learner.group_size"
             f" ({learner.group_size}): no group could ever be trimmed."
+        )
+
+
+def _impossible_layouts(learner: LearnerConfig) -> Iterator[str]:
+    """What the model's sizes have to say is known once it is opened."""
+    layout = learner.layout
+    if learner.backend == "fsdp":
+        for key in MEGATRON_LAYOUT:
+            if getattr(layout, key) > 1:
+                yield (
+                    f"learner.layout.{key} is {getattr(layout, key)}, and learner.backend=fsdp splits by context alone."
+                    " Set learner.backend=megatron, or raise learner.processes: fsdp shards the model over all of them."
+                )
+    replica = layout.tensor * layout.pipeline * layout.context
+    if learner.processes % replica:
+        yield (
+            f"learner.layout: learner.processes = {learner.processes} (all ranks, of all machines) cannot be divided by"
+            f" tensor * pipeline * context = {replica}, the ranks that hold one replica of the model."
+        )
+
+
+def _missing_abilities(recipe: Recipe) -> Iterator[str]:
+    """What a backend would have to refuse once processes and devices are there."""
+    learner, compute = recipe.learner, recipe.learner.compute
+    if compute.compile and learner.device == "cpu":
+        yield "learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing."
+    if learner.backend != "megatron":
+        return
+    if compute.compile:
+        yield "learner.compute.compile=true needs learner.backend=fsdp: megatron's layers are not compiled."
+    if compute.offload_optimizer:
+        yield (
+            "learner.compute.offload_optimizer=true needs learner.backend=fsdp: megatron shards the optimizer's state"
+            " over replicas and context ranks; raise learner.processes."
+        )
+    if recipe.algorithm.advantage.kind == "gae":
+        yield (
+            "algorithm.advantage.kind=gae needs a critic, and learner.backend=megatron holds none. Set"
+            " learner.backend=fsdp, or take an advantage that compares the samples of a group."
         )
 
 

@@ -227,6 +227,7 @@ def _learner(parts: Parts, experience: Experience | None, start: Start, stack: E
         config=LoopConfig(
             steps=recipe.learner.steps,
             checkpoint_every=recipe.checkpoint.every_steps,
+            asynchronous=recipe.checkpoint.asynchronous,
             probe_tokens=tuple(parts.probe_tokens),
             probe_tolerance=max(TOLERANCE[recipe.engine.dtype], TOLERANCE[recipe.model.dtype]),
             caught_up_at=start.caught_up_at,

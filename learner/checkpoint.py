@@ -10,21 +10,16 @@ A directory appears under its name only once all of it is durable, and older one
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from broker.errors import HeadwayError
 
-if TYPE_CHECKING:
-    from .backends.base import Backend
-    from .update import Stored
-
-NOTHING: Mapping[str, "Stored"] = {}
 STATE_FILE, FILES_FILE = "learner.json", "files.json"
 
 log = logging.getLogger(__name__)
@@ -85,35 +80,17 @@ class CheckpointStore:
                 below = found.state.step
                 yield found
 
-    def write(self, backend: "Backend", state: LearnerState, beside: Mapping[str, "Stored"] = NOTHING) -> Path:
-        """Collective. Durable when it returns; then, and only then, all but the newest `keep` are deleted.
-
-        `beside` the policy: other models of the algorithm, each in a directory of its name.
-        """
-        path = self.path(state.incarnation, state.step)
-        staged = path.with_name(f".{path.name}.staged")
-        with writing(path, staged):
-            backend.save(staged)
-            for name, model in beside.items():
-                model.save(staged / name)
-            if backend.rank == 0:
-                _complete(staged, state)
-                put_in_place(staged, path)
-        if backend.rank == 0:
-            self._prune()
-        return path
-
     def _newest_first(self) -> list[Path]:
         found = [path for path in self._root.glob("*/step_*") if _order(path) is not None]
         return sorted(found, key=lambda path: _order(path) or (0, 0), reverse=True)
 
-    def _prune(self) -> None:
-        whole = [path for path in self._newest_first() if _is_whole(path)]
-        kept = set(whole[: self._keep])
-        leftovers = [*self._root.glob("*/.step_*")]
-        for path in [*self._newest_first(), *leftovers]:
+    def retired(self) -> list[Path]:
+        """All but the newest `keep` and what a crash left, hidden by a new name at once, for the caller to delete."""
+        kept = [path for path in self._newest_first() if _is_whole(path)][: self._keep]
+        for path in self._newest_first():
             if path not in kept:
-                shutil.rmtree(path)
+                path.rename(path.with_name(f".{path.name}.retired"))
+        return [*self._root.glob("*/.step_*")]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -148,36 +125,37 @@ def put_in_place(written: Path, directory: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Wait until every file and folder in it is on the disk."""
+    """Wait until every file and folder in it is on the disk; what another rank renames meanwhile, that rank syncs."""
     for folder, _, files in os.walk(directory):
         for name in files:
-            sync(Path(folder, name))
+            with suppress(FileNotFoundError):
+                sync(Path(folder, name))
         sync(Path(folder))
 
 
-@contextmanager
-def writing(path: Path, temporary: Path) -> Iterator[None]:
-    """A full disk, in words that help. What was written of this one goes, older ones stay."""
+def could_not_write(path: Path, error: BaseException | None) -> BaseException:
+    """A full disk, in words that help; a bug of ours as it is. None: another rank has the error."""
     from safetensors import SafetensorError
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    try:
-        yield
-    except (OSError, SafetensorError, CheckpointException) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+    if error is None:
+        reason = "another rank failed, and says why"
+    elif isinstance(error, OSError | SafetensorError | RuntimeError):  # torch's writer raises RuntimeError
         reason = str(error).strip().splitlines()[-1]
-        free_mib = shutil.disk_usage(_existing(path)).free / 2**20
-        raise CheckpointError(
-            f"Checkpoint {path} could not be written: {reason} ({free_mib:.0f} MiB are free there). Older "
-            "checkpoints are untouched. Make room or lower checkpoint.keep, then resume."
-        ) from error
+    else:
+        return error
+    free_mib = shutil.disk_usage(_existing(path)).free / 2**20
+    return CheckpointError(
+        f"Checkpoint {path} could not be written: {reason} ({free_mib:.0f} MiB are free there). Older "
+        "checkpoints are untouched. Make room or lower checkpoint.keep, then resume."
+    )
 
 
 def _existing(path: Path) -> Path:
     return next(parent for parent in path.absolute().parents if parent.exists())
 
 
-def _complete(staged: Path, state: LearnerState) -> None:
+def seal(staged: Path, state: LearnerState) -> None:
+    """Add what makes a directory of models a whole checkpoint."""
     (staged / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
     files = sorted(path for path in staged.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(staged)): path.stat().st_size for path in files}

@@ -169,6 +169,9 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     every_steps: Annotated[int, Meta(ge=1, description="steps between checkpoints")] = 20
     keep: Annotated[int, Meta(ge=1, description="newest checkpoints kept on disk")] = 2
+    asynchronous: Annotated[
+        bool, Meta(description="train on while one is written; CPU memory must hold a copy of it meanwhile")
+    ] = True
     log_bytes: Annotated[
         int,
         Meta(ge=0, description="the experience log, from which steps are trained again, is kept this small; 0: off"),

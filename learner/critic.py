@@ -17,7 +17,7 @@ from algorithms.returns import gae, whiten, whitening_sums
 from algorithms.rewards import at_last_trained
 from algorithms.supervised import clipped_value_loss
 
-from .backends.base import ValueBackend
+from .backends.base import Staged, ValueBackend
 from .batch import PackedBatch
 from .objective import Objective
 from .ranks import Ranks
@@ -85,12 +85,12 @@ class Critic:
         whole = Objective.combine_reports(reports, self._ranks.sum, self._ranks.max)
         return {**whole, "value_loss": total, "value_grad_norm": grad_norm}
 
-    def save(self, directory: Path) -> None:
-        """Durable when it returns."""
-        self._backend.save(directory)
+    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+        """What a checkpoint holds of it."""
+        return self._backend.stage(directory, is_copied=is_copied)
 
     def load(self, directory: Path) -> None:
-        """What `save` wrote, bit for bit."""
+        """What was staged, bit for bit."""
         self._backend.load(directory)
 
     def _whole(self, values: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> Sums:

@@ -80,6 +80,7 @@ class Experience:
         self._blocking = blocking
         self._publisher = publisher
         self._cursor = cursor
+        self._saved_watermark = cursor.watermark
         self._log = experience_log
         self._groups_per_step = groups_per_step
         self._should_stop = should_stop
@@ -131,9 +132,12 @@ class Experience:
         return groups or None
 
     def commit(self, step: int) -> None:
-        """A durable checkpoint contains every step below `step`: what they trained may be forgotten."""
+        """A durable checkpoint contains every step below `step`: what they trained may be forgotten.
+
+        The cursor may have gone on since `mark_dropped`, and the checkpoint has not.
+        """
         done = sorted({tid.group for s, tids in self._taken.items() if s < step for tid in tids})
-        watermark = self._cursor.watermark
+        watermark = self._saved_watermark
         with suppress(Interrupted):  # the next learner commits what this checkpoint contains when it claims the run
             self._insist(lambda: self._blocking.broker.batches.commit(self.owner, step, done, watermark))
         self._taken = {s: tids for s, tids in self._taken.items() if s >= step}
@@ -145,6 +149,7 @@ class Experience:
         """Before a checkpoint: what the broker has dropped by a stated rule is done with, for the cursor too."""
         with suppress(Interrupted):
             self._cursor.mark_trained(self._insist(self._blocking.broker.batches.settled_without_training))
+        self._saved_watermark = self._cursor.watermark
 
     def publish(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> None:
         """Broadcast and announce `version`; the tensors are iterated once, whatever happens to the server."""

@@ -13,6 +13,7 @@ from broker.schema import Group, WeightVersion
 
 from .backends.base import Backend
 from .checkpoint import CheckpointStore, LearnerState
+from .checkpoint_writer import CheckpointWriter
 from .experience import Experience, Interrupted, NeedsLearner
 from .probe import measure_probe
 from .prompts.cursor import PromptCursor
@@ -54,6 +55,8 @@ class LoopConfig:
     checkpoint_every: int
     probe_tokens: tuple[int, ...]
     probe_tolerance: float
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is written."""
     caught_up_at: int = 0
     """The highest step announced before this learner took over."""
     is_branch: bool = False
@@ -78,6 +81,7 @@ class Learner:
     def __post_init__(self) -> None:
         self._caught_up_at = self.config.caught_up_at
         self._saved_step = -1 if self.config.is_branch else self.version.step
+        self._writer = CheckpointWriter(self.checkpoints, self.ranks, asynchronous=self.config.asynchronous)
 
     def run(self) -> bool:
         """Train to the last step or the last prompt, or until asked to stop (False); the end is a checkpoint."""
@@ -89,7 +93,8 @@ class Learner:
         while self.version.step < self.config.steps:
             watch = Stopwatch()
             if self.version.step % self.config.checkpoint_every == 0:
-                self.commit()
+                self.checkpoint()
+            self.commit_durable(self._writer.look())
             watch.lap("checkpoint")
             self.observer.on_weights(self.version, self.backend, is_last=False)
             watch.lap("evaluate")
@@ -129,7 +134,7 @@ class Learner:
                 case "bytes":
                     self.commit()
                 case "time":
-                    continue
+                    self.commit_durable(self._writer.look())
                 case _:
                     return self.ranks.share_groups(groups)
 
@@ -156,12 +161,21 @@ class Learner:
 
     def commit(self) -> None:
         """Make the state durable, then let the broker forget what it was trained on."""
+        self.checkpoint()
+        self.commit_durable(self._writer.wait())
+
+    def checkpoint(self) -> None:
+        """Begin to write the state; the checkpoint before must be durable first."""
         if self.version.step == self._saved_step:
             return
+        self.commit_durable(self._writer.wait())
         if self.experience is not None:
             self.experience.mark_dropped()
         state = LearnerState(incarnation=self.version.incarnation, step=self.version.step, cursor=self.cursor.state())
-        self.checkpoints.write(self.backend, state, self.updater.beside)
+        self._writer.begin({"": self.backend, **self.updater.beside}, state)
         self._saved_step = self.version.step
-        if self.experience is not None:
-            self.experience.commit(self.version.step)
+
+    def commit_durable(self, step: int | None) -> None:
+        """The broker may forget what trained the steps before `step`, once a durable checkpoint contains them."""
+        if step is not None and self.experience is not None:
+            self.experience.commit(step)

@@ -142,16 +142,19 @@ def _gathered_bytes(planned: Planned) -> int:
     """What FSDP2 holds whole while layers are computed, at its most, in the backward pass.
 
     In `model.dtype` the embedding, head and last norm all the time, the layer at work, and the next one that is being
-    gathered; of one of these its gradients, and in fp32 those that are being reduced. Of a small model besides the fp32
-    sums of all gradients: they are reduced after the last micro-batch.
+    gathered, or of a small model everything; of one of these its gradients, and in fp32 those that are being reduced.
+    Of a small model besides, with several ranks, the fp32 sums of all gradients: they are reduced after the last
+    micro-batch.
     """
-    from .backends.fsdp.ranks import GATHERED_GRADIENT_BYTES
+    from .backends.fsdp.ranks import GATHERED_GRADIENT_BYTES, GATHERED_WEIGHT_BYTES
 
     shape, number = planned.shape, planned.compute_bytes
     layer = max(_size(shape, index) for index in range(shape.layers))
     outside = _size(shape, None)
-    working = number * (outside + 2 * layer) + (number + FP32) * max(layer, outside)
-    sums = FP32 * shape.num_parameters
+    whole = number * shape.num_parameters
+    weights = whole if whole <= GATHERED_WEIGHT_BYTES else number * (outside + 2 * layer)
+    sums = FP32 * shape.num_parameters if planned.learner.processes > 1 else 0
+    working = weights + (number + FP32) * max(layer, outside)
     return working + (sums if sums <= GATHERED_GRADIENT_BYTES else 0)
 
 
@@ -295,9 +298,10 @@ def _attention_numbers(shape: ModelShape) -> int:
 
 
 def _head_bytes(planned: Planned) -> int:
-    """Of `token_logprobs`: a chunk of logits in fp32 and rounded, the weight's gradient summed in fp32 and rounded."""
+    """Of `token_logprobs`: a chunk of logits and their gradient, the weight's gradient summed in fp32 and rounded."""
     from .backends.token_logprobs import LOGITS_PER_CHUNK
 
     rows = planned.vocabulary_rows
     tokens = min(planned.row_tokens, max(1, LOGITS_PER_CHUNK // rows))
-    return (FP32 + planned.compute_bytes) * rows * (tokens + planned.shape.width)
+    number = planned.compute_bytes
+    return rows * (2 * number * tokens + (FP32 + number) * planned.shape.width)

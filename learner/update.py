@@ -16,7 +16,7 @@ from algorithms.kl import ESTIMATORS
 from algorithms.rewards import kl_shaped
 from broker.schema import Group
 
-from .backends.base import Backend
+from .backends.base import Backend, Staged
 from .batch import PackedBatch
 from .composition import open_advantage
 from .config import AlgorithmConfig, LearnerConfig, OptimizerConfig
@@ -66,12 +66,12 @@ class _Part:
 class Stored(Protocol):
     """What is part of a checkpoint."""
 
-    def save(self, directory: Path) -> None:
-        """Durable when it returns. Collective."""
+    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+        """Ready to be written into `directory`; the state as it is now, if it `is_copied`. Collective."""
         ...
 
     def load(self, directory: Path) -> None:
-        """What `save` wrote, bit for bit. Collective."""
+        """What was staged, bit for bit. Collective."""
         ...
 
 

@@ -11,10 +11,11 @@ from typing import ClassVar
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.backends.base import TokenLoss
+from learner.backends.base import Staged, TokenLoss
 from learner.batch import PackedBatch
 from learner.checkpoint import read_checkpoint
 from learner.config import ModelConfig, OptimizerConfig
+from learner.saving import save
 
 from .trail import Beginning, Trail
 
@@ -76,10 +77,13 @@ class TinyBackend:
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield _NAME, self._weights
 
+    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+        weights = {_NAME: self._weights.clone()}
+        author = self.trail.author
+        return Staged((lambda: save_file(weights, directory / _FILE), lambda: (directory / _AUTHOR).write_text(author)))
+
     def save(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file({_NAME: self._weights}, directory / _FILE)
-        (directory / _AUTHOR).write_text(self.trail.author)
+        save(self, directory)
 
     def load(self, directory: Path) -> None:
         self._weights = load_file(directory / _FILE)[_NAME]

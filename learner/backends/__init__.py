@@ -1,12 +1,16 @@
 """Whatever holds, runs and shards a model: one folder each, behind the calls of `base.py`.
 
+    fsdp/      FSDP2 over a transformers model, with context parallelism     token_logprobs.py   what both make of
+    megatron/  Megatron Core: tensor, pipeline, context, expert parallelism  expert_rows.py      hidden states, experts
+
     open_backend("fsdp", ...) ── logprobs, step ──► loss and gradients, summed over micro-batches and ranks
                               ├─ named_tensors ───► weightsync, by Hugging Face name
                               └─ save, load ──────► checkpoints
 
     open_backend("fsdp", ..., head="value") ── values, step, save, load: a critic, which is never published
 
-The invariant: how sequences were packed, split into micro-batches or spread over ranks changes no result.
+Ranks that hold one replica of the model together get the same batches. The invariant: how sequences were packed, split
+into micro-batches or spread over ranks, and how the model is laid out over them, changes no result but by rounding.
 """
 
 import functools

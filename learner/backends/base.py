@@ -1,6 +1,7 @@
 """The seam between the learner's loop and whatever holds, runs and shards a model: the policy's, or a critic's."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,17 @@ A critic's gets values_T in the place of logprobs; both lie on the device of the
 Shares are divided by the denominator of the whole batch over all ranks, so they sum to the loss: micro-batches are
 summed by the backend, ranks too, and how sequences were packed makes no difference.
 """
+
+
+@dataclass(frozen=True)
+class Staged:
+    """One model, ready to be written."""
+
+    writes: tuple[Callable[[], object], ...]
+    """This rank's files, into a directory that exists. Each is called, whatever happens to the others. If the state was
+    copied they touch files alone; else they read it as it is, collectively."""
+    complete: Callable[[], None] = lambda: None
+    """Collective: what takes knowledge of the files of all ranks."""
 
 
 class Trained(Protocol):
@@ -32,17 +44,24 @@ class Trained(Protocol):
     is_lead: bool
     """Whether this rank speaks for its replica where replicas are counted; one rank of each does, rank 0 among them."""
 
+    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+        """Parameters and optimizer, ready to be written into `directory`, which need not exist yet.
+
+        If `is_copied`, they are copied into CPU memory, and training may go on before they are written.
+        """
+        ...
+
     def save(self, directory: Path) -> None:
-        """Write parameters and optimizer into `directory`; durable when it returns."""
+        """Write all that at once (`learner.saving.save`); durable when it returns."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, bit for bit."""
+        """Restore what was written, bit for bit."""
         ...
 
 
 class Backend(Trained, Protocol):
-    """The policy. Its `save` also writes a Hugging Face model and the process's RNG state."""
+    """The policy. A Hugging Face model and the process's RNG state are saved with it."""
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """[T] fp32 logprobs of every token under the weights as they are, without gradient; 0 for first tokens."""

@@ -122,12 +122,17 @@ def grouped_experts(
 
 
 def fused(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """On a GPU one kernel in the place of several; within a compiled region, and on a CPU, the function itself."""
-    if tensors[0].is_cuda and not torch.compiler.is_compiling():
-        return _compiled(function)(*tensors)
-    return function(*tensors)
+    """On a GPU one kernel in the place of several; within a compiled region, and on a CPU, the function itself.
+
+    Compiled once for every number of rows: only the first dimension may vary, the others are built into the kernel.
+    """
+    if not tensors[0].is_cuda or torch.compiler.is_compiling():
+        return function(*tensors)
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compiled(function)(*tensors)
 
 
 @functools.cache
 def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return torch.compile(function, dynamic=True)
+    return torch.compile(function)

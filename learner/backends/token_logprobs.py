@@ -3,9 +3,14 @@
 T packed tokens, H model width, V rows of the output embedding on this rank, C tokens of a chunk. The forward pass
 keeps one number a token (logsumexp); the backward pass computes each chunk's logits again, so that [T, V] numbers
 never exist at once: at 16,384 tokens and a vocabulary of 150,000 they would fill 10 GB in fp32, several times.
+
+Logits are read and written as rarely as can be: on a GPU a chunk's numbers exist in the products' dtype only, and
+what is done to them in fp32 is one compiled kernel in the forward and one in the backward pass.
 """
 
-from collections.abc import Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-LOGITS_PER_CHUNK = 1 << 28
-"""At most so many logits exist at once, 1 GiB in fp32: fewer make a GPU wait for the sum of the weight's gradients."""
+LOGITS_PER_CHUNK = 1 << 29
+"""At most so many logits exist at once, 1 GiB in bfloat16: fewer make a GPU wait for the sum of the weight's gradients.
+In the backward pass their gradient is as large."""
+
+LOGITS_PER_CHUNK_ON_CPU = 1 << 25
+"""Every operation there has its result in memory, several times 128 MiB in fp32."""
+
+COMPILED_ON = frozenset({"cuda"})
+"""Devices for which operations over logits are compiled into one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +42,10 @@ class _Head:
     """Tokens worked on at once."""
     group: dist.ProcessGroup | None
 
-    def logits(self, hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-        """[C, V] of its own memory, in fp32 (float64 for float64)."""
-        logits_CV = (hidden_CH @ weight_VH.T).to(_exact(hidden_CH))
-        if self.temperature != 1:  # each pass over the logits costs
-            logits_CV.div_(self.temperature)
-        logits_CV[:, self.num_real :] = float("-inf")
-        return logits_CV
-
-    def own(self, targets_T: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T] the row of each target, and whether it is one of this rank's; a stranger's row is any."""
+    def own(self, targets_T: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """[T] the row of each target, -1 where it is another rank's."""
         rows_T = targets_T - self.first
-        return rows_T.clamp(0, num_rows - 1), (rows_T >= 0) & (rows_T < num_rows)
+        return rows_T.where((rows_T >= 0) & (rows_T < num_rows), -1)
 
     def reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """In place, over the ranks that share the vocabulary."""
@@ -59,7 +63,7 @@ def token_logprobs(
     group: dist.ProcessGroup | None = None,
     first: int = 0,
     vocabulary: int | None = None,
-    logits_per_chunk: int = LOGITS_PER_CHUNK,
+    logits_per_chunk: int | None = None,
 ) -> torch.Tensor:
     """[T] fp32 log softmax(hidden @ weight.T / temperature)[target]; float64 for float64.
 
@@ -76,7 +80,8 @@ def token_logprobs(
     """
     num_rows = len(weight_VH)
     num_real = num_rows if vocabulary is None else min(max(vocabulary - first, 0), num_rows)
-    chunk = max(1, logits_per_chunk // num_rows)
+    most = logits_per_chunk or (LOGITS_PER_CHUNK if hidden_TH.is_cuda else LOGITS_PER_CHUNK_ON_CPU)
+    chunk = _even_chunk(len(hidden_TH), max(1, most // num_rows))
     head = _Head(temperature=temperature, first=first, num_real=num_real, chunk=chunk, group=group)
     logprobs_T: torch.Tensor = _TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head)  # type: ignore[no-untyped-call]
     return logprobs_T
@@ -89,48 +94,124 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor, head: _Head
     ) -> torch.Tensor:
-        rows_T, is_own_T = head.own(targets_T, len(weight_VH))
+        rows_T = head.own(targets_T, len(weight_VH))
         logsumexp_T, target_T = (hidden_TH.new_empty(len(hidden_TH), dtype=_exact(hidden_TH)) for _ in range(2))
         for part in _chunks(len(hidden_TH), head.chunk):
-            logits_CV = head.logits(hidden_TH[part], weight_VH)
-            target_T[part] = logits_CV.gather(1, rows_T[part, None])[:, 0]
-            logsumexp_T[part] = _logsumexp_(logits_CV)
+            products_CV = hidden_TH[part] @ weight_VH.T
+            logsumexp_T[part], target_T[part] = _fused(_normalizer, products_CV, rows_T[part], head)
         logsumexp_T = _logsumexp_over_ranks(logsumexp_T, head)
-        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, logsumexp_T)
+        ctx.save_for_backward(hidden_TH, weight_VH, rows_T, logsumexp_T)
         ctx.head = head
-        return head.reduce(target_T.where(is_own_T, 0.0)) - logsumexp_T
+        return head.reduce(target_T) - logsumexp_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        hidden_TH, weight_VH, targets_T, logsumexp_T = ctx.saved_tensors
+        hidden_TH, weight_VH, rows_T, logsumexp_T = ctx.saved_tensors
         head: _Head = ctx.head
-        rows_T, is_own_T = head.own(targets_T, len(weight_VH))
-        scale_T = grad_T.to(logsumexp_T.dtype) / head.temperature
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=logsumexp_T.dtype)
         for part in _chunks(len(hidden_TH), head.chunk):
-            probs_CV = head.logits(hidden_TH[part], weight_VH).sub_(logsumexp_T[part, None]).exp_()
-            grad_CV = probs_CV.mul_(-scale_T[part, None])
-            grad_CV.scatter_add_(1, rows_T[part, None], (scale_T * is_own_T)[part, None])
-            rounded_CV = grad_CV.to(hidden_TH.dtype)
-            torch.mm(rounded_CV, weight_VH, out=grad_hidden_TH[part])
-            grad_weight_VH.add_(rounded_CV.T @ hidden_TH[part])
+            products_CV = hidden_TH[part] @ weight_VH.T
+            grad_CV = _fused(_gradient, products_CV, rows_T[part], head, logsumexp_T[part], grad_T[part])
+            torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[part])
+            _add_product(grad_weight_VH, grad_CV.T, hidden_TH[part])
         return head.reduce(grad_hidden_TH), grad_weight_VH.to(weight_VH.dtype), None, None
+
+
+def _normalizer(
+    products_CV: torch.Tensor, rows_C: torch.Tensor, temperature: float, num_real: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[C] logsumexp of the logits, and [C] that of the target; 0 for another rank's.
+
+    In the order that the compiler knows as an online softmax, which reads the logits once.
+    """
+    logits_CV = _logits(products_CV, temperature, num_real)
+    max_C1 = logits_CV.amax(1, keepdim=True)
+    sum_C1 = (logits_CV - max_C1).exp().sum(1, keepdim=True)
+    target_C = _logits(products_CV.gather(1, rows_C.clamp(min=0)[:, None]), temperature, num_real=1)[:, 0]
+    return (sum_C1.log() + max_C1)[:, 0], target_C.where(rows_C >= 0, 0.0)
+
+
+def _gradient(
+    products_CV: torch.Tensor,
+    rows_C: torch.Tensor,
+    temperature: float,
+    num_real: int,
+    logsumexp_C: torch.Tensor,
+    grad_C: torch.Tensor,
+) -> torch.Tensor:
+    """[C, V] of the products, in their dtype; `grad_C` is that of the logprobs. Nothing is scattered: a comparison
+    with the column joins the kernel."""
+    probs_CV = (_logits(products_CV, temperature, num_real) - logsumexp_C[:, None]).exp()
+    is_target_CV = _columns(products_CV) == rows_C[:, None]
+    scale_C1 = grad_C.to(logsumexp_C.dtype)[:, None] / temperature
+    return (torch.where(is_target_CV, 1 - probs_CV, -probs_CV) * scale_C1).to(products_CV.dtype)
+
+
+def _logits(products_CV: torch.Tensor, temperature: float, num_real: int) -> torch.Tensor:
+    """[C, V] in fp32 (float64 for float64). Padding has the least finite number, so that a rank of nothing else has a
+    logsumexp."""
+    logits_CV = products_CV.to(_exact(products_CV))
+    if temperature != 1:
+        logits_CV = logits_CV / temperature
+    if num_real >= products_CV.shape[1]:
+        return logits_CV
+    return logits_CV.where(_columns(products_CV) < num_real, torch.finfo(logits_CV.dtype).min)
+
+
+def _columns(products_CV: torch.Tensor) -> torch.Tensor:
+    return torch.arange(products_CV.shape[1], device=products_CV.device)
+
+
+def _fused(
+    function: Callable[..., Any], products_CV: torch.Tensor, rows_C: torch.Tensor, head: _Head, *more_C: torch.Tensor
+) -> Any:
+    """On a GPU as a compiled kernel, the same for chunks of any length; on a CPU as it is."""
+    if products_CV.device.type in COMPILED_ON:
+        function = _compiled(function)
+        for tensor_C in (products_CV, rows_C, *more_C):
+            torch._dynamo.maybe_mark_dynamic(tensor_C, 0)
+    return function(products_CV, rows_C, head.temperature, head.num_real, *more_C)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _add_product(sum_VH: torch.Tensor, left_VC: torch.Tensor, right_CH: torch.Tensor) -> None:
+    """In place, in the sum's dtype, where the device can without a product of its own in memory."""
+    if sum_VH.dtype == right_CH.dtype:
+        sum_VH.addmm_(left_VC, right_CH)
+    elif right_CH.is_cuda and _adds_exactly(right_CH.dtype, right_CH.device):
+        torch.addmm(sum_VH, left_VC, right_CH, out_dtype=sum_VH.dtype, out=sum_VH)
+    else:
+        sum_VH.add_(left_VC @ right_CH)
+
+
+@functools.cache
+def _adds_exactly(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch adds products of `dtype` to a sum in fp32, by trying it: versions differ."""
+    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17).all())
 
 
 def _exact(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def _even_chunk(length: int, most: int) -> int:
+    """As few chunks as can be, of the same length: for a few tokens a GPU reads the whole weight as for many."""
+    return max(1, math.ceil(length / max(1, math.ceil(length / most))))
+
+
 def _chunks(length: int, chunk: int) -> Iterator[slice]:
     return (slice(start, start + chunk) for start in range(0, length, chunk))
-
-
-def _logsumexp_(logits_CV: torch.Tensor) -> torch.Tensor:
-    """[C], overwriting the logits: a copy of them would be the largest tensor of a step. -inf if all are padding."""
-    max_C = logits_CV.amax(1).clamp(min=torch.finfo(logits_CV.dtype).min)
-    return logits_CV.sub_(max_C[:, None]).exp_().sum(1).log_().add_(max_C)
 
 
 def _logsumexp_over_ranks(logsumexp_T: torch.Tensor, head: _Head) -> torch.Tensor:

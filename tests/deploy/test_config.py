@@ -95,7 +95,10 @@ def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
             "sft.phases[0].kindd=x",
             "mine.yaml: unknown key sft.phases[0].kindd; did you mean sft.phases[0].kind?",
         ),
-        ("checkpoint.zzz=1", "mine.yaml: unknown key checkpoint.zzz. Valid here: every_steps, keep, log_bytes."),
+        (
+            "checkpoint.zzz=1",
+            "mine.yaml: unknown key checkpoint.zzz. Valid here: every_steps, keep, asynchronous, log_bytes.",
+        ),
         ("staleness.max_lag=-1", f"mine.yaml: staleness.max_lag is -1; expected an integer >= 0 {MAX_LAG}."),
         (
             "staleness.max_lag=two",
@@ -191,12 +194,57 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
             "broker.url is 'localhost:6379'; expected embedded, redis://host:port, rediss://host:port,"
             " redis+cluster://host:port, rediss+cluster://host:port or unix:///path.",
         ),
+        *[
+            (
+                ["learner.processes=8", f"learner.layout.{key}=2"],
+                f"learner.layout.{key} is 2, and learner.backend=fsdp splits by context alone. Set"
+                " learner.backend=megatron, or raise learner.processes: fsdp shards the model over all of them.",
+            )
+            for key in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
+        ],
+        (
+            ["learner.backend=megatron", "learner.processes=6", "learner.layout={tensor: 2, pipeline: 2}"],
+            "learner.layout: learner.processes = 6 (all ranks, of all machines) cannot be divided by"
+            " tensor * pipeline * context = 4, the ranks that hold one replica of the model.",
+        ),
+        (
+            ["learner.layout.context=2"],
+            "learner.layout: learner.processes = 1 (all ranks, of all machines) cannot be divided by"
+            " tensor * pipeline * context = 2, the ranks that hold one replica of the model.",
+        ),
+        (
+            ["learner.compute.compile=true"],
+            "learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing.",
+        ),
+        (
+            ["learner.compute.compile=true", "learner.device=cuda", "learner.backend=megatron"],
+            "learner.compute.compile=true needs learner.backend=fsdp: megatron's layers are not compiled.",
+        ),
+        (
+            ["learner.compute.offload_optimizer=true", "learner.backend=megatron"],
+            "learner.compute.offload_optimizer=true needs learner.backend=fsdp: megatron shards the optimizer's state"
+            " over replicas and context ranks; raise learner.processes.",
+        ),
+        (
+            ["algorithm.preset=ppo", "learner.backend=megatron"],
+            "algorithm.advantage.kind=gae needs a critic, and learner.backend=megatron holds none. Set"
+            " learner.backend=fsdp, or take an advantage that compares the samples of a group.",
+        ),
     ],
 )
 def test_contradictions_are_explained(recipe_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_recipe(recipe_path, overrides)
     assert str(caught.value) == f"mine.yaml: {message}"
+
+
+def test_layouts_and_backends_of_ones_own_pass(recipe_path: Path) -> None:
+    layout = "learner.layout={tensor: 2, pipeline: 2, virtual_pipeline: 2, context: 2, expert: 2, expert_tensor: 2}"
+    for backend in ("megatron", "mine:Backend"):
+        recipe = load_recipe(recipe_path, [f"learner.backend={backend}", "learner.processes=16", layout])
+        assert recipe.learner.layout.expert_tensor == 2
+    offloaded = ["learner.processes=4", "learner.layout.context=2", "learner.compute.offload_optimizer=true"]
+    assert load_recipe(recipe_path, offloaded).learner.compute.offload_optimizer
 
 
 @pytest.mark.parametrize(

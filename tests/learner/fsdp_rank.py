@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 import learner.backends.fsdp.ranks
 from learner.backends import open_backend
 from learner.backends.base import Backend
+from learner.backends.fsdp.backend import FsdpBackend
 from learner.config import ComputeConfig, LayoutConfig
-from learner.packing import pack
+from learner.packing import concatenate, pack
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
 LENGTHS = ([90, 6, 7, 19, 11, 3, 25, 14], [13])
@@ -29,8 +30,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     layout: LayoutConfig = LayoutConfig()
     compute: ComputeConfig = ComputeConfig()
-    sends_always: bool = False
-    """Gradients go over the ranks with every micro-batch, as those of large models do."""
+    is_large: bool = False
+    """Gradients go over the ranks, and weights are gathered, with every micro-batch."""
 
 
 class Result(msgspec.Struct):
@@ -44,11 +45,16 @@ class Result(msgspec.Struct):
 
 def run(case: Case, directory: Path) -> None:
     directory.mkdir(exist_ok=True)
-    learner.backends.fsdp.ranks.GATHERED_GRADIENT_BYTES = 0 if case.sends_always else 1 << 30
+    learner.backends.fsdp.ranks.GATHERED_GRADIENT_BYTES = 0 if case.is_large else 1 << 30
+    learner.backends.fsdp.ranks.GATHERED_WEIGHT_BYTES = 0 if case.is_large else 1 << 30
     model = model_config(case.architecture)
     backend = open_backend("fsdp", model, OPTIMIZER, seed=3, layout=case.layout, compute=case.compute)
     results = [step(backend, number) for number in range(len(LENGTHS))]
+    assert isinstance(backend, FsdpBackend)
     tensors = {name: tensor.clone() for name, tensor in backend.named_tensors()}
+    save_file(
+        {"hidden": backend.hidden(concatenate(sequences(LENGTHS[1])))}, directory / f"hidden_{backend.rank}.safetensors"
+    )
     backend.save(directory / "checkpoint")
     (directory / f"rank_{backend.rank}.json").write_bytes(msgspec.json.encode(results))
     if backend.rank == 0:

@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from learner.backends import open_backend
 from learner.backends.fsdp.backend import FsdpBackend
 from learner.checkpoint import CheckpointError, CheckpointStore, LearnerState
+from learner.checkpoint_writer import CheckpointWriter
 from learner.packing import pack
+from learner.ranks import Ranks
 from tests.learner.full_disk import no_file_larger_than
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
@@ -97,6 +99,13 @@ def backend() -> FsdpBackend:
     return open_tiny()
 
 
+def write(store: CheckpointStore, backend: FsdpBackend, state: LearnerState, *, asynchronous: bool = False) -> Path:
+    writer = CheckpointWriter(store, Ranks.of(backend), asynchronous=asynchronous)
+    writer.begin({"": backend}, state)
+    assert writer.wait() == state.step
+    return store.path(state.incarnation, state.step)
+
+
 def names(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.glob("*/*"))
 
@@ -105,7 +114,7 @@ def test_latest_is_the_highest_incarnation_then_step(backend: FsdpBackend, tmp_p
     store = CheckpointStore(tmp_path / "checkpoints", keep=10)
     assert store.latest() is None
     for incarnation, step in ((1, 4), (1, 20), (2, 10), (2, 9)):
-        store.write(backend, state(incarnation, step))
+        write(store, backend, state(incarnation, step))
     latest = store.latest()
     assert latest is not None
     assert latest.path == tmp_path / "checkpoints" / "2" / "step_10"
@@ -116,7 +125,7 @@ def test_the_lineage_leaves_out_what_a_later_incarnation_abandoned(backend: Fsdp
     store = CheckpointStore(tmp_path, keep=10)
     assert (store.lineage(), store.oldest_step()) == ([], 0)
     for incarnation, step in ((1, 4), (1, 8), (1, 20), (2, 8), (2, 12), (3, 16)):
-        store.write(backend, state(incarnation, step))
+        write(store, backend, state(incarnation, step))
     marks = [(one.state.incarnation, one.state.step) for one in store.lineage()]
     assert marks == [(1, 4), (2, 8), (2, 12), (3, 16)]
     assert store.oldest_step() == 4
@@ -125,9 +134,9 @@ def test_the_lineage_leaves_out_what_a_later_incarnation_abandoned(backend: Fsdp
 def test_only_the_newest_are_kept(backend: FsdpBackend, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for incarnation, step in ((1, 10), (1, 20), (2, 15), (2, 30)):
-        store.write(backend, state(incarnation, step))
+        write(store, backend, state(incarnation, step))
     assert names(tmp_path) == ["2/step_15", "2/step_30"]
-    store.write(backend, state(2, 30))
+    write(store, backend, state(2, 30))
     assert names(tmp_path) == ["2/step_15", "2/step_30"]
 
 
@@ -136,7 +145,7 @@ def test_damaged_checkpoints_are_skipped_and_said_so(
     damage: str, backend: FsdpBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path, keep=2)
-    whole, broken = store.write(backend, state(1, 10)), store.write(backend, state(1, 20))
+    whole, broken = write(store, backend, state(1, 10)), write(store, backend, state(1, 20))
     match damage:
         case "no state":
             (broken / "learner.json").write_bytes(b"{")
@@ -154,21 +163,24 @@ def test_damaged_checkpoints_are_skipped_and_said_so(
     assert latest is not None
     assert latest.path == whole
     assert (f"{broken} is not whole" in caplog.text) is (damage != "unfinished")
-    store.write(backend, state(1, 30))
+    write(store, backend, state(1, 30))
     assert names(tmp_path) == ["1/step_10", "1/step_30"]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("room", [0, 3000, 40_000])
-def test_a_full_disk_costs_nothing_that_was_there(room: int, backend: FsdpBackend, tmp_path: Path) -> None:
+def test_a_full_disk_costs_nothing_that_was_there(
+    room: int, asynchronous: bool, backend: FsdpBackend, tmp_path: Path
+) -> None:
     store = CheckpointStore(tmp_path, keep=1)
-    store.write(backend, state(1, 10))
+    write(store, backend, state(1, 10))
     with no_file_larger_than(room), pytest.raises(CheckpointError, match="Older checkpoints are untouched"):
-        store.write(backend, state(1, 20))
+        write(store, backend, state(1, 20), asynchronous=asynchronous)
     latest = store.latest()
     assert latest is not None
     assert latest.state == state(1, 10)
     assert names(tmp_path) == ["1/step_10"]
-    store.write(backend, state(1, 20))
+    write(store, backend, state(1, 20))
     assert names(tmp_path) == ["1/step_20"]
 
 

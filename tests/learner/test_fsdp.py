@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import learner.backends.fsdp.ranks
 import tests.learner.fsdp_rank as fsdp_rank
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.base import Backend
+from learner.backends.fsdp.backend import FsdpBackend
 from learner.backends.fsdp.policy import FEW_EXPERTS, Policy
 from learner.batch import PackedBatch
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
@@ -29,6 +31,12 @@ def ordinary_logprobs(model: PreTrainedModel, batch: PackedBatch, temperature: f
     logits = model(input_ids=batch.token_ids_T[None]).logits[0, :-1]
     log_softmax = (logits.float() / temperature).log_softmax(-1)
     return torch.nn.functional.pad(log_softmax.gather(1, batch.token_ids_T[1:, None])[:, 0], (1, 0))
+
+
+@torch.no_grad()
+def ordinary_hidden(model: PreTrainedModel, *lengths: int) -> torch.Tensor:
+    ones = [concatenate([sequence]) for sequence in sequences(list(lengths))]
+    return torch.cat([model.base_model(input_ids=one.token_ids_T[None]).last_hidden_state[0] for one in ones])
 
 
 def ordinary_loss(model: PreTrainedModel, given: list[PackableSequence], temperature: float) -> torch.Tensor:
@@ -83,6 +91,39 @@ def test_logprobs_equal_an_ordinary_forward(architecture: str, temperature: floa
             one = concatenate(sequences([end - start]))
             one.token_ids_T.copy_(batch.token_ids_T[start:end])
             torch.testing.assert_close(got[start:end], ordinary_logprobs(model, one, temperature), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_hidden_states_are_an_ordinary_forwards(architecture: str) -> None:
+    backend = open_backend("fsdp", model_config(architecture), OPTIMIZER, seed=2)
+    assert isinstance(backend, FsdpBackend)
+    got = backend.hidden(concatenate(sequences(LENGTHS)))
+    expected = ordinary_hidden(load_model(model_config(architecture), 2), *LENGTHS)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kept_weights_make_bit_equal_steps_and_are_never_stale(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a large model are gathered for every layer; `logprobs` after anything that changes shards sees it."""
+    config = model_config("qwen3", dtype=dtype)
+    kept, follower = (open_backend("fsdp", config, OPTIMIZER, seed=3) for _ in range(2))
+    monkeypatch.setattr(learner.backends.fsdp.ranks, "GATHERED_WEIGHT_BYTES", 0)
+    regathered = open_backend("fsdp", config, OPTIMIZER, seed=3)
+    batches = pack(sequences(LENGTHS), 0, 1, 20)
+    assert len(batches) > 2
+    for _ in range(2):
+        assert_equal_logprobs(kept, regathered, batches)
+        follower.logprobs(batches, 1.0)
+        results = [backend.step(batches, ratio_loss(batches, 10.0), 0.9, 1e-3) for backend in (kept, regathered)]
+        assert results[0] == results[1]
+        follower.follow(kept, 0.0)
+        assert_equal_logprobs(kept, follower, batches)
+    assert_equal_logprobs(kept, regathered, batches)
+
+
+def assert_equal_logprobs(backend: Backend, other: Backend, batches: list[PackedBatch]) -> None:
+    got, expected = (torch.cat(each.logprobs(batches, 1.0)) for each in (backend, other))
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -165,7 +206,7 @@ def results_of(file: Path) -> list[Result]:
 RANKS = {
     2: [
         Case(architecture="qwen3"),
-        Case(architecture="qwen3_moe", sends_always=True),
+        Case(architecture="qwen3_moe", is_large=True),
         Case(architecture="qwen3", layout=LayoutConfig(context=2), compute=ComputeConfig(recompute="selective")),
         Case(architecture="qwen3_moe", layout=LayoutConfig(context=2), compute=ComputeConfig(offload_optimizer=True)),
     ],
@@ -187,6 +228,9 @@ def test_any_ranks_equal_one(count: int, tmp_path: Path) -> None:
         for results in ranks:
             assert [result.loss for result in results] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
             assert [result.norm for result in results] == pytest.approx([norm for _, norm in expected], rel=1e-5)
+        for rank in range(count):
+            hidden = load_file(tmp_path / str(number) / f"hidden_{rank}.safetensors")["hidden"]
+            torch.testing.assert_close(hidden, ordinary_hidden(model, *fsdp_rank.LENGTHS[1]), rtol=0, atol=1e-4)
         tensors = load_file(tmp_path / str(number) / "tensors.safetensors")
         assert_parameters_close(tensors, dict(model.named_parameters()))
         alone = open_backend("fsdp", model_config(case.architecture), OPTIMIZER)

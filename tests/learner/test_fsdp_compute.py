@@ -83,6 +83,7 @@ opaque.register_autograd(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about tensors that it looks at
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it
 @pytest.mark.parametrize(
     ("architecture", "recompute"), [("qwen3", "none"), ("qwen3", "full"), ("qwen3_moe", "selective")]
 )

@@ -1,11 +1,15 @@
+import functools
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import learner.backends.token_logprobs as token_logprobs_module
 from learner.backends.token_logprobs import token_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 19
@@ -78,6 +82,33 @@ def test_bfloat16_products_are_summed_in_fp32() -> None:
     got = {"logprobs": logprobs.detach(), "hidden": hidden_grad, "weight": weight_grad}
     for name, tensor in exact.items():
         torch.testing.assert_close(got[name].double(), tensor, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_is_compiled_is_compiled_once_and_equal(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 5 and 3 tokens, then of 8 and 7: one graph in each direction. Graphs run as they are, uncompiled."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph
+
+    hidden, weight, targets, pull = given(26, dtype)
+
+    def results(chunk: int) -> tuple[torch.Tensor, ...]:
+        logprobs = token_logprobs(hidden, weight, targets, 0.7, vocabulary=VOCABULARY, logits_per_chunk=chunk * 26)
+        return logprobs.detach(), *torch.autograd.grad(logprobs, (hidden, weight), pull.to(logprobs.dtype))
+
+    torch._dynamo.reset()
+    token_logprobs_module._compiled.cache_clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    for chunk in (5, 8):
+        with monkeypatch.context() as patch:
+            plain = results(chunk)
+            patch.setattr(token_logprobs_module, "COMPILED_ON", frozenset({"cpu"}))
+            assert all(torch.equal(got, expected) for got, expected in zip(results(chunk), plain, strict=True))
+    assert len(graphs) == 2
+    token_logprobs_module._compiled.cache_clear()
 
 
 def test_no_tensor_of_all_logits_ever_exists() -> None:

@@ -1,6 +1,7 @@
 """The fsdp backends: a policy, which engines and files get, and a critic, which never leaves the learner."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -9,12 +10,13 @@ from learner.backends.base import Backend, TokenLoss
 from learner.batch import PackedBatch
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.model import load_tokenizer
+from learner.saving import NamedTensors, stage_gathered
 
 from .export import hugging_face_tensors, write_tensors
 from .policy import Policy, ValueModel
-from .ranks import local
+from .ranks import gathering, local
 from .sharded_model import Reports, ShardedModel
-from .training_state import load_rng, save_rng
+from .training_state import load_rng, stage_rng
 
 
 class FsdpBackend(ShardedModel):
@@ -37,6 +39,12 @@ class FsdpBackend(ShardedModel):
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """[T] fp32 logprobs for every micro-batch; [0] for an empty one."""
         return self._run(batches, temperature)
+
+    @torch.no_grad()
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:
+        """[T, H] what the output head is given, T at least 1: for comparing logits."""
+        with gathering(self._policy):
+            return self._policy.whole_hidden(batch).to(batch.token_ids_T.device)
 
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, temperature: float, learning_rate: float
@@ -63,15 +71,15 @@ class FsdpBackend(ShardedModel):
         super().load(directory)
         load_rng(directory, self.rank, self._device)
 
-    def _save_more(self, directory: Path) -> None:
-        """The process's generators, and a Hugging Face model: all ranks gather, rank 0 writes."""
-        save_rng(directory, self.rank, self._device)
-        if self.rank == 0:
-            write_tensors(self.named_tensors(), directory)
-            self._write_configuration(directory)
-        else:
-            for _ in self.named_tensors():
-                pass
+    def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
+        """A Hugging Face model, which rank 0 writes, and the process's generators."""
+        write = functools.partial(self._write_hugging_face, directory) if self.rank == 0 else None
+        hugging_face = stage_gathered(self.named_tensors(), write, is_copied=is_copied)
+        return hugging_face, stage_rng(directory, self.rank, self._device)
+
+    def _write_hugging_face(self, directory: Path, tensors: NamedTensors) -> None:
+        write_tensors(tensors, directory)
+        self._write_configuration(directory)
 
     def _write_configuration(self, directory: Path) -> None:
         model = self._policy.model

@@ -14,6 +14,7 @@ from learner.backends.token_logprobs import token_logprobs
 from learner.batch import PackedBatch
 
 from .context import ContextGroup
+from .experts import experts_implementation
 from .layers import fuse_norms
 from .row import Row
 
@@ -41,7 +42,7 @@ class PackedModel(nn.Module):
         super().__init__()
         register_packed_attention()
         model.config._attn_implementation = ATTENTION_NAME
-        model.config._experts_implementation = _experts(model, on_cpu)
+        model.config._experts_implementation = experts_implementation(model, few=FEW_EXPERTS if on_cpu else 0)
         self.context = context or ContextGroup()
         self.context.check_heads(model.config)
         self.model = model.eval()  # dropout would make current logprobs differ from behaviour logprobs
@@ -73,6 +74,10 @@ class PackedModel(nn.Module):
             use_cache=False,
         ).last_hidden_state[0]
         return hidden_NH
+
+    def whole_hidden(self, batch: PackedBatch) -> torch.Tensor:
+        """[T, H] `hidden` at the tokens of all ranks that share the row."""
+        return self.context.gathered(self.hidden(self.row(batch)))[: batch.num_tokens]
 
 
 class Policy(PackedModel):
@@ -114,8 +119,3 @@ class ValueModel(PackedModel):
         row = self.row(batch)
         values_N = self.head(self.hidden(row).float())[:, 0]
         return row.at_next_token(self.context.gathered(values_N))
-
-
-def _experts(model: "PreTrainedModel", on_cpu: bool) -> str:
-    count = getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None) or 0
-    return "eager" if on_cpu and count <= FEW_EXPERTS else "grouped_mm"

@@ -1,13 +1,14 @@
 """The learner's ranks: their process group, the sharding of the model over them, sums over them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from broker.errors import ConfigError
@@ -16,8 +17,13 @@ from learner.config import LayoutConfig
 from .context import ContextGroup
 from .policy import PackedModel, ValueModel
 
-GATHERED_GRADIENT_BYTES = 4 << 30
-"""Up to this size each rank keeps the whole model's gradients until the last micro-batch, and sends them once."""
+GATHERED_GRADIENT_BYTES = 24 << 30
+"""Up to this size, in fp32, each rank sums the whole model's gradients until the last micro-batch, and sends them once.
+A sixth of an H200's memory; more would take from the activations of models that need several GPUs."""
+
+GATHERED_WEIGHT_BYTES = 24 << 30
+"""Up to this size, in the forward pass's dtype, the whole model is gathered and rounded once a step, in the place of
+twice a micro-batch. A sixth of an H200's memory again."""
 
 
 def join_ranks(device: str) -> DeviceMesh:
@@ -57,6 +63,7 @@ def _init_process_group(backend: str) -> None:
 def shard(module: PackedModel, mesh: DeviceMesh, *, half_precision: bool) -> None:
     """Shard every decoder layer, then what remains. Gradients are reduced in fp32; a value head is never rounded.
 
+    Run it within `gathering`, which gives up what the layers have gathered.
     The next layer is gathered while one computes: no operation of a layer waits for the device, so the process runs
     ahead of it, and prefetching by name would only hold one more gathered layer.
     """
@@ -65,14 +72,36 @@ def shard(module: PackedModel, mesh: DeviceMesh, *, half_precision: bool) -> Non
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     if isinstance(module, ValueModel):
         fully_shard(module.head, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-    fully_shard(module, mesh=mesh, mp_policy=precision)
+    root = fully_shard(module, mesh=mesh, mp_policy=precision)
+    register_fsdp_forward_method(module, "whole_hidden")
+    keeps = (2 if half_precision else 4) * _size(module) <= GATHERED_WEIGHT_BYTES
+    root.set_reshard_after_forward(not keeps)
+    root.set_reshard_after_backward(not keeps)
+
+
+@contextmanager
+def gathering(module: nn.Module) -> Iterator[None]:
+    """Around all passes of a call: once it ends shards may change, and what was gathered of them would be stale."""
+    try:
+        yield
+    finally:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
 
 def sync_gradients(module: nn.Module, *, is_last: bool) -> None:
-    """Whether the next backward pass sends gradients: with the last micro-batch, or always if they would not fit."""
+    """Whether the next backward pass sends gradients: with the last micro-batch, or always if they would not fit.
+
+    One rank alone would hold as many in its shards.
+    """
     assert isinstance(module, FSDPModule)
-    num_bytes = 4 * sum(parameter.numel() for parameter in module.parameters())
-    module.set_requires_gradient_sync(is_last or num_bytes > GATHERED_GRADIENT_BYTES)
+    fits = dist.get_world_size() == 1 or 4 * _size(module) <= GATHERED_GRADIENT_BYTES
+    module.set_requires_gradient_sync(is_last or not fits)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """What both backends are made of: a module in shards with its optimizer, updated over packed micro-batches."""
 
 import math
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,20 +9,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from broker.errors import ConfigError
-from learner.backends.base import TokenLoss
+from learner.backends.base import Staged, TokenLoss
 from learner.batch import PackedBatch
-from learner.checkpoint import partial_path, put_in_place, sync_tree, writing
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.model import load_model
+from learner.saving import save
 
 from .context import ContextGroup
 from .layers import prepare_layers
 from .optimizer import open_optimizer
 from .policy import PackedModel
-from .ranks import clip_gradients, join_context, join_ranks, shard, sum_over_ranks, sync_gradients
+from .ranks import clip_gradients, gathering, join_context, join_ranks, shard, sum_over_ranks, sync_gradients
 from .row import placeholder
 from .streaming import allocate_shards, can_stream, fill_shards, meta_model
-from .training_state import load_state, save_state
+from .training_state import StagedState, load_state
 
 Reports = list[dict[str, float]]
 
@@ -78,26 +77,23 @@ class ShardedModel:
             fill_shards(whole, model.path)
         return module
 
+    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+        """Each rank writes its shards."""
+        more = self._stage_more(directory, is_copied=is_copied)
+        state = StagedState(self._module.state, self._optimizer, directory, is_copied=is_copied)
+        return Staged((*more, state.write), state.complete)
+
     def save(self, directory: Path) -> None:
         """`directory` appears with everything in it, or not at all."""
-        partial = partial_path(directory)
-        with writing(directory, partial):
-            self._on_rank_zero_first(partial)
-            save_state(self._module.state, self._optimizer, partial)
-            self._save_more(partial)
-            dist.barrier()  # others would list what rank 0 is still writing
-            sync_tree(partial)
-            dist.barrier()
-            if self.rank == 0:
-                put_in_place(partial, directory)
-            dist.barrier()
+        save(self, directory)
 
     def load(self, directory: Path) -> None:
         """Parameters and moments load into any number of ranks."""
         load_state(self._module.state, self._optimizer, directory)
 
-    def _save_more(self, directory: Path) -> None:
-        """What else belongs into a checkpoint; none for a critic."""
+    def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
+        """What else belongs into a checkpoint; nothing for a critic."""
+        return ()
 
     @torch.no_grad()
     def _run(self, batches: Sequence[PackedBatch], *options: float) -> list[torch.Tensor]:
@@ -105,7 +101,8 @@ class ShardedModel:
 
         `options`: what the module's forward pass takes besides the batch.
         """
-        return [self._forward(batch, *options)[: batch.num_tokens] for batch in batches]
+        with gathering(self._module):
+            return [self._forward(batch, *options)[: batch.num_tokens] for batch in batches]
 
     def _update(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float, *options: float
@@ -114,11 +111,12 @@ class ShardedModel:
         self._check_same_count(len(batches))
         self._optimizer.zero_grad(set_to_none=True)
         shares, reports = [], Reports()
-        for index, batch in enumerate(batches):
-            sync_gradients(self._module, is_last=index == len(batches) - 1)
-            share, report = self._backward(index, batch, loss, *options)
-            shares.append(share)
-            reports.append(report)
+        with gathering(self._module):
+            for index, batch in enumerate(batches):
+                sync_gradients(self._module, is_last=index == len(batches) - 1)
+                share, report = self._backward(index, batch, loss, *options)
+                shares.append(share)
+                reports.append(report)
         grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self._device)
         if math.isfinite(grad_norm):
             self._optimizer.param_groups[0]["lr"] = learning_rate
@@ -153,12 +151,6 @@ class ShardedModel:
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
             most, minus_least = extremes.tolist()
             assert most == -minus_least, f"ranks have between {-minus_least} and {most} micro-batches"
-
-    def _on_rank_zero_first(self, partial: Path) -> None:
-        if self.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
 
 
 def _check_device(device: str, compute: ComputeConfig) -> None:

@@ -6,19 +6,28 @@ ranks can load them. RNG states are one file a rank.
 
 import random
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from learner.checkpoint import CheckpointError
+from learner.saving import in_host_memory
 
 from .optimizer import allocate_moments
+from .ranks import local
 
 STATE_FOLDER = "training_state"
 RNG_FOLDER = "rng"
@@ -51,11 +60,55 @@ def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> Tensors:
     return tensors
 
 
-def save_state(model: nn.Module, optimizer: torch.optim.AdamW, directory: Path) -> None:
-    """Collective; torch syncs the files."""
-    with warnings.catch_warnings():
-        _silence_torch()
-        save(_tensors(model, optimizer), checkpoint_id=directory / STATE_FOLDER)
+class StagedState:
+    """Parameters and moments on their way to the disk.
+
+    Made collectively: which rank writes which shard is settled here, so that writing needs no other rank.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.AdamW, directory: Path, *, is_copied: bool) -> None:
+        tensors = _tensors(model, optimizer)
+        self._folder = directory / STATE_FOLDER
+        self._writer = FileSystemWriter(self._folder)
+        self._planner = _Planner()
+        with warnings.catch_warnings():
+            _silence_torch()
+            self._plan, self._metadata = self._planned(tensors)
+        if is_copied:
+            self._writer.per_thread_copy_ahead = 0  # nothing is left to be fetched from a device
+            self._planner.copies = dict(in_host_memory((name, local(tensor)) for name, tensor in tensors.items()))
+        self._results: list[WriteResult] = []
+
+    def _planned(self, tensors: Tensors) -> tuple[SavePlan, Metadata]:
+        """This rank's part of the plan, and what describes the whole. Every rank plans for all, and so the same."""
+        rank = dist.get_rank()
+        self._planner.set_up_planner(tensors, self._writer.storage_meta(), is_coordinator=rank == 0)
+        plans: list[SavePlan] = [SavePlan([])] * dist.get_world_size()
+        dist.all_gather_object(plans, self._planner.create_local_plan())
+        plans, metadata = self._planner.create_global_plan(plans)
+        return self._planner.finish_plan(self._writer.prepare_global_plan(plans)[rank]), metadata
+
+    def write(self) -> None:
+        """This rank's shards."""
+        self._folder.mkdir(exist_ok=True)
+        self._results = self._writer.write_data(self._plan, self._planner).wait()
+
+    def complete(self) -> None:
+        """Collective: rank 0 writes where in which file each shard is."""
+        is_first = dist.get_rank() == 0
+        everyones: list[list[WriteResult]] | None = [[]] * dist.get_world_size() if is_first else None
+        dist.gather_object(self._results, everyones)
+        if everyones is not None:
+            self._writer.finish(self._metadata, everyones)
+
+
+class _Planner(DefaultSavePlanner):
+    """Once there are copies, these are written: the model has gone on."""
+
+    copies: Tensors | None = None
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(index) if self.copies is None else self.copies[index.fqn]
 
 
 def load_state(model: nn.Module, optimizer: torch.optim.AdamW, directory: Path) -> None:
@@ -108,10 +161,16 @@ def restore_rng(state: RngState, device: torch.device) -> None:
     random.setstate((state.python_version, tuple(state.python_key), state.python_gauss))
 
 
-def save_rng(directory: Path, rank: int, device: torch.device) -> None:
+def stage_rng(directory: Path, rank: int, device: torch.device) -> Callable[[], None]:
+    """What writes the generators' states as they are now."""
+    encoded = msgspec.msgpack.encode(capture_rng(device))
     path = directory / RNG_FOLDER / f"rank_{rank}.msgpack"
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(msgspec.msgpack.encode(capture_rng(device)))
+
+    def write() -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encoded)
+
+    return write
 
 
 def load_rng(directory: Path, rank: int, device: torch.device) -> None:

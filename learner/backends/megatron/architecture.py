@@ -70,6 +70,7 @@ def _check(config: "PretrainedConfig") -> None:
         "a sliding window": getattr(config, "use_sliding_window", False),
         "an activation other than silu": config.hidden_act != "silu",
         "biases in its projections": getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False),
+        "quantized weights": getattr(config, "quantization_config", None) is not None,
         "dropout": getattr(config, "attention_dropout", 0.0),
         "dense layers among those of experts": getattr(config, "mlp_only_layers", None)
         or getattr(config, "decoder_sparse_step", 1) != 1,

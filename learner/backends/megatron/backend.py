@@ -4,7 +4,9 @@ Every rank of a replica is given the whole batch and takes its part: its tokens,
 Only the last pipeline stage knows the results; it tells the others.
 """
 
-import shutil
+import functools
+import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,13 +15,13 @@ import torch.distributed as dist
 from transformers import GenerationConfig
 
 from broker.errors import ConfigError
-from learner.backends.base import Backend, TokenLoss
+from learner.backends.base import Backend, Staged, TokenLoss
 from learner.backends.fsdp.export import write_tensors
-from learner.backends.fsdp.training_state import load_rng, save_rng
+from learner.backends.fsdp.training_state import load_rng, stage_rng
 from learner.batch import PackedBatch
-from learner.checkpoint import partial_path, put_in_place, sync_tree, writing
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.model import load_config, load_tokenizer
+from learner.saving import NamedTensors, save, stage_gathered
 
 from .architecture import architecture_of
 from .cpu_shim import install_cpu_shim
@@ -42,18 +44,17 @@ class MegatronBackend:
         layout: LayoutConfig = LayoutConfig(),
         compute: ComputeConfig = ComputeConfig(),
     ) -> None:
-        _check_installed()
-        install_cpu_shim()
+        _import_megatron()
         self._hugging_face = load_config(model)
         self._tokenizer = load_tokenizer(model)
         self._architecture = architecture_of(self._hugging_face)
-        check_layout(layout, self._architecture, count_ranks())
+        self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+        check_layout(layout, self._architecture, count_ranks(), self._dtype.itemsize)
         self._device = use_device(device)
         self._layout = layout
         here = join(layout, device)
         self.rank, self.world_size = here.rank, here.world_size
         self.replica, self.replicas, self.is_lead = here.replica, here.replicas, here.is_lead
-        self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self._build(compute, optimizer)
         self._state.read(open_source(model, seed))
 
@@ -61,6 +62,7 @@ class MegatronBackend:
         from .export import Exporter
         from .model import build, rotary_module, transformer_config
         from .optimizer import ShardedAdam
+        from .router_load import take_router_load
         from .schedule import Schedule
         from .shards import places
         from .state import TrainingState
@@ -72,6 +74,7 @@ class MegatronBackend:
         self._schedule = Schedule(self._adam.models, rotary_module(self._hugging_face), self._layout, self._device)
         self._state = TrainingState(chunks, all_places, self._adam)
         self._exporter = Exporter(chunks, all_places)
+        self._take_router_load = functools.partial(take_router_load, chunks)
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """[T] fp32 logprobs for every micro-batch; [0] for an empty one."""
@@ -85,10 +88,14 @@ class MegatronBackend:
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, temperature: float, learning_rate: float
     ) -> tuple[float, float, Reports]:
-        """One update. Empty micro-batches report {}. A norm that is not finite: the weights stay."""
+        """One update; a norm that is not finite leaves the weights as they are.
+
+        Empty micro-batches report {}, but the first one says how experts were loaded, whatever it holds.
+        """
         self._check_same_count(len(batches))
         self._adam.zero_gradients()
         total, reports = self._schedule.train(batches, temperature, loss)
+        reports[0] |= self._take_router_load()
         return total, self._adam.step(learning_rate), reports
 
     @torch.no_grad()
@@ -104,35 +111,24 @@ class MegatronBackend:
         """What `save_pretrained` would write, in `model.dtype`: a tied head left out."""
         return self._exporter.named_tensors()
 
+    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+        """Ranks that hold the same take turns; rank 0 writes the Hugging Face model."""
+        write = functools.partial(self._write_hugging_face, directory) if self.rank == 0 else None
+        hugging_face = stage_gathered(self.named_tensors(), write, is_copied=is_copied)
+        state = self._state.stage(directory, self.rank, is_copied=is_copied)
+        return Staged((hugging_face, *state, stage_rng(directory, self.rank, self._device)))
+
     def save(self, directory: Path) -> None:
         """`directory` appears with everything in it, or not at all."""
-        partial = partial_path(directory)
-        with writing(directory, partial):
-            if self.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-            dist.barrier()
-            self._state.save(partial, self.rank)
-            save_rng(partial, self.rank, self._device)
-            self._save_hugging_face(partial)
-            dist.barrier()  # others would list what rank 0 is still writing
-            sync_tree(partial)
-            dist.barrier()
-            if self.rank == 0:
-                put_in_place(partial, directory)
-            dist.barrier()
+        save(self, directory)
 
     def load(self, directory: Path) -> None:
         """Collective. Whatever layout wrote it; RNG states rank by rank."""
         self._state.load(directory)
         load_rng(directory, self.rank, self._device)
 
-    def _save_hugging_face(self, directory: Path) -> None:
-        if self.rank:
-            for _ in self.named_tensors():
-                pass
-            return
-        write_tensors(self.named_tensors(), directory)
+    def _write_hugging_face(self, directory: Path, tensors: NamedTensors) -> None:
+        write_tensors(tensors, directory)
         self._hugging_face.save_pretrained(directory)
         GenerationConfig.from_model_config(self._hugging_face).save_pretrained(directory)
         self._tokenizer.save_pretrained(directory)
@@ -146,10 +142,22 @@ class MegatronBackend:
             assert most == least, f"replicas have between {least} and {most} micro-batches"
 
 
-def _check_installed() -> None:
-    try:
-        import megatron.core  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "learner.backend=megatron needs Megatron Core: pip install 'headway[megatron]' (or megatron-core==0.16.1)."
-        ) from error
+def _import_megatron() -> None:
+    """With the parts of ours that are made of it, and without its warnings that Transformer Engine is missing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            import megatron.core  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                "learner.backend=megatron needs Megatron Core: pip install 'headway[megatron]' (or"
+                " megatron-core==0.16.1)."
+            ) from error
+        install_cpu_shim()
+        from . import export, router_load, schedule, state  # noqa: F401
+    # What Megatron itself calls in torch, which a user cannot mend.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not", category=UserWarning)
+    # It names every layer whose block is not one of its own classes.
+    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)

@@ -18,7 +18,11 @@ _joined: list[LayoutConfig] = []
 """Megatron keeps its groups process-wide: at most one layout at a time."""
 
 
-def check_layout(layout: LayoutConfig, architecture: Architecture, world_size: int) -> None:
+GROUPED_BYTES = 16
+"""Rows of a grouped matrix multiplication begin at multiples of so many."""
+
+
+def check_layout(layout: LayoutConfig, architecture: Architecture, world_size: int, element_bytes: int = 4) -> None:
     """Raises ConfigError for the first reason why these sizes cannot hold this model."""
     replica = layout.tensor * layout.pipeline * layout.context
     _divides("learner.processes (all ranks)", world_size, "tensor * pipeline * context", replica)
@@ -37,6 +41,13 @@ def check_layout(layout: LayoutConfig, architecture: Architecture, world_size: i
         )
     if architecture.experts:
         _divides("experts", architecture.experts, "expert", layout.expert)
+        row_bytes = architecture.ffn_width // layout.expert_tensor * element_bytes
+        if row_bytes % GROUPED_BYTES:
+            raise ConfigError(
+                f"learner.layout.expert_tensor={layout.expert_tensor}: of an expert's width, {architecture.ffn_width},"
+                f" each rank would hold {row_bytes} bytes a row, and grouped matrix multiplications take multiples of"
+                f" {GROUPED_BYTES}."
+            )
     elif layout.expert > 1 or layout.expert_tensor > 1:
         raise ConfigError(
             f"learner.layout: expert={layout.expert} and expert_tensor={layout.expert_tensor} split experts, and the "

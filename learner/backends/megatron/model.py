@@ -100,7 +100,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, part: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         whole = part.new_empty(group.size() * len(part), *part.shape[1:])
-        torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        torch.distributed.all_gather(list(whole.chunk(group.size())), part.contiguous(), group=group)
         return whole
 
     @staticmethod

@@ -179,6 +179,17 @@ def _gated_again(hidden_N2F: torch.Tensor, probabilities_N: torch.Tensor) -> tor
 class ExpertLayer(MoELayer):
     """Router and experts. Where one rank holds all experts whole, nothing is dispatched, and no GPU is waited for."""
 
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.register_buffer("load_E", torch.zeros(config.num_moe_experts), persistent=False)
+
+    def route(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Also counts what each expert is given, once for every pass that is differentiated."""
+        probabilities_TE, is_chosen_TE = super().route(hidden_states, *args, **options)
+        if torch.is_grad_enabled():
+            self.load_E += is_chosen_TE.sum(0)
+        return probabilities_TE, is_chosen_TE
+
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
         """[p, 1, W]"""
         if self.config.expert_model_parallel_size > 1 or self.config.expert_tensor_parallel_size > 1:

@@ -61,6 +61,11 @@ class ShardedAdam:
             use_gloo_process_groups=False,
         )
 
+        if overlap:
+            for part in self.parts():
+                for group in part.optimizer.param_groups:  # one kernel in the place of a dozen passes over the state
+                    group["fused"], group["foreach"] = True, False
+
     def zero_gradients(self) -> None:
         for model in self.models:
             model.zero_grad_buffer()
@@ -126,7 +131,7 @@ class MasterState:
         """How many updates the moments have seen."""
         for optimizer in {id(optimizer): optimizer for optimizer in self._owner.values()}.values():
             for state in optimizer.optimizer.state.values():
-                state["step"] = torch.tensor(float(step), dtype=torch.float32)
+                state["step"] = torch.tensor(float(step), device=state["exp_avg"].device)
 
     def step(self) -> int:
         """How many updates there were, by this rank's knowledge."""
@@ -150,7 +155,7 @@ def _moments(optimizer: DistributedOptimizer, master: torch.Tensor) -> dict[str,
     """AdamW makes them with the first step; saving before that, or loading, needs them now."""
     state: dict[str, torch.Tensor] = optimizer.optimizer.state[master]
     if not state:
-        state["step"] = torch.tensor(0.0)
+        state["step"] = torch.tensor(0.0, device=master.device)
         state |= {key: torch.zeros_like(master) for key in MOMENTS}
     return state
 

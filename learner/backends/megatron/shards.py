@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from broker.errors import ConfigError
 from learner.config import LayoutConfig
 
 from . import groups
@@ -50,10 +51,10 @@ class Place:
         return parameter if self.slot is None else parameter[self.slot]
 
     def split(self, read: Read) -> torch.Tensor:
-        """This rank's part of the Hugging Face tensors."""
-        group = self.group
-        tensors = tuple(read(name) for name in self.binding.names)
-        return self.binding.sharing.split(tensors, group.size(), group.rank())
+        """This rank's part of the Hugging Face tensors. Raises ConfigError where one has another shape."""
+        group, binding = self.group, self.binding
+        tensors = tuple(_read_as(read, name, shape) for name, shape in zip(binding.names, binding.shapes, strict=True))
+        return binding.sharing.split(tensors, group.size(), group.rank())
 
     def join(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The Hugging Face tensors, of the parts of all ranks that share them. Collective over those."""
@@ -63,6 +64,13 @@ class Place:
             parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
             dist.all_gather(parts, part.contiguous(), group=group)
         return self.binding.sharing.join(parts)
+
+
+def _read_as(read: Read, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    tensor = read(name)
+    if tensor.shape != shape:
+        raise ConfigError(f"{name} has the shape {list(tensor.shape)}, the model's is {list(shape)}.")
+    return tensor
 
 
 def places(architecture: Architecture, layout: LayoutConfig) -> Iterator[Place]:

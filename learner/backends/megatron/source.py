@@ -21,32 +21,39 @@ class TensorSource:
         self._files = _files_by_name(directory)
         self._open: dict[str, Any] = {}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._files)
 
     def __call__(self, name: str) -> torch.Tensor:
         """On the CPU, in the file's number format. Raises ConfigError where the files lack it."""
-        from safetensors import safe_open
-
         if name not in self._files:
             raise ConfigError(f"{self._directory} has no tensor {name}, which its config.json promises.")
         file = self._files[name]
         if file not in self._open:
-            self._open[file] = safe_open(self._directory / file, framework="pt")
+            self._open[file] = _opened(self._directory / file)
         tensor: torch.Tensor = self._open[file].get_tensor(name)
         return tensor
 
 
-def _files_by_name(directory: Path) -> dict[str, str]:
-    from safetensors import safe_open
+def _opened(path: Path) -> Any:
+    """Nothing but its table of contents is read. Raises ConfigError."""
+    from safetensors import SafetensorError, safe_open
 
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+
+
+def _files_by_name(directory: Path) -> dict[str, str]:
     if (directory / INDEX).exists():
         weight_map: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
         return weight_map
     names: dict[str, str] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names |= dict.fromkeys(file.keys(), path.name)
+        names |= dict.fromkeys(_opened(path).keys(), path.name)
     if not names:
         raise ConfigError(f"{directory} has no safetensors files.")
     return names

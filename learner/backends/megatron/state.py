@@ -7,7 +7,8 @@ So a checkpoint of one layout is three Hugging Face models, which every other la
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from broker.errors import ConfigError
 from learner.backends.fsdp.export import FILE_BYTES
 from learner.checkpoint import CheckpointError
+from learner.saving import NamedTensors, stage_gathered
 
 from .model import PackedGpt
 from .optimizer import MASTER, MOMENTS, MasterState, ShardedAdam, replicas_of
@@ -38,6 +40,7 @@ class TrainingState:
     def __init__(self, chunks: Sequence[PackedGpt], all_places: Sequence[Place], adam: ShardedAdam) -> None:
         self._adam = adam
         self._masters = MasterState(adam)
+        self._names = {name for place in all_places for name in place.binding.names}
         self._held = _by_parameter(chunks, [place for place in all_places if place.is_here])
 
     @torch.no_grad()
@@ -51,27 +54,40 @@ class TrainingState:
         if key == MASTER:
             self._adam.masters_to_model()
 
-    def save(self, directory: Path, rank: int) -> None:
-        """Collective; `directory` exists."""
-        for key in (MASTER, *MOMENTS):
-            (directory / key).mkdir(exist_ok=True)
-            _write(self._own_share(key), directory / key, rank)
+    def stage(self, directory: Path, rank: int, *, is_copied: bool) -> list[Callable[[], object]]:
+        """What writes this rank's share of it. Collective."""
+        writes: list[Callable[[], object]] = [
+            stage_gathered(self._own_share(key), partial(_write, directory / key, rank), is_copied=is_copied)
+            for key in (MASTER, *MOMENTS)
+        ]
         if rank == 0:
             progress = msgspec.json.encode(OptimizerProgress(self._masters.step()))
-            (directory / OPTIMIZER_FILE).write_bytes(progress)
+            writes.append(partial((directory / OPTIMIZER_FILE).write_bytes, progress))
+        return writes
 
     def load(self, directory: Path) -> None:
         """Collective. Raises CheckpointError where `directory` holds another model's state."""
         try:
             progress = msgspec.json.decode((directory / OPTIMIZER_FILE).read_bytes(), type=OptimizerProgress)
             for key in (MASTER, *MOMENTS):
-                self.read(TensorSource(directory / key), key)
+                self.read(self._open(directory / key), key)
         except (OSError, RuntimeError, ConfigError, msgspec.DecodeError) as error:
             raise CheckpointError(
-                f"{directory} does not hold a training state that fits this model: {error} Resume with the `model` "
-                "section and the backend that the checkpoint was written with."
+                f"{directory} does not hold a training state that fits this model: {str(error).rstrip('.')}. Resume "
+                "with the `model` section and the backend that the checkpoint was written with."
             ) from error
         self._masters.set_step(progress.step)
+
+    def _open(self, directory: Path) -> TensorSource:
+        """Raises ConfigError on every rank, whatever it holds itself, where the names are not the model's."""
+        source = TensorSource(directory)
+        missing, foreign = self._names - source.names, source.names - self._names
+        if missing or foreign:
+            raise ConfigError(
+                f"{len(missing)} of the model's tensors are missing and {len(foreign)} are another's, such as"
+                f" {min(missing | foreign)}."
+            )
+        return source
 
     def _own_share(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
         """What this rank writes: those that have the same take turns. Collective."""
@@ -99,9 +115,10 @@ def _by_parameter(chunks: Sequence[PackedGpt], here: Sequence[Place]) -> list[tu
     ]
 
 
-def _write(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, rank: int) -> None:
+def _write(directory: Path, rank: int, tensors: NamedTensors) -> None:
     from safetensors.torch import save_file
 
+    directory.mkdir(exist_ok=True)
     part: dict[str, torch.Tensor] = {}
     number = size = 0
     for name, tensor in itertools.chain(tensors, [("", torch.empty(0))]):

@@ -7,10 +7,14 @@ from typing import Literal
 
 import msgspec
 
+from broker.errors import ConfigError
+from learner.backends.megatron.architecture import Architecture, architecture_of
+from learner.backends.megatron.layout import check_layout
 from learner.config import LayoutConfig, OptimizerConfig
+from learner.model import load_config
 
 from .layouts import described, layouts, replicas
-from .models import MODELS, SHAPES
+from .models import MODELS, SHAPES, random_model
 
 OPTIMIZER = OptimizerConfig(weight_decay=0.1, max_grad_norm=0.1, epsilon=1e-6)
 """Clipped. Where a gradient is next to nothing AdamW turns its rounding into a whole step; this epsilon tames it."""
@@ -79,9 +83,22 @@ def read_jobs(path: Path) -> list[Job]:
 
 
 def all_layouts(backend: str, model: str, processes: int, shape: str) -> list[LayoutConfig]:
+    """Those that can hold the model."""
     sizes = SHAPES[shape].sizes | MODELS[model](SHAPES[shape])
     experts = sizes.get("num_experts", 0)
-    return layouts(backend, processes, layers=sizes["num_hidden_layers"], experts=experts)
+    found = layouts(backend, processes, layers=sizes["num_hidden_layers"], experts=experts)
+    if backend != "megatron":
+        return found
+    architecture = architecture_of(load_config(random_model(model, SHAPES[shape])))
+    return [layout for layout in found if _fits(layout, architecture, processes)]
+
+
+def _fits(layout: LayoutConfig, architecture: Architecture, processes: int) -> bool:
+    try:
+        check_layout(layout, architecture, processes)
+    except ConfigError:
+        return False
+    return True
 
 
 def every_case(backends: Iterable[str], models: Iterable[str], processes: Iterable[int], shape: str) -> list[Case]:

@@ -75,15 +75,20 @@ def vocabulary(shape: Shape) -> int:
     return len(shape.alphabet) + 2
 
 
+def random_model(name: str, shape: Shape) -> ModelConfig:
+    """As a recipe would describe it."""
+    config = {**shape.sizes, **MODELS[name](shape), "initializer_range": shape.initializer_range}
+    return ModelConfig(random=RandomModelConfig(architecture=name, config=config, alphabet=shape.alphabet))
+
+
 def write_model(name: str, shape: Shape, directory: Path) -> None:
     """fp32. Norms begin at 1, which would hide that one was mistaken for another: they are spread."""
-    config = {**shape.sizes, **MODELS[name](shape), "initializer_range": shape.initializer_range}
-    random = RandomModelConfig(architecture=name, config=config, alphabet=shape.alphabet)
-    model = load_model(ModelConfig(random=random), SEED)
+    described = random_model(name, shape)
+    model = load_model(described, SEED)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(NORM_SPREAD * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(directory)
-    load_tokenizer(ModelConfig(random=random)).save_pretrained(directory)
+    load_tokenizer(described).save_pretrained(directory)

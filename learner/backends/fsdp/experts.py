@@ -1,0 +1,58 @@
+"""Which way a model's experts compute: its own loop, transformers' grouped multiplications, or ours.
+
+Ours, registered with transformers as "headway_grouped", moves rows by gathers in both directions
+(`learner/backends/expert_rows.py`). Shapes: T tokens, K experts chosen for each, H model width.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from learner.backends.expert_rows import grouped_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+EXPERTS_NAME = "headway_grouped"
+
+PLAIN = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+"""What transformers says of experts that are down(silu(gate(x)) * up(x)), gate and up in one tensor."""
+
+
+def experts_implementation(model: "PreTrainedModel", few: int) -> str:
+    """What transformers is to be told, and then knows; up to `few` experts compute one after the other."""
+    count = getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None) or 0
+    if count <= few:
+        return "eager"
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _grouped)
+    experts = [part for part in model.modules() if hasattr(part, "has_gate") and hasattr(part, "down_proj")]
+    return EXPERTS_NAME if all(_is_plain(part) for part in experts) else "grouped_mm"
+
+
+def _is_plain(experts: Any) -> bool:
+    from transformers.integrations import moe
+
+    own_gate = getattr(type(experts), "_apply_gate", None)
+    said = {name: getattr(experts, name, None) for name in PLAIN}
+    return said == PLAIN and own_gate is getattr(moe, "_default_apply_gate", None) and _is_silu(experts.act_fn)
+
+
+def _is_silu(activation: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """By trying it: it has several classes."""
+    numbers = torch.linspace(-5, 5, 101)
+    return torch.allclose(activation(numbers), F.silu(numbers))
+
+
+def _grouped(experts: Any, tokens_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """[T, H], in the dtype of the tokens.
+
+    On a GPU, and for its compiler, torch's grouped product is one of bfloat16; transformers has one for other numbers.
+    """
+    if tokens_TH.dtype is not torch.bfloat16 and (tokens_TH.is_cuda or torch.compiler.is_compiling()):
+        output_TH: torch.Tensor = grouped_mm_experts_forward(experts, tokens_TH, experts_TK, weights_TK)
+        return output_TH
+    output_TH = grouped_experts(tokens_TH, experts_TK, weights_TK, experts.gate_up_proj, experts.down_proj)
+    return output_TH.to(tokens_TH.dtype)

@@ -1,0 +1,144 @@
+"""One rank of the megatron backend, run by torchrun: the same story of every case, what came of it into a directory.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.megatron_rank DIRECTORY CASE...
+
+    NUMBER/start, reference ─► one step ─► one, followed ─► broken step ─► broken ─► another step ─► two
+                                            └─ loaded ─► loaded ─► the same step ─► again
+
+Each is a checkpoint beside the exported tensors of that moment. Megatron is patched for a CPU process-wide, so no
+backend is opened in the process of the tests.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from learner.backends import open_backend
+from learner.backends.base import Backend
+from learner.backends.megatron import cpu_shim
+from learner.batch import PackedBatch
+from learner.checkpoint import CheckpointError
+from learner.config import LayoutConfig, ModelConfig
+from learner.packing import pack
+from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
+
+LENGTHS = [20, 6, 7, 19, 11, 3, 25, 14]
+BUDGET = 40
+LEARNING_RATE = 1e-3
+TEMPERATURE = 0.9
+DECAY = 0.7
+REFERENCE_SEED = 7
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What is opened; written as JSON on the command line."""
+
+    architecture: str
+    dtype: str
+    model: str
+    """Its Hugging Face directory, in fp32."""
+    others: list[str]
+    """Checkpoints of other models, which are loaded in vain."""
+    layout: LayoutConfig = LayoutConfig()
+
+
+class Result(msgspec.Struct):
+    """What one rank was told, besides what it wrote."""
+
+    replica: int
+    logprobs: list[list[float]]
+    """Of its replica's tokens: at the start, after a step, of what was loaded."""
+    is_broken_norm_finite: bool
+    refusals: list[str]
+    """Of other models' checkpoints."""
+    shims: int
+    """How often Megatron was patched."""
+
+
+def run(case: Case, directory: Path) -> None:
+    if dist.is_initialized():
+        dist.barrier()
+    directory.mkdir(parents=True, exist_ok=True)
+    policy = _open(ModelConfig(path=case.model, dtype=case.dtype), case)
+    reference = _open(model_config(case.architecture, dtype=case.dtype), case, REFERENCE_SEED)
+    _write(policy, directory / "start")
+    _write(reference, directory / "reference")
+    logprobs = [_logprobs(policy)]
+    _step(policy, 0)
+    _write(policy, directory / "one")
+    logprobs.append(_logprobs(policy))
+    reference.follow(policy, DECAY)
+    _write(reference, directory / "followed")
+    broken_norm = _broken_step(policy)
+    _write(policy, directory / "broken")
+    _step(policy, 1)
+    _write(policy, directory / "two")
+    policy.load(directory / "one")
+    _write(policy, directory / "loaded")
+    logprobs.append(_logprobs(policy))
+    _step(policy, 1)
+    _write(policy, directory / "again")
+    refusals = [_refusal(policy, Path(other)) for other in case.others]
+    result = Result(policy.replica, logprobs, math.isfinite(broken_norm), refusals, len(cpu_shim._modes))
+    (directory / f"rank_{policy.rank}.msgpack").write_bytes(msgspec.msgpack.encode(result))
+
+
+def _open(model: ModelConfig, case: Case, seed: int = 0) -> Backend:
+    return open_backend("megatron", model, OPTIMIZER, seed=seed, layout=case.layout)
+
+
+def _write(backend: Backend, path: Path) -> None:
+    """The checkpoint, and its tensors as engines get them."""
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in backend.named_tensors()}
+    backend.save(path)
+    if backend.rank == 0:
+        save_file(tensors, path.with_suffix(".safetensors"))
+
+
+def batches_of(replica: int, replicas: int, number: int) -> list[PackedBatch]:
+    """Of step `number`."""
+    return pack(sequences(LENGTHS, seed=number), replica, replicas, BUDGET)
+
+
+def _logprobs(backend: Backend) -> list[float]:
+    given = backend.logprobs(batches_of(backend.replica, backend.replicas, 0), TEMPERATURE)
+    return [float(value) for value in torch.cat(given)]
+
+
+def _step(backend: Backend, number: int) -> None:
+    batches = batches_of(backend.replica, backend.replicas, number)
+    backend.step(batches, ratio_loss(batches, 50.0), TEMPERATURE, LEARNING_RATE)
+
+
+def _broken_step(backend: Backend) -> float:
+    """Every gradient is not a number."""
+    batches = batches_of(backend.replica, backend.replicas, 0)
+
+    def not_a_number(_: int, logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        return (logprobs_T * torch.inf).sum(), {}
+
+    return backend.step(batches, not_a_number, TEMPERATURE, LEARNING_RATE)[1]
+
+
+def _refusal(backend: Backend, checkpoint: Path) -> str:
+    try:
+        backend.load(checkpoint)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def main(directory: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    for number, text in enumerate(cases):
+        run(msgspec.json.decode(text, type=Case), directory / str(number))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,201 @@
+"""A checkpoint that is written while training goes on: what is in it, and when the broker hears of it."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from broker.batches import CheckpointMark
+from broker.schema import WeightVersion
+from learner.backends.base import Staged
+from learner.checkpoint import CheckpointError, CheckpointStore, LearnerState
+from learner.checkpoint_writer import CheckpointWriter
+from learner.experience import NeedsLearner
+from learner.loop import Learner, LoopConfig
+from learner.ranks import Ranks
+from tests.learner import async_saving_rank
+from tests.learner.async_saving_rank import Held, open_tiny, tensors
+from tests.learner.test_checkpoint import everything, seed_everything, train
+from tests.learner.test_checkpoint import open_tiny as open_fsdp
+from tests.learner.test_experience import after, experience
+
+EVERY = 2
+
+
+def test_what_is_written_is_what_was_staged(tmp_path: Path) -> None:
+    seed_everything()
+    backend = open_fsdp(5)
+    train(backend, range(2))
+    held, store = Held(backend), CheckpointStore(tmp_path, keep=2)
+    writer = CheckpointWriter(store, Ranks.of(backend), asynchronous=True)
+    writer.begin({"": held}, LearnerState(incarnation=1, step=2))
+    train(backend, range(2))
+    uninterrupted = everything(backend)
+    assert writer.look() is None
+    held.gate.set()
+    assert writer.wait() == 2
+    resumed = open_fsdp(99)
+    resumed.load(store.path(1, 2))
+    train(resumed, range(2))
+    for got, expected in zip(everything(resumed), uninterrupted, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.slow
+def test_two_ranks_save_while_they_train(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = ["-m", async_saving_rank.__name__, str(tmp_path), "fsdp", "megatron"]
+    done = subprocess.run([*launcher, *script], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    alone = open_tiny("fsdp", 7)
+    alone.load(tmp_path / "fsdp" / "checkpoints" / "1" / "step_2")
+    expected = load_file(tmp_path / "fsdp" / "two.safetensors")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(alone).items())
+
+
+@dataclass
+class Story:
+    """A learner of 64 bytes without a model, and what happened to it in order."""
+
+    directory: Path
+    stop_at: int = 99
+    asks_for_bytes_at: int = 99
+    write: Callable[[int], object] = lambda step: None
+    events: list[tuple[str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.store = CheckpointStore(self.directory, keep=9)
+        self.learner = Learner(
+            backend=self,  # type: ignore[arg-type]
+            ranks=Ranks(0, 1, 0, 1, True),
+            updater=SimpleNamespace(beside={}, judge=self.judge, update=self.update),  # type: ignore[arg-type]
+            experience=self,  # type: ignore[arg-type]
+            cursor=SimpleNamespace(state=dict, mark_trained=list),  # type: ignore[arg-type]
+            checkpoints=self.store,
+            config=LoopConfig(steps=5, checkpoint_every=EVERY, probe_tokens=(1, 2), probe_tolerance=1.0),
+            observer=SimpleNamespace(on_weights=self.ignore, on_step=self.ignore),
+            should_stop=lambda: self.learner.version.step >= self.stop_at,
+            version=WeightVersion(1, 0),
+        )
+
+    def ignore(self, *_: object, **__: object) -> None:
+        pass
+
+    feed = mark_dropped = publish = ignore
+
+    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+        assert is_copied
+        step = self.learner.version.step
+        self.events.append(("staged", step))
+
+        def write() -> None:
+            self.write(step)
+            (directory / "weights").write_bytes(bytes(64))
+
+        return Staged((write,))
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+    def logprobs(self, batches: Sequence[Any], temperature: float) -> list[torch.Tensor]:
+        return [torch.zeros(2) for _ in batches]
+
+    def judge(self, groups: object, step: int) -> Any:
+        return SimpleNamespace(sequences=())
+
+    def update(self, sequences: object, step: int) -> Any:
+        self.events.append(("trained", step))
+
+    def take(self, step: int) -> list[Any]:
+        if step == self.asks_for_bytes_at:
+            self.asks_for_bytes_at = 99
+            raise NeedsLearner("bytes")
+        return [SimpleNamespace(prompt=SimpleNamespace(group="0-0"))]
+
+    def commit(self, step: int) -> None:
+        latest = self.store.latest()
+        assert latest is not None
+        assert latest.state.step >= step, "committed before it was durable"
+        self.events.append(("committed", step))
+
+    def happened(self, what: str) -> list[int]:
+        return [step for name, step in self.events if name == what]
+
+
+def test_training_goes_on_and_the_commit_waits(tmp_path: Path) -> None:
+    story, is_trained = Story(tmp_path), threading.Event()
+    story.write = lambda step: _must(is_trained.wait(60))
+    update = story.update
+
+    def update_and_tell(sequences: object, step: int) -> None:
+        update(sequences, step)
+        if step == EVERY:  # while the checkpoint before it is being written
+            assert story.happened("committed") == []
+            is_trained.set()
+
+    story.learner.updater.update = update_and_tell  # type: ignore[assignment, method-assign]
+    assert story.learner.run()
+    assert story.happened("staged") == story.happened("committed") == [2, 4, 5]
+    assert [event for event in story.events if event[0] != "trained"] == [
+        (what, step) for step in (2, 4, 5) for what in ("staged", "committed")
+    ], "one at a time"
+
+
+def _must(claim: bool) -> None:
+    assert claim
+
+
+def slowly(step: int) -> None:
+    time.sleep(0.2)
+
+
+def test_an_orderly_stop_waits_for_its_checkpoint(tmp_path: Path) -> None:
+    story = Story(tmp_path, stop_at=3, write=slowly)
+    assert not story.learner.run()
+    assert story.happened("trained") == [0, 1, 2]
+    assert story.events[-1] == ("committed", 3)
+
+
+def test_an_early_checkpoint_is_durable_before_more_is_asked_for(tmp_path: Path) -> None:
+    story = Story(tmp_path, asks_for_bytes_at=3, write=slowly)
+    assert story.learner.run()
+    assert story.events.index(("committed", 3)) < story.events.index(("trained", 3))
+
+
+def test_a_failed_write_stops_the_run_and_leaves_what_was_there(tmp_path: Path) -> None:
+    story = Story(tmp_path)
+
+    def fail_later(step: int) -> None:
+        if step == 2 * EVERY:
+            raise OSError("No space left on device")
+
+    story.write = fail_later
+    with pytest.raises(CheckpointError, match=r"No space left on device .*Older checkpoints are untouched"):
+        story.learner.run()
+    assert story.happened("committed") == [2]
+    assert [path.name for path in (tmp_path / "1").iterdir()] == ["step_2"]
+
+
+def test_a_bug_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    story = Story(tmp_path, write=lambda step: [][step])
+    with pytest.raises(IndexError):
+        story.learner.run()
+
+
+def test_the_broker_forgets_no_more_than_the_checkpoint_contains(url: str) -> None:
+    with experience(url, CheckpointMark(0, 0), after(9)) as (learner, blocking):
+        learner.mark_dropped()
+        learner._cursor.mark_trained([learner._cursor.watermark])  # a step that is trained while it is written
+        learner.commit(1)
+        known = blocking.broker.batches._known
+        assert known is not None
+        assert known.watermark < learner._cursor.watermark
