@@ -138,7 +138,7 @@ def _train(results: Results, options: argparse.Namespace) -> dict[str, Line]:
     lines, shape = {}, shape_of(options.shape, options.layers)
     directory = checkpoint.folder(options.models, options.shape, shape)
     checkpoint.write_isolated(shape, directory, options.device, options.timeout_s)
-    function = "benchmarks.throughput.case:measure_ordered"
+    function = "benchmarks.throughput.measuring:measure_ordered"
     for case in training_cases(options):
         name = f"training {case.lengths[0]} tokens, context {case.layout.context}"
         _tell(name)

@@ -35,7 +35,7 @@ def main() -> int:
     lines = []
     for case in cases:
         _tell(f"{case.name}: {case.shape}, {case.processes} processes")
-        function = "benchmarks.throughput.case:measure_ordered"
+        function = "benchmarks.throughput.measuring:measure_ordered"
         lines.append(results.measured(case, function, case.processes, options.timeout_s, model=model))
         _tell(_words(lines[-1]))
     print(json.dumps({"results": str(results.path), **_summary(lines)}))

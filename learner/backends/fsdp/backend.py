@@ -7,16 +7,17 @@ from pathlib import Path
 import torch
 
 from learner.backends.base import Backend, TokenLoss
+from learner.backends.hugging_face_files import write_tensors
+from learner.backends.rng import load_rng, stage_rng
 from learner.batch import PackedBatch
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.model import load_tokenizer
 from learner.saving import NamedTensors, stage_gathered
 
-from .export import hugging_face_tensors, write_tensors
+from .export import hugging_face_tensors
 from .policy import Policy, ValueModel
 from .ranks import gathering, local
 from .sharded_model import Reports, ShardedModel
-from .training_state import load_rng, stage_rng
 
 
 class FsdpBackend(ShardedModel):

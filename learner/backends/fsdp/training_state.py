@@ -1,17 +1,12 @@
-"""What a checkpoint needs besides the Hugging Face model: fp32 parameters, AdamW's moments, RNG states.
+"""What a checkpoint needs besides the Hugging Face model: fp32 parameters and AdamW's moments.
 
-Parameters and moments go through torch.distributed.checkpoint, every rank its shards, so another number of
-ranks can load them. RNG states are one file a rank.
+They go through torch.distributed.checkpoint, every rank its shards, so another number of ranks can load them.
 """
 
-import random
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,23 +25,8 @@ from .optimizer import allocate_moments
 from .ranks import local
 
 STATE_FOLDER = "training_state"
-RNG_FOLDER = "rng"
 
 Tensors = dict[str, torch.Tensor]
-
-
-class RngState(msgspec.Struct, frozen=True, kw_only=True):
-    """The process-wide generators of one rank."""
-
-    torch_cpu: bytes
-    torch_cuda: bytes
-    """Of the rank's own device; empty on a CPU."""
-    numpy_key: list[int]
-    numpy_position: int
-    numpy_gauss: tuple[int, float]
-    python_version: int
-    python_key: list[int]
-    python_gauss: float | None
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> Tensors:
@@ -134,47 +114,3 @@ def _first_line(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return str(error).strip().splitlines()[0]
-
-
-def capture_rng(device: torch.device) -> RngState:
-    _, numpy_key, numpy_position, has_gauss, cached = np.random.get_state(legacy=True)
-    python_version, python_key, python_gauss = random.getstate()
-    is_cuda = device.type == "cuda"
-    return RngState(
-        torch_cpu=torch.get_rng_state().numpy().tobytes(),
-        torch_cuda=torch.cuda.get_rng_state(device).numpy().tobytes() if is_cuda else b"",
-        numpy_key=np.asarray(numpy_key).tolist(),
-        numpy_position=int(numpy_position),
-        numpy_gauss=(int(has_gauss), float(cached)),
-        python_version=python_version,
-        python_key=list(python_key),
-        python_gauss=python_gauss,
-    )
-
-
-def restore_rng(state: RngState, device: torch.device) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8))
-    if state.torch_cuda and device.type == "cuda":
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.torch_cuda), dtype=torch.uint8), device)
-    key = np.asarray(state.numpy_key, dtype=np.uint32)
-    np.random.set_state(("MT19937", key, state.numpy_position, *state.numpy_gauss))
-    random.setstate((state.python_version, tuple(state.python_key), state.python_gauss))
-
-
-def stage_rng(directory: Path, rank: int, device: torch.device) -> Callable[[], None]:
-    """What writes the generators' states as they are now."""
-    encoded = msgspec.msgpack.encode(capture_rng(device))
-    path = directory / RNG_FOLDER / f"rank_{rank}.msgpack"
-
-    def write() -> None:
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(encoded)
-
-    return write
-
-
-def load_rng(directory: Path, rank: int, device: torch.device) -> None:
-    """Ranks that the saving run did not have keep their generators as they are."""
-    path = directory / RNG_FOLDER / f"rank_{rank}.msgpack"
-    if path.exists():
-        restore_rng(msgspec.msgpack.decode(path.read_bytes(), type=RngState), device)

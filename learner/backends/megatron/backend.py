@@ -16,8 +16,8 @@ from transformers import GenerationConfig
 
 from broker.errors import ConfigError
 from learner.backends.base import Backend, Staged, TokenLoss
-from learner.backends.fsdp.export import write_tensors
-from learner.backends.fsdp.training_state import load_rng, stage_rng
+from learner.backends.hugging_face_files import write_tensors
+from learner.backends.rng import load_rng, stage_rng
 from learner.batch import PackedBatch
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.model import load_config, load_tokenizer

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from broker.errors import ConfigError
-from learner.backends.fsdp.export import FILE_BYTES
+from learner.backends.hugging_face_files import FILE_BYTES
 from learner.checkpoint import CheckpointError
 from learner.saving import NamedTensors, stage_gathered
 
