@@ -17,10 +17,12 @@ from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, WeightVersion
 from learner.backends.base import Backend
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.composition import needs_critic, needs_reference
+from learner.cost import DEFAULT_COST, CostModel
 from learner.experience import Experience
 from learner.experience_log import ExperienceLog
 from learner.loop import Learner, LoopConfig
 from learner.model import load_config, load_tokenizer, model_files
+from learner.model_shape import shape_of
 from learner.objective import Objective
 from learner.probe import TOLERANCE
 from learner.prompts import open_prompts
@@ -260,7 +262,16 @@ def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
         temperature=recipe.sampling.temperature,
         max_new_tokens=recipe.sampling.max_new_tokens,
         max_lag=recipe.staleness.max_lag,
+        cost=_cost(recipe),
     )
+
+
+def _cost(recipe: Recipe) -> CostModel:
+    """Of the recipe's model by its shape; of a usual one where its configuration has other names for its sizes."""
+    try:
+        return CostModel.of_model(shape_of(load_config(recipe.model)))
+    except AttributeError:
+        return DEFAULT_COST
 
 
 def _rules(recipe: Recipe) -> RunRules:

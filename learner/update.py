@@ -20,6 +20,7 @@ from .backends.base import Backend, Staged
 from .batch import PackedBatch
 from .composition import open_advantage
 from .config import AlgorithmConfig, LearnerConfig, OptimizerConfig
+from .cost import DEFAULT_COST, CostModel
 from .critic import Critic, outcome_rewards
 from .objective import Objective
 from .packing import PackableSequence, concatenate, from_trajectory, pack, plan
@@ -78,7 +79,8 @@ class Stored(Protocol):
 class Updater:
     """Turns batches into optimizer updates. Collective over the ranks.
 
-    `reference` is needed for a KL penalty, `critic` for advantages by generalized estimation.
+    `reference` is needed for a KL penalty, `critic` for advantages by generalized estimation. `cost`: what replicas are
+    balanced by; the same on every rank.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Updater:
         temperature: float,
         max_new_tokens: int,
         max_lag: int,
+        cost: CostModel = DEFAULT_COST,
     ) -> None:
         self._backend = backend
         self._ranks = ranks
@@ -110,6 +113,7 @@ class Updater:
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
         self._max_lag = max_lag
+        self._cost = cost
 
     @property
     def beside(self) -> dict[str, Stored]:
@@ -230,7 +234,7 @@ class Updater:
     def _less_kl(self, rewards_S: torch.Tensor, sequences: Sequence[PackableSequence]) -> torch.Tensor:
         """[S] the rewards less the KL penalty of their sequences, on every rank; each replica computes its own."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
-        chosen = plan(lengths, self._ranks.replicas, self._learner.micro_batch_tokens)[self._ranks.replica]
+        chosen = plan(lengths, self._ranks.replicas, self._learner.micro_batch_tokens, self._cost)[self._ranks.replica]
         batches = [concatenate([sequences[index] for index in indices]) for indices in chosen]
         shaped_S = torch.zeros_like(rewards_S)
         for indices, batch, reference_T in zip(chosen, batches, self._reference_logprobs(batches) or (), strict=True):
@@ -249,7 +253,7 @@ class Updater:
         return self._reward_kl(batch.behavior_logprobs_T, reference_T.to(batch.loss_mask_T.device), batch.loss_mask_T)
 
     def _pack(self, sequences: Sequence[PackableSequence]) -> list[PackedBatch]:
-        return pack(sequences, self._ranks.replica, self._ranks.replicas, self._learner.micro_batch_tokens)
+        return pack(sequences, self._ranks.replica, self._ranks.replicas, self._learner.micro_batch_tokens, self._cost)
 
     def _proximal(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
         return self._backend.logprobs(batches, self._temperature) if self._objective.needs_proximal else None

@@ -199,7 +199,8 @@ def _mark_parts(chunk: PackedGpt) -> None:
     for module in chunk.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
             for parameter in module.parameters(recurse=False):
-                set_tensor_model_parallel_attributes(parameter, True, int(isinstance(module, RowParallelLinear)), 1)
+                if not hasattr(parameter, "tensor_model_parallel"):  # biases are marked as they are made
+                    set_tensor_model_parallel_attributes(parameter, True, int(isinstance(module, RowParallelLinear)), 1)
 
 
 def _part(config: TransformerConfig, architecture: Architecture, stage: int | None) -> PackedGpt:
