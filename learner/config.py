@@ -224,7 +224,9 @@ class ComputeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(description="activations made again in the backward pass: none, the cheap ones, or whole layers"),
     ] = "none"
     offload_optimizer: Annotated[bool, Meta(description="keep the optimizer's state in CPU memory (fsdp)")] = False
-    compile: Annotated[bool, Meta(description="compile the layers with torch.compile (fsdp, on a GPU, where it is recommended)")] = False
+    compile: Annotated[
+        bool, Meta(description="compile the layers with torch.compile (fsdp, on a GPU, where it is recommended)")
+    ] = False
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -234,7 +236,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     layout: LayoutConfig = LayoutConfig()
     compute: ComputeConfig = ComputeConfig()
     device: Annotated[str, Meta(description="cpu or cuda")] = "cpu"
-    processes: Annotated[int, Meta(ge=1, description="all ranks; `headway run` starts them on this machine (torchrun)")] = 1
+    processes: Annotated[
+        int, Meta(ge=1, description="all ranks; `headway run` starts them on this machine (torchrun)")
+    ] = 1
     threads: Annotated[int, Meta(ge=1, description="CPU threads of one rank")] = 1
     steps: Annotated[int, Meta(ge=1, description="optimizer steps of the run")] = 100
     groups_per_step: Annotated[int, Meta(ge=1, description="prompts trained in one step")] = 32
