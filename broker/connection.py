@@ -5,6 +5,7 @@ when repeated.
 """
 
 import asyncio
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
@@ -165,7 +166,7 @@ class Connection:
             try:
                 return await send()
             except (LostConnectionError, SlowServerError, BusyLoadingError, OSError) as error:
-                if time.monotonic() + pause_s >= deadline or _is_about_us(error):
+                if time.monotonic() + pause_s >= deadline or _is_lasting(error):
                     raise self._unavailable(error) from error
             except ResponseError as error:
                 if not _ends_by_itself(error) or time.monotonic() + pause_s >= deadline:
@@ -180,7 +181,12 @@ class Connection:
 
     def _unavailable(self, error: Exception) -> BrokerUnavailableError:
         reason = str(error) or type(error).__name__
-        if _is_about_us(error):
+        if _is_caused_by(error, ssl.SSLCertVerificationError):
+            return BrokerUnavailableError(
+                f"The broker at {self.url} shows a certificate that is not to be trusted ({reason}): name its "
+                "authority's certificate in broker.url as ?ssl_ca_certs=FILE, and the host as the certificate has it."
+            )
+        if _is_caused_by(error, AuthenticationError):
             return BrokerUnavailableError(
                 f"The broker at {self.url} refuses our user or password ({reason}): put them into the URL, "
                 f"or the password into a file that ${PASSWORD_FILE} names."
@@ -195,9 +201,14 @@ class _NotLoadedError(LostConnectionError):
     """As good as away: the learner loads the scripts when it comes."""
 
 
-def _is_about_us(error: BaseException | None) -> bool:
-    """The driver tells of a refused password as of a lost connection, with the refusal behind it."""
-    return isinstance(error, AuthenticationError) or (error is not None and _is_about_us(error.__context__))
+def _is_lasting(error: BaseException) -> bool:
+    """Whether trying again meets the same: our password or the server's certificate is refused."""
+    return _is_caused_by(error, (AuthenticationError, ssl.SSLCertVerificationError))
+
+
+def _is_caused_by(error: BaseException | None, kinds: type[Exception] | tuple[type[Exception], ...]) -> bool:
+    """The driver tells of a refusal as of a lost connection, with the refusal behind it."""
+    return isinstance(error, kinds) or (error is not None and _is_caused_by(error.__context__, kinds))
 
 
 def _accepted(replies: list[Any]) -> list[Any]:

@@ -12,11 +12,11 @@ from msgspec import Meta
 
 from broker.errors import ConfigError
 from learner.config import LearnerConfig
+from learner.layout import check_ranks
 
 from .recipe import Recipe
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
-MEGATRON_LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out")
 WORDS = {
     int: "an integer",
@@ -102,20 +102,10 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
 
 def _impossible_layouts(learner: LearnerConfig) -> Iterator[str]:
     """What the model's sizes have to say is known once it is opened."""
-    layout = learner.layout
-    if learner.backend == "fsdp":
-        for key in MEGATRON_LAYOUT:
-            if getattr(layout, key) > 1:
-                yield (
-                    f"learner.layout.{key} is {getattr(layout, key)}, and learner.backend=fsdp splits by context alone."
-                    " Set learner.backend=megatron, or raise learner.processes: fsdp shards the model over all of them."
-                )
-    replica = layout.tensor * layout.pipeline * layout.context
-    if learner.processes % replica:
-        yield (
-            f"learner.layout: learner.processes = {learner.processes} (all ranks, of all machines) cannot be divided by"
-            f" tensor * pipeline * context = {replica}, the ranks that hold one replica of the model."
-        )
+    try:
+        check_ranks(learner.backend, learner.layout, learner.processes)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _missing_abilities(recipe: Recipe) -> Iterator[str]:

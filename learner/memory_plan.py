@@ -20,6 +20,7 @@ from typing import Literal
 from broker.errors import ConfigError
 
 from .config import LearnerConfig
+from .layout import check_layout
 from .model_shape import ModelShape, Parameter
 
 FP32 = 4
@@ -85,32 +86,13 @@ class Planned:
 
 def plan_memory(planned: Planned) -> list[Held]:
     """Every rank, largest first. Raises ConfigError for a layout that cannot be, or a backend that is not ours."""
-    check_layout(planned)
-    rank_of = _fsdp_rank if planned.learner.backend == "fsdp" else _megatron_rank
-    ranks = [rank_of(planned, rank) for rank in range(planned.learner.processes)]
-    return sorted(ranks, key=lambda held: (-held.total, held.rank))
-
-
-def check_layout(planned: Planned) -> None:
-    """Raises ConfigError, naming the numbers that do not fit."""
-    learner, layout, shape = planned.learner, planned.learner.layout, planned.shape
+    learner = planned.learner
     if learner.backend not in ("fsdp", "megatron"):
         raise ConfigError(f"learner.backend: nothing is known of what `{learner.backend}` holds; use fsdp or megatron.")
-    for key in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor"):
-        if learner.backend == "fsdp" and getattr(layout, key) > 1:
-            raise ConfigError(f"learner.layout.{key}={getattr(layout, key)} needs learner.backend=megatron.")
-    replica, experts = layout.tensor * layout.pipeline * layout.context, layout.expert * layout.expert_tensor
-    _divides("learner.processes", learner.processes, "tensor * pipeline * context", replica)
-    _divides("ranks of a stage", learner.processes // layout.pipeline, "expert * expert_tensor", experts)
-    _divides("hidden layers", shape.layers, "pipeline * virtual_pipeline", layout.pipeline * layout.virtual_pipeline)
-    _divides("attention heads", shape.heads, "tensor * context", layout.tensor * layout.context)
-    _divides("key/value heads", shape.key_value_heads, "tensor", layout.tensor)
-    _divides("experts", shape.experts, "expert", layout.expert)
-
-
-def _divides(what: str, number: int, key: str, size: int) -> None:
-    if number % size:
-        raise ConfigError(f"learner.layout: {what} = {number} cannot be divided by {key} = {size}.")
+    check_layout(learner.backend, learner.layout, learner.processes, planned.shape, planned.compute_bytes)
+    rank_of = _fsdp_rank if learner.backend == "fsdp" else _megatron_rank
+    ranks = [rank_of(planned, rank) for rank in range(learner.processes)]
+    return sorted(ranks, key=lambda held: (-held.total, held.rank))
 
 
 def _fsdp_rank(planned: Planned, rank: int) -> Held:
@@ -146,7 +128,7 @@ def _gathered_bytes(planned: Planned) -> int:
     Of a small model besides, with several ranks, the fp32 sums of all gradients: they are reduced after the last
     micro-batch.
     """
-    from .backends.fsdp.ranks import GATHERED_GRADIENT_BYTES, GATHERED_WEIGHT_BYTES
+    from .backends.fsdp.sharding import GATHERED_GRADIENT_BYTES, GATHERED_WEIGHT_BYTES
 
     shape, number = planned.shape, planned.compute_bytes
     layer = max(_size(shape, index) for index in range(shape.layers))

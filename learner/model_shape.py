@@ -65,11 +65,19 @@ class ModelShape:
         chosen = self.experts_per_token / max(self.experts, 1)
         return self.vocabulary * self.width + sum(p.size * (chosen if p.part == "experts" else 1) for p in matrices)
 
+    @cached_property
+    def ffn_width(self) -> int:
+        """Of the first layer's dense block, or of one of its experts."""
+        return self._down(0).shape[-1]
+
     def feed_forward_width(self, layer: int) -> int:
         """Of the dense block, or of all the experts that a token chooses together."""
-        mine = [p for p in self.parameters if p.layer == layer]
-        down = next(p for p in mine if p.name.endswith(("down_proj", "down_proj.weight")))
+        down = self._down(layer)
         return down.shape[-1] * (self.experts_per_token if down.part == "experts" else 1)
+
+    def _down(self, layer: int) -> Parameter:
+        mine = [p for p in self.parameters if p.layer == layer]
+        return next(p for p in mine if p.name.endswith(("down_proj", "down_proj.weight")))
 
     def has_experts(self, layer: int) -> bool:
         return any(p.part == "experts" for p in self.parameters if p.layer == layer)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-import learner.backends.fsdp.ranks
+import learner.backends.fsdp.sharding
 from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.backends.fsdp.backend import FsdpBackend
@@ -45,8 +45,8 @@ class Result(msgspec.Struct):
 
 def run(case: Case, directory: Path) -> None:
     directory.mkdir(exist_ok=True)
-    learner.backends.fsdp.ranks.GATHERED_GRADIENT_BYTES = 0 if case.is_large else 1 << 30
-    learner.backends.fsdp.ranks.GATHERED_WEIGHT_BYTES = 0 if case.is_large else 1 << 30
+    learner.backends.fsdp.sharding.GATHERED_GRADIENT_BYTES = 0 if case.is_large else 1 << 30
+    learner.backends.fsdp.sharding.GATHERED_WEIGHT_BYTES = 0 if case.is_large else 1 << 30
     model = model_config(case.architecture)
     backend = open_backend("fsdp", model, OPTIMIZER, seed=3, layout=case.layout, compute=case.compute)
     results = [step(backend, number) for number in range(len(LENGTHS))]

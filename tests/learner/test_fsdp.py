@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import learner.backends.fsdp.ranks
+import learner.backends.fsdp.sharding
 import tests.learner.fsdp_rank as fsdp_rank
 from broker.errors import ConfigError
 from learner.backends import open_backend
@@ -107,7 +107,7 @@ def test_kept_weights_make_bit_equal_steps_and_are_never_stale(dtype: str, monke
     """Those of a large model are gathered for every layer; `logprobs` after anything that changes shards sees it."""
     config = model_config("qwen3", dtype=dtype)
     kept, follower = (open_backend("fsdp", config, OPTIMIZER, seed=3) for _ in range(2))
-    monkeypatch.setattr(learner.backends.fsdp.ranks, "GATHERED_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(learner.backends.fsdp.sharding, "GATHERED_WEIGHT_BYTES", 0)
     regathered = open_backend("fsdp", config, OPTIMIZER, seed=3)
     batches = pack(sequences(LENGTHS), 0, 1, 20)
     assert len(batches) > 2

@@ -16,7 +16,6 @@ from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.megatron import cpu_shim
 from learner.backends.megatron.architecture import Architecture, architecture_of
-from learner.backends.megatron.layout import check_layout
 from learner.backends.megatron.mapping import (
     HEAD,
     Along,
@@ -31,6 +30,7 @@ from learner.backends.megatron.mapping import (
 )
 from learner.batch import PackedBatch
 from learner.config import LayoutConfig, ModelConfig
+from learner.layout import check_layout
 from learner.model import load_config, load_model, load_tokenizer
 from learner.packing import concatenate
 from tests.learner.megatron_rank import DECAY, TEMPERATURE, Case, Result, batches_of
@@ -124,7 +124,7 @@ def known(architecture: str, **config: object) -> Architecture:
             {"tensor": 2, "context": 2},
             6,
             "qwen3",
-            "(all ranks) = 6 cannot be divided by tensor * pipeline * context = 4",
+            "= 6 (all ranks, of all machines) cannot be divided by tensor * pipeline * context = 4",
         ),
         (
             {"expert": 2, "expert_tensor": 2},
@@ -159,14 +159,15 @@ def test_a_layout_that_cannot_be_is_refused(
 ) -> None:
     model = known("qwen3", intermediate_size=47) if architecture == "odd" else known(architecture)
     with pytest.raises(ConfigError) as caught:
-        check_layout(LayoutConfig(**layout), model, processes)
+        check_layout("megatron", LayoutConfig(**layout), processes, model, number_bytes=4)
     assert str(caught.value).startswith("learner.layout")
     assert message in str(caught.value)
 
 
 def test_layouts_that_can_be() -> None:
-    check_layout(LayoutConfig(tensor=2, pipeline=2, context=2, expert=2, expert_tensor=2), known("qwen3_moe"), 16)
-    check_layout(LayoutConfig(context=4), known("qwen3"), 8)
+    every = LayoutConfig(tensor=2, pipeline=2, context=2, expert=2, expert_tensor=2)
+    check_layout("megatron", every, 16, known("qwen3_moe"), number_bytes=4)
+    check_layout("megatron", LayoutConfig(context=4), 8, known("qwen3"), number_bytes=4)
 
 
 @pytest.mark.parametrize(

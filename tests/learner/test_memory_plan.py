@@ -199,8 +199,8 @@ def test_other_models_are_counted() -> None:
 @pytest.mark.parametrize(
     ("backend", "processes", "layout", "words"),
     [
-        ("fsdp", 2, {"tensor": 2}, "learner.layout.tensor=2 needs learner.backend=megatron"),
-        ("megatron", 2, {"tensor": 4}, "learner.processes = 2 cannot be divided"),
+        ("fsdp", 2, {"tensor": 2}, "learner.layout.tensor is 2, and learner.backend=fsdp splits by context alone"),
+        ("megatron", 2, {"tensor": 4}, "learner.processes = 2 .* cannot be divided"),
         ("megatron", 3, {"pipeline": 3}, "hidden layers = 4 cannot be divided by pipeline"),
         ("megatron", 4, {"tensor": 4}, "key/value heads = 2 cannot be divided by tensor = 4"),
         ("megatron", 8, {"expert": 8}, "experts = 4 cannot be divided by expert = 8"),

@@ -16,8 +16,8 @@ from learner.saving import NamedTensors, stage_gathered
 
 from .export import hugging_face_tensors
 from .policy import Policy, ValueModel
-from .ranks import gathering, local
 from .sharded_model import Reports, ShardedModel
+from .sharding import gathering, local
 
 
 class FsdpBackend(ShardedModel):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from broker.errors import ConfigError
+from learner.layout import check_context
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,15 +62,8 @@ class ContextGroup:
 
     def check_heads(self, config: "PretrainedConfig") -> None:
         """Raises ConfigError where heads cannot be shared evenly."""
-        if self.size == 1:
-            return
         heads = config.num_attention_heads
-        key_value_heads = getattr(config, "num_key_value_heads", None) or heads
-        if heads % self.size or (key_value_heads % self.size and self.size % key_value_heads):
-            raise ConfigError(
-                f"learner.layout.context={self.size} does not divide the model's {heads} attention heads, or neither"
-                f" divides nor is a multiple of its {key_value_heads} key/value heads; choose another size."
-            )
+        check_context(self.size, heads, getattr(config, "num_key_value_heads", None) or heads)
 
 
 def _repeated(rows_NHD: torch.Tensor, size: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .ranks import full
+from .sharding import full
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ from torch.optim.adamw import adamw
 
 from learner.config import OptimizerConfig
 
-from .ranks import local
+from .sharding import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from broker.errors import ConfigError
 from learner.backends.base import Staged, TokenLoss
+from learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
 from learner.batch import PackedBatch
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.layout import check_ranks
 from learner.model import load_model
 from learner.saving import save
 
@@ -19,8 +21,8 @@ from .context import ContextGroup
 from .layers import prepare_layers
 from .optimizer import open_optimizer
 from .policy import PackedModel
-from .ranks import clip_gradients, gathering, join_context, join_ranks, shard, sum_over_ranks, sync_gradients
 from .row import placeholder
+from .sharding import clip_gradients, gathering, join_context, shard, sync_gradients
 from .streaming import allocate_shards, can_stream, fill_shards, meta_model
 from .training_state import StagedState, load_state
 
@@ -41,13 +43,14 @@ class ShardedModel:
         layout: LayoutConfig,
         compute: ComputeConfig,
     ) -> None:
-        _check_device(device, compute)
-        mesh = join_ranks(device)
+        check_ranks("fsdp", layout, count_ranks())
+        _check_compute(device, compute)
+        self._device = join_ranks(device)
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
         context = join_context(layout, device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.replica, self.is_lead = self.rank // context.size, context.rank == 0
         self.replicas = self.world_size // context.size
-        self._device = torch.device(f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device)
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self._module = self._open(kind, model, seed, mesh, context, compute)
         self._parameters = [p for p in self._module.parameters() if p.requires_grad]
@@ -108,7 +111,7 @@ class ShardedModel:
         self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float, *options: float
     ) -> tuple[float, float, Reports]:
         """One update. Empty micro-batches report {}. A norm that is not finite: the weights stay."""
-        self._check_same_count(len(batches))
+        check_same_count(len(batches), self._device)
         self._optimizer.zero_grad(set_to_none=True)
         shares, reports = [], Reports()
         with gathering(self._module):
@@ -144,17 +147,7 @@ class ShardedModel:
         torch.autograd.backward(share * self.world_size)
         return share.detach(), report
 
-    def _check_same_count(self, count: int) -> None:
-        """Ranks with different numbers of micro-batches would wait for each other for ever."""
-        if self.world_size > 1:
-            extremes = torch.tensor([count, -count], device=self._device)
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-            most, minus_least = extremes.tolist()
-            assert most == -minus_least, f"ranks have between {-minus_least} and {most} micro-batches"
 
-
-def _check_device(device: str, compute: ComputeConfig) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("learner.device is cuda, but torch finds no CUDA device; set learner.device=cpu.")
+def _check_compute(device: str, compute: ComputeConfig) -> None:
     if device == "cpu" and compute.compile:
         raise ConfigError("learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing.")

@@ -22,7 +22,7 @@ from learner.checkpoint import CheckpointError
 from learner.saving import in_host_memory
 
 from .optimizer import allocate_moments
-from .ranks import local
+from .sharding import local
 
 STATE_FOLDER = "training_state"
 

@@ -18,7 +18,7 @@ class Architecture:
     layers: int
     width: int
     heads: int
-    kv_heads: int
+    key_value_heads: int
     head_width: int
     ffn_width: int
     """Of the dense block, or of one expert."""
@@ -45,7 +45,7 @@ def architecture_of(config: "PretrainedConfig") -> Architecture:
         layers=config.num_hidden_layers,
         width=config.hidden_size,
         heads=heads,
-        kv_heads=config.num_key_value_heads,
+        key_value_heads=config.num_key_value_heads,
         head_width=getattr(config, "head_dim", None) or config.hidden_size // heads,
         ffn_width=config.moe_intermediate_size if is_moe else config.intermediate_size,
         experts=config.num_experts if is_moe else 0,

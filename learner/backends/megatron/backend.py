@@ -11,21 +11,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import GenerationConfig
 
 from broker.errors import ConfigError
 from learner.backends.base import Backend, Staged, TokenLoss
 from learner.backends.hugging_face_files import write_tensors
+from learner.backends.process_group import check_same_count, count_ranks, join_ranks
 from learner.backends.rng import load_rng, stage_rng
 from learner.batch import PackedBatch
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.layout import check_layout
 from learner.model import load_config, load_tokenizer
 from learner.saving import NamedTensors, save, stage_gathered
 
 from .architecture import architecture_of
 from .cpu_shim import install_cpu_shim
-from .layout import check_layout, count_ranks, join, use_device
+from .layout import join
 from .source import open_source
 
 Reports = list[dict[str, float]]
@@ -49,10 +50,10 @@ class MegatronBackend:
         self._tokenizer = load_tokenizer(model)
         self._architecture = architecture_of(self._hugging_face)
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-        check_layout(layout, self._architecture, count_ranks(), self._dtype.itemsize)
-        self._device = use_device(device)
+        check_layout("megatron", layout, count_ranks(), self._architecture, self._dtype.itemsize)
+        self._device = join_ranks(device)
         self._layout = layout
-        here = join(layout, device)
+        here = join(layout)
         self.rank, self.world_size = here.rank, here.world_size
         self.replica, self.replicas, self.is_lead = here.replica, here.replicas, here.is_lead
         self._build(compute, optimizer)
@@ -78,7 +79,7 @@ class MegatronBackend:
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """[T] fp32 logprobs for every micro-batch; [0] for an empty one."""
-        self._check_same_count(len(batches))
+        check_same_count(len(batches), self._device)
         return self._schedule.evaluate(batches, temperature)
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
@@ -92,7 +93,7 @@ class MegatronBackend:
 
         Empty micro-batches report {}, but the first one says how experts were loaded, whatever it holds.
         """
-        self._check_same_count(len(batches))
+        check_same_count(len(batches), self._device)
         self._adam.zero_gradients()
         total, reports = self._schedule.train(batches, temperature, loss)
         reports[0] |= self._take_router_load()
@@ -132,14 +133,6 @@ class MegatronBackend:
         self._hugging_face.save_pretrained(directory)
         GenerationConfig.from_model_config(self._hugging_face).save_pretrained(directory)
         self._tokenizer.save_pretrained(directory)
-
-    def _check_same_count(self, count: int) -> None:
-        """Replicas with different numbers of micro-batches would wait for each other for ever."""
-        if self.world_size > 1:
-            extremes = torch.tensor([count, -count], device=self._device)
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-            most, least = extremes[0].item(), -extremes[1].item()
-            assert most == least, f"replicas have between {least} and {most} micro-batches"
 
 
 def _import_megatron() -> None:

@@ -85,16 +85,16 @@ class Stacked:
 class Interleaved:
     """Query, key and value: the rows of a key/value head follow those of the query heads that use it."""
 
-    kv_heads: int
+    key_value_heads: int
     head_width: int
 
     def split(self, tensors: Tensors, size: int, rank: int) -> torch.Tensor:
-        groups = torch.cat([tensor.view(self.kv_heads, -1, *tensor.shape[1:]) for tensor in tensors], 1)
+        groups = torch.cat([tensor.view(self.key_value_heads, -1, *tensor.shape[1:]) for tensor in tensors], 1)
         return groups.flatten(0, 1).chunk(size)[rank]
 
     def join(self, parts: Sequence[torch.Tensor]) -> Tensors:
         stacked = torch.cat(list(parts))
-        groups = stacked.view(self.kv_heads, -1, *stacked.shape[1:])
+        groups = stacked.view(self.key_value_heads, -1, *stacked.shape[1:])
         of_query = groups.shape[1] - 2 * self.head_width
         return tuple(
             rows.flatten(0, 1) for rows in torch.split(groups, [of_query, self.head_width, self.head_width], 1)
@@ -137,8 +137,9 @@ def layer_bindings(architecture: Architecture, layer: int, local: int) -> Iterat
 
 def _attention_bindings(architecture: Architecture, target: str, source: str) -> Iterator[Binding]:
     width, head_width = architecture.width, architecture.head_width
-    rows = [heads * head_width for heads in (architecture.heads, architecture.kv_heads, architecture.kv_heads)]
-    interleaved = Interleaved(architecture.kv_heads, head_width)
+    groups = architecture.key_value_heads
+    rows = [heads * head_width for heads in (architecture.heads, groups, groups)]
+    interleaved = Interleaved(groups, head_width)
     for kind, inputs in (("weight", (width,)), ("bias", ())) if architecture.has_qkv_bias else (("weight", (width,)),):
         names = tuple(f"{source}{name}_proj.{kind}" for name in "qkv")
         yield Binding(f"{target}linear_qkv.{kind}", names, tuple((count, *inputs) for count in rows), interleaved)

@@ -148,7 +148,7 @@ def transformer_config(
         hidden_size=architecture.width,
         ffn_hidden_size=architecture.ffn_width,
         num_attention_heads=architecture.heads,
-        num_query_groups=architecture.kv_heads,
+        num_query_groups=architecture.key_value_heads,
         kv_channels=architecture.head_width,
         qk_layernorm=architecture.has_qk_norm,
         normalization="RMSNorm",

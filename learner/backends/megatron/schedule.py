@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from learner.backends.base import TokenLoss
+from learner.backends.process_group import sum_over_ranks
 from learner.batch import PackedBatch
 from learner.config import LayoutConfig
 
@@ -140,10 +141,7 @@ class Schedule:
         """Summed over one rank of each replica's last stage, where it is known."""
         own = groups.tensor().rank(), groups.context().rank(), groups.pipeline().rank()
         is_counted = own == (0, 0, self._num_stages - 1)
-        total = total if is_counted else torch.zeros_like(total)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(total)
-        return float(total)
+        return sum_over_ranks(float(total) if is_counted else 0.0, self._device)
 
 
 def _forward(finish: Callable[..., Any], rows: Iterator[Row], model: nn.Module) -> tuple[torch.Tensor, Any]:

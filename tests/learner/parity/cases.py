@@ -9,8 +9,8 @@ import msgspec
 
 from broker.errors import ConfigError
 from learner.backends.megatron.architecture import Architecture, architecture_of
-from learner.backends.megatron.layout import check_layout
 from learner.config import LayoutConfig, OptimizerConfig
+from learner.layout import check_layout
 from learner.model import load_config
 
 from .layouts import described, layouts, replicas
@@ -95,7 +95,7 @@ def all_layouts(backend: str, model: str, processes: int, shape: str) -> list[La
 
 def _fits(layout: LayoutConfig, architecture: Architecture, processes: int) -> bool:
     try:
-        check_layout(layout, architecture, processes)
+        check_layout("megatron", layout, processes, architecture, number_bytes=4)
     except ConfigError:
         return False
     return True

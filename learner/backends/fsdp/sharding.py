@@ -1,6 +1,5 @@
-"""The learner's ranks: their process group, the sharding of the model over them, sums over them."""
+"""The model in shards over all ranks: when they are gathered, sent and clipped."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from broker.errors import ConfigError
+from learner.backends.process_group import sum_over_ranks
 from learner.config import LayoutConfig
 
 from .context import ContextGroup
@@ -26,38 +25,13 @@ GATHERED_WEIGHT_BYTES = 24 << 30
 twice a micro-batch. A sixth of an H200's memory again."""
 
 
-def join_ranks(device: str) -> DeviceMesh:
-    """The mesh of all ranks: those that torchrun started, or this process alone."""
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if not dist.is_initialized():
-        _init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
-    return init_device_mesh(device, (dist.get_world_size(),))
-
-
 def join_context(layout: LayoutConfig, device: str) -> ContextGroup:
-    """The `layout.context` consecutive ranks that hold one replica with this one. Collective; raises ConfigError."""
-    for name in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor"):
-        if getattr(layout, name) > 1:
-            raise ConfigError(f"learner.layout.{name}={getattr(layout, name)} needs learner.backend=megatron.")
+    """The `layout.context` consecutive ranks that hold one replica with this one. Collective."""
     if layout.context == 1:
         return ContextGroup()
-    replicas, left = divmod(dist.get_world_size(), layout.context)
-    if left:
-        raise ConfigError(
-            f"learner.layout.context={layout.context} does not divide the {dist.get_world_size()} ranks;"
-            " choose learner.processes accordingly."
-        )
+    replicas = dist.get_world_size() // layout.context
     mesh = init_device_mesh(device, (replicas, layout.context), mesh_dim_names=("replica", "context"))
     return ContextGroup(mesh.get_group("context"))
-
-
-def _init_process_group(backend: str) -> None:
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def shard(module: PackedModel, mesh: DeviceMesh, *, half_precision: bool) -> None:
@@ -112,14 +86,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """All shards. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def sum_over_ranks(value: float, device: torch.device) -> float:
-    """Collective."""
-    total = torch.tensor(value, dtype=torch.float64, device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(total)
-    return total.item()
 
 
 def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float, device: torch.device) -> float:

@@ -1,0 +1,46 @@
+"""What every backend asks of the ranks that torchrun started, or of this process alone."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from broker.errors import ConfigError
+
+
+def count_ranks() -> int:
+    """Before they have joined."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def join_ranks(device: str) -> torch.device:
+    """This rank's device, once all ranks have met. Collective, unless they have met before; raises ConfigError."""
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("learner.device is cuda, but torch finds no CUDA device; set learner.device=cpu.")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if not dist.is_initialized():
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+
+
+def sum_over_ranks(value: float, device: torch.device) -> float:
+    """In float64. Collective."""
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total.item()
+
+
+def check_same_count(count: int, device: torch.device) -> None:
+    """Ranks with different numbers of micro-batches would wait for each other for ever. Collective."""
+    if dist.get_world_size() > 1:
+        extremes = torch.tensor([count, -count], device=device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        most, minus_least = extremes.tolist()
+        assert most == -minus_least, f"ranks have between {-minus_least} and {most} micro-batches"
