@@ -1,13 +1,22 @@
-"""Tensors by Hugging Face name into the files that `from_pretrained` reads."""
+"""Tensors by Hugging Face name into safetensors files that `from_pretrained` reads, and out of them one at a time."""
 
+import functools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from broker.errors import ConfigError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
 FILE_BYTES = 4 << 30
 """Size at which the next safetensors file begins."""
+
+Read = Callable[[str], torch.Tensor]
+"""One tensor by its name, whole."""
 
 
 def write_tensors(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
@@ -16,20 +25,21 @@ def write_tensors(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) 
 
     weight_map: dict[str, str] = {}
     total = 0
-    for number, part in enumerate(_parts(tensors), start=1):
+    for number, part in enumerate(file_parts(tensors), start=1):
         file = f"model-{number:05d}.safetensors"
         save_file(part, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
         total += sum(tensor.nbytes for tensor in part.values())
     files = sorted(set(weight_map.values()))
     if len(files) == 1:
-        (directory / files[0]).rename(directory / "model.safetensors")
+        (directory / files[0]).rename(directory / SINGLE)
         return
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+def file_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Of at most `FILE_BYTES` each, unless one tensor has more; on the CPU, contiguous."""
     part: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -38,4 +48,53 @@ def _parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, to
             part, size = {}, 0
         part[name] = tensor.cpu().contiguous()
         size += tensor.nbytes
-    yield part
+    if part:
+        yield part
+
+
+@functools.cache
+def weight_files(path: str) -> tuple[Path, ...]:
+    """The safetensors of a directory or hub id, downloaded first if they must be; none where there are others only."""
+    from huggingface_hub import snapshot_download
+
+    directory = Path(path)
+    if not directory.is_dir():
+        try:
+            directory = Path(snapshot_download(path, allow_patterns=["model*.safetensors", INDEX]))
+        except OSError:  # transformers, which reads other formats too, says what is wrong
+            return ()
+    if (directory / INDEX).exists():
+        names = set(json.loads((directory / INDEX).read_text())["weight_map"].values())
+        return tuple(directory / name for name in sorted(names))
+    return tuple(directory.glob(SINGLE))
+
+
+class TensorFiles:
+    """The tensors of several files, each read when it is asked for: no process ever holds the whole model."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Nothing but their tables of contents is read. Raises ConfigError for a file that cannot be."""
+        from safetensors import SafetensorError, safe_open
+
+        self._paths = paths
+        try:
+            files = [safe_open(path, framework="pt") for path in paths]
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"model.path: {self._where} cannot be loaded: {error}.") from error
+        self._files: dict[str, Any] = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._files)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """On the CPU, in the file's number format. Raises ConfigError where the files lack it."""
+        if name not in self._files:
+            raise ConfigError(f"{self._where} has no tensor {name}, which its config.json promises.")
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    @property
+    def _where(self) -> Path:
+        return self._paths[0].parent

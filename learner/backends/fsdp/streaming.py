@@ -7,10 +7,8 @@ transformers' own table says how a file's tensors become a model's: it stacks ex
 
 import copy
 import functools
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,40 +17,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from broker.errors import ConfigError
+from learner.backends.hugging_face_files import TensorFiles, weight_files
 from learner.config import ModelConfig
 from learner.model import load_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-INDEX = "model.safetensors.index.json"
-
-Reader = Callable[[], torch.Tensor]
-"""Reads one tensor of a file, whole, in its own number format."""
-
 
 def can_stream(model: ModelConfig) -> bool:
     """Whether `model.path` has safetensors whose numbers are the weights, not quantized ones."""
     if model.random is not None or getattr(load_config(model), "quantization_config", None) is not None:
         return False
-    return bool(_files(model.path))
-
-
-@functools.cache
-def _files(path: str) -> tuple[Path, ...]:
-    """The safetensors of a directory or hub id, downloaded first if they must be; none where there are others only."""
-    from huggingface_hub import snapshot_download
-
-    directory = Path(path)
-    if not directory.is_dir():
-        try:
-            directory = Path(snapshot_download(path, allow_patterns=["model*.safetensors", INDEX]))
-        except OSError:  # transformers, which reads other formats too, says what is wrong
-            return ()
-    if (directory / INDEX).exists():
-        names = set(json.loads((directory / INDEX).read_text())["weight_map"].values())
-        return tuple(directory / name for name in sorted(names))
-    return tuple(directory.glob("model.safetensors"))
+    return bool(weight_files(model.path))
 
 
 def meta_model(model: ModelConfig) -> "PreTrainedModel":
@@ -97,7 +74,7 @@ def fill_shards(model: "PreTrainedModel", path: str) -> None:
     """
     shards = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
     filled: set[int] = set()
-    for name, weight in _converted(model, _readers(path), shards):
+    for name, weight in _converted(model, TensorFiles(weight_files(path)), shards):
         _copy(path, name, weight, shards[name])
         filled.add(id(shards[name]))
     if lacking := [name for name, shard in shards.items() if id(shard) not in filled]:
@@ -121,20 +98,8 @@ def _copy(path: str, name: str, weight: torch.Tensor, shard: torch.Tensor) -> No
         shard.to_local().copy_(mine)
 
 
-def _readers(path: str) -> dict[str, Reader]:
-    """By the names that the files use; nothing is read yet."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        files = [safe_open(file, framework="pt") for file in _files(path)]
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"model.path: {path} cannot be loaded: {error}.") from error
-    names = [(name, file) for file in files for name in file.keys()]  # type: ignore[no-untyped-call]  # noqa: SIM118
-    return {name: functools.partial(file.get_tensor, name) for name, file in names}
-
-
 def _converted(
-    model: "PreTrainedModel", readers: Mapping[str, Reader], wanted: Mapping[str, torch.Tensor]
+    model: "PreTrainedModel", files: TensorFiles, wanted: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The files' tensors under the model's names, each read when its turn comes, and only those of one weight."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -143,11 +108,11 @@ def _converted(
     table = get_model_conversion_mapping(model)
     named = model.state_dict(keep_vars=True)
     transforms: dict[str, Any] = {}
-    for name in sorted(readers, key=dot_natural_key):
+    for name in sorted(files.names, key=dot_natural_key):
         target, pattern = _renamed(model, name, table, named)
         if target in wanted:
             transform = transforms.setdefault(target, _transform(table, name, target, pattern))
-            transform.add_tensor(target, name, pattern or name, readers[name])
+            transform.add_tensor(target, name, pattern or name, functools.partial(files, name))
     model._weight_conversions = [transform for transform in table if transform.was_used()]  # saving reverts these
     for target, transform in transforms.items():
         for name, weight in transform.convert(target, model=model, config=model.config).items():

@@ -3,21 +3,19 @@
 Every rank lists all places in the same order, and calls the collective functions for each of them in that order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from broker.errors import ConfigError
+from learner.backends.hugging_face_files import Read
 from learner.config import LayoutConfig
 
 from . import groups
 from .architecture import Architecture
 from .mapping import HEAD, Binding, embedding, last_bindings, layer_bindings
-
-Read = Callable[[str], torch.Tensor]
-"""A tensor by its Hugging Face name."""
 
 
 @dataclass(frozen=True)

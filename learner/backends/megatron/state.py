@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 
 from broker.errors import ConfigError
-from learner.backends.hugging_face_files import FILE_BYTES
+from learner.backends.hugging_face_files import Read, TensorFiles, file_parts
 from learner.checkpoint import CheckpointError
 from learner.saving import NamedTensors, stage_gathered
 
 from .model import PackedGpt
 from .optimizer import MASTER, MOMENTS, MasterState, ShardedAdam, replicas_of
-from .shards import Place, Read
-from .source import TensorSource
+from .shards import Place
 
 OPTIMIZER_FILE = "optimizer.json"
 
@@ -78,16 +77,16 @@ class TrainingState:
             ) from error
         self._masters.set_step(progress.step)
 
-    def _open(self, directory: Path) -> TensorSource:
+    def _open(self, directory: Path) -> TensorFiles:
         """Raises ConfigError on every rank, whatever it holds itself, where the names are not the model's."""
-        source = TensorSource(directory)
-        missing, foreign = self._names - source.names, source.names - self._names
+        files = TensorFiles(sorted(directory.glob("*.safetensors")))
+        missing, foreign = self._names - files.names, files.names - self._names
         if missing or foreign:
             raise ConfigError(
                 f"{len(missing)} of the model's tensors are missing and {len(foreign)} are another's, such as"
                 f" {min(missing | foreign)}."
             )
-        return source
+        return files
 
     def _own_share(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
         """What this rank writes: those that have the same take turns. Collective."""
@@ -119,12 +118,5 @@ def _write(directory: Path, rank: int, tensors: NamedTensors) -> None:
     from safetensors.torch import save_file
 
     directory.mkdir(exist_ok=True)
-    part: dict[str, torch.Tensor] = {}
-    number = size = 0
-    for name, tensor in itertools.chain(tensors, [("", torch.empty(0))]):
-        if part and (not name or size + tensor.nbytes > FILE_BYTES):
-            save_file(part, directory / f"rank_{rank:05d}_{number:05d}.safetensors")
-            part, size, number = {}, 0, number + 1
-        if name:
-            part[name] = tensor.cpu().contiguous()
-            size += tensor.nbytes
+    for number, part in enumerate(file_parts(tensors)):
+        save_file(part, directory / f"rank_{rank:05d}_{number:05d}.safetensors")
