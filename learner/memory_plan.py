@@ -156,7 +156,7 @@ def _megatron_rank(planned: Planned, rank: int) -> Held:
     shard += _share(experts, stage_ranks // expert_copies, place // expert_copies)
     parameters, gradients = planned.compute_bytes * (dense + experts), FP32 * (dense + experts)
     master = FP32 * shard if planned.dtype == "bfloat16" else 0
-    reference = parameters + gradients + master if planned.has_reference else 0
+    reference = parameters + master if planned.has_reference else 0
     critic = parameters + gradients + master + MOMENTS * shard if planned.has_critic else 0
     return Held(
         rank=rank,

@@ -58,6 +58,8 @@ class Result(msgspec.Struct):
     """Of other models' checkpoints."""
     shims: int
     """How often Megatron was patched."""
+    gradient_bytes: tuple[int, int]
+    """In the buffers of the policy, which was trained, and of the reference."""
 
 
 def run(case: Case, directory: Path) -> None:
@@ -84,7 +86,9 @@ def run(case: Case, directory: Path) -> None:
     _step(policy, 1)
     _write(policy, directory / "again")
     refusals = [_refusal(policy, Path(other)) for other in case.others]
-    result = Result(policy.replica, logprobs, math.isfinite(broken_norm), refusals, len(cpu_shim._modes))
+    gradient_bytes = _gradient_bytes(policy), _gradient_bytes(reference)
+    is_finite, shims = math.isfinite(broken_norm), len(cpu_shim._modes)
+    result = Result(policy.replica, logprobs, is_finite, refusals, shims, gradient_bytes)
     (directory / f"rank_{policy.rank}.msgpack").write_bytes(msgspec.msgpack.encode(result))
 
 
@@ -123,6 +127,12 @@ def _broken_step(backend: Backend) -> float:
         return (logprobs_T * torch.inf).sum(), {}
 
     return backend.step(batches, not_a_number, TEMPERATURE, LEARNING_RATE)[1]
+
+
+def _gradient_bytes(backend: Backend) -> int:
+    models = backend._adam.models  # type: ignore[attr-defined]
+    buffers = [buffer for model in models for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+    return sum(buffer.grad_data.untyped_storage().size() for buffer in buffers)
 
 
 def _refusal(backend: Backend, checkpoint: Path) -> str:

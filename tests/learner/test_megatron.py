@@ -376,6 +376,11 @@ def test_a_reference_follows_by_the_formula(story: Story) -> None:
         torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-7)
 
 
+def test_a_reference_holds_no_gradients(story: Story) -> None:
+    _, _, results = story
+    assert all(policy > 0 and reference == 0 for policy, reference in (result.gradient_bytes for result in results))
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(story: Story) -> None:
     _, directory, results = story
     assert not any(result.is_broken_norm_finite for result in results)

@@ -196,6 +196,13 @@ def test_other_models_are_counted() -> None:
     assert with_critic.other_models == held.parameters + held.gradients + held.optimizer
 
 
+def test_a_reference_of_megatron_is_its_parameters_and_masters() -> None:
+    plan = planned(QWEN3_8B, "megatron", processes=8, tensor=2)
+    (held,) = plan_memory(replace(plan, has_reference=True))[:1]
+    moments = 2 * (held.optimizer // 3)
+    assert held.other_models == held.parameters + held.optimizer - moments
+
+
 @pytest.mark.parametrize(
     ("backend", "processes", "layout", "words"),
     [

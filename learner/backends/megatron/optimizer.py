@@ -5,7 +5,9 @@ back: what checkpoints and a moving reference need.
 """
 
 import math
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -65,9 +67,16 @@ class ShardedAdam:
             for part in self.parts():
                 for group in part.optimizer.param_groups:  # one kernel in the place of a dozen passes over the state
                     group["fused"], group["foreach"] = True, False
+        self._on_device = overlap
+        for model in self.models:
+            with _silenced():
+                model.offload_grad_buffers(synchronize=overlap, empty_cache=overlap)
 
     def zero_gradients(self) -> None:
+        """Their buffers are there from now on: a model that only computes, as a reference does, never has any."""
         for model in self.models:
+            with _silenced():
+                model.restore_grad_buffers(synchronize=self._on_device)
             model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
@@ -158,6 +167,14 @@ def _moments(optimizer: DistributedOptimizer, master: torch.Tensor) -> dict[str,
         state["step"] = torch.tensor(0.0, device=master.device)
         state |= {key: torch.zeros_like(master) for key in MOMENTS}
     return state
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Megatron sizes buffers by a call that torch means to take away."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
+        yield
 
 
 def replicas_of(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
