@@ -7,6 +7,8 @@ VENV := .venv
 BENCH := $(VENV)/bench
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Much of the suite waits for processes that it started, so two of its files at a time suit two cores.
+PYTEST_OPTIONS ?= -n 2 --dist loadfile
 SEED ?= 0
 MINUTES ?= 3
 
@@ -75,14 +77,14 @@ $(BENCH)/.installed: $(VENV)/.installed
 	@touch $@
 
 test: install-dev  ## the whole test suite
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 check: install-dev  ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 format: install-dev  ## put the code into the house's format
 	@$(BIN)/ruff format .

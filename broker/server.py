@@ -24,6 +24,7 @@ import redis
 from .errors import HeadwayError
 
 _LONGEST_SOCKET_PATH = 107
+_SOCKET = "server.sock"
 _START_DEADLINE_S = 30.0
 _STOP_DEADLINE_S = 10.0
 _LOG_LINES = 15
@@ -70,11 +71,11 @@ class EmbeddedServer:
         self._maxmemory_bytes = maxmemory_bytes
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket = self._directory / "server.sock"
+        self._socket = self._directory / _SOCKET
         self._short_directory: Path | None = None
-        if port is None and len(os.fsencode(self._socket)) > _LONGEST_SOCKET_PATH:
+        if port is None and not _can_be_bound(self._socket):
             self._short_directory = _short_directory(self._directory)
-            self._socket = self._short_directory / "server.sock"
+            self._socket = self._short_directory / _SOCKET
 
     @property
     def url(self) -> str:
@@ -217,9 +218,15 @@ class EmbeddedServer:
 
 
 def _short_directory(directory: Path) -> Path:
-    """The same for the same directory, so that a restarted server keeps its URL."""
+    """The same for the same directory, so that a restarted server keeps its URL. $TMPDIR may be long too."""
     digest = hashlib.blake2s(os.fsencode(directory), digest_size=8).hexdigest()
-    return Path(tempfile.gettempdir()) / f"headway-{os.getuid()}-{digest}"
+    name = f"headway-{os.getuid()}-{digest}"
+    usual = Path(tempfile.gettempdir()) / name
+    return usual if _can_be_bound(usual / _SOCKET) else Path("/tmp") / name
+
+
+def _can_be_bound(path: Path) -> bool:
+    return len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH
 
 
 def _has_exited(process: subprocess.Popen[bytes], deadline_s: float) -> bool:

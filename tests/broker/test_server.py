@@ -6,6 +6,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,10 @@ def test_one_directory_one_server(tmp_path: Path) -> None:
         assert server.is_alive()
 
 
-def test_a_directory_too_deep_for_a_socket(tmp_path: Path) -> None:
+@pytest.mark.parametrize("temporary", ["", "z" * 100])
+def test_a_directory_too_deep_for_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: str) -> None:
+    if temporary:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
     deep = tmp_path / ("x" * 100) / ("y" * 100)
     with EmbeddedServer(deep) as server, redis.Redis.from_url(server.url) as client:
         assert client.ping()
