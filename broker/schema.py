@@ -154,6 +154,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Where late joiners fetch the buckets, on the learner's host."""
     pull_token: str
     """Sent back as a bearer token by those who pull."""
+    fingerprints: tuple[int, ...] = ()
+    """Of each tensor (`weightsync.fingerprint`): what an engine that took the version holds."""
 
 
 class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,15 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from broker.errors import VersionRegressionError, WeightSyncError
-from broker.schema import Probe, WeightVersion
+from broker.schema import Probe, WeightManifest, WeightVersion
+from weightsync.fingerprint import MODULUS
 from weightsync.subscriber import Delivery, Subscriber
 
-from .engines.base import Engine
+from .engines.base import Engine, HeldTensor
 from .outages import Outages
 
 RETRY_S = 0.5
@@ -84,7 +86,7 @@ class HeldWeights:
         for attempt in (1, 2):
             try:
                 await self._engine.swap_weights(delivery.manifest.version, delivery.tensors)
-                await self._refuse_wrong_weights(delivery.manifest.probe, delivery.manifest.version)
+                await self._refuse_wrong_weights(delivery.manifest)
             except WeightSyncError as error:
                 self.last_error = str(error)
                 if attempt == 2:
@@ -93,9 +95,13 @@ class HeldWeights:
             else:
                 return
 
-    async def _refuse_wrong_weights(self, probe: Probe, version: WeightVersion) -> None:
-        if not self._verify:
-            return
+    async def _refuse_wrong_weights(self, manifest: WeightManifest) -> None:
+        """Its tensors' fingerprints prove the version; the probe, that it computes with them as the learner does."""
+        if self._verify:
+            refuse_other_tensors(manifest, await self._engine.held())
+            await self._refuse_other_logprobs(manifest.probe, manifest.version)
+
+    async def _refuse_other_logprobs(self, probe: Probe, version: WeightVersion) -> None:
         scored = np.asarray(await self._engine.score(probe.token_ids), np.float64)
         expected = np.asarray(probe.logprobs, np.float64)
         if scored.shape != expected.shape:
@@ -108,4 +114,20 @@ class HeldWeights:
                 f"{difference:.3g} where rounding explains {probe.tolerance:.3g}: it does not hold what "
                 "was published. If it computes in a lower precision than the learner, raise the tolerance; "
                 "workers.probe_swaps=false skips the check"
+            )
+
+
+def refuse_other_tensors(manifest: WeightManifest, held: Mapping[str, HeldTensor] | None) -> None:
+    """Raises WeightSyncError for the first tensor of which the engine holds something else than was published."""
+    if held is None or not manifest.fingerprints:
+        return
+    for spec, published in zip(manifest.tensors, manifest.fingerprints, strict=True):
+        one = held.get(spec.name)
+        if one is None:  # it is tied to another, or the engine takes it apart
+            continue
+        copies, rest = divmod(one.elements, math.prod(spec.shape))
+        if rest or not copies or one.fingerprint != copies * published % MODULUS:
+            raise WeightSyncError(
+                f"after the swap to {manifest.version} the engine holds another {spec.name} than was published "
+                f"({one.elements} elements of {math.prod(spec.shape)}): tensors of several versions, or misplaced"
             )

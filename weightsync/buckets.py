@@ -13,6 +13,8 @@ import torch
 from broker.errors import WeightSyncError
 from broker.schema import BucketSpec, TensorSpec
 
+from .fingerprint import fingerprint
+
 ALIGNMENT = 16
 
 DTYPES = {
@@ -42,6 +44,8 @@ class StagedWeights:
     buckets: tuple[BucketSpec, ...]
     data: tuple[torch.Tensor, ...]
     """uint8, one flat tensor per bucket."""
+    fingerprints: tuple[int, ...]
+    """One per tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +61,7 @@ class BucketFiller:
     specs: list[TensorSpec] = field(default_factory=list)
     data: list[torch.Tensor] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
+    fingerprints: list[int] = field(default_factory=list)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` in; one larger than `bucket_bytes` gets a bucket of its own."""
@@ -66,6 +71,7 @@ class BucketFiller:
         nbytes = tensor.numel() * tensor.element_size()
         bucket, offset = self._reserve(nbytes)
         self.specs.append(TensorSpec(name, dtype, tuple(tensor.shape), bucket, offset, nbytes))
+        self.fingerprints.append(fingerprint(tensor))
         _view(self.data[bucket], self.specs[-1]).copy_(tensor.detach())
 
     def _reserve(self, nbytes: int) -> tuple[int, int]:
@@ -84,7 +90,7 @@ class BucketFiller:
         """Trim the buckets and digest them."""
         data = tuple(bucket[:used] for bucket, used in zip(self.data, self.used, strict=True))
         buckets = tuple(BucketSpec(bucket.numel(), digest(bucket)) for bucket in data)
-        return StagedWeights(tuple(self.specs), buckets, data)
+        return StagedWeights(tuple(self.specs), buckets, data, tuple(self.fingerprints))
 
 
 def stage(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> StagedWeights:

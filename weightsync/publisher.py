@@ -110,6 +110,7 @@ class Publisher:
             group_epoch=epoch,
             pull_url=self._pulls.url,
             pull_token=self._token,
+            fingerprints=staged.fingerprints,
         )
 
     def _workers(self) -> tuple[WorkerInfo, ...]:

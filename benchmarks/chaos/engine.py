@@ -10,7 +10,8 @@ import torch
 
 from broker.schema import TrajectoryId, WeightVersion
 from rollout_workers.config import EngineConfig
-from rollout_workers.engines.base import Chunk, GenerationRequest, NamedTensors
+from rollout_workers.engines.base import Chunk, GenerationRequest, HeldTensor, NamedTensors
+from weightsync.fingerprint import fingerprint
 
 from .backend import token_logprobs
 from .tasks import PROMPT_TOKENS, STOP, logprobs_of, response_length, response_tokens
@@ -41,7 +42,7 @@ class SlowEngine:
         self.capacity = config.max_concurrent
         self.max_model_len = config.max_model_len
         self._version: WeightVersion | None = None
-        self._weights = torch.zeros(1)
+        self._name, self._weights = "", torch.zeros(1)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """From wherever the request's tokens end."""
@@ -65,8 +66,12 @@ class SlowEngine:
 
     async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
         """From the next token on."""
-        ((_, weights),) = tensors
+        ((self._name, weights),) = tensors
         self._version, self._weights = version, weights.clone()
+
+    async def held(self) -> dict[str, HeldTensor]:
+        """Its one tensor."""
+        return {self._name: HeldTensor(fingerprint(self._weights), self._weights.numel())}
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """As the learner's double computes it."""

@@ -1,7 +1,7 @@
 """The seam between a worker and whatever generates tokens."""
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Literal, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -42,6 +42,15 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     the engine had to give the request up, and another request can go on after these tokens."""
 
 
+class HeldTensor(NamedTuple):
+    """What an engine holds of one published tensor, all its shards together."""
+
+    fingerprint: int
+    """The sum of the parts' (`weightsync.fingerprint`)."""
+    elements: int
+    """A multiple of the tensor's, where shards have copies of the same."""
+
+
 class Engine(Protocol):
     """Generates continuously; weights may change under running requests."""
 
@@ -65,6 +74,11 @@ class Engine(Protocol):
         Tokens sampled before are of the old version, tokens after it of the new one, exactly. Raises WeightSyncError if
         the engine could not take them.
         """
+        ...
+
+    async def held(self) -> Mapping[str, HeldTensor] | None:
+        """Of every tensor of the last swap, read from what it computes with; None where it keeps weights in another
+        form than they were published in."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +29,9 @@ from broker.errors import HeadwayError, WeightSyncError
 from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
 
-from .base import Chunk, GenerationRequest, NamedTensors
+from .base import Chunk, GenerationRequest, HeldTensor, NamedTensors
 from .decoder import Decoder, Sample, Sampled
+from .loading import held_tensors
 from .sampling import Sampler
 from .slot_cache import ATTENTION
 
@@ -81,6 +82,7 @@ class EmbeddedEngine:
         self._streams: dict[Sample, Stream] = {}
         self._asked: set[Future[Any]] = set()
         self._flushed = time.monotonic()
+        self._published: list[tuple[str, torch.dtype]] = []
         self._lock = threading.Lock()
         self._ended: HeadwayError | None = None
         self._closing = False
@@ -111,6 +113,10 @@ class EmbeddedEngine:
     async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
         """See Engine."""
         await self._ask(lambda: self._swap(version, tensors))
+
+    async def held(self) -> Mapping[str, HeldTensor] | None:
+        """See Engine."""
+        return await self._ask(lambda: held_tensors(self._decoder.model, self._published))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See Engine."""
@@ -207,6 +213,7 @@ class EmbeddedEngine:
         if self._streams:
             self._flush()  # tokens noted until now are of the old version
         self._decoder.load(version, tensors)
+        self._published = [(name, tensor.dtype) for name, tensor in tensors]
 
     def _forget(self, stream: Stream) -> None:
         if self._streams.pop(stream.sample, None):

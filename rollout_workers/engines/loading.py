@@ -2,14 +2,15 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from broker.errors import WeightSyncError
+from weightsync.fingerprint import fingerprint
 
-from .base import NamedTensors
+from .base import HeldTensor, NamedTensors
 
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 
@@ -44,6 +45,20 @@ def find_places(model: nn.Module, tensors: NamedTensors) -> list[tuple[torch.Ten
         if filled[name] != wanted.numel():
             raise WeightSyncError(f"{filled[name]} of the {wanted.numel()} numbers of {name} were sent")
     return places
+
+
+def held_tensors(model: nn.Module, published: Sequence[tuple[str, torch.dtype]]) -> dict[str, HeldTensor] | None:
+    """Of what was loaded; None if it was converted to another number format. Names of tied tensors are left out."""
+    parameters, tied = dict(model.named_parameters()), tied_names(model)
+    held = {}
+    for name, dtype in published:
+        if name in tied:
+            continue
+        _, target = place(parameters, name)
+        if target.dtype != dtype:
+            return None
+        held[name] = HeldTensor(fingerprint(target), target.numel())
+    return held
 
 
 def tied_names(model: nn.Module) -> set[str]:

@@ -11,7 +11,7 @@ vLLM's own label of each step's outputs: a chunk that was merged across a swap i
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
@@ -26,7 +26,8 @@ from broker.errors import HeadwayError, WeightSyncError
 from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
 
-from .base import Chunk, FinishReason, GenerationRequest, NamedTensors
+from .base import Chunk, FinishReason, GenerationRequest, HeldTensor, NamedTensors
+from .direct_loading import together
 from .loading import find_places, one_by_one, tied_names
 
 T = TypeVar("T")
@@ -131,6 +132,13 @@ class VllmEngine:
                 with suppress(FileNotFoundError):
                     os.unlink(path)
             self._version = version
+
+    async def held(self) -> Mapping[str, HeldTensor] | None:
+        """See Engine. The head is its own even where the model's is tied."""
+        processes = await answered("fingerprint", self._llm.collective_rpc("headway_held"))
+        if None in processes:
+            return None
+        return together({name: HeldTensor(*one) for name, one in held.items()} for held in processes)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See Engine. One token shorter than the longest sequence, since vLLM insists on generating one."""

@@ -1,22 +1,52 @@
-"""What runs inside vLLM's worker process: reading new weights from a file that the front end wrote."""
+"""What runs inside vLLM's worker processes: reading new weights from a file that the front end wrote."""
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from vllm.platforms import current_platform
+
+from .direct_loading import DirectLoading
+from .placement import NamedTensors
 
 
 class WeightExtension:
     """Mixed into vLLM's worker (`worker_extension_cls`); called through `collective_rpc`."""
 
-    def headway_load(self, path: str) -> None:
-        """Load every tensor of a safetensors file, by checkpoint name. Generation must be paused."""
-        with safe_open(path, "pt") as file:
-            names = list(file.keys())
-            self.reload_weights(  # type: ignore[attr-defined]
-                weights_iterator=((name, file.get_tensor(name)) for name in names)
-            )
+    _headway: DirectLoading | None = None
+
+    def headway_load(self, path: str) -> bool:
+        """Load every tensor of a safetensors file, by checkpoint name. Generation must be paused.
+
+        Whether the next version will be copied past vLLM's loader.
+        """
+        if self._headway is None:
+            packed = current_platform.is_cpu() and keeps_packed(self._headway_model())
+            self._headway = DirectLoading(self._headway_reload, self._headway_parameters, keeps_packed=packed)
+        self._headway.load(load_file(path))
         if current_platform.is_cpu():
-            repack_experts(self.model_runner.get_model())  # type: ignore[attr-defined]
+            repack_experts(self._headway_model())
+        return self._headway.is_direct
+
+    def headway_held(self) -> dict[str, tuple[int, int]] | None:
+        """(fingerprint, elements) of what this process holds of every published tensor; None: not known."""
+        held = self._headway.held() if self._headway is not None else None
+        return None if held is None else {name: (one.fingerprint, one.elements) for name, one in held.items()}
+
+    def _headway_model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return model
+
+    def _headway_parameters(self) -> dict[str, torch.Tensor]:
+        return dict(self._headway_model().named_parameters())
+
+    def _headway_reload(self, tensors: NamedTensors) -> None:
+        self.reload_weights(weights_iterator=iter(tensors))  # type: ignore[attr-defined]
+
+
+def keeps_packed(model: torch.nn.Module) -> bool:
+    """Whether vLLM for CPUs packs some of the weights: experts always, other matrices then leave nothing behind."""
+    return any(type(module).__name__ == "RoutedExperts" for module in model.modules()) or any(
+        parameter.numel() == 0 for parameter in model.parameters()
+    )
 
 
 def repack_experts(model: torch.nn.Module) -> None:

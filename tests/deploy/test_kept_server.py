@@ -12,8 +12,9 @@ import redis
 
 from deploy.kept_server import MAX_RESTARTS, KeptServer
 from deploy.supervisor import RoleFailedError, Supervisor
+from tests.processes import children_left
 
-from .test_supervisor import FOREVER, await_end, await_files, children_left, role
+from .test_supervisor import FOREVER, await_end, await_files, role
 
 
 def test_a_server_that_dies_under_a_run_is_started_again_with_its_data(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from deploy.processes import Child, Command, guarded
 from deploy.supervisor import RoleFailedError, Supervisor
+from tests.processes import children_left
 
 FOREVER = "import time\nwhile True: time.sleep(0.05)"
 DEADLINE_S = 30.0
@@ -61,10 +62,6 @@ def await_end(pid: int) -> None:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, f"process {pid} is still there"
         time.sleep(0.02)
-
-
-def children_left() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_the_learners_end_ends_the_run_and_workers_are_asked_to_stop(tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ class SlowEngine:
     async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
         assert version == VERSION
 
+    async def held(self) -> None:
+        raise AssertionError("nobody probes here")
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         raise AssertionError("nobody probes here")
 

@@ -16,6 +16,7 @@ import pytest
 from broker.schema import RunStatus
 from deploy.config import load_recipe
 from deploy.run_directory import newest_endpoint
+from tests.processes import children_left
 
 from .recipes import MODEL, write_recipe
 from .records import Line, check_trained, lineage, lines, summary
@@ -71,13 +72,7 @@ def run(terminals: Terminals) -> Path:
 
 
 @pytest.fixture(scope="module")
-def children_before() -> list[psutil.Process]:
-    """Of other tests."""
-    return psutil.Process().children(recursive=True)
-
-
-@pytest.fixture(scope="module")
-def interrupted(children_before: list[psutil.Process], terminals: Terminals, recipe: Path, run: Path) -> Line:
+def interrupted(terminals: Terminals, recipe: Path, run: Path) -> Line:
     """summary.json of a run that has lost a worker and was then stopped by Ctrl-C."""
     headway = terminals.open("run", "run", recipe)
     with attached(terminals, headway, run) as watch:
@@ -98,14 +93,12 @@ def resumed(interrupted: Line, terminals: Terminals, recipe: Path, run: Path) ->
     return run
 
 
-def test_ctrl_c_drains_and_a_checkpoint_has_every_step(
-    children_before: list[psutil.Process], interrupted: Line, run: Path
-) -> None:
+def test_ctrl_c_drains_and_a_checkpoint_has_every_step(interrupted: Line, run: Path) -> None:
     steps = interrupted["steps"]
     assert 0 < steps < STEPS
     assert interrupted["worker_restarts"] == 1
     assert (run / "checkpoints" / "1" / f"step_{steps}" / "learner.json").exists()
-    assert [child for child in psutil.Process().children(recursive=True) if child not in children_before] == []
+    assert children_left() == []
 
 
 def test_the_same_name_again_is_refused(interrupted: Line, terminals: Terminals, recipe: Path) -> None:

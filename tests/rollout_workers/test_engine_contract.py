@@ -7,7 +7,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -20,6 +19,7 @@ from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine
 from rollout_workers.generation import generate
 from rollout_workers.recorder import Recorder
+from tests.processes import children_left
 
 from .generation import PROMPTS, Response, difference, hold, request, resume, run, run_all
 from .models import STOP, Architecture, forward_logprobs, make_model, named_tensors, save_config
@@ -276,6 +276,5 @@ async def test_closing_ends_those_who_wait(case: Case) -> None:
         await task
     with pytest.raises(HeadwayError, match="closed"):
         await run(case.engine, request(PROMPTS[0]))
-    children = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-    assert [child for child in children if "resource_tracker" not in child] == []
+    assert children_left() == []
     assert "headway-engine" not in [thread.name for thread in threading.enumerate()]

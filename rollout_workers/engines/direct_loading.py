@@ -1,0 +1,116 @@
+"""Weights straight into an engine's parameters, once it is known where its own loader puts them.
+
+The first version goes through the loader, which is traced on the way (`placement`), and copied again by what was found:
+only if that comes to the same bits is it used for all versions that follow. Else the loader does them all.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from broker.errors import WeightSyncError
+from weightsync.fingerprint import MODULUS, fingerprint, fingerprint_part
+
+from .base import HeldTensor
+from .placement import Load, Placement, part, scribble, trace
+
+logger = logging.getLogger(__name__)
+
+NOTHING = HeldTensor(0, 0)
+
+
+class Published(NamedTuple):
+    """A tensor as it is published."""
+
+    name: str
+    shape: tuple[int, ...]
+    torch_dtype: torch.dtype
+
+
+class DirectLoading:
+    """Of one process of an engine. `parameters` are looked up anew each time: a loader may replace them.
+
+    `keeps_packed`: what it computes with are packed copies, so only its loader can fill them.
+    """
+
+    def __init__(
+        self, load: Load, parameters: Callable[[], Mapping[str, torch.Tensor]], *, keeps_packed: bool = False
+    ) -> None:
+        self._load = load
+        self._keeps_packed = keeps_packed
+        self._parameters = parameters
+        self._published: tuple[Published, ...] = ()
+        self._placement: Placement | None = None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the next version, with the same tensors, does without the loader."""
+        return self._placement is not None
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """A whole version, contiguous tensors on any device."""
+        published = tuple(Published(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+        if published != self._published:
+            self._published, self._placement = published, self._found(published, tensors)
+        elif self._placement is None:
+            self._load(tensors.items())
+        else:
+            self._placement.copy(self._parameters(), tensors)
+
+    def held(self) -> dict[str, HeldTensor] | None:
+        """By published name; None where the loader keeps the weights in a form of its own."""
+        if self._placement is None:
+            return None
+        parameters = self._parameters()
+        found: dict[str, HeldTensor] = {}
+        for block in self._placement.blocks:
+            rows_RC = part(parameters, block)
+            added = fingerprint_part(rows_RC, block.offset, block.row_step, block.column_step)
+            found[block.source] = merged(found.get(block.source, NOTHING), HeldTensor(added, rows_RC.numel()))
+        return found
+
+    def _found(self, published: tuple[Published, ...], tensors: Mapping[str, torch.Tensor]) -> Placement | None:
+        """Loads the version, one way or the other."""
+        parameters = self._parameters()
+        try:
+            if self._keeps_packed:
+                raise WeightSyncError("it packs what it loads")
+            placement = trace(self._load, parameters, published)
+        except WeightSyncError as error:
+            logger.info("weights go through the engine's loader: %s", error)
+            self._load(tensors.items())
+            return None
+        self._load(tensors.items())
+        return placement if self._reproduces(placement, published, tensors) else None
+
+    @torch.no_grad()
+    def _reproduces(
+        self, placement: Placement, published: tuple[Published, ...], tensors: Mapping[str, torch.Tensor]
+    ) -> bool:
+        """Whether copying comes to the bits that are there; they are there again in any case."""
+        expected = self._fingerprints()
+        scribble(self._load, self._parameters(), published)
+        placement.copy(self._parameters(), tensors)
+        if self._fingerprints() == expected:
+            return True
+        logger.warning("weights go through the engine's loader: copying them comes to other bits")
+        self._load(tensors.items())
+        return False
+
+    def _fingerprints(self) -> dict[str, int]:
+        return {name: fingerprint(parameter) for name, parameter in self._parameters().items()}
+
+
+def together(parts: Iterable[Mapping[str, HeldTensor]]) -> dict[str, HeldTensor]:
+    """Of all processes of an engine."""
+    found: dict[str, HeldTensor] = {}
+    for held in parts:
+        found |= {name: merged(found.get(name, NOTHING), one) for name, one in held.items()}
+    return found
+
+
+def merged(one: HeldTensor, other: HeldTensor) -> HeldTensor:
+    """Of two parts."""
+    return HeldTensor((one.fingerprint + other.fingerprint) % MODULUS, one.elements + other.elements)

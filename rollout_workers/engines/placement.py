@@ -1,0 +1,225 @@
+"""Where an engine's own loader puts every element of the published tensors, found out once by loading numbered ones.
+
+An engine fuses projections, stacks experts, shards over tensor parallel ranks, pads, and swaps halves. Its loader does
+that a tensor at a time, in seconds for tens of thousands of them; what it does is always the same copy. So once:
+
+    numbered tensors ─► the loader ─► parameters ─► which tensor, which element, stands in each row ─► Placement
+
+and from then on every version is copied straight to where it belongs. Numbers are bit patterns of 16 bits, so that
+they pass through any number format unharmed: first which tensor, by two numbers, as rows that do not change from one to
+the other are none of the loader's; then the element's place in it, in two halves.
+
+R rows and C columns of a parameter, whose leading dimensions are flattened.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from broker.errors import WeightSyncError
+
+NUMBERS = 1 << 16
+SECOND = 1 << 15
+"""How far a source's two numbers lie apart."""
+
+BITS = {2: torch.int16, 4: torch.int32}
+"""Integers as wide as an element of so many bytes."""
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Load = Callable[[NamedTensors], None]
+"""The engine's loader; what it writes are its parameters."""
+
+
+class Source(Protocol):
+    """A tensor as it is published."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def torch_dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of a parameter that stand in one source at equal steps."""
+
+    parameter: str
+    first_row: int
+    rows: int
+    source: str
+    offset: int
+    """Of the block's first element in the flat source."""
+    row_step: int
+    column_step: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Everything that the loader copies."""
+
+    blocks: tuple[Block, ...]
+
+    @torch.no_grad()
+    def copy(self, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load those blocks whose sources are among `tensors`, contiguous ones of the published shapes."""
+        pairs = [(part(parameters, block), block) for block in self.blocks if block.source in tensors]
+        sources = [_strided(tensors[block.source], block, target.shape[1]) for target, block in pairs]
+        if pairs:
+            torch._foreach_copy_([target for target, _ in pairs], sources)
+
+
+def part(parameters: Mapping[str, torch.Tensor], block: Block) -> torch.Tensor:
+    """[rows, C] the parameter's rows that the block fills."""
+    return _rows(parameters[block.parameter])[block.first_row : block.first_row + block.rows]
+
+
+def trace(load: Load, parameters: Mapping[str, torch.Tensor], sources: Sequence[Source]) -> Placement:
+    """Overwrites what the loader loads. Raises WeightSyncError where it does more than copying."""
+    if len(sources) > SECOND:
+        raise WeightSyncError(f"{len(sources)} tensors cannot be numbered; {SECOND} can")
+    _check(parameters, sources)
+    first = _loaded(load, parameters, sources, _Numbering.source)
+    second = _loaded(load, parameters, sources, _Numbering.source_again)
+    _check_rows(parameters, {name: _is_loaded(first[name], second[name]) for name in parameters})
+    low = _loaded(load, parameters, sources, _Numbering.low_half)
+    high = _loaded(load, parameters, sources, _Numbering.high_half)
+    names = [source.name for source in sources]
+    blocks: list[Block] = []
+    for name, parameter in parameters.items():
+        which_R = torch.where(_is_loaded(first[name], second[name]), first[name][:, 0], -1)
+        places_R3 = low[name] + high[name] * NUMBERS
+        blocks += _blocks(name, _rows(parameter).shape[1], which_R, places_R3, names)
+    return Placement(tuple(blocks))
+
+
+def scribble(load: Load, parameters: Mapping[str, torch.Tensor], sources: Sequence[Source]) -> None:
+    """Put something else than weights into whatever the loader loads."""
+    _loaded(load, parameters, sources, _Numbering.source)
+
+
+def _check(parameters: Mapping[str, torch.Tensor], sources: Sequence[Source]) -> None:
+    for name, parameter in parameters.items():
+        if not parameter.is_contiguous():
+            raise WeightSyncError(f"{name} is not contiguous")
+    given = {source.torch_dtype for source in sources}
+    held = {parameter.dtype for parameter in parameters.values()}
+    if given != held or len(given) != 1 or next(iter(given)).itemsize not in BITS:
+        raise WeightSyncError(f"the engine holds {_words(held)} and gets {_words(given)}: its loader must convert them")
+
+
+def _words(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "nothing"
+
+
+class _Numbering:
+    """What stands in the elements of source number `number` while it is loaded."""
+
+    @staticmethod
+    def source(number: int, places: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(places, number)
+
+    @staticmethod
+    def source_again(number: int, places: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(places, number + SECOND)
+
+    @staticmethod
+    def low_half(number: int, places: torch.Tensor) -> torch.Tensor:
+        return places % NUMBERS
+
+    @staticmethod
+    def high_half(number: int, places: torch.Tensor) -> torch.Tensor:
+        return places // NUMBERS
+
+
+def _loaded(
+    load: Load,
+    parameters: Mapping[str, torch.Tensor],
+    sources: Sequence[Source],
+    numbering: Callable[[int, torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """[R, 3] the numbers in each parameter's first, second and last column; of a single column three times that."""
+    load(_numbered(sources, numbering, next(iter(parameters.values())).device))
+    return {name: _columns(_bits(parameter)) for name, parameter in parameters.items()}
+
+
+def _numbered(
+    sources: Sequence[Source], numbering: Callable[[int, torch.Tensor], torch.Tensor], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, source in enumerate(sources):
+        places = torch.arange(math.prod(source.shape), dtype=torch.int32, device=device)
+        bits = numbering(number, places).to(BITS[source.torch_dtype.itemsize])  # the upper half wraps into the sign
+        yield source.name, bits.view(source.torch_dtype).view(source.shape)
+
+
+def _is_loaded(first_R3: torch.Tensor, second_R3: torch.Tensor) -> torch.Tensor:
+    """[R]"""
+    return (second_R3[:, 0] - first_R3[:, 0]) % NUMBERS == SECOND
+
+
+def _check_rows(parameters: Mapping[str, torch.Tensor], is_loaded: Mapping[str, torch.Tensor]) -> None:
+    """Raises where a row is not of one source, whose number its elements have now."""
+    for name, parameter in parameters.items():
+        bits_RC = _bits(parameter)
+        is_one_R = (bits_RC == bits_RC[:, :1]).all(1).cpu()
+        if not bool((is_one_R | ~is_loaded[name]).all()):
+            raise WeightSyncError(f"rows of {name} come from several tensors each")
+
+
+def _columns(bits_RC: torch.Tensor) -> torch.Tensor:
+    columns = bits_RC.shape[1]
+    return _unsigned(bits_RC[:, [0, min(1, columns - 1), columns - 1]])
+
+
+def _unsigned(bits: torch.Tensor) -> torch.Tensor:
+    return bits.cpu().long() % NUMBERS
+
+
+def _blocks(
+    name: str, columns: int, which_R: torch.Tensor, places_R3: torch.Tensor, names: Sequence[str]
+) -> Iterator[Block]:
+    """Runs of rows with one source and one step; rows that nothing was loaded into are left out."""
+    steps_R = places_R3[:, 1] - places_R3[:, 0]
+    is_uneven_R = (steps_R < 0) | (places_R3[:, 2] != places_R3[:, 0] + steps_R * (columns - 1))
+    if (is_uneven_R & (which_R >= 0)).any():
+        raise WeightSyncError(f"columns of {name} do not stand at equal steps in what was published")
+    row = 0
+    while row < len(which_R):
+        end, row_step = _run(row, which_R, places_R3[:, 0], steps_R)
+        if which_R[row] >= 0:
+            source, step = names[int(which_R[row])], int(steps_R[row]) or 1
+            yield Block(name, row, end - row, source, int(places_R3[row, 0]), row_step, step)
+        row = end
+
+
+def _run(row: int, which_R: torch.Tensor, offsets_R: torch.Tensor, steps_R: torch.Tensor) -> tuple[int, int]:
+    """(where the run that begins at `row` ends, how far apart its rows stand)"""
+    rest = slice(row + 1, None)
+    row_step = 1 if row + 1 == len(which_R) else int(offsets_R[row + 1] - offsets_R[row])
+    if row_step < 1 and which_R[row] >= 0:  # a view's steps go forward
+        return row + 1, 1
+    expected = offsets_R[row] + row_step * torch.arange(1, len(which_R) - row)
+    belongs = (which_R[rest] == which_R[row]) & (steps_R[rest] == steps_R[row]) & (offsets_R[rest] == expected)
+    belongs |= (which_R[rest] < 0) & (which_R[row] < 0)
+    count = int(belongs.long().cumprod(0).sum())
+    return row + 1 + count, row_step if count else 1
+
+
+def _bits(parameter: torch.Tensor) -> torch.Tensor:
+    return _rows(parameter).view(BITS[parameter.dtype.itemsize])
+
+
+def _rows(parameter: torch.Tensor) -> torch.Tensor:
+    """[R, C] a view; a vector's elements are rows of one column."""
+    parameter = parameter.detach()
+    return parameter.view(-1, 1) if parameter.dim() < 2 else parameter.view(-1, parameter.shape[-1])
+
+
+def _strided(tensor: torch.Tensor, block: Block, columns: int) -> torch.Tensor:
+    return torch.as_strided(
+        tensor, (block.rows, columns), (block.row_step, block.column_step), tensor.storage_offset() + block.offset
+    )

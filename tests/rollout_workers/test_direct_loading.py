@@ -1,0 +1,174 @@
+"""Real weights past vLLM's loader, and what an engine says that it holds."""
+
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import PreTrainedModel
+
+from broker.errors import WeightSyncError
+from broker.schema import BucketSpec, Probe, TensorSpec, WeightManifest, WeightVersion
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines import open_engine
+from rollout_workers.engines.base import Engine, HeldTensor
+from rollout_workers.engines.direct_loading import DirectLoading, together
+from rollout_workers.engines.loading import one_by_one
+from rollout_workers.weights import refuse_other_tensors
+from weightsync.fingerprint import fingerprint
+
+from .generation import PROMPTS, difference, hold, run_all
+from .models import Architecture, make_model, named_tensors, save_config
+from .test_placement import Shard, version
+
+TOLERANCE = 1e-4
+EXTENSION = "tests.rollout_workers.unpacked_vllm.UnpackedExtension"
+VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # vLLM's imports warn of its own dependencies
+]
+
+
+def published(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+    """Only what `refuse_other_tensors` looks at is true."""
+    named = list(tensors)
+    specs = tuple(TensorSpec(name, "float32", tuple(one.shape), 0, 0, one.nbytes) for name, one in named)
+    return WeightManifest(
+        version=WeightVersion(1, 0),
+        tensors=specs,
+        buckets=(BucketSpec(0, ""),),
+        probe=Probe(token_ids=[], logprobs=[], tolerance=0.0),
+        group_epoch=0,
+        pull_url="",
+        pull_token="",
+        fingerprints=tuple(fingerprint(one) for _, one in named),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_second_version_is_copied_past_the_loader(dtype: torch.dtype) -> None:
+    shard, expected = Shard(0, 2, dtype), Shard(0, 2, dtype)
+    loads: list[object] = []
+
+    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        loads.append(tensors)
+        shard.load(tensors)
+
+    direct = DirectLoading(load, lambda: shard.parameters)
+    for seed in (1, 2):
+        before = len(loads)
+        direct.load(version(dtype, seed))
+        expected.load(version(dtype, seed).items())
+        assert direct.is_direct
+        assert (len(loads) > before) == (seed == 1)
+        assert all(torch.equal(shard.parameters[name], one) for name, one in expected.parameters.items())
+
+
+def test_other_tensors_are_traced_anew() -> None:
+    shard = Shard(0, 1, torch.float32)
+    direct = DirectLoading(shard.load, lambda: shard.parameters)
+    direct.load(version(torch.float32, 1))
+    some = {name: one for name, one in version(torch.float32, 2).items() if name != "embed"}
+    untouched = shard.parameters["embed"].clone()
+    direct.load(some)
+    assert direct.is_direct
+    assert torch.equal(shard.parameters["embed"], untouched)
+    assert torch.equal(shard.parameters["norm"], some["norm"])
+
+
+def test_a_loader_that_does_more_goes_on_loading() -> None:
+    weight = torch.zeros(4, 6)
+
+    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in tensors:
+            weight.copy_(tensor.roll(1, 1))
+
+    direct = DirectLoading(load, lambda: {"weight": weight})
+    for seed in (1, 2):
+        given = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        direct.load({"a": given})
+        assert torch.equal(weight, given.roll(1, 1))
+    assert (direct.is_direct, direct.held()) == (False, None)
+
+
+def test_a_loader_that_looks_at_values_is_found_out() -> None:
+    """It copies numbers, and scales what is no number: only comparing bits can tell."""
+    weight = torch.zeros(4, 6)
+
+    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in tensors:
+            weight.copy_(tensor if tensor.abs().max() < 1e-30 else 2 * tensor)
+
+    direct = DirectLoading(load, lambda: {"weight": weight})
+    given = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    direct.load({"a": given})
+    assert not direct.is_direct
+    assert torch.equal(weight, 2 * given)
+
+
+def test_shards_together_hold_what_was_published() -> None:
+    shards = [Shard(rank, 2, torch.bfloat16) for rank in range(2)]
+    loadings = [DirectLoading(shard.load, lambda shard=shard: shard.parameters) for shard in shards]  # type: ignore[misc]
+    for loading in loadings:
+        loading.load(version(torch.bfloat16, 1))
+    held = together(loading.held() or {} for loading in loadings)
+    manifest = published(version(torch.bfloat16, 1).items())
+    assert held.keys() == version(torch.bfloat16, 1).keys()
+    assert held["norm"].elements == 2 * 8
+    refuse_other_tensors(manifest, held)
+    loadings[1].load(version(torch.bfloat16, 2))
+    with pytest.raises(WeightSyncError, match="the engine holds another embed than was published"):
+        refuse_other_tensors(manifest, together(loading.held() or {} for loading in loadings))
+
+
+def test_half_a_tensor_is_not_the_tensor() -> None:
+    tensor = torch.cat([torch.ones(4), torch.zeros(4)])
+    manifest = published([("a", tensor)])
+    refuse_other_tensors(manifest, {"a": HeldTensor(fingerprint(tensor), 8)})
+    for elements in (0, 4, 12):
+        with pytest.raises(WeightSyncError, match="holds another a"):
+            refuse_other_tensors(manifest, {"a": HeldTensor(fingerprint(tensor), elements)})
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[
+        ("embedded", "dense"),
+        ("embedded", "moe"),
+        pytest.param(("vllm", "dense"), marks=VLLM),
+    ],
+    ids="-".join,
+)
+async def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[Engine, Path, list[PreTrainedModel]]]:
+    architecture: Architecture
+    kind, architecture = request.param
+    models = [make_model(architecture, seed) for seed in range(3)]
+    directory = save_config(models[0], tmp_path_factory.mktemp(architecture))
+    options: dict[str, object] = {"worker_extension_cls": EXTENSION} if kind == "vllm" else {}
+    engine = open_engine(
+        EngineConfig(kind=kind, max_concurrent=8, max_model_len=512, options=options), directory, seed=0
+    )
+    yield engine, directory, models
+    await engine.close()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_engine_holds_what_it_was_given(case: tuple[Engine, Path, list[PreTrainedModel]]) -> None:
+    engine, _, models = case
+    for model in models:
+        await hold(engine, model)
+        held = await engine.held()
+        assert held is not None
+        given = [*named_tensors(model), *one_by_one(named_tensors(model))]  # vLLM gets experts one by one
+        names = {name for name, _ in given}
+        assert len(names & held.keys()) >= len(named_tensors(model)) - 1  # of a tied head there is one
+        refuse_other_tensors(published(given), held)
+        for response in await run_all(engine, PROMPTS):
+            assert difference(model, response, 1.0).max() < TOLERANCE
+    with pytest.raises(WeightSyncError, match="than was published"):
+        refuse_other_tensors(published(named_tensors(models[0])), held)
