@@ -10,12 +10,14 @@ from transformers import PreTrainedModel
 
 from broker.batches import CheckpointMark
 from broker.client import Broker
-from broker.schema import Group, Probe, Prompt, RunRules, TrajectoryId, WeightManifest, WeightVersion
+from broker.schema import Group, Probe, Prompt, RunRules, TensorSpec, TrajectoryId, WeightManifest, WeightVersion
 from rollout_workers.config import EngineConfig, SamplingConfig, WorkersConfig
 from rollout_workers.decoding import Decoding
 from rollout_workers.engines import open_engine
+from rollout_workers.engines.base import NamedTensors
 from rollout_workers.rewards.base import Score
 from rollout_workers.worker import Worker
+from weightsync.fingerprint import fingerprint
 
 from .models import forward_logprobs, make_model, named_tensors, save_config
 
@@ -56,10 +58,18 @@ class OneScorer:
         """Nothing to free."""
 
 
-def manifest(version: WeightVersion, probe: Probe) -> WeightManifest:
+def manifest(version: WeightVersion, probe: Probe, tensors: NamedTensors) -> WeightManifest:
     """Of weights that nobody needs to receive."""
+    specs = tuple(TensorSpec(name, "float32", tuple(tensor.shape), 0, 0, tensor.nbytes) for name, tensor in tensors)
     return WeightManifest(
-        version=version, tensors=(), buckets=(), probe=probe, group_epoch=0, pull_url="", pull_token=""
+        version=version,
+        tensors=specs,
+        buckets=(),
+        probe=probe,
+        group_epoch=0,
+        pull_url="",
+        pull_token="",
+        fingerprints=tuple(fingerprint(tensor) for _, tensor in tensors),
     )
 
 
@@ -67,7 +77,8 @@ def delivery(version: WeightVersion, model: PreTrainedModel, *, error: float = 0
     """`error` is added to the probe's logprobs."""
     logprobs = forward_logprobs(model, PROBE[:1], PROBE[1:]) + error
     probe = Probe(token_ids=PROBE, logprobs=logprobs.tolist(), tolerance=1e-3)
-    return Delivery(manifest(version, probe), named_tensors(model))
+    tensors = named_tensors(model)
+    return Delivery(manifest(version, probe, tensors), tensors)
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from broker.client import BlockingBroker, Broker
 from broker.errors import ServerRestartedError, WeightSyncError
@@ -250,6 +251,27 @@ async def test_an_engine_that_fails_the_probe_ends_the_worker_with_numbers(
     with pytest.raises(WeightSyncError, match=r"differ from the learner's by 0.25 .* explains 0.001"):
         await worker.run()
     assert (await brokers[0].status.snapshot()).queues.admitted == 0
+
+
+async def test_a_bit_that_no_probe_can_see_is_told_from_what_was_published(
+    brokers: tuple[Broker, Broker], tmp_path: Path
+) -> None:
+    learner = await Learner.start(brokers[0], groups=2)
+    deliveries = Deliveries()
+    engine = make_engine(tmp_path)
+    swap = engine.swap_weights
+
+    async def flip_a_bit(version: WeightVersion, tensors: Any) -> None:
+        (name, tensor), *others = tensors
+        changed = tensor.clone()
+        changed.view(torch.int32).view(-1)[7] ^= 1
+        await swap(version, [(name, changed), *others])
+
+    engine.swap_weights = flip_a_bit  # type: ignore[method-assign]
+    worker = make_worker(brokers[1], engine, deliveries)
+    await learner.publish(0, deliveries)
+    with pytest.raises(WeightSyncError, match=r"the engine holds another .* than was published"):
+        await worker.run()
 
 
 async def test_samples_of_weights_that_fail_their_probe_are_not_submitted(
