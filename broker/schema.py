@@ -141,6 +141,16 @@ class BucketSpec(msgspec.Struct, frozen=True, array_like=True):
     """blake2b of the bytes, 16 bytes in hexadecimal."""
 
 
+class DeltaSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What turns the buckets of `base` into those of `version`, losslessly."""
+
+    base: WeightVersion
+    version: WeightVersion
+    nbytes: int
+    digest: str
+    """blake2b of the encoded bytes, 16 bytes in hexadecimal."""
+
+
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """All an engine needs to receive, verify and name one version of the weights."""
 
@@ -156,6 +166,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Sent back as a bearer token by those who pull."""
     fingerprints: tuple[int, ...] = ()
     """Of each tensor (`weightsync.fingerprint`): what an engine that took the version holds."""
+    deltas: tuple[DeltaSpec, ...] = ()
+    """The chain that ends at this version, oldest first, each from the version of the one before; served beside it."""
 
 
 class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +202,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     broadcast_epoch: int
     """The broadcast group that it has joined; 0 while it pulls."""
     wants_broadcast: bool
-    """True once it holds weights and can take part in the next broadcast group."""
+    """True once it holds weights and can take part in the next broadcast group; never for one that follows by pull."""
     capacity: int
     """Leases that its engine can batch."""
     active: int

@@ -107,7 +107,12 @@ def stage(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Sta
 
 def digest(bucket: torch.Tensor) -> str:
     """blake2b of a flat uint8 CPU tensor, 16 bytes in hexadecimal."""
-    return hashlib.blake2b(as_bytes(bucket), digest_size=16).hexdigest()
+    return digest_bytes(as_bytes(bucket))
+
+
+def digest_bytes(data: bytes | memoryview) -> str:
+    """blake2b, 16 bytes in hexadecimal."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def as_bytes(bucket: torch.Tensor) -> memoryview:

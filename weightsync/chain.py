@@ -1,0 +1,81 @@
+"""The bounded chain of deltas that ends at the newest version: how the learner extends it, what a follower takes of it.
+
+A chain lives with its learner: the next incarnation starts its own.
+"""
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from broker.errors import WeightSyncError
+from broker.schema import DeltaSpec, WeightManifest, WeightVersion
+
+from .buckets import StagedWeights, digest_bytes
+from .deadline import Deadline
+from .deltas import encode
+
+logger = logging.getLogger(__name__)
+
+
+class Delta(NamedTuple):
+    """An encoded delta and its place in the manifest."""
+
+    spec: DeltaSpec
+    data: bytes
+
+
+class DeltaChain:
+    """At most `longest` deltas, which together are smaller than the weights themselves."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._newest: tuple[WeightVersion, StagedWeights] | None = None
+        self._deltas: tuple[Delta, ...] = ()
+
+    def extended(self, version: WeightVersion, staged: StagedWeights, deadline: Deadline) -> tuple[Delta, ...]:
+        """The chain to `version`, empty where there is none. Changes nothing: see `advance`."""
+        delta = self._encode(version, staged, deadline)
+        return () if delta is None else _bounded((*self._deltas, delta), self._longest, staged.nbytes)
+
+    def advance(self, version: WeightVersion, staged: StagedWeights, deltas: tuple[Delta, ...]) -> None:
+        """`version` is announced with `deltas`, and the next one's will be told from it. It keeps `staged`."""
+        self._newest = version, staged
+        self._deltas = deltas
+
+    def _encode(self, version: WeightVersion, staged: StagedWeights, deadline: Deadline) -> Delta | None:
+        if self._newest is None or not self._longest:
+            return None
+        base, base_staged = self._newest
+        try:
+            data = encode(base_staged, staged, deadline)
+        except WeightSyncError as error:
+            logger.warning(
+                "%s is announced without deltas, those who follow by pull fetch all of it: %s", version, error
+            )
+            return None
+        return None if data is None else Delta(DeltaSpec(base, version, len(data), digest_bytes(data)), data)
+
+
+def chain_from(base: WeightManifest, manifest: WeightManifest) -> tuple[DeltaSpec, ...]:
+    """The deltas from `base` to `manifest`'s version; empty where there are none, or where they would save nothing."""
+    if base.tensors != manifest.tensors or _sizes(base) != _sizes(manifest):
+        return ()
+    chain = tuple(itertools.dropwhile(lambda delta: delta.base != base.version, manifest.deltas))
+    if not chain or chain[-1].version != manifest.version:
+        return ()
+    if any(delta.nbytes < 0 for delta in chain) or any(a.version != b.base for a, b in itertools.pairwise(chain)):
+        return ()
+    return chain if sum(delta.nbytes for delta in chain) < sum(_sizes(manifest)) else ()
+
+
+def _bounded(deltas: tuple[Delta, ...], longest: int, whole_bytes: int) -> tuple[Delta, ...]:
+    """The newest of them. Whoever would need more fetches the whole version."""
+    kept = deltas[-longest:]
+    while sum(delta.spec.nbytes for delta in kept) >= whole_bytes:
+        kept = kept[1:]
+    return kept
+
+
+def _sizes(manifest: WeightManifest) -> Sequence[int]:
+    return [bucket.nbytes for bucket in manifest.buckets]

@@ -1,0 +1,164 @@
+"""Lossless deltas: what turns one version's buckets into the next one's, bit for bit.
+
+A delta is one block after another, each of at most `BLOCK_ELEMENTS` elements of one width; together they cover every
+tensor. A block is a header, the gaps between changed elements and the steps from their old values to the new ones, both
+taken as unsigned integers of the element's width, so that NaNs and -0.0 are bits like any others. An update moves most
+numbers to a neighbour, which is an integer step of one: hence steps, which compress to a quarter of the new values.
+A delta carries no layout: both sides take it from the tensor specs, which must be the same for both versions.
+"""
+
+import itertools
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import zstandard
+from numpy.typing import NDArray
+
+from broker.errors import WeightSyncError
+from broker.schema import TensorSpec
+
+from .buckets import DTYPES, StagedWeights, views
+from .deadline import Deadline
+
+BLOCK_ELEMENTS = 1 << 20
+"""Bounds what encoding and applying need beside the buckets: about 30 bytes an element."""
+
+_HEADER = struct.Struct("<III")  # changed elements, bytes of the compressed gaps, bytes of the compressed steps
+_UNSIGNED: dict[int, np.dtype[Any]] = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+_GAP = _UNSIGNED[4]
+_LEVEL = 1
+
+Elements = NDArray[np.unsignedinteger[Any]]
+
+
+class _Block(NamedTuple):
+    """Bytes [start, end) of a bucket, in elements of `width` bytes."""
+
+    bucket: int
+    start: int
+    end: int
+    width: int
+
+
+def encode(base: StagedWeights, target: StagedWeights, deadline: Deadline) -> bytes | None:
+    """What turns `base` into `target`. None where their layouts differ, or where it would be no smaller than `target`.
+
+    Raises WeightSyncError once the deadline is over.
+    """
+    if base.tensors != target.tensors or _sizes(base.data) != _sizes(target.data):
+        return None
+    compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    parts: list[bytes] = []
+    nbytes = 0
+    for block in _blocks(target.tensors):
+        deadline.check(f"encoding a delta, {nbytes} bytes so far")
+        parts += _encode_block(_elements(base.data, block), _elements(target.data, block), compressor)
+        nbytes += sum(map(len, parts[-3:]))
+        if nbytes >= target.nbytes:
+            break
+    return b"".join(parts) if nbytes < target.nbytes else None
+
+
+def apply(
+    base: Sequence[torch.Tensor], tensors: Sequence[TensorSpec], deltas: Iterable[bytes | memoryview]
+) -> tuple[torch.Tensor, ...]:
+    """New buckets: `base` with `deltas` on top, one after another; `base` stays as it is.
+
+    Raises WeightSyncError where a delta does not fit, whatever its bytes. One that fits may still be of other weights:
+    compare the result's digests.
+    """
+    views(tensors, base)  # refuses specs that lie outside of the buckets
+    buckets = tuple(bucket.clone() for bucket in base)
+    decompressor = zstandard.ZstdDecompressor()
+    for delta in deltas:
+        rest = memoryview(delta)
+        for block in _blocks(tensors):
+            rest = _apply_block(_elements(buckets, block), rest, decompressor)
+        if rest:
+            raise WeightSyncError(f"a delta of {len(delta)} bytes goes on for {len(rest)} after its last block")
+    return buckets
+
+
+def _sizes(buckets: Sequence[torch.Tensor]) -> list[int]:
+    return [bucket.numel() for bucket in buckets]
+
+
+def _blocks(tensors: Sequence[TensorSpec]) -> Iterator[_Block]:
+    """Neighbours of one width share blocks; the padding between them is zero in every version."""
+    for (bucket, width), run in itertools.groupby(tensors, lambda spec: (spec.bucket, DTYPES[spec.dtype].itemsize)):
+        specs = list(run)
+        end = specs[-1].offset + specs[-1].nbytes
+        for start in range(specs[0].offset, end, BLOCK_ELEMENTS * width):
+            yield _Block(bucket, start, min(end, start + BLOCK_ELEMENTS * width), width)
+
+
+def _elements(buckets: Sequence[torch.Tensor], block: _Block) -> Elements:
+    """The block's memory; writing to it writes to the bucket."""
+    return buckets[block.bucket].numpy()[block.start : block.end].view(_UNSIGNED[block.width])
+
+
+def _encode_block(old: Elements, new: Elements, compressor: zstandard.ZstdCompressor) -> tuple[bytes, bytes, bytes]:
+    changed = np.flatnonzero(old != new)
+    if not changed.size:
+        return _HEADER.pack(0, 0, 0), b"", b""
+    gaps = np.diff(changed, prepend=-1) - 1
+    gap_bytes = compressor.compress(_planes(gaps.astype(_GAP)))
+    step_bytes = compressor.compress(_planes(_zigzag(new[changed] - old[changed])))
+    return _HEADER.pack(changed.size, len(gap_bytes), len(step_bytes)), gap_bytes, step_bytes
+
+
+def _apply_block(elements: Elements, rest: memoryview, decompressor: zstandard.ZstdDecompressor) -> memoryview:
+    """Change `elements` by the block that `rest` begins with; what follows it."""
+    if len(rest) < _HEADER.size:
+        raise WeightSyncError(f"a delta ends after {len(rest)} bytes of a block's header of {_HEADER.size}")
+    count, gap_bytes, step_bytes = _HEADER.unpack_from(rest)
+    gaps_at, end = _HEADER.size + gap_bytes, _HEADER.size + gap_bytes + step_bytes
+    if count > elements.size or end > len(rest) or (not count and end > _HEADER.size):
+        raise WeightSyncError(
+            f"a delta changes {count} of {elements.size} elements by {gap_bytes} + {step_bytes} bytes,"
+            f" with {len(rest)} left"
+        )
+    if count:
+        gaps = _inflate(rest[_HEADER.size : gaps_at], count, _GAP, decompressor)
+        steps = _inflate(rest[gaps_at:end], count, elements.dtype, decompressor)
+        changed = np.cumsum(gaps, dtype=np.int64) + np.arange(count)
+        if changed[-1] >= elements.size:
+            raise WeightSyncError(f"a delta changes element {changed[-1]} of a block of {elements.size}")
+        elements[changed] += _unzigzag(steps)
+    return rest[end:]
+
+
+def _inflate(
+    compressed: memoryview, count: int, dtype: np.dtype[Any], decompressor: zstandard.ZstdDecompressor
+) -> Elements:
+    expected = count * dtype.itemsize
+    try:
+        # The decompressor allocates the size that the frame states, so that is checked first.
+        stated = zstandard.frame_content_size(compressed)
+        if stated != expected:
+            raise WeightSyncError(f"a delta's block unpacks to {stated} bytes where {expected} belong")
+        planes = decompressor.decompress(compressed, max_output_size=expected, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WeightSyncError(f"a delta's block does not decompress: {error}") from error
+    if len(planes) != expected:
+        raise WeightSyncError(f"a delta's block unpacks to {len(planes)} bytes where {expected} belong")
+    return np.frombuffer(planes, np.uint8).reshape(dtype.itemsize, count).T.copy().view(dtype).reshape(count)
+
+
+def _planes(values: Elements) -> bytes:
+    """All lowest bytes, then all second ones, and so on: high ones are mostly alike and compress to nothing."""
+    return values.view(np.uint8).reshape(values.size, values.itemsize).T.tobytes()
+
+
+def _zigzag(steps: Elements) -> Elements:
+    """0, -1, 1, -2 ... as 0, 1, 2, 3 ...: small steps in either direction have empty high bytes."""
+    signed = steps.view(f"<i{steps.itemsize}")
+    return ((signed << 1) ^ (signed >> (8 * steps.itemsize - 1))).view(steps.dtype)
+
+
+def _unzigzag(values: Elements) -> Elements:
+    steps: Elements = (values >> 1) ^ np.negative(values & 1)
+    return steps
