@@ -22,6 +22,7 @@ from broker.schema import (
     SCHEMA_VERSION,
     BroadcastGroup,
     BucketSpec,
+    DeltaSpec,
     ModelFiles,
     Probe,
     Prompt,
@@ -275,6 +276,7 @@ def _structs() -> dict[type[Any], list[msgspec.Struct]]:
         group_epoch=1,
         pull_url="http://127.0.0.1:1",
         pull_token="secret",
+        deltas=(DeltaSpec(WeightVersion(3, 3), version, 5, "cd"),),
     )
     group = BroadcastGroup(
         epoch=1,

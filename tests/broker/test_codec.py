@@ -20,6 +20,7 @@ from broker.schema import (
     SCHEMA_VERSION,
     BroadcastGroup,
     BucketSpec,
+    DeltaSpec,
     Lease,
     ModelFiles,
     Probe,
@@ -90,6 +91,7 @@ STRUCTS = [
         manifest(1, 2),
         tensors=(TensorSpec("a.b", "bfloat16", (2, 3), 0, 0, 12),),
         buckets=(BucketSpec(12, "ab"),),
+        deltas=(DeltaSpec(WeightVersion(1, 1), WeightVersion(1, 2), 5, "cd"),),
     ),
     BroadcastGroup(
         epoch=1,
