@@ -28,3 +28,18 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(description="address at which workers reach the learner; default: that of its way to the broker"),
     ] = None
     poll_s: Annotated[float, Meta(gt=0, description="how often a worker looks for a new version or group")] = 0.05
+    follow: Annotated[
+        Literal["broadcast", "pull"],
+        Meta(
+            description="broadcast: a worker joins broadcast groups; pull: for a slow line, it keeps a copy of the"
+            " weights in host memory and fetches what changed (a worker may choose for itself)"
+        ),
+    ] = "broadcast"
+    delta_chain: Annotated[
+        int,
+        Meta(ge=0, description="so many versions' changes the learner keeps for workers that follow by pull; 0: none"),
+    ] = 8
+    pull_bytes_per_s: Annotated[
+        Annotated[int, Meta(ge=1 << 16)] | None,
+        Meta(description="limit of one worker's pulls (it may choose for itself); default: none"),
+    ] = None

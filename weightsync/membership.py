@@ -28,6 +28,11 @@ def _takes_part(info: WorkerInfo) -> bool:
     return info.wants_broadcast and info.version is not None and info.state != "draining"
 
 
+def follows_by_pull(info: WorkerInfo) -> bool:
+    """True for one that holds a version and does not want to be in a group: it has a base for deltas."""
+    return info.version is not None and not info.wants_broadcast and info.state != "draining"
+
+
 def is_behind(info: WorkerInfo, missed: Mapping[str, WeightVersion]) -> bool:
     """True while a dropped worker has not shown that it caught up."""
     version = missed.get(info.worker)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 
 from broker import BlockingBroker
 from broker.errors import VersionRegressionError
@@ -18,9 +19,12 @@ from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion, 
 
 from .addresses import learner_addresses
 from .buckets import StagedWeights, stage
+from .chain import Delta, DeltaChain
 from .config import WeightsConfig
+from .deadline import Deadline
+from .membership import follows_by_pull
 from .sender import Sender
-from .transports.pull import PullServer
+from .transports.pull_server import PullServer
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,14 @@ class Publisher:
             self._put_group,
         )
         self._pulls = PullServer(address, self._token, config.broadcast_timeout_s)
+        self._chain = DeltaChain(config.delta_chain)
 
     def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
         """Copy what is to be published; the tensors may change afterwards. Raises WeightSyncError for unusable ones."""
         return stage(tensors, self._config.bucket_bytes)
 
     def publish(self, version: WeightVersion, staged: StagedWeights, probe: Probe) -> PublishReport:
-        """Make `version` the run's newest. Blocks for at most three broadcast deadlines.
+        """Make `version` the run's newest. Blocks for at most three broadcast deadlines, and a fourth one for deltas.
 
         Raises VersionRegressionError, FencedError or BrokerUnavailableError; the newest version stays.
         It may be called again with the same version and tensors after BrokerUnavailableError.
@@ -73,12 +78,13 @@ class Publisher:
             raise VersionRegressionError(f"{version} is not newer than {self._announced}, published before")
         self._pulls.stage(version, staged.data)
         try:
-            members, failed = self._publish(version, staged, probe)
+            members, failed, deltas = self._publish(version, staged, probe)
         except BaseException:
             self._pulls.forget(version)
             raise
         # Those in the middle of the version before get 404 for its next bucket and look for this one.
-        self._pulls.keep_only(version)
+        self._pulls.keep_only(version, _by_version(deltas))
+        self._chain.advance(version, staged, deltas)
         self._announced = version
         return PublishReport(time.monotonic() - started, staged.nbytes, members, failed)
 
@@ -87,7 +93,9 @@ class Publisher:
         self._sender.close()
         self._pulls.close()
 
-    def _publish(self, version: WeightVersion, staged: StagedWeights, probe: Probe) -> tuple[tuple[str, ...], str]:
+    def _publish(
+        self, version: WeightVersion, staged: StagedWeights, probe: Probe
+    ) -> tuple[tuple[str, ...], str, tuple[Delta, ...]]:
         # Members that took a version refuse it the second time, so a repeated publication is only announced.
         is_repeated = self._offered == version
         epoch, failed = (0, "repeated") if is_repeated else self._sender.prepare(self._workers, version)
@@ -98,8 +106,18 @@ class Publisher:
         if epoch:
             members, failure = self._sender.send(version, staged.data)
             failed = "; ".join(filter(None, (failed, failure)))
+        deltas = self._deltas(version, staged)
+        manifest = replace(manifest, deltas=tuple(delta.spec for delta in deltas))
         self._blocking.call(self._versions.announce(self._owner, manifest))
-        return members, failed
+        return members, failed, deltas
+
+    def _deltas(self, version: WeightVersion, staged: StagedWeights) -> tuple[Delta, ...]:
+        """Encoded once the group has its buckets, and only while some worker has a base for them."""
+        if not any(map(follows_by_pull, self._workers())):
+            return ()
+        deltas = self._chain.extended(version, staged, Deadline(self._config.broadcast_timeout_s))
+        self._pulls.stage_deltas(_by_version(deltas))
+        return deltas
 
     def _manifest(self, version: WeightVersion, staged: StagedWeights, probe: Probe, epoch: int) -> WeightManifest:
         return WeightManifest(
@@ -122,3 +140,7 @@ class Publisher:
     def _last_epoch(self) -> int:
         group = self._blocking.call(self._versions.group())
         return 0 if group is None else group.epoch
+
+
+def _by_version(deltas: Iterable[Delta]) -> dict[WeightVersion, bytes]:
+    return {delta.spec.version: delta.data for delta in deltas}

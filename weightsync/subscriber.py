@@ -20,6 +20,7 @@ from .buckets import views
 from .config import WeightsConfig
 from .deadline import Deadline
 from .groups import GroupFollower
+from .puller import Puller
 from .threads import BoundedThreads
 from .transports.pull import HttpPull, SupersededError
 
@@ -45,6 +46,10 @@ class Subscriber:
         self._config = config
         self._threads = BoundedThreads()
         self._groups = GroupFollower(broker, worker, self._threads, config.poll_s)
+        self.joins_groups = config.follow == "broadcast"
+        """False: it follows by pull, and keeps what it pulled as the base for deltas."""
+        transport = HttpPull(config.broadcast_timeout_s, config.pull_bytes_per_s)
+        self._puller = Puller(transport, keeps_base=not self.joins_groups)
         self._worker = worker
         self._following: asyncio.Task[None] | None = None
         self._pulling: asyncio.Task[None] | None = None
@@ -56,12 +61,18 @@ class Subscriber:
         self._staged: Delivery | None = None
         self._arrived = asyncio.Event()
         self.last_error = ""
-        """Why the last broadcast or pull failed; empty again after the next version."""
+        """Why the last broadcast or pull failed, or fetched a whole version where deltas should have done; empty again
+        after the next version."""
 
     @property
     def epoch(self) -> int:
         """The broadcast group that this worker has joined, 0 if none."""
         return self._groups.epoch
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Fetched by pull since the start."""
+        return self._puller.fetched_bytes
 
     async def wait_for_version(self, current: WeightVersion | None) -> Delivery:
         """The newest complete version after `current`. Cancelling it loses nothing; one caller at a time.
@@ -105,7 +116,8 @@ class Subscriber:
     async def _follow(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._groups.follow())
+                if self.joins_groups:
+                    tasks.create_task(self._groups.follow())
                 tasks.create_task(self._follow_versions())
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
@@ -114,7 +126,8 @@ class Subscriber:
         while True:
             offered, announced = await self._broker.versions.current()
             # Once announced, a broadcast is over: who missed it pulls.
-            if offered is not None and offered != announced and offered != self._tried and self._is_newer(offered):
+            is_under_way = self.joins_groups and offered is not None and offered != announced
+            if offered is not None and is_under_way and offered != self._tried and self._is_newer(offered):
                 self._tried = offered
                 await self._receive(offered)
             elif announced is not None and self._is_newer(announced):
@@ -162,16 +175,17 @@ class Subscriber:
         if manifest is None or not self._is_newer(manifest.version):
             return
         cancelled = threading.Event()
-        pull = HttpPull(self._config.broadcast_timeout_s)
         try:
-            buckets = await self._threads.run(
+            pulled = await self._threads.run(
                 "pull",
-                lambda: pull.pull(manifest, Deadline(math.inf, cancelled)),
+                lambda: self._puller.pull(manifest, Deadline(math.inf, cancelled)),
                 cancelled,
                 overdue_s=None,
             )
-            self._stage(manifest, buckets)
+            self._stage(manifest, pulled.buckets)
             self._pull_failures = 0
+            if pulled.failure:
+                self._note("pull", manifest.version, pulled.failure)
         except SupersededError:
             logger.info("%s: %s was superseded while it was pulled", self._worker, manifest.version)
             await asyncio.sleep(_RETRY_S[0])  # the newer one's manifest may still be on its way
@@ -186,6 +200,6 @@ class Subscriber:
             self.last_error = ""
             self._arrived.set()
 
-    def _note(self, what: str, version: WeightVersion, error: WeightSyncError) -> None:
+    def _note(self, what: str, version: WeightVersion, error: WeightSyncError | str) -> None:
         self.last_error = f"{what} of {version.incarnation}.{version.step}: {error}"
         logger.warning("%s: %s", self._worker, self.last_error)

@@ -107,8 +107,8 @@ def test_help_names_every_command_but_the_internal_one(tmp_path: Path) -> None:
         (["broker", "--url", NOWHERE], f"No answer from the broker at {NOWHERE} "),
         (
             ["workers", "staleness.max_lag=3", "--broker", NOWHERE, "--run", "x"],
-            "A worker cannot take the override 'staleness.max_lag=3': all but engine.* comes from"
-            " the run's configuration",
+            "A worker cannot take the override 'staleness.max_lag=3': all but engine.*, weights.follow and"
+            " weights.pull_bytes_per_s comes from the run's configuration",
         ),
         (
             ["eval", "arithmetic.yaml", "--checkpoint", "x"],

@@ -59,6 +59,7 @@ class OneVersion:
     """A subscriber that delivers the first weights and no others."""
 
     epoch = 0
+    joins_groups = True
     last_error = ""
 
     async def wait_for_version(self, current: WeightVersion | None) -> Delivery:

@@ -38,6 +38,7 @@ class Deliveries:
 
     def __init__(self) -> None:
         self.epoch = 0
+        self.joins_groups = True
         self.last_error = ""
         self.queue: asyncio.Queue[Delivery] = asyncio.Queue()
 

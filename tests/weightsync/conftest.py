@@ -29,8 +29,9 @@ CONFIG = WeightsConfig(broadcast_timeout_s=TIMEOUT_S, bucket_bytes=1 << 16)
 
 
 def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(200, 301, generator=generator)
+    """Neighbouring seeds differ in 4% of the elements, as an optimizer's steps do."""
+    noise = torch.randn(200, 301, generator=torch.Generator().manual_seed(0))
+    noise.view(-1)[seed % 50 :: 50] += 1 + seed
     return [
         ("a", noise),
         ("b", noise[:50].bfloat16()),
@@ -92,9 +93,9 @@ class Learner:
 class WorkerProcess:
     """A subscriber in a process of its own."""
 
-    def __init__(self, url: str, run: str, name: str) -> None:
+    def __init__(self, url: str, run: str, name: str, follow: str) -> None:
         self.name = name
-        command = [sys.executable, "-m", "tests.weightsync.worker_process", url, run, name, str(TIMEOUT_S)]
+        command = [sys.executable, "-m", "tests.weightsync.worker_process", url, run, name, str(TIMEOUT_S), follow]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         self._events: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -108,14 +109,18 @@ class WorkerProcess:
 
     def expect(self, version: WeightVersion) -> list[list[int]]:
         """Read up to `version`, whose tensors must be right to the last bit; all versions read on the way."""
-        seen = []
+        return [event["version"] for event in self.events(version)]
+
+    def events(self, version: WeightVersion) -> list[dict[str, Any]]:
+        """As `expect`, with all that the worker said."""
+        events: list[dict[str, Any]] = []
         while True:
             event = self._events.get(timeout=PATIENCE_S)
-            seen.append(event["version"])
+            events.append(event)
             assert event["fingerprint"] == fingerprint(weights(event["version"][1]))
             if event["version"] == [version.incarnation, version.step]:
-                assert seen == sorted(seen)
-                return seen
+                assert events == sorted(events, key=lambda other: other["version"])
+                return events
 
     def send(self, sent: signal.Signals) -> None:
         self._process.send_signal(sent)
@@ -156,7 +161,7 @@ class InProcessWorker:
         raise AssertionError(f"last_error stayed {self.subscriber.last_error!r}")
 
     async def beat(self) -> None:
-        info = worker_info(self.name, self.version, self.subscriber.epoch)
+        info = worker_info(self.name, self.version, self.subscriber.epoch, self.subscriber.joins_groups)
         await self._broker.status.heartbeat(info, HEARTBEAT_TTL_S)
 
 
@@ -168,11 +173,11 @@ def learner(url: str, run_name: str) -> Iterator[Learner]:
 
 
 @pytest.fixture
-def start_worker(url: str, run_name: str) -> Iterator[Callable[[str], WorkerProcess]]:
+def start_worker(url: str, run_name: str) -> Iterator[Callable[..., WorkerProcess]]:
     started: list[WorkerProcess] = []
 
-    def start(name: str) -> WorkerProcess:
-        started.append(WorkerProcess(url, run_name, name))
+    def start(name: str, follow: str = "broadcast") -> WorkerProcess:
+        started.append(WorkerProcess(url, run_name, name, follow))
         return started[-1]
 
     yield start
@@ -181,11 +186,11 @@ def start_worker(url: str, run_name: str) -> Iterator[Callable[[str], WorkerProc
 
 
 @pytest.fixture
-async def start_inside(broker: Broker) -> AsyncIterator[Callable[[str], InProcessWorker]]:
+async def start_inside(broker: Broker) -> AsyncIterator[Callable[..., InProcessWorker]]:
     started: list[InProcessWorker] = []
 
-    def start(name: str) -> InProcessWorker:
-        started.append(InProcessWorker(broker, name))
+    def start(name: str, config: WeightsConfig = CONFIG) -> InProcessWorker:
+        started.append(InProcessWorker(broker, name, config))
         return started[-1]
 
     yield start

@@ -23,7 +23,8 @@ from weightsync.deadline import Deadline
 from weightsync.receiver import join
 from weightsync.sender import Sender
 from weightsync.transports.collective import ProcessGroupTransport, check_transport
-from weightsync.transports.pull import HttpPull, PullServer, SupersededError
+from weightsync.transports.pull import HttpPull, SupersededError
+from weightsync.transports.pull_server import PullServer
 from weightsync.transports.rendezvous import Rendezvous, connect_store, host_store
 
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
@@ -199,7 +200,7 @@ def test_pull_is_exact_and_ends_when_superseded(pulls: PullServer) -> None:
     for version in (V0, V1):
         got = HttpPull(TIMEOUT_S).pull(manifest(version, DATA, pulls.url), Deadline(math.inf))
         assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
-    pulls.keep_only(V1)
+    pulls.keep_only(V1, {})
     with pytest.raises(SupersededError):
         HttpPull(TIMEOUT_S).pull(manifest(V0, DATA, pulls.url), Deadline(math.inf))
 

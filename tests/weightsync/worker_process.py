@@ -6,6 +6,7 @@ import json
 import os
 import sys
 
+import msgspec
 import torch
 
 from broker import open_broker
@@ -18,7 +19,7 @@ HEARTBEAT_TTL_S = 20.0
 """Long, so that a stopped worker counts as alive: the hard case."""
 
 
-def worker_info(worker: str, version: WeightVersion | None, epoch: int) -> WorkerInfo:
+def worker_info(worker: str, version: WeightVersion | None, epoch: int, joins_groups: bool = True) -> WorkerInfo:
     return WorkerInfo(
         worker=worker,
         host="here",
@@ -27,7 +28,7 @@ def worker_info(worker: str, version: WeightVersion | None, epoch: int) -> Worke
         state="idle",
         version=version,
         broadcast_epoch=epoch,
-        wants_broadcast=version is not None,
+        wants_broadcast=joins_groups and version is not None,
         capacity=1,
         active=0,
         generated_tokens=0,
@@ -50,7 +51,7 @@ async def follow(url: str, run: str, worker: str, config: WeightsConfig) -> None
     async def beat() -> None:
         while True:
             version = held.manifest.version if held else None
-            info = worker_info(worker, version, subscriber.epoch)
+            info = worker_info(worker, version, subscriber.epoch, subscriber.joins_groups)
             await broker.status.heartbeat(info, HEARTBEAT_TTL_S)
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -63,12 +64,14 @@ async def follow(url: str, run: str, worker: str, config: WeightsConfig) -> None
                 "version": [held.manifest.version.incarnation, held.manifest.version.step],
                 "fingerprint": fingerprint(held.tensors),
                 "last_error": subscriber.last_error,
+                "pulled_bytes": subscriber.pulled_bytes,
             }
             print(json.dumps(event), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    url, run, worker, timeout_s = sys.argv[1:]
+    url, run, worker, timeout_s, how = sys.argv[1:]
+    config = msgspec.convert({"broadcast_timeout_s": float(timeout_s), "follow": how}, WeightsConfig)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(follow(url, run, worker, WeightsConfig(broadcast_timeout_s=float(timeout_s))))
+        asyncio.run(follow(url, run, worker, config))

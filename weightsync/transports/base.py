@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from broker.schema import WeightManifest
+from broker.schema import DeltaSpec, WeightManifest
 from weightsync.deadline import Deadline
 
 
@@ -29,4 +29,8 @@ class PullTransport(Protocol):
 
     def pull(self, manifest: WeightManifest, deadline: Deadline) -> tuple[torch.Tensor, ...]:
         """All buckets, verified. Raises SupersededError where a newer version has taken this one's place."""
+        ...
+
+    def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
+        """One of the manifest's deltas, its digest verified. Raises SupersededError where it is no longer served."""
         ...

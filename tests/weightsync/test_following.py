@@ -1,0 +1,213 @@
+"""Workers that follow by pull: through deltas where there are some, whole versions where anything is wrong."""
+
+import asyncio
+import itertools
+import math
+import threading
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from broker import Broker
+from broker.errors import WeightSyncError
+from broker.schema import WeightManifest, WeightVersion
+from tests.weightsync.conftest import CONFIG, TIMEOUT_S, InProcessWorker, Learner, WorkerProcess, weights
+from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker_info
+from weightsync import chain
+from weightsync.buckets import stage, views
+from weightsync.deadline import Deadline
+from weightsync.puller import Pulled, Puller
+from weightsync.transports.pull import HttpPull
+
+PULLING = replace(CONFIG, follow="pull")
+WHOLE_BYTES = stage(weights(0), CONFIG.bucket_bytes).nbytes
+DELTA_BYTES = WHOLE_BYTES // 5
+"""More than any delta between neighbours has."""
+
+
+class Follower:
+    """Pulls when it is told to, so that it can miss versions."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._puller = Puller(HttpPull(TIMEOUT_S), keeps_base=True)
+        self.nbytes = 0
+        """Of the last pull."""
+
+    async def pull(self) -> Pulled:
+        """The announced version, whose tensors must be right."""
+        manifest = await announced(self._broker)
+        before = self._puller.fetched_bytes
+        pulled = await asyncio.to_thread(self._puller.pull, manifest, Deadline(math.inf))
+        self.nbytes = self._puller.fetched_bytes - before
+        found = views(manifest.tensors, pulled.buckets)
+        assert fingerprint(found) == fingerprint(weights(manifest.version.step))
+        info = worker_info("far", manifest.version, 0, joins_groups=False)
+        await self._broker.status.heartbeat(info, HEARTBEAT_TTL_S)
+        return pulled
+
+
+async def announced(broker: Broker) -> WeightManifest:
+    manifest = await broker.versions.announced()
+    assert manifest is not None
+    return manifest
+
+
+async def publish(learner: Learner, count: int = 1) -> None:
+    for _ in range(count):
+        await asyncio.to_thread(learner.publish)
+
+
+@pytest.fixture
+async def follower(learner: Learner, broker: Broker) -> Follower:
+    """It holds the learner's first two versions, the second by a delta."""
+    started = Follower(broker)
+    for deltas in (0, 1):
+        await publish(learner)
+        assert (await started.pull()).deltas == deltas
+    assert started.nbytes < DELTA_BYTES
+    return started
+
+
+@pytest.mark.slow
+def test_a_process_follows_twenty_versions(learner: Learner, start_worker: Callable[..., WorkerProcess]) -> None:
+    near, far = start_worker("near"), start_worker("far", "pull")
+    learner.publish()
+    spent = [event["pulled_bytes"] for event in far.events(learner.version)]
+    near.expect(learner.version)
+    learner.until_held("near", "far")
+    for _ in range(20):
+        report = learner.publish()
+        assert (report.members, report.failed) == (("near",), "")
+        near.expect(learner.version)
+        (event,) = far.events(learner.version)
+        assert event["last_error"] == ""
+        spent.append(event["pulled_bytes"])
+        learner.until_held("near", "far")
+    assert spent[0] == WHOLE_BYTES
+    assert all(0 < after - before < DELTA_BYTES for before, after in itertools.pairwise(spent))
+
+
+async def test_a_worker_that_joins_groups_costs_the_learner_no_deltas(
+    learner: Learner, broker: Broker, start_inside: Callable[..., InProcessWorker]
+) -> None:
+    worker = start_inside("near")
+    for _ in range(3):
+        await publish(learner)
+        await worker.next()
+    assert (await announced(broker)).deltas == ()
+
+
+async def test_who_missed_some_versions_takes_the_chain(learner: Learner, follower: Follower) -> None:
+    await publish(learner, 3)
+    assert (await follower.pull()).deltas == 3
+    assert follower.nbytes < 3 * DELTA_BYTES
+
+
+async def test_who_missed_more_than_the_chain_has_takes_all(
+    url: str, run_name: str, broker: Broker, follower: Follower, learner: Learner
+) -> None:
+    await asyncio.to_thread(learner.publisher.close)
+    short = await asyncio.to_thread(Learner, url, run_name, replace(CONFIG, delta_chain=2), resume=True)
+    try:
+        for deltas, missed in ((0, 0), (1, 0), (2, 1), (0, 2), (1, 0)):
+            await publish(short, 1 + missed)
+            pulled = await follower.pull()
+            assert (pulled.deltas, pulled.failure) == (deltas, "")
+        assert len((await announced(broker)).deltas) == 2
+    finally:
+        await asyncio.to_thread(short.close)
+
+
+async def test_a_new_incarnation_starts_anew(
+    learner: Learner, url: str, run_name: str, broker: Broker, follower: Follower
+) -> None:
+    successor = await asyncio.to_thread(Learner, url, run_name, resume=True)
+    try:
+        await publish(successor)
+        assert (await announced(broker)).deltas == ()
+        assert (await follower.pull()).deltas == 0
+        await publish(successor)
+        assert [delta.base for delta in (await announced(broker)).deltas] == [WeightVersion(2, 0)]
+        assert (await follower.pull()).deltas == 1
+    finally:
+        await asyncio.to_thread(successor.close)
+
+
+async def test_a_delta_that_was_not_ready_in_time_is_left_out(
+    learner: Learner, broker: Broker, follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*_: object) -> None:
+        raise WeightSyncError("not done within 2 s")
+
+    monkeypatch.setattr(chain, "encode", late)
+    await publish(learner)
+    assert (await announced(broker)).deltas == ()
+    assert (await follower.pull()).deltas == 0
+    monkeypatch.undo()
+    await publish(learner)
+    assert (await follower.pull()).deltas == 1
+
+
+async def test_a_damaged_delta_falls_back_to_the_whole_version(
+    learner: Learner, start_inside: Callable[..., InProcessWorker], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = start_inside("far", PULLING)
+    for _ in range(2):
+        await publish(learner)
+        await worker.next()
+    damaged = _damage_next_delta(learner)
+    await publish(learner)
+    await worker.next()
+    assert damaged.is_set()
+    assert "1 deltas were of no use, it was fetched whole: the delta to" in worker.subscriber.last_error
+    assert "arrived damaged" in caplog.text
+    before = worker.subscriber.pulled_bytes
+    await publish(learner)
+    await worker.next()
+    assert worker.subscriber.last_error == ""
+    assert worker.subscriber.pulled_bytes - before < DELTA_BYTES
+
+
+def _damage_next_delta(learner: Learner) -> threading.Event:
+    """One bit of it, on the way into the server."""
+    pulls, damaged = learner.publisher._pulls, threading.Event()
+    stage_deltas, keep_only = pulls.stage_deltas, pulls.keep_only
+
+    def spoil(deltas: dict[WeightVersion, bytes]) -> dict[WeightVersion, bytes]:
+        damaged.set()
+        newest = max(deltas)
+        return {**deltas, newest: bytes([deltas[newest][0] ^ 1]) + deltas[newest][1:]}
+
+    def keep(version: WeightVersion, deltas: dict[WeightVersion, bytes]) -> None:
+        keep_only(version, spoil(deltas))
+        del pulls.stage_deltas, pulls.keep_only  # type: ignore[method-assign]
+
+    pulls.stage_deltas = lambda deltas: stage_deltas(spoil(dict(deltas)))  # type: ignore[method-assign]
+    pulls.keep_only = keep  # type: ignore[method-assign,assignment]
+    return damaged
+
+
+async def test_a_spoilt_base_is_found_by_the_result(learner: Learner, follower: Follower) -> None:
+    await publish(learner)
+    held = await follower.pull()
+    held.buckets[1][5] ^= 64  # as an engine would that writes into what it was given
+    await publish(learner)
+    pulled = await follower.pull()
+    assert pulled.deltas == 0
+    assert "bucket 1 arrived damaged" in pulled.failure
+    assert WHOLE_BYTES < follower.nbytes < WHOLE_BYTES + DELTA_BYTES
+    await publish(learner)
+    assert (await follower.pull()).deltas == 1
+
+
+async def test_deltas_of_a_superseded_version_are_still_served(
+    learner: Learner, broker: Broker, follower: Follower
+) -> None:
+    await publish(learner)
+    earlier = await announced(broker)
+    await publish(learner)
+    pulled = await asyncio.to_thread(follower._puller.pull, earlier, Deadline(math.inf))
+    assert (pulled.deltas, pulled.failure) == (1, "")
+    assert (await follower.pull()).deltas == 1
