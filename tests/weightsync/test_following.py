@@ -99,6 +99,36 @@ async def test_a_worker_that_joins_groups_costs_the_learner_no_deltas(
     assert (await announced(broker)).deltas == ()
 
 
+async def test_the_group_has_its_buckets_before_deltas_are_encoded(
+    learner: Learner,
+    follower: Follower,
+    start_inside: Callable[..., InProcessWorker],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await start_inside("near").next()
+    order: list[str] = []
+    for owner, name in ((learner.publisher._sender, "send"), (chain, "encode")):
+        _note_calls(monkeypatch, owner, name, order)
+    assert (await asyncio.to_thread(learner.publish)).members == ("near",)
+    assert order == ["send", "encode"]
+
+
+def _note_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, order: list[str]) -> None:
+    call = getattr(owner, name)
+
+    def noted(*arguments: object) -> object:
+        order.append(name)
+        return call(*arguments)
+
+    monkeypatch.setattr(owner, name, noted)
+
+
+async def test_deltas_are_served_by_the_time_they_are_announced(learner: Learner, follower: Follower) -> None:
+    learner.publisher._pulls.keep_only = lambda *_: None  # type: ignore[method-assign]  # comes after the announcement
+    await publish(learner)
+    assert (await follower.pull()).deltas == 1
+
+
 async def test_who_missed_some_versions_takes_the_chain(learner: Learner, follower: Follower) -> None:
     await publish(learner, 3)
     assert (await follower.pull()).deltas == 3
