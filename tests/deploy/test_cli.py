@@ -14,6 +14,8 @@ from broker import Broker
 from broker.owner import CheckpointMark, Owner
 from broker.schema import RunRules
 from broker.server import EmbeddedServer
+from deploy.alone import _engine_threads
+from deploy.config import load_recipe, with_overrides
 from deploy.run_directory import held
 
 from .runs import step_metrics, worker
@@ -111,6 +113,10 @@ def test_help_names_every_command_but_the_internal_one(tmp_path: Path) -> None:
             " weights.pull_bytes_per_s comes from the run's configuration",
         ),
         (
+            ["workers", "weights.follower=pull", "--broker", NOWHERE, "--run", "x"],
+            "A worker cannot take the override 'weights.follower=pull'",
+        ),
+        (
             ["eval", "arithmetic.yaml", "--checkpoint", "x"],
             "x holds no model: there is no config.json. Give one such as",
         ),
@@ -123,6 +129,13 @@ def test_errors_are_one_paragraph_and_exit_1(arguments: list[str], message: str,
     assert answer.stderr.startswith(f"Error: {message}")
     assert len(answer.stderr.splitlines()) == 1
     assert answer.stdout == ""
+
+
+def test_a_worker_chooses_its_engine_and_how_it_is_connected() -> None:
+    own = ["weights.follow=pull", "weights.pull_bytes_per_s=100000", "engine.threads=3"]
+    assert _engine_threads(own) == 3
+    recipe = with_overrides(load_recipe("arithmetic.yaml"), own)
+    assert (recipe.weights.follow, recipe.weights.pull_bytes_per_s) == ("pull", 100_000)
 
 
 def test_an_existing_run_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from broker.client import BlockingBroker, Broker
 from broker.errors import ServerRestartedError, WeightSyncError
-from broker.schema import Group, ModelFiles, Prompt, WeightVersion
+from broker.schema import Group, ModelFiles, Prompt, WeightVersion, WorkerInfo
 from broker.server import EmbeddedServer
 from rollout_workers.model_files import ModelFilesError, fetch_model
 from rollout_workers.rewards.base import RewardError, Score
@@ -152,6 +152,38 @@ async def test_published_weights_reach_the_engine_by_pull_and_then_by_broadcast(
             assert members == ("worker-1",)
             await until(lambda: worker.info().version == learner.version(step))
             assert worker.info().broadcast_epoch > 0
+    finally:
+        await asyncio.to_thread(publisher.close)
+        await asyncio.to_thread(blocking.close)
+
+
+async def test_a_worker_that_follows_by_pull_is_in_no_group(
+    server: EmbeddedServer, brokers: tuple[Broker, Broker], tmp_path: Path
+) -> None:
+    config = WeightsConfig(broadcast_timeout_s=20, follow="pull")
+    blocking = await asyncio.to_thread(BlockingBroker, server.url, "run")
+    learner = await asyncio.to_thread(blocking.call, Learner.start(blocking.broker, groups=2))
+    publisher = await asyncio.to_thread(Publisher, blocking, learner.owner, config)
+    worker = make_worker(brokers[1], make_engine(tmp_path), Subscriber(brokers[1], "worker-1", config), heartbeat_s=0.1)
+
+    async def heartbeat(version: WeightVersion) -> WorkerInfo:
+        await until(lambda: worker.info().version == version)
+        while True:
+            for info in await brokers[0].status.workers():
+                if info.version == version:
+                    return info
+            await asyncio.sleep(0.05)
+
+    try:
+        async with running(worker):
+            for step in range(2):
+                sent = delivery(learner.version(step), make_model("dense", step))
+                staged = publisher.stage(sent.tensors)
+                version, probe = sent.manifest.version, sent.manifest.probe
+                report = await asyncio.to_thread(publisher.publish, version, staged, probe)
+                assert (report.members, report.failed) == ((), "")
+                info = await heartbeat(version)
+                assert (info.wants_broadcast, info.broadcast_epoch, info.last_error) == (False, 0, "")
     finally:
         await asyncio.to_thread(publisher.close)
         await asyncio.to_thread(blocking.close)
