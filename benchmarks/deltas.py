@@ -23,7 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from weightsync.buckets import StagedWeights, stage, verify
 from weightsync.deadline import Deadline
-from weightsync.deltas import apply, encode
+from weightsync.deltas import encode, patch
 
 BUCKET_BYTES = 64 << 20
 SEQUENCES, TOKENS = 4, 64
@@ -92,9 +92,10 @@ def compare(base: StagedWeights, target: StagedWeights) -> dict[str, float]:
     delta, encode_s = _timed(lambda: encode(base, target, FOREVER))
     if delta is None:
         raise SystemExit("the delta is larger than the weights: nothing to compare")
-    found, apply_s = _timed(lambda: apply(base.data, base.tensors, [delta]))
-    for index, (spec, bucket) in enumerate(zip(target.buckets, found, strict=True)):
-        verify(index, spec, bucket)
+    found = {index: bucket.clone() for index, bucket in enumerate(base.data)}
+    _, patch_s = _timed(lambda: patch(found, base.tensors, delta))
+    for index, spec in enumerate(target.buckets):
+        verify(index, spec, found[index])
     pairs = zip(base.data, target.data, strict=True)
     changed = sum(int((old.view(torch.int16) != new.view(torch.int16)).sum()) for old, new in pairs)
     return {
@@ -104,7 +105,7 @@ def compare(base: StagedWeights, target: StagedWeights) -> dict[str, float]:
         "delta_share": len(delta) / target.nbytes,
         "bits_per_change": 8 * len(delta) / max(1, changed),
         "encode_s": encode_s,
-        "apply_s": apply_s,
+        "patch_s": patch_s,
     }
 
 

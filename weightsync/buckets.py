@@ -137,18 +137,21 @@ def verify(index: int, spec: BucketSpec, bucket: torch.Tensor) -> None:
 
 def views(specs: Iterable[TensorSpec], data: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """The named tensors inside `data`, without a copy."""
-    return [(spec.name, _checked_view(spec, data)) for spec in specs]
+    specs = tuple(specs)
+    check_specs(specs, [bucket.numel() for bucket in data])
+    return [(spec.name, _view(data[spec.bucket], spec)) for spec in specs]
 
 
-def _checked_view(spec: TensorSpec, data: Sequence[torch.Tensor]) -> torch.Tensor:
-    dtype = DTYPES.get(spec.dtype)
-    if dtype is None or not 0 <= spec.bucket < len(data) or spec.nbytes != math.prod(spec.shape) * dtype.itemsize:
-        raise WeightSyncError(f"the manifest contradicts itself about tensor {spec.name}: {spec}")
-    if spec.offset % ALIGNMENT or not 0 <= spec.offset <= data[spec.bucket].numel() - spec.nbytes:
-        raise WeightSyncError(
-            f"tensor {spec.name} lies outside of its bucket of {data[spec.bucket].numel()} bytes: {spec}"
-        )
-    return _view(data[spec.bucket], spec)
+def check_specs(specs: Iterable[TensorSpec], sizes: Sequence[int]) -> None:
+    """Raise WeightSyncError unless every tensor lies inside of its bucket; `sizes` are the buckets', in bytes."""
+    for spec in specs:
+        dtype = DTYPES.get(spec.dtype)
+        if dtype is None or not 0 <= spec.bucket < len(sizes) or spec.nbytes != math.prod(spec.shape) * dtype.itemsize:
+            raise WeightSyncError(f"the manifest contradicts itself about tensor {spec.name}: {spec}")
+        if spec.offset % ALIGNMENT or not 0 <= spec.offset <= sizes[spec.bucket] - spec.nbytes:
+            raise WeightSyncError(
+                f"tensor {spec.name} lies outside of its bucket of {sizes[spec.bucket]} bytes: {spec}"
+            )
 
 
 def _view(bucket: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

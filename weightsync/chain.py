@@ -5,7 +5,6 @@ A chain lives with its learner: the next incarnation starts its own.
 
 import itertools
 import logging
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from broker.errors import WeightSyncError
@@ -57,16 +56,12 @@ class DeltaChain:
         return None if data is None else Delta(DeltaSpec(base, version, len(data), digest_bytes(data)), data)
 
 
-def chain_from(base: WeightManifest, manifest: WeightManifest) -> tuple[DeltaSpec, ...]:
-    """The deltas from `base` to `manifest`'s version; empty where there are none, or where they would save nothing."""
-    if base.tensors != manifest.tensors or _sizes(base) != _sizes(manifest):
+def chain_from(base: WeightVersion, manifest: WeightManifest) -> tuple[DeltaSpec, ...]:
+    """The manifest's deltas from `base` to its version; empty where there is no such chain."""
+    chain = tuple(itertools.dropwhile(lambda delta: delta.base != base, manifest.deltas))
+    if not chain or chain[-1].version != manifest.version or any(delta.nbytes < 0 for delta in chain):
         return ()
-    chain = tuple(itertools.dropwhile(lambda delta: delta.base != base.version, manifest.deltas))
-    if not chain or chain[-1].version != manifest.version:
-        return ()
-    if any(delta.nbytes < 0 for delta in chain) or any(a.version != b.base for a, b in itertools.pairwise(chain)):
-        return ()
-    return chain if sum(delta.nbytes for delta in chain) < sum(_sizes(manifest)) else ()
+    return () if any(a.version != b.base for a, b in itertools.pairwise(chain)) else chain
 
 
 def _bounded(deltas: tuple[Delta, ...], longest: int, whole_bytes: int) -> tuple[Delta, ...]:
@@ -75,7 +70,3 @@ def _bounded(deltas: tuple[Delta, ...], longest: int, whole_bytes: int) -> tuple
     while sum(delta.spec.nbytes for delta in kept) >= whole_bytes:
         kept = kept[1:]
     return kept
-
-
-def _sizes(manifest: WeightManifest) -> Sequence[int]:
-    return [bucket.nbytes for bucket in manifest.buckets]

@@ -9,7 +9,7 @@ A delta carries no layout: both sides take it from the tensor specs, which must 
 
 import itertools
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from broker.errors import WeightSyncError
 from broker.schema import TensorSpec
 
-from .buckets import DTYPES, StagedWeights, views
+from .buckets import DTYPES, StagedWeights
 from .deadline import Deadline
 
 BLOCK_ELEMENTS = 1 << 20
-"""Bounds what encoding and applying need beside the buckets: about 30 bytes an element."""
+"""Bounds what encoding and patching need beside the buckets: about 30 bytes an element."""
 
 _HEADER = struct.Struct("<III")  # changed elements, bytes of the compressed gaps, bytes of the compressed steps
 _UNSIGNED: dict[int, np.dtype[Any]] = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
@@ -55,31 +55,29 @@ def encode(base: StagedWeights, target: StagedWeights, deadline: Deadline) -> by
     nbytes = 0
     for block in _blocks(target.tensors):
         deadline.check(f"encoding a delta, {nbytes} bytes so far")
-        parts += _encode_block(_elements(base.data, block), _elements(target.data, block), compressor)
+        parts += _encode_block(
+            _elements(base.data[block.bucket], block), _elements(target.data[block.bucket], block), compressor
+        )
         nbytes += sum(map(len, parts[-3:]))
         if nbytes >= target.nbytes:
             break
     return b"".join(parts) if nbytes < target.nbytes else None
 
 
-def apply(
-    base: Sequence[torch.Tensor], tensors: Sequence[TensorSpec], deltas: Iterable[bytes | memoryview]
-) -> tuple[torch.Tensor, ...]:
-    """New buckets: `base` with `deltas` on top, one after another; `base` stays as it is.
+def patch(buckets: Mapping[int, torch.Tensor], tensors: Sequence[TensorSpec], delta: bytes | memoryview) -> None:
+    """Bring `buckets`, by index, from the delta's base to its version, in place: give it copies of what others look at.
 
-    Raises WeightSyncError where a delta does not fit, whatever its bytes. One that fits may still be of other weights:
+    Those that are missing are passed over. `tensors` are as `check_specs` wants them. Raises WeightSyncError where the
+    delta does not fit, whatever its bytes; the buckets are then of no use. One that fits may still be of other weights:
     compare the result's digests.
     """
-    views(tensors, base)  # refuses specs that lie outside of the buckets
-    buckets = tuple(bucket.clone() for bucket in base)
     decompressor = zstandard.ZstdDecompressor()
-    for delta in deltas:
-        rest = memoryview(delta)
-        for block in _blocks(tensors):
-            rest = _apply_block(_elements(buckets, block), rest, decompressor)
-        if rest:
-            raise WeightSyncError(f"a delta of {len(delta)} bytes goes on for {len(rest)} after its last block")
-    return buckets
+    rest = memoryview(delta)
+    for block in _blocks(tensors):
+        elements = _elements(buckets[block.bucket], block) if block.bucket in buckets else None
+        rest = _patch_block(elements, rest, decompressor)
+    if rest:
+        raise WeightSyncError(f"a delta of {len(delta)} bytes goes on for {len(rest)} after its last block")
 
 
 def _sizes(buckets: Sequence[torch.Tensor]) -> list[int]:
@@ -95,9 +93,9 @@ def _blocks(tensors: Sequence[TensorSpec]) -> Iterator[_Block]:
             yield _Block(bucket, start, min(end, start + BLOCK_ELEMENTS * width), width)
 
 
-def _elements(buckets: Sequence[torch.Tensor], block: _Block) -> Elements:
+def _elements(bucket: torch.Tensor, block: _Block) -> Elements:
     """The block's memory; writing to it writes to the bucket."""
-    return buckets[block.bucket].numpy()[block.start : block.end].view(_UNSIGNED[block.width])
+    return bucket.numpy()[block.start : block.end].view(_UNSIGNED[block.width])
 
 
 def _encode_block(old: Elements, new: Elements, compressor: zstandard.ZstdCompressor) -> tuple[bytes, bytes, bytes]:
@@ -110,25 +108,30 @@ def _encode_block(old: Elements, new: Elements, compressor: zstandard.ZstdCompre
     return _HEADER.pack(changed.size, len(gap_bytes), len(step_bytes)), gap_bytes, step_bytes
 
 
-def _apply_block(elements: Elements, rest: memoryview, decompressor: zstandard.ZstdDecompressor) -> memoryview:
-    """Change `elements` by the block that `rest` begins with; what follows it."""
+def _patch_block(elements: Elements | None, rest: memoryview, decompressor: zstandard.ZstdDecompressor) -> memoryview:
+    """Change `elements`, if there are any to change, by the block that `rest` begins with; what follows it."""
     if len(rest) < _HEADER.size:
         raise WeightSyncError(f"a delta ends after {len(rest)} bytes of a block's header of {_HEADER.size}")
     count, gap_bytes, step_bytes = _HEADER.unpack_from(rest)
     gaps_at, end = _HEADER.size + gap_bytes, _HEADER.size + gap_bytes + step_bytes
-    if count > elements.size or end > len(rest) or (not count and end > _HEADER.size):
+    if end > len(rest) or (not count and end > _HEADER.size):
         raise WeightSyncError(
-            f"a delta changes {count} of {elements.size} elements by {gap_bytes} + {step_bytes} bytes,"
-            f" with {len(rest)} left"
+            f"a delta changes {count} elements by {gap_bytes} + {step_bytes} bytes, with {len(rest)} left"
         )
-    if count:
+    if count and elements is not None:
+        if count > elements.size:
+            raise WeightSyncError(f"a delta changes {count} of {elements.size} elements")
         gaps = _inflate(rest[_HEADER.size : gaps_at], count, _GAP, decompressor)
         steps = _inflate(rest[gaps_at:end], count, elements.dtype, decompressor)
-        changed = np.cumsum(gaps, dtype=np.int64) + np.arange(count)
-        if changed[-1] >= elements.size:
-            raise WeightSyncError(f"a delta changes element {changed[-1]} of a block of {elements.size}")
-        elements[changed] += _unzigzag(steps)
+        _step(elements, gaps, steps)
     return rest[end:]
+
+
+def _step(elements: Elements, gaps: Elements, steps: Elements) -> None:
+    changed = np.cumsum(gaps, dtype=np.int64) + np.arange(gaps.size)
+    if changed[-1] >= elements.size:
+        raise WeightSyncError(f"a delta changes element {changed[-1]} of a block of {elements.size}")
+    elements[changed] += _unzigzag(steps)
 
 
 def _inflate(

@@ -29,8 +29,8 @@ def _takes_part(info: WorkerInfo) -> bool:
 
 
 def follows_by_pull(info: WorkerInfo) -> bool:
-    """True for one that holds a version and does not want to be in a group: it has a base for deltas."""
-    return info.version is not None and not info.wants_broadcast and info.state != "draining"
+    """True for one that has a use for deltas: it is in no group, or, as long as it holds nothing, may never be."""
+    return not info.wants_broadcast and info.state != "draining"
 
 
 def is_behind(info: WorkerInfo, missed: Mapping[str, WeightVersion]) -> bool:

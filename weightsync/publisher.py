@@ -112,7 +112,7 @@ class Publisher:
         return members, failed, deltas
 
     def _deltas(self, version: WeightVersion, staged: StagedWeights) -> tuple[Delta, ...]:
-        """Encoded once the group has its buckets, and only while some worker has a base for them."""
+        """Encoded once the group has its buckets, and only while some worker has a use for them."""
         if not any(map(follows_by_pull, self._workers())):
             return ()
         deltas = self._chain.extended(version, staged, Deadline(self._config.broadcast_timeout_s))

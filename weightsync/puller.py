@@ -1,35 +1,43 @@
-"""Fetches announced versions for one worker: by deltas from the one fetched before, where it is kept, else whole.
+"""Fetches announced versions for one worker: what it holds of earlier ones is brought up to date by deltas, the rest
+comes whole.
 
-Whatever goes wrong with deltas, the whole version is fetched in the same call; and what comes out is compared with
-the manifest's digests either way.
+Over a slow line a version may be superseded before all of its buckets came. Those that did are kept, so that the next
+pull goes on instead of starting over. Where a delta turns out to be wrong, all buckets
+are fetched in the same call; and what comes out is compared with the manifest's digests either way.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from broker.errors import WeightSyncError
-from broker.schema import DeltaSpec, WeightManifest
+from broker.schema import DeltaSpec, TensorSpec, WeightManifest, WeightVersion
 
-from .buckets import verify
+from .buckets import check_specs, verify
 from .chain import chain_from
 from .deadline import Deadline
-from .deltas import apply
-from .transports.base import PullTransport
-
-Buckets = tuple[torch.Tensor, ...]
+from .deltas import patch
+from .transports.base import PullTransport, SupersededError, UnreachableError
 
 
 @dataclass(frozen=True)
 class Pulled:
     """A version's buckets, verified, and how they came."""
 
-    buckets: Buckets
+    buckets: tuple[torch.Tensor, ...]
     deltas: int
-    """0: it was fetched whole."""
+    """0: they were fetched whole."""
     failure: str
     """Empty, or why deltas were of no use."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Verified buckets of one version, by index; not all of them, where the next version came too soon."""
+
+    version: WeightVersion
+    layout: tuple[tuple[TensorSpec, ...], tuple[int, ...]]
+    buckets: dict[int, torch.Tensor]
 
 
 class Puller:
@@ -38,42 +46,68 @@ class Puller:
     def __init__(self, transport: PullTransport, keeps_base: bool) -> None:
         self._transport = transport
         self._keeps_base = keeps_base
-        self._base: tuple[WeightManifest, Buckets] | None = None
+        self._held: _Held | None = None
         self.fetched_bytes = 0
         """Since the start, deltas that turned out useless included."""
 
     def pull(self, manifest: WeightManifest, deadline: Deadline) -> Pulled:
-        """All of `manifest`'s version. Blocks; raises what PullTransport.pull does."""
-        pulled = self._pull(manifest, deadline)
-        if self._keeps_base:
-            self._base = manifest, pulled.buckets
-        return pulled
+        """All of `manifest`'s version. Blocks; raises what PullTransport does, and then goes on in the next call."""
+        chain = self._chain_to(manifest)
+        buckets, failure = self._patched(manifest, chain, deadline)
+        self._keep(manifest, buckets)
+        for index, spec in enumerate(manifest.buckets):
+            if index not in buckets:
+                buckets[index] = self._transport.pull_bucket(manifest, index, deadline)
+                self.fetched_bytes += spec.nbytes
+                self._keep(manifest, buckets)
+        whole = tuple(buckets[index] for index in range(len(manifest.buckets)))
+        return Pulled(whole, 0 if failure else len(chain), failure)
 
-    def _pull(self, manifest: WeightManifest, deadline: Deadline) -> Pulled:
-        chain = chain_from(self._base[0], manifest) if self._base else ()
-        failure = ""
-        if self._base and chain:
-            try:
-                return Pulled(self._patched(self._base[1], manifest, chain, deadline), len(chain), "")
-            except WeightSyncError as error:
-                failure = f"{len(chain)} deltas were of no use, it was fetched whole: {error}"
-        whole = self._transport.pull(manifest, deadline)
-        self.fetched_bytes += sum(bucket.nbytes for bucket in manifest.buckets)
-        return Pulled(whole, 0, failure)
+    def _chain_to(self, manifest: WeightManifest) -> tuple[DeltaSpec, ...]:
+        """The deltas from what is held. Where none lead on from it, or they would save nothing, it is forgotten."""
+        held = self._held
+        if held is None:
+            return ()
+        chain = chain_from(held.version, manifest)
+        is_on_the_way = bool(chain) or held.version == manifest.version
+        is_saving = sum(delta.nbytes for delta in chain) < sum(bucket.numel() for bucket in held.buckets.values())
+        if held.layout == _layout(manifest) and is_on_the_way and is_saving:
+            return chain
+        self._held = None
+        return ()
 
     def _patched(
-        self, base: Buckets, manifest: WeightManifest, chain: tuple[DeltaSpec, ...], deadline: Deadline
-    ) -> Buckets:
-        buckets = apply(base, manifest.tensors, self._fetched(manifest, chain, deadline))
-        for index, (spec, bucket) in enumerate(zip(manifest.buckets, buckets, strict=True)):
-            verify(index, spec, bucket)
-        return buckets
-
-    def _fetched(
         self, manifest: WeightManifest, chain: tuple[DeltaSpec, ...], deadline: Deadline
-    ) -> Iterator[memoryview]:
-        """One at a time, so that no more than one is in memory."""
-        for delta in chain:
-            data = self._transport.pull_delta(manifest, delta, deadline)
-            self.fetched_bytes += len(data)
-            yield data
+    ) -> tuple[dict[int, torch.Tensor], str]:
+        """What is held, as it is in `manifest`'s version, and what went wrong. An engine may look at the old ones."""
+        if self._held is None:
+            return {}, ""
+        buckets = {index: bucket.clone() if chain else bucket for index, bucket in self._held.buckets.items()}
+        try:
+            check_specs(*self._held.layout)
+            for delta in chain:
+                patch(buckets, manifest.tensors, self._fetched(manifest, delta, deadline))
+            for index, bucket in buckets.items():
+                verify(index, manifest.buckets[index], bucket)
+        except (SupersededError, UnreachableError):
+            raise  # nothing is wrong with what is held
+        except WeightSyncError as error:
+            deadline.check("pull")
+            self._held = None
+            return {}, f"deltas were of no use, all of it was fetched: {error}"
+        return buckets, ""
+
+    def _fetched(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
+        data = self._transport.pull_delta(manifest, delta, deadline)
+        self.fetched_bytes += len(data)
+        return data
+
+    def _keep(self, manifest: WeightManifest, buckets: dict[int, torch.Tensor]) -> None:
+        """After every bucket, as the next one may be superseded."""
+        if self._keeps_base and buckets:
+            self._held = _Held(manifest.version, _layout(manifest), dict(buckets))
+
+
+def _layout(manifest: WeightManifest) -> tuple[tuple[TensorSpec, ...], tuple[int, ...]]:
+    """Where every tensor lies, and the buckets' sizes."""
+    return manifest.tensors, tuple(bucket.nbytes for bucket in manifest.buckets)

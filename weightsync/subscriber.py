@@ -22,7 +22,8 @@ from .deadline import Deadline
 from .groups import GroupFollower
 from .puller import Puller
 from .threads import BoundedThreads
-from .transports.pull import HttpPull, SupersededError
+from .transports.base import SupersededError
+from .transports.pull import HttpPull
 
 logger = logging.getLogger(__name__)
 _RETRY_S = (0.2, 0.5, 1.0, 2.0)

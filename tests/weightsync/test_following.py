@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from broker import Broker
@@ -18,6 +19,7 @@ from weightsync import chain
 from weightsync.buckets import stage, views
 from weightsync.deadline import Deadline
 from weightsync.puller import Pulled, Puller
+from weightsync.transports.base import SupersededError
 from weightsync.transports.pull import HttpPull
 
 PULLING = replace(CONFIG, follow="pull")
@@ -191,7 +193,7 @@ async def test_a_damaged_delta_falls_back_to_the_whole_version(
     await publish(learner)
     await worker.next()
     assert damaged.is_set()
-    assert "1 deltas were of no use, it was fetched whole: the delta to" in worker.subscriber.last_error
+    assert "deltas were of no use, all of it was fetched: the delta to" in worker.subscriber.last_error
     assert "arrived damaged" in caplog.text
     before = worker.subscriber.pulled_bytes
     await publish(learner)
@@ -230,6 +232,24 @@ async def test_a_spoilt_base_is_found_by_the_result(learner: Learner, follower: 
     assert WHOLE_BYTES < follower.nbytes < WHOLE_BYTES + DELTA_BYTES
     await publish(learner)
     assert (await follower.pull()).deltas == 1
+
+
+async def test_a_joiner_whose_line_is_slower_than_the_learner_arrives(learner: Learner, broker: Broker) -> None:
+    class SlowPull(HttpPull):
+        def pull_bucket(self, manifest: WeightManifest, index: int, deadline: Deadline) -> torch.Tensor:
+            bucket = super().pull_bucket(manifest, index, deadline)
+            learner.publish()
+            return bucket
+
+    await publish(learner)
+    await broker.status.heartbeat(worker_info("far", None, 0, joins_groups=False), HEARTBEAT_TTL_S)
+    puller = Puller(SlowPull(TIMEOUT_S), keeps_base=True)
+    with pytest.raises(SupersededError):
+        await asyncio.to_thread(puller.pull, await announced(broker), Deadline(math.inf))
+    manifest = await announced(broker)
+    pulled = await asyncio.to_thread(puller.pull, manifest, Deadline(math.inf))
+    assert fingerprint(views(manifest.tensors, pulled.buckets)) == fingerprint(weights(manifest.version.step))
+    assert WHOLE_BYTES < puller.fetched_bytes < WHOLE_BYTES + DELTA_BYTES
 
 
 async def test_deltas_of_a_superseded_version_are_still_served(

@@ -4,7 +4,7 @@ import msgspec
 
 from broker.schema import WeightVersion, WorkerInfo
 from tests.weightsync.worker_process import worker_info
-from weightsync.membership import Member, eligible, is_new_epoch_due, still_missed
+from weightsync.membership import Member, eligible, follows_by_pull, is_new_epoch_due, still_missed
 
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 
@@ -20,6 +20,13 @@ def member(worker: str) -> Member:
 def test_those_who_hold_a_version_take_part_in_order_of_their_names() -> None:
     workers = [info("b"), info("a"), info("new", None), info("shy", wants_broadcast=False)]
     assert eligible(workers, {}) == (member("a"), member("b"))
+
+
+def test_who_is_in_no_group_and_stays_follows_by_pull() -> None:
+    assert follows_by_pull(info("far", wants_broadcast=False))
+    assert follows_by_pull(info("joiner", None, wants_broadcast=False))
+    assert not follows_by_pull(info("near"))
+    assert not follows_by_pull(info("leaving", wants_broadcast=False, state="draining"))
 
 
 def test_those_who_drain_do_not() -> None:

@@ -20,10 +20,12 @@ from weightsync.addresses import learner_addresses
 from weightsync.buckets import digest
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
+from weightsync.puller import Puller
 from weightsync.receiver import join
 from weightsync.sender import Sender
+from weightsync.transports.base import SupersededError
 from weightsync.transports.collective import ProcessGroupTransport, check_transport
-from weightsync.transports.pull import HttpPull, SupersededError
+from weightsync.transports.pull import HttpPull
 from weightsync.transports.pull_server import PullServer
 from weightsync.transports.rendezvous import Rendezvous, connect_store, host_store
 
@@ -187,6 +189,10 @@ def pulls() -> Iterator[PullServer]:
     server.close()
 
 
+def pull(promised: WeightManifest) -> tuple[torch.Tensor, ...]:
+    return Puller(HttpPull(TIMEOUT_S), keeps_base=False).pull(promised, Deadline(math.inf)).buckets
+
+
 def fetch(server: PullServer, path: str, token: str = "secret") -> int:
     connection = http.client.HTTPConnection(LOCAL, urlsplit(server.url).port, timeout=5)
     connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
@@ -198,20 +204,20 @@ def test_pull_is_exact_and_ends_when_superseded(pulls: PullServer) -> None:
     pulls.stage(V0, DATA)
     pulls.stage(V1, DATA)
     for version in (V0, V1):
-        got = HttpPull(TIMEOUT_S).pull(manifest(version, DATA, pulls.url), Deadline(math.inf))
+        got = pull(manifest(version, DATA, pulls.url))
         assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
     pulls.keep_only(V1, {})
     with pytest.raises(SupersededError):
-        HttpPull(TIMEOUT_S).pull(manifest(V0, DATA, pulls.url), Deadline(math.inf))
+        pull(manifest(V0, DATA, pulls.url))
 
 
 def test_pull_verifies(pulls: PullServer) -> None:
     pulls.stage(V0, (DATA[0], DATA[1] + 1, DATA[2]))
     with pytest.raises(WeightSyncError, match="bucket 1 arrived damaged"):
-        HttpPull(TIMEOUT_S).pull(manifest(V0, DATA, pulls.url), Deadline(math.inf))
+        pull(manifest(V0, DATA, pulls.url))
     pulls.stage(V0, DATA[:1] + DATA[:1])
     with pytest.raises(WeightSyncError, match="with 5000000 bytes instead of 17"):
-        HttpPull(TIMEOUT_S).pull(manifest(V0, DATA, pulls.url), Deadline(math.inf))
+        pull(manifest(V0, DATA, pulls.url))
 
 
 def test_the_pull_server_answers_its_own_only(pulls: PullServer) -> None:
@@ -235,7 +241,7 @@ def test_a_pull_from_a_dead_learner_fails_with_its_address(pulls: PullServer) ->
     pulls.stage(V0, DATA)
     pulls.close()
     with pytest.raises(WeightSyncError, match=pulls.url):
-        HttpPull(TIMEOUT_S).pull(manifest(V0, DATA, pulls.url), Deadline(math.inf))
+        pull(manifest(V0, DATA, pulls.url))
 
 
 def test_a_cancelled_deadline_is_over() -> None:

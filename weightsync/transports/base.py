@@ -8,8 +8,17 @@ from typing import Protocol
 
 import torch
 
+from broker.errors import WeightSyncError
 from broker.schema import DeltaSpec, WeightManifest
 from weightsync.deadline import Deadline
+
+
+class SupersededError(WeightSyncError):
+    """What was asked for has been replaced by a newer version; nothing is wrong."""
+
+
+class UnreachableError(WeightSyncError):
+    """The learner did not answer, or stopped in the middle; asking again may do."""
 
 
 class BroadcastGroupTransport(Protocol):
@@ -27,10 +36,10 @@ class BroadcastGroupTransport(Protocol):
 class PullTransport(Protocol):
     """Fetches a version that is already complete, from any number of workers at their own pace."""
 
-    def pull(self, manifest: WeightManifest, deadline: Deadline) -> tuple[torch.Tensor, ...]:
-        """All buckets, verified. Raises SupersededError where a newer version has taken this one's place."""
+    def pull_bucket(self, manifest: WeightManifest, index: int, deadline: Deadline) -> torch.Tensor:
+        """One bucket, verified. Raises SupersededError, UnreachableError, or WeightSyncError for a damaged one."""
         ...
 
     def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
-        """One of the manifest's deltas, its digest verified. Raises SupersededError where it is no longer served."""
+        """One of the manifest's deltas, its digest verified. Raises as `pull_bucket` does."""
         ...

@@ -15,13 +15,10 @@ from broker.schema import DeltaSpec, WeightManifest, WeightVersion
 from weightsync.buckets import allocate, as_bytes, digest_bytes, verify
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
+from weightsync.transports.base import SupersededError, UnreachableError
 from weightsync.transports.pull_server import DELTA
 
 _CHUNK_BYTES = 1 << 16
-
-
-class SupersededError(WeightSyncError):
-    """The version asked for has been replaced by a newer one; nothing is wrong."""
 
 
 class HttpPull:
@@ -31,16 +28,15 @@ class HttpPull:
         self._timeout_s = timeout_s
         self._pace = Pace(bytes_per_s)
 
-    def pull(self, manifest: WeightManifest, deadline: Deadline) -> tuple[torch.Tensor, ...]:
-        """See PullTransport. Raises SupersededError, or WeightSyncError where the learner does not answer."""
-        buckets = allocate(manifest.buckets)
-        for index, (spec, bucket) in enumerate(zip(manifest.buckets, buckets, strict=True)):
-            self._fetch(manifest, manifest.version, str(index), as_bytes(bucket), deadline)
-            verify(index, spec, bucket)
-        return buckets
+    def pull_bucket(self, manifest: WeightManifest, index: int, deadline: Deadline) -> torch.Tensor:
+        """See PullTransport."""
+        (bucket,) = allocate(manifest.buckets[index : index + 1])
+        self._fetch(manifest, manifest.version, str(index), as_bytes(bucket), deadline)
+        verify(index, manifest.buckets[index], bucket)
+        return bucket
 
     def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
-        """See PullTransport. Raises as `pull` does."""
+        """See PullTransport."""
         data = memoryview(bytearray(delta.nbytes))
         self._fetch(manifest, delta.version, DELTA, data, deadline)
         if (found := digest_bytes(data)) != delta.digest:
@@ -61,7 +57,7 @@ class HttpPull:
                 _check_response(response, manifest.pull_url, version, len(data))
                 self._read_into(response, data, deadline)
         except (OSError, http.client.HTTPException) as error:
-            raise WeightSyncError(f"pulling {version} from {manifest.pull_url} failed: {error!r}") from error
+            raise UnreachableError(f"pulling {version} from {manifest.pull_url} failed: {error!r}") from error
         finally:
             connection.close()
 
@@ -71,7 +67,7 @@ class HttpPull:
             deadline.check(f"pull, {done} of {len(data)} bytes")
             count = response.readinto(data[done : done + self._pace.piece(_CHUNK_BYTES)])
             if not count:
-                raise WeightSyncError(f"the learner closed the connection after {done} of {len(data)} bytes")
+                raise UnreachableError(f"the learner closed the connection after {done} of {len(data)} bytes")
             done += count
             self._pace.keep(count, deadline)
 
