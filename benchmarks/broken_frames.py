@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from broker import codec
 from broker.schema import (
@@ -215,7 +216,9 @@ def _subject(kind: type[Any], values: Sequence[msgspec.Struct]) -> Subject:
 
 
 def _trajectories() -> list[Trajectory]:
-    return [_trajectory(*lengths) for lengths in ((3, 6, 1), (3, 6, 3), (0, 1, 1), (40, 300, 7))]
+    plain = [_trajectory(*lengths) for lengths in ((3, 6, 1), (3, 6, 3), (0, 1, 1), (40, 300, 7))]
+    replayed = [msgspec.structs.replace(plain[0], experts=_experts(8)), _with_many_experts(plain[3])]
+    return plain + replayed
 
 
 def _trajectory(prompt_length: int, length: int, spans: int) -> Trajectory:
@@ -234,7 +237,17 @@ def _trajectory(prompt_length: int, length: int, spans: int) -> Trajectory:
 
 
 def _segments() -> list[Segment]:
-    return [_segment(*lengths) for lengths in ((0, 0, 1, 1), (0, 0, 9, 2), (3, 200, 64, 1))]
+    plain = [_segment(*lengths) for lengths in ((0, 0, 1, 1), (0, 0, 9, 2), (3, 200, 64, 1))]
+    return [*plain, *(msgspec.structs.replace(one, experts=_experts(len(one.tokens))) for one in plain)]
+
+
+def _with_many_experts(trajectory: Trajectory) -> Trajectory:
+    fed = len(trajectory.prompt_tokens) + len(trajectory.response_tokens) - 1
+    return msgspec.structs.replace(trajectory, experts=_experts(fed).astype(np.uint16) + 300)
+
+
+def _experts(tokens: int) -> NDArray[np.uint8]:
+    return np.arange(tokens * 6, dtype=np.uint8).reshape(tokens, 3, 2)
 
 
 def _segment(index: int, start: int, length: int, spans: int) -> Segment:

@@ -3,21 +3,20 @@
 A frame is: magic, schema number, kind, crc32 of these two and the body, length, body. Most bodies are msgpack. Those of
 trajectories and segments are a msgpack envelope around raw little-endian buffers, because lists of numbers in
 msgpack are a hundred times slower: tokens (prompt, then response) as a plane of low 16 bits and a plane of high
-bytes under zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits. Whatever the
-bytes, decoding ends in a value or a FrameError.
+bytes under zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits, and where routers
+are replayed the chosen experts, under zstd too. Whatever the bytes, decoding ends in a value or a FrameError.
 """
 
 import math
 import struct
-import threading
 import zlib
 from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
+from .buffers import ExpertsHead, check_experts, pack_experts, pack_tokens, unpack_experts, unpack_tokens
 from .errors import FrameError, SchemaMismatchError
 from .schema import (
     SCHEMA_VERSION,
@@ -68,7 +67,9 @@ class _SegmentEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     start: int
     length: int
     spans: tuple[VersionSpan, ...]
+    experts: ExpertsHead | None
     token_bytes: int
+    """Of the compressed planes."""
 
 
 class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -80,6 +81,7 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     rewards: dict[str, float]
     finish_reason: Literal["stop", "length"]
     worker: str
+    experts: ExpertsHead | None
     token_bytes: int
     """Of the compressed planes."""
 
@@ -97,7 +99,8 @@ def decode(frame: bytes, kind: type[T]) -> T:
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     """The trajectory's frame. Raises FrameError where its parts contradict each other."""
     check_trajectory(trajectory)
-    tokens = _pack_tokens(trajectory.prompt_tokens, trajectory.response_tokens)
+    tokens = pack_tokens(trajectory.prompt_tokens, trajectory.response_tokens)
+    experts_head, experts = pack_experts(trajectory.experts)
     envelope = msgspec.msgpack.encode(
         _Envelope(
             trajectory.tid,
@@ -108,12 +111,13 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             trajectory.rewards,
             trajectory.finish_reason,
             trajectory.worker,
+            experts_head,
             len(tokens),
         )
     )
     logprobs = trajectory.behavior_logprobs.astype("<f4", copy=False).tobytes()
     mask = np.packbits(trajectory.loss_mask).tobytes()
-    return _frame(_TRAJECTORY, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs, mask)
+    return _frame(_TRAJECTORY, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs, mask, experts)
 
 
 def decode_trajectory(frame: bytes) -> Trajectory:
@@ -122,6 +126,7 @@ def decode_trajectory(frame: bytes) -> Trajectory:
     length, total = envelope.response_length, envelope.prompt_length + envelope.response_length
     if min(envelope.prompt_length, length) < 0:
         raise FrameError(f"{envelope.tid}: a negative length")
+    rest, experts = _cut_experts(rest, envelope.tid, envelope.experts)
     tokens, logprobs, mask = _cut(rest, envelope.tid, total, length, envelope.token_bytes, mask_bytes=(length + 7) // 8)
     trajectory = Trajectory(
         tid=envelope.tid,
@@ -134,6 +139,7 @@ def decode_trajectory(frame: bytes) -> Trajectory:
         rewards=envelope.rewards,
         finish_reason=envelope.finish_reason,
         worker=envelope.worker,
+        experts=unpack_experts(envelope.experts, experts),
     )
     check_trajectory(trajectory)
     return trajectory
@@ -142,18 +148,22 @@ def decode_trajectory(frame: bytes) -> Trajectory:
 def encode_segment(segment: Segment) -> bytes:
     """The segment's frame. Raises FrameError where its parts contradict each other."""
     check_segment(segment)
-    tokens = _pack_tokens(segment.tokens)
+    tokens = pack_tokens(segment.tokens)
+    experts_head, experts = pack_experts(segment.experts)
     envelope = msgspec.msgpack.encode(
-        _SegmentEnvelope(segment.tid, segment.index, segment.start, len(segment.tokens), segment.spans, len(tokens))
+        _SegmentEnvelope(
+            segment.tid, segment.index, segment.start, len(segment.tokens), segment.spans, experts_head, len(tokens)
+        )
     )
     logprobs = segment.behavior_logprobs.astype("<f4", copy=False).tobytes()
-    return _frame(_SEGMENT, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs)
+    return _frame(_SEGMENT, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs, experts)
 
 
 def decode_segment(frame: bytes) -> Segment:
     """The segment in the frame, checked; its arrays are its own. Raises FrameError."""
     envelope, rest = _open_enveloped(frame, _SEGMENT, "Segment", _SegmentEnvelope)
     length = envelope.length
+    rest, experts = _cut_experts(rest, envelope.tid, envelope.experts)
     tokens, logprobs, _ = _cut(rest, envelope.tid, length, length, envelope.token_bytes, mask_bytes=0)
     segment = Segment(
         tid=envelope.tid,
@@ -162,6 +172,7 @@ def decode_segment(frame: bytes) -> Segment:
         tokens=tokens,
         behavior_logprobs=logprobs,
         spans=envelope.spans,
+        experts=unpack_experts(envelope.experts, experts),
     )
     check_segment(segment)
     return segment
@@ -177,6 +188,11 @@ def check_segment(segment: Segment) -> None:
     _check_spans(tid, segment.spans, segment.start, segment.start + length)
     _check_tokens(tid, segment.tokens)
     _check_logprobs(tid, segment.behavior_logprobs)
+    if segment.experts is not None:
+        check_experts(str(tid), segment.experts)
+        fed = len(segment.experts)
+        if fed < length or (segment.index > 0 and fed != length):  # the first one has the prompt's too
+            raise FrameError(f"{tid}: segment {segment.index} of {length} tokens with the experts of {fed}")
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
@@ -194,6 +210,14 @@ def check_trajectory(trajectory: Trajectory) -> None:
     _check_tokens(trajectory.tid, trajectory.prompt_tokens)
     _check_tokens(trajectory.tid, trajectory.response_tokens)
     _check_logprobs(trajectory.tid, trajectory.behavior_logprobs)
+    if trajectory.experts is not None:
+        check_experts(str(trajectory.tid), trajectory.experts)
+        fed = len(trajectory.prompt_tokens) + length - 1
+        if len(trajectory.experts) != fed:
+            raise FrameError(
+                f"{trajectory.tid}: {fed} tokens were fed to sample the response, but there are the experts of"
+                f" {len(trajectory.experts)}"
+            )
     if trajectory.loss_mask.max() > 1:
         raise FrameError(f"{trajectory.tid}: a loss mask is 0 or 1, not {trajectory.loss_mask.max()}")
     if not all(math.isfinite(reward) for reward in (trajectory.reward, *trajectory.rewards.values())):
@@ -275,23 +299,12 @@ def _unpack(body: memoryview, kind: type[T]) -> T:
         raise FrameError(f"a frame that holds no {kind.__name__}: {error}") from error
 
 
-def _pack_tokens(*parts: NDArray[np.int32]) -> bytes:
-    tokens = np.concatenate(parts).astype("<i4", copy=False)
-    planes = np.empty(3 * len(tokens), np.uint8)
-    planes[: 2 * len(tokens)].view("<u2")[:] = tokens.view("<u2")[::2]
-    planes[2 * len(tokens) :] = tokens.view(np.uint8)[2::4]
-    return _zstd.compressor.compress(planes.data)
-
-
-class _Zstd(threading.local):
-    """Contexts of one thread, since making one takes longer than a small frame does."""
-
-    def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(level=1)
-        self.decompressor = zstandard.ZstdDecompressor()
-
-
-_zstd = _Zstd()
+def _cut_experts(rest: memoryview, tid: TrajectoryId, head: ExpertsHead | None) -> tuple[memoryview, memoryview]:
+    """What is before the compressed experts, and these."""
+    size = head.compressed_bytes if head else 0
+    if size > len(rest):
+        raise FrameError(f"{tid}: {len(rest)} bytes of buffers, {size} of them experts")
+    return rest[: len(rest) - size], rest[len(rest) - size :]
 
 
 def _cut(
@@ -303,24 +316,6 @@ def _cut(
     if len(rest) != token_bytes + 4 * length + mask_bytes:
         raise FrameError(f"{tid}: {len(rest)} bytes of buffers do not fit {length} response tokens")
     mask_at = token_bytes + 4 * length
-    tokens = _unpack_tokens(rest[:token_bytes], total)
+    tokens = unpack_tokens(rest[:token_bytes], total)
     logprobs = np.frombuffer(rest[token_bytes:mask_at], "<f4").astype(np.float32)
     return tokens, logprobs, rest[mask_at:]
-
-
-def _unpack_tokens(compressed: memoryview, total: int) -> NDArray[np.int32]:
-    try:
-        # The decompressor believes the size that the frame states, so that is checked first.
-        stated = zstandard.frame_content_size(compressed)
-        if stated != 3 * total:
-            raise FrameError(f"token planes of {stated} bytes for {total} tokens")
-        planes = _zstd.decompressor.decompress(compressed, max_output_size=3 * total, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise FrameError(f"token planes that do not decompress: {error}") from error
-    if len(planes) != 3 * total:
-        raise FrameError(f"token planes of {len(planes)} bytes for {total} tokens")
-    tokens = np.frombuffer(planes, "<u2", total).astype(np.int32)
-    high = np.frombuffer(planes, np.uint8, total, 2 * total)
-    if high.any():  # vocabularies below 65,536 have none
-        tokens |= high.astype(np.int32) << 16
-    return tokens

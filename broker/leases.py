@@ -228,7 +228,14 @@ def _decode_next(tid: TrajectoryId, before: Sequence[Segment], frame: bytes | No
         raise FrameError(
             f"{tid}: segment {segment.index} of {segment.tid} at {segment.start} is not the one at {start}"
         )
+    if before and _choices(segment) != _choices(before[0]):
+        raise FrameError(f"{tid}: segment {segment.index} has other experts, or lacks them, than the first one")
     return segment
+
+
+def _choices(segment: Segment) -> tuple[object, ...] | None:
+    """Layers, experts per token and number format; None where experts were not recorded."""
+    return None if segment.experts is None else (*segment.experts.shape[1:], segment.experts.dtype)
 
 
 def _members(leases: Sequence[Lease]) -> list[str]:

@@ -11,7 +11,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+
+Experts = NDArray[np.uint8 | np.uint16]
+"""[N, layers, experts per token] chosen experts of N tokens: uint8 where a layer has at most 256, else uint16."""
 
 
 class WeightVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -69,6 +72,9 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[N], as in a trajectory."""
     spans: tuple[VersionSpan, ...]
     """Cover [start, start + N) in order without gaps."""
+    experts: Experts | None = None
+    """As in a trajectory, its part: of the tokens that were fed to sample these, so [N], from the token before `start`
+    on; segment 0 has all of the prompt, [P + N - 1]. None: not recorded."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -102,6 +108,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Each reward function's own score, by name."""
     finish_reason: Literal["stop", "length"]
     worker: str
+    experts: Experts | None = None
+    """[P + R - 1, layers, experts per token] for router replay: what each layer with experts, in order, chose for token
+    t of prompt and response when it was fed, in the pass that sampled token t + 1. The last token was never fed. None:
+    not recorded."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):

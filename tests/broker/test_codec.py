@@ -13,7 +13,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker import codec
+from broker import buffers, codec
 from broker.codec import decode, decode_trajectory, encode, encode_trajectory
 from broker.errors import FrameError
 from broker.schema import (
@@ -125,7 +125,7 @@ FIELDS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "loss_mask")
 def assert_same(one: Trajectory, other: Trajectory) -> None:
     for name in Trajectory.__struct_fields__:
         left, right = getattr(one, name), getattr(other, name)
-        if name in FIELDS:
+        if name in FIELDS or (name == "experts" and left is not None):
             assert left.dtype == right.dtype
             np.testing.assert_array_equal(left, right)
         else:
@@ -173,10 +173,36 @@ def test_a_trajectory_comes_back_bit_for_bit(length: int, prompt_length: int, cu
     assert all(getattr(back, name).flags.writeable for name in FIELDS)
 
 
+@given(st.integers(1, 200), st.integers(1, 5), st.sampled_from([(np.uint8, 256), (np.uint16, buffers.MAX_EXPERTS)]))
+@settings(deadline=None)
+def test_chosen_experts_come_back(length: int, layers: int, of: tuple[type[np.unsignedinteger], int]) -> None:
+    dtype, experts = of
+    one = trajectory(LEASE, 1, tokens=length)
+    fed = len(one.prompt_tokens) + len(one.response_tokens) - 1
+    chosen = np.random.default_rng(length).integers(0, experts, (fed, layers, 3)).astype(dtype)
+    one = msgspec.structs.replace(one, experts=chosen[:, :, ::-1])  # in whatever order it lies in memory
+    assert_same(one, decode_trajectory(encode_trajectory(one)))
+
+
+def test_chosen_experts_cost_what_they_must_and_no_more_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = encode_trajectory(replayed(trajectory(LEASE, 1)))
+    monkeypatch.setattr(buffers, "MAX_EXPERT_BYTES", 8 * 6 - 1)
+    with pytest.raises(FrameError, match="experts of 48 bytes; at most 47"):
+        decode_trajectory(frame)
+    with pytest.raises(FrameError, match="router_replay=false"):
+        encode_trajectory(replayed(trajectory(LEASE, 1)))
+
+
+def replayed(one: Trajectory) -> Trajectory:
+    """With two of three layers' experts for every token that was fed."""
+    fed = len(one.prompt_tokens) + len(one.response_tokens) - 1
+    return msgspec.structs.replace(one, experts=np.arange(fed * 6, dtype=np.uint8).reshape(fed, 3, 2))
+
+
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_mutated_trajectory_is_refused(data: st.DataObject) -> None:
-    frame = bytearray(encode_trajectory(trajectory(LEASE, 1, 2)))
+    frame = bytearray(encode_trajectory(replayed(trajectory(LEASE, 1, 2))))
     position = data.draw(st.integers(0, len(frame) - 1))
     frame[position] ^= data.draw(st.integers(1, 255))
     with pytest.raises(FrameError):
@@ -187,7 +213,7 @@ def test_a_mutated_trajectory_is_refused(data: st.DataObject) -> None:
 @settings(max_examples=300, deadline=None)
 def test_a_body_mutated_under_a_right_checksum_never_raises_anything_else(data: st.DataObject) -> None:
     """An attacker or a bug can make the checksum fit: what comes out is checked or refused all the same."""
-    body = bytearray(encode_trajectory(trajectory(LEASE, 1, 2))[16:])
+    body = bytearray(encode_trajectory(replayed(trajectory(LEASE, 1, 2)))[16:])
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     with suppress(FrameError):
@@ -242,6 +268,7 @@ def test_a_decompression_bomb_is_refused() -> None:
                 {},
                 "stop",
                 "w",
+                None,
                 len(bomb),
             ]
         )
@@ -269,6 +296,10 @@ def test_a_decompression_bomb_is_refused() -> None:
         ({"response_tokens": np.array([1, 2, 3, 4, 5, -1], np.int32)}, "token ids"),
         ({"prompt_tokens": np.array([1 << 24], np.int32)}, "token ids"),
         ({"response_tokens": np.zeros(0, np.int32)}, "0 response tokens"),
+        ({"experts": np.zeros((2, 3, 2), np.uint8)}, "tokens were fed .* the experts of 2"),
+        ({"experts": np.zeros((8, 3), np.uint8)}, "expected .tokens, layers, experts per token."),
+        ({"experts": np.zeros((8, 3, 2), np.int64)}, "as uint8 or uint16"),
+        ({"experts": np.full((8, 3, 2), 1 << 15, np.uint16)}, "expert 32768; a layer may have 32768"),
     ],
 )
 def test_parts_that_contradict_each_other_are_refused(changes: dict[str, Any], complaint: str) -> None:

@@ -150,6 +150,47 @@ async def test_segments_over_the_bound_are_thrown_away_unless_masked(
     assert (queues.resumed_tokens, queues.discarded_tokens) == (4 * resumed, 4 - 4 * resumed)
 
 
+def replayed(one: Segment, layers: int = 2) -> Segment:
+    """With chosen experts; the first segment has those of a prompt of 3 tokens too."""
+    fed = len(one.tokens) + (0 if one.index else 2)
+    return msgspec.structs.replace(one, experts=np.arange(fed * layers * 2, dtype=np.uint8).reshape(fed, layers, 2))
+
+
+async def test_chosen_experts_go_along_with_segments(broker: Broker) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
+    (first,) = (await run.lease(1, 0)).leases
+    sent = [replayed(segment(first, index)) for index in range(2)]
+    for one in sent:
+        await broker.leases.append(first, one, TTL_S)
+    await broker.leases.release([first])
+    (second,) = (await run.lease(1, 0, worker="v")).leases
+    for one, other in zip(sent, second.segments, strict=True):
+        assert one.experts is not None
+        np.testing.assert_array_equal(one.experts, other.experts)
+
+
+@pytest.mark.parametrize("layers", [None, 3])
+async def test_segments_that_disagree_on_experts_are_discarded(broker: Broker, layers: int | None) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
+    (first,) = (await run.lease(1, 0)).leases
+    await broker.leases.append(first, replayed(segment(first, 0)), TTL_S)
+    other = segment(first, 1) if layers is None else replayed(segment(first, 1), layers)
+    await broker.leases.append(first, other, TTL_S)
+    await broker.leases.release([first])
+    (second,) = (await run.lease(1, 0, worker="v")).leases
+    assert second.segments == ()
+    assert (await run.queues()).discarded_tokens == 8
+
+
+@pytest.mark.parametrize(("index", "fed"), [(0, 3), (1, 5), (1, 3)])
+async def test_segments_lack_no_token_s_experts(broker: Broker, index: int, fed: int) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
+    (lease,) = (await run.lease(1, 0)).leases
+    short = msgspec.structs.replace(segment(lease, index), experts=np.zeros((fed, 1, 1), np.uint8))
+    with pytest.raises(FrameError, match=f"segment {index} of 4 tokens with the experts of {fed}"):
+        await broker.leases.append(lease, short, TTL_S)
+
+
 async def test_a_damaged_segment_goes_to_the_dead_letters_and_the_sample_begins_anew(broker: Broker) -> None:
     run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
     (lease,) = (await run.lease(1, 0)).leases
