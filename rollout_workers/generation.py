@@ -32,7 +32,7 @@ async def generate(
     recorder.finish_reason = _ending(request, recorder.tokens, engine.max_model_len)
     while recorder.finish_reason is None:
         before = len(recorder.tokens)
-        await _record(engine.generate(_rest_of(request, recorder.tokens, requests)), recorder, on_tokens)
+        await _record(engine.generate(_rest_of(request, recorder, requests)), recorder, on_tokens)
         recorder.finish_reason = recorder.finish_reason or _ending(request, recorder.tokens, engine.max_model_len)
         requests += 1
         in_vain = 0 if len(recorder.tokens) > before else in_vain + 1
@@ -64,12 +64,14 @@ def _ending(request: GenerationRequest, tokens: Sequence[int], max_model_len: in
     return "length" if len(tokens) >= longest else None
 
 
-def _rest_of(request: GenerationRequest, tokens: Sequence[int], requests: int) -> GenerationRequest:
-    """The request for what follows `tokens`, named apart from the `requests` before it."""
+def _rest_of(request: GenerationRequest, recorder: Recorder, requests: int) -> GenerationRequest:
+    """The request for what follows what is recorded, named apart from the `requests` before it."""
+    tokens = recorder.tokens
     return msgspec.structs.replace(
         request,
         request_id=f"{request.request_id}:{requests}" if requests else request.request_id,
         prompt_tokens=[*request.prompt_tokens, *tokens],
         max_new_tokens=request.max_new_tokens - len(tokens),
         seed=None if request.seed is None else request.seed + len(tokens),  # other noise than the first tokens had
+        experts_from=recorder.experts_from,
     )

@@ -11,6 +11,7 @@ import numpy as np
 from broker.errors import HeadwayError
 from broker.schema import Lease, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 
+from .chosen_experts import ChosenExperts
 from .engines.base import Chunk, FinishReason
 
 LOGPROB_ROUNDING = 1e-3
@@ -25,16 +26,28 @@ class Recorder:
     """One sample as it grows, from its segments on. Spans always cover [0, R); adjacent tokens of one version share
     a span."""
 
-    def __init__(self, segments: Sequence[Segment] = ()) -> None:
+    def __init__(self, segments: Sequence[Segment] = (), *, prompt_length: int | None = None) -> None:
+        """`prompt_length` where chosen experts are recorded, None where they are not.
+
+        Raises MissingExpertsError for segments without them where they are.
+        """
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[VersionSpan] = []
         self.finish_reason: FinishReason | None = None
+        self._experts = None if prompt_length is None else ChosenExperts(prompt_length)
         for segment in segments:
+            if self._experts:
+                self._experts.add_segment(segment)
             for span in segment.spans:
                 self._extend_spans(span.end - span.start, span.version)
                 self.tokens += segment.tokens[span.start - segment.start : span.end - segment.start].tolist()
             self.logprobs += segment.behavior_logprobs.tolist()
+
+    @property
+    def experts_from(self) -> int | None:
+        """From which token of prompt and response on an engine's choices are needed; None: they are not."""
+        return self._experts.count if self._experts else None
 
     @property
     def newest_version(self) -> WeightVersion:
@@ -45,6 +58,7 @@ class Recorder:
         """Append a chunk. Raises EngineOutputError if it cannot follow what was recorded."""
         self._refuse_impossible(chunk)
         if chunk.token_ids:
+            self._add_experts(chunk)
             self._extend_spans(len(chunk.token_ids), chunk.version)
         self.tokens += chunk.token_ids
         self.logprobs += chunk.logprobs
@@ -73,6 +87,7 @@ class Recorder:
             rewards=rewards,
             finish_reason=self.finished(),
             worker=worker,
+            experts=self._experts.after(0) if self._experts else None,
         )
 
     def segment(self, tid: TrajectoryId, index: int, start: int) -> Segment:
@@ -84,7 +99,17 @@ class Recorder:
             tokens=np.asarray(self.tokens[start:], np.int32),
             behavior_logprobs=np.asarray(self.logprobs[start:], np.float32),
             spans=tuple(VersionSpan(max(s.start, start), s.end, s.version) for s in self.spans if s.end > start),
+            experts=self._experts.after(start) if self._experts else None,
         )
+
+    def _add_experts(self, chunk: Chunk) -> None:
+        if self._experts is None:
+            return
+        if complaint := self._experts.add(chunk.experts, len(self.tokens) + len(chunk.token_ids)):
+            raise EngineOutputError(
+                f"after {len(self.tokens)} tokens the engine sent {complaint}; algorithm.router_replay=true needs what"
+                " its routers chose"
+            )
 
     def _extend_spans(self, count: int, version: WeightVersion) -> None:
         start = len(self.tokens)

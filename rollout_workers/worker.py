@@ -59,7 +59,9 @@ class Worker:
         lease_ttl_s: float,
         worker: str,
         engine_kind: str,
+        records_experts: bool = False,
     ) -> None:
+        """`records_experts`: trajectories say which experts their tokens were given."""
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
@@ -70,6 +72,7 @@ class Worker:
         self._lease_ttl_s = lease_ttl_s
         self._worker = worker
         self._engine_kind = engine_kind
+        self._records_experts = records_experts
         self._outages = Outages(broker.url)
         self._held = HeldLeases(broker.leases, lease_ttl_s)
         self._wake = asyncio.Event()
@@ -120,7 +123,8 @@ class Worker:
             wait_s = SHORTEST_WAIT_S if leases or was_woken else min(2 * wait_s, LONGEST_WAIT_S)
 
     def _begin(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
-        recorder = Recorder(lease.segments)
+        prompt_length = len(lease.prompt.token_ids) if self._records_experts else None
+        recorder = Recorder(lease.segments, prompt_length=prompt_length)
         segments = SegmentLog(lease, recorder, self._append, self._config)
         self._held.hold(lease, segments, tasks.create_task(self._sample(lease, recorder, segments)))
 

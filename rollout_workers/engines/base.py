@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 import torch
 
-from broker.schema import WeightVersion
+from broker.schema import Experts, WeightVersion
 
 FinishReason = Literal["stop", "length"]
 """How a response ends: with a stop token, or because it may not get longer."""
@@ -28,6 +28,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """0: all tokens."""
     stop_token_ids: list[int]
     seed: int | None = None
+    experts_from: int | None = None
+    """Router replay: report the experts that tokens from this position of the prompt on are given. None: of none."""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +39,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     """Of the sampled tokens, temperature applied, before top-p and top-k cut the distribution."""
     version: WeightVersion
+    experts: Experts | None = None
+    """Of the tokens that were fed to sample these: one row for each from the token before the first of these on; in a
+    request's first chunk also for those of its prompt from `experts_from` on. What a weight swap made an engine compute
+    anew is not reported again. None where the request wants none, or there are no tokens."""
     finish_reason: FinishReason | Literal["interrupted"] | None = None
     """Set on the last chunk, which may have no tokens; the stop token itself is part of the response. "interrupted":
     the engine had to give the request up, and another request can go on after these tokens."""
@@ -64,7 +70,7 @@ class Engine(Protocol):
         its place.
 
         The prompt may end with tokens that a request generated before: what follows is sampled as if there had been
-        only one request.
+        only one request. Raises HeadwayError for `experts_from` where the model has no experts.
         """
         ...
 

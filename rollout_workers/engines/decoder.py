@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
-from broker.schema import WeightVersion
+from broker.schema import Experts, WeightVersion
 
 from .base import GenerationRequest, NamedTensors
 from .loading import load_tensors
+from .router_tap import RouterTap
 from .sampling import Sampler
 from .slot_cache import Decode, Layout, Prefill, SlotCache
 
@@ -34,6 +36,8 @@ class Sample:
     generator: torch.Generator | None = None
     cached: int = 0
     """How many of `tokens` have keys in the cache; all but the newest, or none."""
+    reported: int = 0
+    """For how many of `tokens` no chosen experts are wanted (any more): what is computed anew is not reported again."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Sampled:
     token: int
     logprob: float
     finish_reason: Literal["stop", "length"] | None
+    experts: Experts | None
+    """Of the sample's tokens that were fed for the first time; None where they are not wanted."""
 
 
 @dataclass
@@ -60,6 +66,7 @@ class Decoder:
 
     def __post_init__(self) -> None:
         self._cache = SlotCache(self.capacity, self.max_len)
+        self.router_tap = RouterTap(self.model)
 
     def add(self, sample: Sample) -> None:
         """Give it the next slot."""
@@ -89,14 +96,23 @@ class Decoder:
         fresh, ready = self._select()
         took_part = [self.running[slot] for slot in fresh + ready]
         logits_NV = self._forward(fresh, ready)
+        experts = self._new_experts(took_part)
         tokens, logprobs = self.sampler.sample(
             logits_NV, [sample.request for sample in took_part], [sample.generator for sample in took_part]
         )
-        results = [append(*next_) for next_ in zip(took_part, tokens, logprobs, strict=True)]
+        results = [append(*next_) for next_ in zip(took_part, tokens, logprobs, experts, strict=True)]
         for result in results:
             if result.finish_reason:
                 self.drop(result.sample)
         return results
+
+    def _new_experts(self, took_part: Sequence[Sample]) -> list[Experts | None]:
+        """What each sample's tokens that are new to it were given by the last forward."""
+        if all(sample.request.experts_from is None for sample in took_part):
+            return [None] * len(took_part)
+        fed = [len(sample.tokens) - sample.cached for sample in took_part]
+        rows = np.split(self.router_tap.last(), np.cumsum(fed)[:-1])
+        return [first_fed(sample, own) for sample, own in zip(took_part, rows, strict=True)]
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -178,10 +194,20 @@ def one_each(slots: list[int], position_N: torch.Tensor) -> Decode:
     )
 
 
-def append(sample: Sample, token: int, logprob: float) -> Sampled:
+def first_fed(sample: Sample, experts: Experts) -> Experts | None:
+    """Of the rows of the sample's last tokens, those that are wanted and were not there before."""
+    if sample.request.experts_from is None:
+        return None
+    wanted = len(sample.tokens) - max(sample.reported, sample.request.experts_from)
+    sample.reported = len(sample.tokens)
+    return experts[len(experts) - wanted :]
+
+
+def append(sample: Sample, token: int, logprob: float, experts: Experts | None) -> Sampled:
     """Note a sampled token: everything before it is cached now."""
     sample.cached = len(sample.tokens)
     sample.tokens.append(token)
+    is_full = len(sample.tokens) >= sample.limit
     if token in sample.request.stop_token_ids:
-        return Sampled(sample, token, logprob, "stop")
-    return Sampled(sample, token, logprob, "length" if len(sample.tokens) >= sample.limit else None)
+        return Sampled(sample, token, logprob, "stop", experts)
+    return Sampled(sample, token, logprob, "length" if is_full else None, experts)

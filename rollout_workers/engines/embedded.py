@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from broker.errors import HeadwayError, WeightSyncError
-from broker.schema import WeightVersion
+from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 
 from .base import Chunk, GenerationRequest, HeldTensor, NamedTensors
@@ -50,17 +51,26 @@ class Stream:
     chunks: asyncio.Queue[Chunk | HeadwayError] = field(default_factory=asyncio.Queue)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
 
     def note(self, sampled: Sampled) -> None:
         """Keep a token for the next chunk."""
         self.token_ids.append(sampled.token)
         self.logprobs.append(sampled.logprob)
+        if sampled.experts is not None:
+            self.experts.append(sampled.experts)
 
     def chunk(self, version: WeightVersion, sampled: Sampled | None) -> Chunk:
         """What was noted since the last chunk."""
         reason = sampled.finish_reason if sampled else None
-        chunk = Chunk(token_ids=self.token_ids, logprobs=self.logprobs, version=version, finish_reason=reason)
-        self.token_ids, self.logprobs = [], []
+        chunk = Chunk(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            version=version,
+            experts=np.concatenate(self.experts) if self.experts else None,
+            finish_reason=reason,
+        )
+        self.token_ids, self.logprobs, self.experts = [], [], []
         return chunk
 
 
@@ -94,6 +104,8 @@ class EmbeddedEngine:
         self._check(request.prompt_tokens, self.max_model_len - 1)
         if self._decoder.version is None:
             raise HeadwayError("this engine has no weights yet: call swap_weights first")
+        if request.experts_from is not None and self._decoder.router_tap.is_dense:
+            raise HeadwayError("this model has no experts that routers choose: set algorithm.router_replay=false")
         limit = min(len(request.prompt_tokens) + request.max_new_tokens, self.max_model_len)
         sample = Sample(request, limit, list(request.prompt_tokens))
         stream = Stream(sample, asyncio.get_running_loop())
