@@ -4,13 +4,16 @@ from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.composition import gae_options
 from learner.critic import Critic
+from learner.model import load_config
 from learner.ranks import Ranks
+from learner.routing import Routing, routing_of
 
 from .recipe import Recipe
 
 
 def recipe_backend(recipe: Recipe) -> Backend:
     """Collective over the ranks. Equal recipes give equal weights."""
+    recipe_routing(recipe)  # a model that it does not fit is refused before it is loaded
     return open_backend(
         recipe.learner.backend,
         recipe.model,
@@ -20,6 +23,11 @@ def recipe_backend(recipe: Recipe) -> Backend:
         layout=recipe.learner.layout,
         compute=recipe.learner.compute,
     )
+
+
+def recipe_routing(recipe: Recipe) -> Routing | None:
+    """How the model chooses experts, if choices are replayed. Raises ConfigError where they cannot be."""
+    return routing_of(load_config(recipe.model)) if recipe.algorithm.router_replay else None
 
 
 def recipe_critic(recipe: Recipe, ranks: Ranks) -> Critic:

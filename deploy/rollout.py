@@ -116,7 +116,7 @@ def _workers_part(stored: bytes) -> tuple[Any, ...]:
     recipe = recipe_from_bytes(stored)
     broker, parts = recipe.broker, (recipe.model, recipe.rewards, recipe.sampling, recipe.engine, recipe.workers)
     leases = broker.lease_ttl_s, broker.payload_ttl_s, broker.payload_shards, broker.replicas
-    return *parts, recipe.weights, recipe.run.seed, leases
+    return *parts, recipe.weights, recipe.algorithm.router_replay, recipe.run.seed, leases
 
 
 async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drain: asyncio.Event) -> None:
@@ -143,6 +143,7 @@ async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drai
         lease_ttl_s=recipe.broker.lease_ttl_s,
         worker=worker,
         engine_kind=recipe.engine.kind,
+        records_experts=recipe.algorithm.router_replay,
     )
     watch = asyncio.create_task(_drain_when_asked(rollout, drain))
     try:

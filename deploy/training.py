@@ -32,7 +32,7 @@ from learner.rewind import Rewind, check_rewind, rewound_to
 from learner.update import Updater
 from weightsync.publisher import Publisher
 
-from .backend import recipe_backend, recipe_critic
+from .backend import recipe_backend, recipe_critic, recipe_routing
 from .config import recipe_to_bytes
 from .evaluation import Evaluator
 from .observer import RunObserver
@@ -263,6 +263,7 @@ def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
         max_new_tokens=recipe.sampling.max_new_tokens,
         max_lag=recipe.staleness.max_lag,
         cost=_cost(recipe),
+        routing=recipe_routing(recipe),
     )
 
 

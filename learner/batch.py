@@ -1,7 +1,8 @@
 """The packed batch: sequences laid end to end in one row, never padded.
 
-T packed tokens, S sequences. Every [T] field speaks of the token at its own place: `behavior_logprobs_T[t]` is the
-logprob of token t given its sequence before t. The first token of a sequence has none and is never trained.
+T packed tokens, S sequences, L layers with experts, K experts of a token. Every [T] field speaks of the token at its
+own place: `behavior_logprobs_T[t]` is the logprob of token t given its sequence before t. The first token of a sequence
+has none and is never trained.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ class PackedBatch:
     """[T] float32; 0 where the mask is 0."""
     lags_T: torch.Tensor
     """[T] int64, the step trained now minus the step that sampled the token; 0 where the mask is 0."""
+    experts_TLK: torch.Tensor | None = None
+    """[T, L, K] int16, router replay: the experts that compute each token. -1 where the router chooses itself: the last
+    token of a sequence was never fed to the engine. None: it chooses for all tokens."""
 
     @property
     def tokens(self) -> Tokens:

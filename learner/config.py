@@ -140,6 +140,13 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     kl: KlConfig = KlConfig()
     reward: RewardShapingConfig = RewardShapingConfig()
     critic: CriticConfig = CriticConfig()
+    router_replay: Annotated[
+        bool,
+        Meta(
+            description="train each token with the experts that it was given when it was sampled (mixture-of-experts "
+            "models, embedded engine)"
+        ),
+    ] = False
     dynamic_sampling: Annotated[
         int,
         Meta(

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from broker.schema import Trajectory
+from broker.schema import Experts, Trajectory
 from broker.staleness import is_too_stale, lag_of
 
 from .batch import PackedBatch
 from .cost import DEFAULT_COST, CostModel
+from .routing import Routing
 
 Plan = list[list[list[int]]]
 """[replica][micro-batch] -> indices of its sequences, ascending."""
@@ -40,12 +41,21 @@ class PackableSequence:
     """[R]"""
     advantages: NDArray[np.float32]
     """[R]"""
+    experts: Experts | None = None
+    """[L - 1, layers, experts per token] to be replayed, of all tokens but the last; None: the learner's own."""
 
 
 def from_trajectory(
-    trajectory: Trajectory, *, advantages: float | NDArray[np.float32], step: int, max_lag: int
+    trajectory: Trajectory,
+    *,
+    advantages: float | NDArray[np.float32],
+    step: int,
+    max_lag: int,
+    routing: Routing | None = None,
 ) -> PackableSequence:
     """What step `step` trains of a trajectory, whose advantage is one for all of its tokens, or [R].
+
+    `routing`: of the model, where its routers replay what the engine's chose. Raises RoutingError if it does not say.
 
     Tokens over the staleness bound are context only. Under `staleness.on_over_bound` requeue and drop the broker hands
     out none, unless the bound was lowered since.
@@ -63,6 +73,7 @@ def from_trajectory(
         behavior_logprobs=trajectory.behavior_logprobs,
         lags=lags,
         advantages=np.broadcast_to(np.float32(advantages), lags.shape),
+        experts=routing.experts_of(trajectory) if routing else None,
     )
 
 
@@ -217,7 +228,18 @@ def concatenate(sequences: Sequence[PackableSequence]) -> PackedBatch:
         behavior_logprobs_T=_joined(logprobs, np.float32),
         advantages_T=_joined(advantages, np.float32),
         lags_T=_joined(lags, np.int64),
+        experts_TLK=_joined_experts(sequences),
     )
+
+
+def _joined_experts(sequences: Sequence[PackableSequence]) -> torch.Tensor | None:
+    """[T, layers, experts per token] if sequences have them; -1 for the last token of each."""
+    recorded = [sequence.experts for sequence in sequences if sequence.experts is not None]
+    assert len(recorded) in (0, len(sequences)), "a step replays all of its sequences or none"
+    if not recorded:
+        return None
+    rows = [np.pad(experts.astype(np.int16), ((0, 1), (0, 0), (0, 0)), constant_values=-1) for experts in recorded]
+    return torch.from_numpy(np.concatenate(rows))
 
 
 def _after_prompt(sequence: PackableSequence, values_R: NDArray[np.generic], dtype: type) -> NDArray[np.generic]:

@@ -25,6 +25,7 @@ from .critic import Critic, outcome_rewards
 from .objective import Objective
 from .packing import PackableSequence, concatenate, from_trajectory, pack, plan
 from .ranks import Ranks
+from .routing import Routing
 from .shaping import RewardStats, compared, reward_stats, shaped_rewards, trajectories_of
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Updater:
     """Turns batches into optimizer updates. Collective over the ranks.
 
     `reference` is needed for a KL penalty, `critic` for advantages by generalized estimation. `cost`: what replicas are
-    balanced by; the same on every rank.
+    balanced by; the same on every rank. `routing`: of a model whose routers replay what the engine's chose.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Updater:
         max_new_tokens: int,
         max_lag: int,
         cost: CostModel = DEFAULT_COST,
+        routing: Routing | None = None,
     ) -> None:
         self._backend = backend
         self._ranks = ranks
@@ -114,6 +116,7 @@ class Updater:
         self._max_new_tokens = max_new_tokens
         self._max_lag = max_lag
         self._cost = cost
+        self._routing = routing
 
     @property
     def beside(self) -> dict[str, Stored]:
@@ -184,7 +187,7 @@ class Updater:
         self, groups: Sequence[Group], advantages: Sequence[float], step: int
     ) -> tuple[PackableSequence, ...]:
         return tuple(
-            from_trajectory(trajectory, advantages=advantage, step=step, max_lag=self._max_lag)
+            from_trajectory(trajectory, advantages=advantage, step=step, max_lag=self._max_lag, routing=self._routing)
             for trajectory, advantage in zip(trajectories_of(groups), advantages, strict=True)
         )
 
@@ -259,7 +262,11 @@ class Updater:
         return self._backend.logprobs(batches, self._temperature) if self._objective.needs_proximal else None
 
     def _reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
-        return None if self._reference is None else self._reference.logprobs(batches, self._temperature)
+        """Under the reference's own choice of experts: it is a policy that nobody sampled from."""
+        if self._reference is None:
+            return None
+        own = [dataclasses.replace(batch, experts_TLK=None) for batch in batches]
+        return self._reference.logprobs(own, self._temperature)
 
 
 def _means(reports: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -61,7 +61,11 @@ class Trained(Protocol):
 
 
 class Backend(Trained, Protocol):
-    """The policy. A Hugging Face model and the process's RNG state are saved with it."""
+    """The policy. A Hugging Face model and the process's RNG state are saved with it.
+
+    Where a batch has `experts_TLK`, these experts compute its tokens, and the first report of a step says as the pair
+    `router_disagreement_sum` and `_count` how many of these choices the model's own routers would not have made.
+    """
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """[T] fp32 logprobs of every token under the weights as they are, without gradient; 0 for first tokens."""

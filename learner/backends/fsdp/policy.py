@@ -3,6 +3,7 @@
 T packed tokens, N of this rank, H model width, V vocabulary.
 """
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,12 +11,14 @@ from torch import nn
 
 from broker.errors import ConfigError
 from learner.attention import ATTENTION_NAME, register_packed_attention
+from learner.backends.replayed_choice import Recorded
 from learner.backends.token_logprobs import token_logprobs
 from learner.batch import PackedBatch
 
 from .context import ContextGroup
 from .experts import experts_implementation
 from .layers import fuse_norms
+from .replayed_router import make_replayable
 from .row import Row
 
 if TYPE_CHECKING:
@@ -47,6 +50,9 @@ class PackedModel(nn.Module):
         self.context.check_heads(model.config)
         self.model = model.eval()  # dropout would make current logprobs differ from behaviour logprobs
         fuse_norms(self.model)
+        self._is_replayable = make_replayable(self.layers, model.config.model_type)
+        self.tally_2 = torch.zeros(2, dtype=torch.int64)
+        """How often the routers disagreed with what they replayed; see `Recorded`."""
         self._varlen = half_precision and not on_cpu
 
     @property
@@ -67,13 +73,23 @@ class PackedModel(nn.Module):
 
     def hidden(self, row: Row) -> torch.Tensor:
         """[N, H] the last layer's output at this rank's tokens."""
+        replay = {"recorded": self._recorded(row.experts_NLK)} if row.experts_NLK is not None else {}
         hidden_NH: torch.Tensor = self.model.base_model(
             input_ids=row.token_ids_N[None],
             position_ids=row.position_ids_N[None],
             packed_layout=row.layout,
             use_cache=False,
+            **replay,
         ).last_hidden_state[0]
         return hidden_NH
+
+    def _recorded(self, experts_NLK: torch.Tensor) -> Recorded:
+        if not self._is_replayable:
+            raise ConfigError(
+                f"algorithm.router_replay=true knows no routers of {self.model.config.model_type}; set it to false."
+            )
+        self.tally_2 = self.tally_2.to(experts_NLK.device)
+        return Recorded(experts_NLK, self.tally_2)
 
     def whole_hidden(self, batch: PackedBatch) -> torch.Tensor:
         """[T, H] `hidden` at the tokens of all ranks that share the row."""
@@ -115,7 +131,10 @@ class ValueModel(PackedModel):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """[T] fp32 values of the states in which the tokens are chosen, 0 for the first token of every sequence."""
-        row = self.row(batch)
+        """[T] fp32 values of the states in which the tokens are chosen, 0 for the first token of every sequence.
+
+        Its routers choose for themselves: they drift apart from the policy's.
+        """
+        row = self.row(dataclasses.replace(batch, experts_TLK=None))
         values_N = self.head(self.hidden(row).float())[:, 0]
         return row.at_next_token(self.context.gathered(values_N))

@@ -1,6 +1,6 @@
 """A packed batch made ready for a rank's device, so that the forward pass never waits for a number from it.
 
-T tokens of the batch, N of this rank.
+T tokens of the batch, N of this rank, L layers with experts, K experts chosen for a token.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ class Row:
     """[T] bool, False where a sequence begins; without the dummy."""
     layout: PackedLayout
     """Of the whole row, as every rank's attention sees all of its tokens."""
+    experts_NLK: torch.Tensor | None
+    """To be replayed; see `PackedBatch`."""
 
     @classmethod
     def of(cls, batch: PackedBatch, context: ContextGroup, device: torch.device, *, varlen: bool) -> "Row":
@@ -36,12 +38,16 @@ class Row:
         position_ids_T = torch.cat([batch.position_ids_T, dummy])
         ends = torch.full((min(padding, 1),), batch.num_tokens + padding, dtype=torch.int32)
         layout = PackedLayout.of(torch.cat([batch.cu_seqlens.cpu(), ends]), varlen=varlen)
+        experts_TLK = batch.experts_TLK
+        if experts_TLK is not None:
+            experts_TLK = F.pad(experts_TLK, (0, 0, 0, 0, 0, padding), value=-1)
         return cls(
             token_ids_N=_moved(context.own(token_ids_T), device),
             position_ids_N=_moved(context.own(position_ids_T), device),
             next_ids_N=_moved(context.own(token_ids_T.roll(-1)), device),
             has_previous_T=_moved(batch.position_ids_T > 0, device),
             layout=layout.moved(lambda tensor: _moved(tensor, device), context if context.size > 1 else None),
+            experts_NLK=None if experts_TLK is None else _moved(context.own(experts_TLK), device),
         )
 
     def at_next_token(self, next_T: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from broker.errors import ConfigError
 from learner.backends.base import Staged, TokenLoss
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
+from learner.backends.replayed_choice import disagreement
 from learner.batch import PackedBatch
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.layout import check_ranks
@@ -120,6 +121,8 @@ class ShardedModel:
                 share, report = self._backward(index, batch, loss, *options)
                 shares.append(share)
                 reports.append(report)
+        if batches:
+            reports[0] |= self._disagreement(batches)
         grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self._device)
         if math.isfinite(grad_norm):
             self._optimizer.param_groups[0]["lr"] = learning_rate
@@ -127,6 +130,14 @@ class ShardedModel:
         self._optimizer.zero_grad(set_to_none=True)
         total = float(sum(shares)) if self.is_lead else 0.0
         return sum_over_ranks(total, self._device), grad_norm, reports
+
+    def _disagreement(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
+        """Of this replica's routers since the last call. Collective over its ranks, which have the same batches."""
+        if all(batch.experts_TLK is None for batch in batches):
+            return {}
+        tally_2 = self._module.context.gathered(self._module.tally_2[None]).sum(0)
+        self._module.tally_2.zero_()
+        return disagreement(tally_2)
 
     def _forward(self, batch: PackedBatch, *options: float) -> torch.Tensor:
         outputs_T: torch.Tensor = self._module(batch if batch.num_tokens else placeholder(), *options)

@@ -31,6 +31,7 @@ from learner.config import ComputeConfig, LayoutConfig
 from . import groups
 from .architecture import Architecture
 from .modules import ExpertLayer, GroupedExperts, PackedAttention, RmsNorm, permute, unpermute
+from .replayed_router import ReplayingLayer
 from .row import Row
 
 if TYPE_CHECKING:
@@ -232,6 +233,7 @@ def _layers(config: TransformerConfig, stage: int | None) -> TransformerBlockSub
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     if config.num_moe_experts:
+        spec.module = ReplayingLayer
         parts.mlp.module = ExpertLayer
         parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     return TransformerBlockSubmodules(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from learner.attention import PackedLayout
+from learner.backends.replayed_choice import Recorded
 from learner.batch import PackedBatch
 
 
@@ -26,6 +27,8 @@ class Row(PackedSeqParams):
     cos_PD: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     sin_PD: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     layout: PackedLayout | None = None
+    recorded: Recorded | None = None
+    """The experts that the P tokens are given; None: routers choose."""
     number: int = 0
     """Which micro-batch it is."""
     temperature: float = 1.0
@@ -41,16 +44,21 @@ def padded_length(num_tokens: int, multiple: int) -> int:
     return max(num_tokens + -num_tokens % multiple, multiple)
 
 
-def make_row(batch: PackedBatch, rotary: Any, length: int, *, device: torch.device, varlen: bool) -> Row:
+def make_row(
+    batch: PackedBatch, rotary: Any, length: int, tally_2: torch.Tensor, *, device: torch.device, varlen: bool
+) -> Row:
     """A row of P = `length` tokens. `rotary`: transformers' own module, so that every kind of scaling is its own.
 
-    The padding is a sequence of its own at the row's end; nobody looks at what comes out of it.
+    The padding is a sequence of its own at the row's end; nobody looks at what comes out of it. `tally_2`: where
+    routers that replay count disagreement.
     """
     token_ids, positions, ends = batch.token_ids_T, batch.position_ids_T, batch.cu_seqlens
+    experts = batch.experts_TLK
     if missing := length - batch.num_tokens:
         token_ids = F.pad(token_ids, (0, missing))
         positions = torch.cat([positions, torch.arange(missing, device=positions.device)])
         ends = torch.cat([ends, ends[-1:] + missing])
+        experts = None if experts is None else F.pad(experts, (0, 0, 0, 0, 0, missing), value=-1)
     layout = PackedLayout.of(ends, varlen=varlen)
     positions = positions.to(device, non_blocking=True)
     cos, sin = rotary(torch.empty((), device=device), positions[None])
@@ -62,6 +70,7 @@ def make_row(batch: PackedBatch, rotary: Any, length: int, *, device: torch.devi
         cos_PD=cos[0],
         sin_PD=sin[0],
         layout=on_device(layout, device),
+        recorded=None if experts is None else Recorded(experts.to(device, non_blocking=True), tally_2),
     )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from learner.backends.base import TokenLoss
 from learner.backends.process_group import sum_over_ranks
+from learner.backends.replayed_choice import disagreement
 from learner.batch import PackedBatch
 from learner.config import LayoutConfig
 
@@ -36,6 +37,7 @@ class Schedule:
         self._multiple = layout.tensor * layout.context
         self._is_interleaved = layout.virtual_pipeline > 1
         self._num_stages = layout.pipeline
+        self._tally_2 = torch.zeros(2, dtype=torch.int64, device=device)
 
     def train(self, batches: Sequence[PackedBatch], temperature: float, loss: TokenLoss) -> tuple[float, Reports]:
         """Gradients summed into their buffers and over replicas: (loss over all replicas, reports of this one)."""
@@ -50,7 +52,10 @@ class Schedule:
             return share if share.requires_grad else share + nothing, torch.zeros((), dtype=torch.int), None
 
         self._run(batches, temperature, finish)
-        return self._over_replicas(torch.stack(shares).sum()), self._told(reports)[: len(batches)]
+        reports = self._told(reports)[: len(batches)]
+        if any(batch.experts_TLK is not None for batch in batches):
+            reports[0] |= self._disagreement()
+        return self._over_replicas(torch.stack(shares).sum()), reports
 
     @torch.no_grad()
     def evaluate(
@@ -101,7 +106,15 @@ class Schedule:
 
     def _row(self, batch: PackedBatch, length: int) -> Row:
         uses_kernel = self._device.type == "cuda" and self._dtype is torch.bfloat16
-        return make_row(batch, self._rotary, length, device=self._device, varlen=uses_kernel)
+        return make_row(batch, self._rotary, length, self._tally_2, device=self._device, varlen=uses_kernel)
+
+    def _disagreement(self) -> dict[str, float]:
+        """Of this replica's routers since the last call. Collective over its ranks: each had its tokens and layers."""
+        for group in (groups.tensor(), groups.context(), groups.pipeline()):
+            dist.all_reduce(self._tally_2, group=group)
+        report = disagreement(self._tally_2)
+        self._tally_2.zero_()
+        return report
 
     def _shared(
         self, outputs: list[torch.Tensor], batches: Sequence[PackedBatch], is_hidden: bool

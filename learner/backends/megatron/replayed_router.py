@@ -1,0 +1,63 @@
+"""Routers that take recorded experts in the place of their own choice.
+
+N tokens of this rank, E experts, K chosen for each.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from learner.backends.replayed_choice import Recorded
+
+from . import groups
+from .row import Row
+
+
+class Replay:
+    """What Megatron's router asks which experts to take; its own class for that keeps one list for the whole process.
+
+    Such a list would have to be told, between a micro-batch's forward pass and its recomputation, which of the
+    micro-batches on their way through the pipeline comes next.
+    """
+
+    recorded: Recorded | None = None
+
+    def get_replay_topk(
+        self,
+        scores_NE: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """([N, K] scores, [N, K] experts) of those that are taken."""
+        own: tuple[torch.Tensor, torch.Tensor] = choose(scores_NE, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.recorded is None:
+            return own
+        experts_NK = self.recorded.instead_of(own[1])
+        return scores_NE.gather(1, experts_NK), experts_NK
+
+
+class ReplayingLayer(TransformerLayer):
+    """A decoder layer whose router replays what its row says, in the pass that recomputes it too."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.mlp.router.router_replay = self.replay = Replay()
+
+    def forward(self, *args: Any, packed_seq_params: Row, **options: Any) -> tuple[torch.Tensor, Any]:
+        """See Megatron's."""
+        recorded = packed_seq_params.recorded
+        self.replay.recorded = None if recorded is None else self._own(recorded, packed_seq_params)
+        output: tuple[torch.Tensor, Any] = super().forward(*args, packed_seq_params=packed_seq_params, **options)
+        return output
+
+    def _own(self, recorded: Recorded, row: Row) -> Recorded:
+        """Of this layer, and of the tokens that this rank's router sees."""
+        splits = [groups.context()] + ([groups.tensor()] if self.config.sequence_parallel else [])
+        for group in splits:
+            recorded = recorded.part(functools.partial(row.part, rank=group.rank(), size=group.size()))
+        return recorded.of_layer(self.layer_number - 1)
