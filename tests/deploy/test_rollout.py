@@ -11,13 +11,13 @@ from broker.schema import RunRules
 from deploy import rollout
 from deploy.config import recipe_to_bytes
 from deploy.recipe import Recipe, RunConfig
-from learner.config import LearnerConfig, PromptsConfig
+from learner.config import AlgorithmConfig, LearnerConfig, PromptsConfig
 from rollout_workers.config import RewardConfig, SamplingConfig
 
 A_MOMENT_S = 0.02
 
 
-def stored(*, steps: int = 4, max_new_tokens: int = 8) -> bytes:
+def stored(*, steps: int = 4, max_new_tokens: int = 8, router_replay: bool = False) -> bytes:
     return recipe_to_bytes(
         Recipe(
             run=RunConfig(name="r"),
@@ -25,6 +25,7 @@ def stored(*, steps: int = 4, max_new_tokens: int = 8) -> bytes:
             rewards=(RewardConfig(kind="arithmetic"),),
             learner=LearnerConfig(steps=steps),
             sampling=SamplingConfig(max_new_tokens=max_new_tokens),
+            algorithm=AlgorithmConfig(router_replay=router_replay),
         )
     )
 
@@ -46,13 +47,14 @@ async def work(broker: Broker) -> None:
         await drain.wait()
 
 
-async def test_a_worker_of_another_configuration_is_drained_and_fails(broker: Broker) -> None:
+@pytest.mark.parametrize("change", [{"max_new_tokens": 9}, {"router_replay": True}])
+async def test_a_worker_of_another_configuration_is_drained_and_fails(broker: Broker, change: dict[str, int]) -> None:
     await claim(broker, stored())
     working = asyncio.create_task(work(broker))
     await claim(broker, stored(steps=9))  # none of a worker's business
     await asyncio.sleep(5 * A_MOMENT_S)
     assert not working.done()
-    await claim(broker, stored(max_new_tokens=9))
+    await claim(broker, stored(**change))
     with pytest.raises(rollout.ConfigChangedError, match=f"configuration of run {broker.run} has changed"):
         await working
 

@@ -1,8 +1,11 @@
 """What the learner's role tells the broker of its recipe."""
 
 import msgspec
+import pytest
 
+from broker.errors import ConfigError
 from broker.schema import RunRules
+from deploy.backend import recipe_backend
 from deploy.config import load_recipe
 from deploy.training import _rules
 
@@ -21,3 +24,9 @@ def test_every_rule_is_the_setting_of_the_same_name() -> None:
     rules = _rules(load_recipe("arithmetic.yaml", [f"{name}={value}" for name, value in overrides.items()]))
     assert {name.partition(".")[2]: value for name, value in overrides.items()} == msgspec.structs.asdict(rules)
     assert set(RunRules.__struct_fields__) == {name.partition(".")[2] for name in overrides}
+
+
+def test_replay_for_a_model_without_experts_is_refused_before_it_is_loaded() -> None:
+    recipe = load_recipe("arithmetic-dense.yaml", ["algorithm.router_replay=true"])
+    with pytest.raises(ConfigError, match="replays the choice of experts, and this qwen3 has none"):
+        recipe_backend(recipe)

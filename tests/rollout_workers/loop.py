@@ -19,7 +19,7 @@ from rollout_workers.rewards.base import Score
 from rollout_workers.worker import Worker
 from weightsync.fingerprint import fingerprint
 
-from .models import forward_logprobs, make_model, named_tensors, save_config
+from .models import Architecture, forward_logprobs, make_model, named_tensors, save_config
 
 CAPACITY = 4
 GROUP_SIZE = 2
@@ -100,7 +100,9 @@ class Learner:
     """The other side of the broker, moved by hand. Weights of step k: the random model with seed k."""
 
     @classmethod
-    async def start(cls, broker: Broker, *, groups: int, max_lag: int = 8) -> Self:
+    async def start(
+        cls, broker: Broker, *, groups: int, max_lag: int = 8, architecture: Architecture = "dense"
+    ) -> Self:
         """Claim the run and feed it."""
         self = cls()
         self.broker = broker
@@ -117,6 +119,7 @@ class Learner:
         self.pinned: dict[int, tuple[TrajectoryId, ...]] = {}
         self.announced: WeightVersion | None = None
         self.models: dict[WeightVersion, PreTrainedModel] = {}
+        self.architecture: Architecture = architecture
         await self.feed(groups)
         return self
 
@@ -130,7 +133,7 @@ class Learner:
     async def publish(self, step: int, *workers: Deliveries, error: float = 0.0) -> None:
         """Announce a version and deliver it."""
         version = self.version(step)
-        model = self.models.setdefault(version, make_model("dense", step))
+        model = self.models.setdefault(version, make_model(self.architecture, step))
         sent = delivery(version, model, error=error)
         await self.broker.versions.announce(self.owner, sent.manifest)
         self.announced = version
@@ -155,10 +158,12 @@ class Learner:
         await self.feed(groups)
 
 
-def make_engine(directory: Path, capacity: int = CAPACITY, max_model_len: int = 256) -> Any:
-    """The embedded engine on the tests' small dense model, still without weights."""
+def make_engine(
+    directory: Path, capacity: int = CAPACITY, max_model_len: int = 256, architecture: Architecture = "dense"
+) -> Any:
+    """The embedded engine on one of the tests' small models, still without weights."""
     config = EngineConfig(max_concurrent=capacity, max_model_len=max_model_len)
-    return open_engine(config, save_config(make_model("dense", 0), directory / "model"), seed=0)
+    return open_engine(config, save_config(make_model(architecture, 0), directory / "model"), seed=0)
 
 
 def make_worker(
@@ -174,6 +179,7 @@ def make_worker(
     patience_s: float = 60.0,
     segment_tokens: int = 16,
     stop_token_ids: Sequence[int] = (),
+    records_experts: bool = False,
 ) -> Worker:
     """No stop tokens: every response has exactly `max_new_tokens`."""
     return Worker(
@@ -187,4 +193,5 @@ def make_worker(
         lease_ttl_s=lease_ttl_s,
         worker=name,
         engine_kind="embedded",
+        records_experts=records_experts,
     )

@@ -10,10 +10,12 @@ import pytest
 from broker.client import Broker
 from broker.errors import WeightSyncError
 from broker.schema import Group, Trajectory, WeightVersion
+from rollout_workers.chosen_experts import MissingExpertsError
 from rollout_workers.worker import Worker
 
 from .loop import CAPACITY, Deliveries, Learner, make_engine, make_worker
 from .models import forward_logprobs
+from .test_chosen_experts import chosen_by
 
 LONG = 240
 
@@ -79,6 +81,38 @@ async def test_what_a_drained_worker_generated_is_gone_on_with(
     assert (queues.resumed_tokens, queues.expired_leases) == (handed_over, 0)
     for trajectory in trajectories:
         check_logprobs(learner, trajectory)
+
+
+async def test_an_heir_has_the_chosen_experts_of_the_whole_sample(
+    brokers: tuple[Broker, Broker, Broker], tmp_path: Path
+) -> None:
+    learner = await Learner.start(brokers[0], groups=2, architecture="moe")
+    first, second = Deliveries(), Deliveries()
+    await learner.publish(0, first, second)
+    options = {"max_new_tokens": LONG, "records_experts": True}
+    drained = make_worker(brokers[1], make_engine(tmp_path / "1", architecture="moe"), first, **options)
+    assert await work_a_while(drained) > 0
+    engine = make_engine(tmp_path / "2", architecture="moe")
+    groups = await finish(learner, make_worker(brokers[2], engine, second, name="worker-2", **options))
+    (model,) = learner.models.values()
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        tokens = [*trajectory.prompt_tokens.tolist(), *trajectory.response_tokens.tolist()]
+        assert trajectory.experts is not None
+        np.testing.assert_array_equal(np.sort(trajectory.experts), chosen_by(model, tokens)[:-1])
+
+
+async def test_a_sample_that_was_begun_without_experts_is_refused(
+    brokers: tuple[Broker, Broker, Broker], tmp_path: Path
+) -> None:
+    learner = await Learner.start(brokers[0], groups=2, architecture="moe")
+    first, second = Deliveries(), Deliveries()
+    await learner.publish(0, first, second)
+    drained = make_worker(brokers[1], make_engine(tmp_path / "1", architecture="moe"), first, max_new_tokens=LONG)
+    await work_a_while(drained)
+    engine = make_engine(tmp_path / "2", architecture="moe")
+    heir = make_worker(brokers[2], engine, second, name="worker-2", max_new_tokens=LONG, records_experts=True)
+    with pytest.raises(MissingExpertsError, match="router_replay=true needs them"):
+        await heir.run()
 
 
 async def test_a_worker_goes_on_only_under_weights_as_new_as_the_segments(

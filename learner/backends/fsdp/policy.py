@@ -18,7 +18,7 @@ from learner.batch import PackedBatch
 from .context import ContextGroup
 from .experts import experts_implementation
 from .layers import fuse_norms
-from .replayed_router import make_replayable
+from .replayed_router import replay, replayable_routers
 from .row import Row
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class PackedModel(nn.Module):
         self.context.check_heads(model.config)
         self.model = model.eval()  # dropout would make current logprobs differ from behaviour logprobs
         fuse_norms(self.model)
-        self._is_replayable = make_replayable(self.layers, model.config.model_type)
+        self._routers = replayable_routers(self.layers, model.config.model_type)
         self.tally_2 = torch.zeros(2, dtype=torch.int64)
         """How often the routers disagreed with what they replayed; see `Recorded`."""
         self._varlen = half_precision and not on_cpu
@@ -73,18 +73,17 @@ class PackedModel(nn.Module):
 
     def hidden(self, row: Row) -> torch.Tensor:
         """[N, H] the last layer's output at this rank's tokens."""
-        replay = {"recorded": self._recorded(row.experts_NLK)} if row.experts_NLK is not None else {}
+        replay(self._routers, None if row.experts_NLK is None else self._recorded(row.experts_NLK))
         hidden_NH: torch.Tensor = self.model.base_model(
             input_ids=row.token_ids_N[None],
             position_ids=row.position_ids_N[None],
             packed_layout=row.layout,
             use_cache=False,
-            **replay,
         ).last_hidden_state[0]
         return hidden_NH
 
     def _recorded(self, experts_NLK: torch.Tensor) -> Recorded:
-        if not self._is_replayable:
+        if not self._routers:
             raise ConfigError(
                 f"algorithm.router_replay=true knows no routers of {self.model.config.model_type}; set it to false."
             )

@@ -3,9 +3,8 @@
 N tokens of this rank, E experts, K chosen for each, H model width.
 """
 
-import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,31 +15,25 @@ from learner.backends.replayed_choice import Recorded
 from learner.routing import SOFTMAX_ROUTED
 
 
-def make_replayable(layers: Iterable[nn.Module], model_type: str) -> bool:
-    """Have decoder layers take `recorded: Recorded | None`; False where the routers are unknown or there are none.
-
-    To be called before anything wraps their `forward`: what is recomputed in the backward pass then takes the choices
-    of its own forward pass.
-    """
+def replayable_routers(layers: Iterable[nn.Module], model_type: str) -> list[nn.Module]:
+    """Those of layers with experts, in order, prepared for `replay`; [] where they are of an unknown kind."""
     if model_type not in SOFTMAX_ROUTED:
-        return False
-    number = 0
-    for layer in layers:
-        router: Any = getattr(layer.mlp, "gate", None)
-        is_routed = hasattr(router, "top_k")
-        layer.forward = functools.partial(_layer, layer.forward, router if is_routed else None, number)
-        if is_routed:
-            router.recorded, router.forward = None, types.MethodType(_route, router)
-            number += 1
-    return number > 0
+        return []
+    gates: list[Any] = [getattr(layer.mlp, "gate", None) for layer in layers]
+    routers = [gate for gate in gates if hasattr(gate, "top_k")]
+    for router in routers:
+        router.recorded, router.forward = None, types.MethodType(_route, router)
+    return routers
 
 
-def _layer(
-    forward: Callable[..., Any], router: Any, number: int, *args: Any, recorded: Recorded | None = None, **options: Any
-) -> Any:
-    if router is not None:
-        router.recorded = None if recorded is None else recorded.of_layer(number)
-    return forward(*args, **options)
+def replay(routers: Iterable[nn.Module], recorded: Recorded | None) -> None:
+    """What the routers take until this is called again. None: their own choice.
+
+    It stays for what the backward pass computes again, so that must come before the next micro-batch. Layers that are
+    recomputed and compiled may set nothing themselves.
+    """
+    for number, router in enumerate(routers):
+        router.recorded = None if recorded is None else recorded.of_layer(number)  # type: ignore[assignment]
 
 
 def _route(router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
