@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -18,15 +19,19 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from broker.errors import ConfigError
 from broker.schema import Trajectory
 from learner.backends import open_backend
+from learner.backends.base import Backend
 from learner.backends.fsdp.layers import prepare_layers
 from learner.backends.fsdp.policy import FEW_EXPERTS, Policy, ValueModel
 from learner.backends.fsdp.replayed_router import _route
 from learner.backends.replayed_choice import Recorded
 from learner.batch import PackedBatch
-from learner.config import ComputeConfig, LayoutConfig
+from learner.config import AlgorithmConfig, ComputeConfig, KlConfig, LayoutConfig, LearnerConfig
 from learner.model import load_config, load_model
+from learner.objective import Objective
 from learner.packing import concatenate, from_trajectory
+from learner.ranks import Ranks
 from learner.routing import Routing, RoutingError, routing_of
+from learner.update import Updater
 from tests.learner.batches import group
 from tests.learner.replay_rank import DENOMINATOR, Case, Result, batches_of
 from tests.learner.replayed import CHOSEN, EXPERTS, LAYERS, LENGTHS, TEMPERATURE, forced, model, with_experts
@@ -140,12 +145,14 @@ def test_known_routers_weigh_what_is_replayed_as_their_own(kind: type[nn.Module]
     assert torch.allclose(F.softmax(expected[0], -1).gather(1, expected[2]).sum(-1), expected[1].sum(-1)) != normalized
 
 
-def trajectory(**changes: object) -> Trajectory:
-    (one, *_) = group(0).trajectories
+def with_choices(one: Trajectory) -> Trajectory:
     fed = len(one.prompt_tokens) + len(one.response_tokens) - 1
     experts = np.arange(fed * LAYERS * CHOSEN, dtype=np.uint8).reshape(fed, LAYERS, CHOSEN) % 4
-    values = {name: getattr(one, name) for name in Trajectory.__struct_fields__}
-    return Trajectory(**(values | {"experts": experts} | changes))
+    return msgspec.structs.replace(one, experts=experts)
+
+
+def trajectory(**changes: object) -> Trajectory:
+    return msgspec.structs.replace(with_choices(group(0).trajectories[0]), **changes)
 
 
 TINY = Routing(layers=LAYERS, experts=4, per_token=CHOSEN)
@@ -280,3 +287,42 @@ def test_every_layout_counts_each_choice_once(layouts: dict[str, list[Result]]) 
         shares.add(different / count)
     assert len(shares) == 1
     assert 0.5 < shares.pop() < 1
+
+
+class Reference:
+    """A backend that remembers what it was asked about."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.batches: list[PackedBatch] = []
+
+    def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
+        self.batches += batches
+        return self._backend.logprobs(batches, temperature)
+
+
+def test_an_update_replays_and_its_reference_chooses_for_itself() -> None:
+    algorithm = AlgorithmConfig(kl=KlConfig(coefficient=0.1), router_replay=True)
+    backend, other = (open_backend("fsdp", model_config("qwen3_moe"), OPTIMIZER, seed=seed) for seed in (1, 2))
+    reference = Reference(other)
+    updater = Updater(
+        backend,
+        Ranks.of(backend),
+        Objective(algorithm, is_one_update=True),
+        reference,  # type: ignore[arg-type]
+        algorithm=algorithm,
+        learner=LearnerConfig(micro_batch_tokens=40),
+        optimizer=OPTIMIZER,
+        temperature=1.0,
+        max_new_tokens=32,
+        max_lag=2,
+        routing=TINY,
+    )
+    plain = [group(number) for number in range(2)]
+    with pytest.raises(RoutingError, match="does not say which experts"):
+        updater.judge(plain, 0)
+    groups = [msgspec.structs.replace(one, trajectories=tuple(map(with_choices, one.trajectories))) for one in plain]
+    update = updater.update(updater.judge(groups, 0).sequences, 0)
+    assert 0 < update.algorithm["router_disagreement"] < 1
+    assert reference.batches
+    assert all(batch.experts_TLK is None for batch in reference.batches)
