@@ -22,7 +22,7 @@ from broker.errors import FrameError
 from .broken_frames import Subject, broken_frame, subjects
 
 MAX_GROWTH_MIB = 256
-"""The largest trajectory that is allowed takes about 60."""
+"""The largest trajectory that is allowed takes about 60, and its experts 128 more."""
 _CHUNK = 50_000
 _KEPT_FINDINGS = 5
 

@@ -72,6 +72,8 @@ class Decoder:
         """Give it the next slot."""
         assert len(self.running) < self.capacity
         sample.generator = self.sampler.own_generator(sample.request)
+        if sample.request.experts_from is not None:
+            self.router_tap.listen()
         self.running.append(sample)
 
     @torch.inference_mode()

@@ -10,21 +10,30 @@ from broker.schema import Experts
 
 
 class RouterTap:
-    """Listens at the experts of every layer, which transformers hands what the layer's router chose."""
+    """The experts of every layer, which transformers hands what the layer's router chose."""
 
     def __init__(self, model: nn.Module) -> None:
-        experts: list[Any] = [
+        self._experts: list[Any] = [
             part for part in model.modules() if hasattr(part, "has_gate") and hasattr(part, "num_experts")
         ]
-        self.is_dense = not experts
-        self._chosen: list[torch.Tensor] = [torch.empty(0)] * len(experts)
-        self._dtype = torch.uint8 if all(part.num_experts <= 256 for part in experts) else torch.uint16
-        for layer, part in enumerate(experts):
+        self._chosen: list[torch.Tensor] = []
+
+    @property
+    def is_dense(self) -> bool:
+        return not self._experts
+
+    def listen(self) -> None:
+        """From the next forward on. Idempotent; nobody pays for it, or is refused, before it is asked for."""
+        if self._chosen:
+            return
+        self._chosen = [torch.empty(0)] * len(self._experts)
+        for layer, part in enumerate(self._experts):
             part.register_forward_pre_hook(self._listener(layer))
 
     def last(self) -> Experts:
         """[T, layers, experts per token] of the last forward, in the order in which they were chosen."""
-        chosen_TLK = torch.stack(self._chosen, dim=1).to(self._dtype).cpu()
+        is_byte = all(part.num_experts <= 256 for part in self._experts)
+        chosen_TLK = torch.stack(self._chosen, dim=1).to(torch.uint8 if is_byte else torch.uint16).cpu()
         array: Experts = np.asarray(chosen_TLK.numpy())
         return array
 

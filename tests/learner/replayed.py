@@ -15,12 +15,12 @@ from tests.learner.tiny import model_config, share
 
 LENGTHS = [7, 12, 5, 20, 3, 9]
 TEMPERATURE = 0.8
-LAYERS, CHOSEN, EXPERTS = 2, 2, 8
+LAYERS, CHOSEN, EXPERTS = 4, 2, 8
 
 
-def model() -> ModelConfig:
-    """Of more experts than are computed one after the other."""
-    return model_config("qwen3_moe", num_experts=EXPERTS)
+def model(experts: int = EXPERTS, **config: object) -> ModelConfig:
+    """Each token is given `CHOSEN` of so many experts in each of `LAYERS` layers."""
+    return model_config("qwen3_moe", num_experts=experts, **({"num_hidden_layers": LAYERS} | config))
 
 
 def with_experts(given: list[PackableSequence], experts: int, seed: int = 0) -> list[PackableSequence]:

@@ -39,9 +39,9 @@ from tests.learner.test_fsdp import trained_tokens
 from tests.learner.tiny import OPTIMIZER, model_config, sequences, share
 
 MODELS = {
-    "few experts": model_config("qwen3_moe", num_experts=FEW_EXPERTS),
-    "many experts": model_config("qwen3_moe", num_experts=9),
-    "gates as they are": model_config("qwen3_moe", num_experts=9, norm_topk_prob=False),
+    "few experts": model(FEW_EXPERTS),
+    "many experts": model(9),
+    "gates as they are": model(9, norm_topk_prob=False),
 }
 
 
@@ -176,9 +176,9 @@ def test_choices_lie_at_their_tokens_and_the_last_token_has_none() -> None:
     ("changes", "complaint"),
     [
         ({"experts": None}, "does not say which experts"),
-        ({"experts": np.full((3, 2, 2), 4, np.uint8)}, "up to 4"),
-        ({"experts": np.zeros((3, 1, 2), np.uint8)}, "2 in each of 1 layers; the model chooses 2 of 4 in each of 2"),
-        ({"experts": np.zeros((3, 2, 3), np.uint8)}, "3 in each of 2 layers"),
+        ({"experts": np.full((3, 4, 2), 4, np.uint8)}, "up to 4"),
+        ({"experts": np.zeros((3, 1, 2), np.uint8)}, "2 in each of 1 layers; the model chooses 2 of 4 in each of 4"),
+        ({"experts": np.zeros((3, 4, 3), np.uint8)}, "3 in each of 4 layers"),
     ],
 )
 def test_a_sample_without_this_models_choices_is_refused(changes: dict[str, object], complaint: str) -> None:
@@ -187,8 +187,8 @@ def test_a_sample_without_this_models_choices_is_refused(changes: dict[str, obje
 
 
 def test_what_a_model_chooses_is_known_from_its_configuration() -> None:
-    assert routing_of(load_config(model_config("qwen3_moe"))) == TINY
-    mixed = model_config("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert routing_of(load_config(model(4))) == TINY
+    mixed = model(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
     assert routing_of(load_config(mixed)).layers == 2
     with pytest.raises(ConfigError, match="this qwen3 has none"):
         routing_of(load_config(model_config("qwen3")))
@@ -197,12 +197,12 @@ def test_what_a_model_chooses_is_known_from_its_configuration() -> None:
 
 
 def test_dense_layers_among_those_with_experts_are_not_counted() -> None:
-    config = model_config("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1])
+    config = model(4, num_hidden_layers=LAYERS + 1, mlp_only_layers=[1])
     policy = Policy(load_model(config, 1), on_cpu=True, half_precision=False)
     given = with_experts(sequences(LENGTHS), 4)
     batch = concatenate(given)
     seen: list[torch.Tensor] = []
-    for layer in (policy.layers[0], policy.layers[2]):
+    for layer in (policy.layers[0], *policy.layers[2:]):
         layer.mlp.experts.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1]))
     policy(batch, TEMPERATURE)
     assert batch.experts_TLK is not None
@@ -222,6 +222,7 @@ CASES = {
     "megatron, pipeline 2, recomputed": Case(
         backend="megatron", layout=LayoutConfig(pipeline=2), compute=ComputeConfig(recompute="full")
     ),
+    "megatron, interleaved": Case(backend="megatron", layout=LayoutConfig(pipeline=2, virtual_pipeline=2)),
     "megatron, context 2, expert 2": Case(backend="megatron", layout=LayoutConfig(context=2, expert=2)),
 }
 
@@ -303,7 +304,7 @@ class Reference:
 
 def test_an_update_replays_and_its_reference_chooses_for_itself() -> None:
     algorithm = AlgorithmConfig(kl=KlConfig(coefficient=0.1), router_replay=True)
-    backend, other = (open_backend("fsdp", model_config("qwen3_moe"), OPTIMIZER, seed=seed) for seed in (1, 2))
+    backend, other = (open_backend("fsdp", model(4), OPTIMIZER, seed=seed) for seed in (1, 2))
     reference = Reference(other)
     updater = Updater(
         backend,
