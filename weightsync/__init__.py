@@ -9,6 +9,9 @@
         ├──◄─── acknowledgements, until the deadline ────────────┼────────────────────────┘
         └─────► announce ──── broker ────► everybody else: pull ─┴─► verify ──► Delivery ─► engine
 
+    Behind a slow line (`follow: pull`) a worker is in no epoch: it keeps what it pulled, and deltas, encoded between
+    broadcast and announcement, bring that up to date.
+
     heartbeats ─► membership: the next epoch's members (newcomers, and who missed a deadline, pull first)
 
 Invariant: what is handed to an engine is exactly one complete version, verified byte for byte; versions never
