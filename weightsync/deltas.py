@@ -3,7 +3,7 @@
 A delta is one block after another, each of at most `BLOCK_ELEMENTS` elements of one width; together they cover every
 tensor. A block is a header, the gaps between changed elements and the steps from their old values to the new ones, both
 taken as unsigned integers of the element's width, so that NaNs and -0.0 are bits like any others. An update moves most
-numbers to a neighbour, which is an integer step of one: hence steps, which compress to a quarter of the new values.
+numbers to a neighbour, which is an integer step of one: hence steps, which compress better than new values.
 A delta carries no layout: both sides take it from the tensor specs, which must be the same for both versions.
 """
 
