@@ -20,7 +20,7 @@ from .buckets import views
 from .config import WeightsConfig
 from .deadline import Deadline
 from .groups import GroupFollower
-from .puller import Puller
+from .puller import Pulled, Puller
 from .threads import BoundedThreads
 from .transports.base import SupersededError
 from .transports.pull import HttpPull
@@ -185,6 +185,7 @@ class Subscriber:
             )
             self._stage(manifest, pulled.buckets)
             self._pull_failures = 0
+            logger.info("%s: %s pulled %s", self._worker, manifest.version, _how(pulled))
             if pulled.failure:
                 self._note("pull", manifest.version, pulled.failure)
         except SupersededError:
@@ -204,3 +205,7 @@ class Subscriber:
     def _note(self, what: str, version: WeightVersion, error: WeightSyncError | str) -> None:
         self.last_error = f"{what} of {version.incarnation}.{version.step}: {error}"
         logger.warning("%s: %s", self._worker, self.last_error)
+
+
+def _how(pulled: Pulled) -> str:
+    return f"by {pulled.deltas} deltas" if pulled.deltas else "whole"
