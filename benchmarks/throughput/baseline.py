@@ -118,4 +118,5 @@ def _open_model(case: Case, path: Path, attention: str, device: torch.device) ->
 
 
 def _moved(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    return PackedBatch(**{field.name: getattr(batch, field.name).to(device) for field in dataclasses.fields(batch)})
+    given = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return PackedBatch(**{name: tensor if tensor is None else tensor.to(device) for name, tensor in given.items()})

@@ -7,8 +7,8 @@ from operator import itemgetter
 from learner.config import LayoutConfig
 
 Sizes = dict[str, int]
-Feature = str | tuple[str, int] | tuple[str, str]
-"""A dimension, one with its size, or two."""
+Feature = str | tuple[str, str]
+"""A dimension, or two."""
 
 FeaturesOf = Callable[[LayoutConfig, int], Iterator[Feature]]
 
@@ -51,11 +51,9 @@ def replicas(layout: LayoutConfig, processes: int) -> int:
     return processes // (layout.tensor * layout.pipeline * layout.context)
 
 
-def sizes_and_pairs(layout: LayoutConfig, processes: int) -> Iterator[Feature]:
-    """Every size above 1, every two dimensions that are both split; experts spread over replicas, so these are one."""
-    split = _split(layout, processes)
-    yield from split.items()
-    yield from itertools.combinations(split, 2)
+def pairs(layout: LayoutConfig, processes: int) -> Iterator[Feature]:
+    """Every two dimensions that are both split."""
+    return itertools.combinations(_split(layout, processes), 2)
 
 
 def dimensions(layout: LayoutConfig, processes: int) -> Iterator[Feature]:
@@ -63,9 +61,7 @@ def dimensions(layout: LayoutConfig, processes: int) -> Iterator[Feature]:
     return iter(_split(layout, processes))
 
 
-def covering(
-    candidates: Iterable[LayoutConfig], processes: int, features_of: FeaturesOf = sizes_and_pairs
-) -> list[LayoutConfig]:
+def covering(candidates: Iterable[LayoutConfig], processes: int, features_of: FeaturesOf = pairs) -> list[LayoutConfig]:
     """A few in which every feature occurs that occurs at all."""
     features = [(layout, set(features_of(layout, processes))) for layout in candidates]
     wanted = set().union(*map(itemgetter(1), features))

@@ -8,13 +8,13 @@ import pytest
 from .cases import RECOMPUTE, Case, Setting, all_layouts
 from .comparison import Comparison
 from .finding import Finding
-from .layouts import covering, dimensions, sizes_and_pairs
+from .layouts import covering, dimensions, pairs
 
 FindingsOf = Callable[[str], dict[str, Finding]]
 """By case, of a backend's cases, which run when the first of them is asked for."""
 
 PROCESSES = 4
-MODELS = {"megatron": {"qwen3_moe": sizes_and_pairs, "qwen3": dimensions}, "fsdp": {"qwen3_moe": dimensions}}
+MODELS = {"megatron": {"qwen3_moe": pairs, "qwen3": dimensions}, "fsdp": {"qwen3_moe": dimensions}}
 """Dense layers are split as those between experts are, so fewer layouts show whatever they have of their own. The few
 layouts of fsdp are all in test_fsdp.py; here it only resumes what other layouts saved."""
 
