@@ -6,7 +6,6 @@ only if that comes to the same bits is it used for all versions that follow. Els
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 
@@ -14,19 +13,11 @@ from broker.errors import WeightSyncError
 from weightsync.fingerprint import MODULUS, fingerprint, fingerprint_part
 
 from .base import HeldTensor
-from .placement import Load, Placement, part, scribble, trace
+from .placement import Load, Placement, Published, part, scribble, trace
 
 logger = logging.getLogger(__name__)
 
 NOTHING = HeldTensor(0, 0)
-
-
-class Published(NamedTuple):
-    """A tensor as it is published."""
-
-    name: str
-    shape: tuple[int, ...]
-    torch_dtype: torch.dtype
 
 
 class DirectLoading:
@@ -73,17 +64,19 @@ class DirectLoading:
 
     def _found(self, published: tuple[Published, ...], tensors: Mapping[str, torch.Tensor]) -> Placement | None:
         """Loads the version, one way or the other."""
-        parameters = self._parameters()
+        placement = self._traced(published)
+        self._load(tensors.items())
+        return placement if placement and self._reproduces(placement, published, tensors) else None
+
+    def _traced(self, published: tuple[Published, ...]) -> Placement | None:
+        """None where the loader does what copying cannot. The weights are numbers then."""
+        if self._keeps_packed:
+            return None
         try:
-            if self._keeps_packed:
-                raise WeightSyncError("it packs what it loads")
-            placement = trace(self._load, parameters, published)
+            return trace(self._load, self._parameters(), published)
         except WeightSyncError as error:
             logger.info("weights go through the engine's loader: %s", error)
-            self._load(tensors.items())
             return None
-        self._load(tensors.items())
-        return placement if self._reproduces(placement, published, tensors) else None
 
     @torch.no_grad()
     def _reproduces(

@@ -15,7 +15,7 @@ R rows and C columns of a parameter, whose leading dimensions are flattened.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -28,20 +28,16 @@ SECOND = 1 << 15
 BITS = {2: torch.int16, 4: torch.int32}
 """Integers as wide as an element of so many bytes."""
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
-Load = Callable[[NamedTensors], None]
+Load = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 """The engine's loader; what it writes are its parameters."""
 
 
-class Source(Protocol):
+class Published(NamedTuple):
     """A tensor as it is published."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def torch_dtype(self) -> torch.dtype: ...
+    name: str
+    shape: tuple[int, ...]
+    torch_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -78,31 +74,32 @@ def part(parameters: Mapping[str, torch.Tensor], block: Block) -> torch.Tensor:
     return _rows(parameters[block.parameter])[block.first_row : block.first_row + block.rows]
 
 
-def trace(load: Load, parameters: Mapping[str, torch.Tensor], sources: Sequence[Source]) -> Placement:
+def trace(load: Load, parameters: Mapping[str, torch.Tensor], sources: Sequence[Published]) -> Placement:
     """Overwrites what the loader loads. Raises WeightSyncError where it does more than copying."""
     if len(sources) > SECOND:
         raise WeightSyncError(f"{len(sources)} tensors cannot be numbered; {SECOND} can")
     _check(parameters, sources)
-    first = _loaded(load, parameters, sources, _Numbering.source)
-    second = _loaded(load, parameters, sources, _Numbering.source_again)
-    _check_rows(parameters, {name: _is_loaded(first[name], second[name]) for name in parameters})
-    low = _loaded(load, parameters, sources, _Numbering.low_half)
-    high = _loaded(load, parameters, sources, _Numbering.high_half)
+    first = _loaded(load, parameters, sources, _source)
+    second = _loaded(load, parameters, sources, _source_again)
+    is_loaded = {name: _is_loaded(first[name], second[name]) for name in parameters}
+    _check_rows(parameters, is_loaded)
+    low = _loaded(load, parameters, sources, _low_half)
+    high = _loaded(load, parameters, sources, _high_half)
     names = [source.name for source in sources]
     blocks: list[Block] = []
     for name, parameter in parameters.items():
-        which_R = torch.where(_is_loaded(first[name], second[name]), first[name][:, 0], -1)
+        which_R = torch.where(is_loaded[name], first[name][:, 0], -1)
         places_R3 = low[name] + high[name] * NUMBERS
         blocks += _blocks(name, _rows(parameter).shape[1], which_R, places_R3, names)
     return Placement(tuple(blocks))
 
 
-def scribble(load: Load, parameters: Mapping[str, torch.Tensor], sources: Sequence[Source]) -> None:
+def scribble(load: Load, parameters: Mapping[str, torch.Tensor], sources: Sequence[Published]) -> None:
     """Put something else than weights into whatever the loader loads."""
-    _loaded(load, parameters, sources, _Numbering.source)
+    _loaded(load, parameters, sources, _source)
 
 
-def _check(parameters: Mapping[str, torch.Tensor], sources: Sequence[Source]) -> None:
+def _check(parameters: Mapping[str, torch.Tensor], sources: Sequence[Published]) -> None:
     for name, parameter in parameters.items():
         if not parameter.is_contiguous():
             raise WeightSyncError(f"{name} is not contiguous")
@@ -116,30 +113,27 @@ def _words(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "nothing"
 
 
-class _Numbering:
-    """What stands in the elements of source number `number` while it is loaded."""
+def _source(number: int, places: torch.Tensor) -> torch.Tensor:
+    """What stands in the elements of source number `number` while it is loaded, here and in what follows."""
+    return torch.full_like(places, number)
 
-    @staticmethod
-    def source(number: int, places: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(places, number)
 
-    @staticmethod
-    def source_again(number: int, places: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(places, number + SECOND)
+def _source_again(number: int, places: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(places, number + SECOND)
 
-    @staticmethod
-    def low_half(number: int, places: torch.Tensor) -> torch.Tensor:
-        return places % NUMBERS
 
-    @staticmethod
-    def high_half(number: int, places: torch.Tensor) -> torch.Tensor:
-        return places // NUMBERS
+def _low_half(number: int, places: torch.Tensor) -> torch.Tensor:
+    return places % NUMBERS
+
+
+def _high_half(number: int, places: torch.Tensor) -> torch.Tensor:
+    return places // NUMBERS
 
 
 def _loaded(
     load: Load,
     parameters: Mapping[str, torch.Tensor],
-    sources: Sequence[Source],
+    sources: Sequence[Published],
     numbering: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """[R, 3] the numbers in each parameter's first, second and last column; of a single column three times that."""
@@ -148,7 +142,7 @@ def _loaded(
 
 
 def _numbered(
-    sources: Sequence[Source], numbering: Callable[[int, torch.Tensor], torch.Tensor], device: torch.device
+    sources: Sequence[Published], numbering: Callable[[int, torch.Tensor], torch.Tensor], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for number, source in enumerate(sources):
         places = torch.arange(math.prod(source.shape), dtype=torch.int32, device=device)

@@ -1,11 +1,12 @@
 """What runs inside vLLM's worker processes: reading new weights from a file that the front end wrote."""
 
+from collections.abc import Iterable
+
 import torch
 from safetensors.torch import load_file
 from vllm.platforms import current_platform
 
 from .direct_loading import DirectLoading
-from .placement import NamedTensors
 
 
 class WeightExtension:
@@ -13,18 +14,14 @@ class WeightExtension:
 
     _headway: DirectLoading | None = None
 
-    def headway_load(self, path: str) -> bool:
-        """Load every tensor of a safetensors file, by checkpoint name. Generation must be paused.
-
-        Whether the next version will be copied past vLLM's loader.
-        """
+    def headway_load(self, path: str) -> None:
+        """Load every tensor of a safetensors file, by checkpoint name. Generation must be paused."""
         if self._headway is None:
             packed = current_platform.is_cpu() and keeps_packed(self._headway_model())
             self._headway = DirectLoading(self._headway_reload, self._headway_parameters, keeps_packed=packed)
         self._headway.load(load_file(path))
         if current_platform.is_cpu():
             repack_experts(self._headway_model())
-        return self._headway.is_direct
 
     def headway_held(self) -> dict[str, tuple[int, int]] | None:
         """(fingerprint, elements) of what this process holds of every published tensor; None: not known."""
@@ -38,7 +35,7 @@ class WeightExtension:
     def _headway_parameters(self) -> dict[str, torch.Tensor]:
         return dict(self._headway_model().named_parameters())
 
-    def _headway_reload(self, tensors: NamedTensors) -> None:
+    def _headway_reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.reload_weights(weights_iterator=iter(tensors))  # type: ignore[attr-defined]
 
 

@@ -19,16 +19,12 @@ from rollout_workers.weights import refuse_other_tensors
 from weightsync.fingerprint import fingerprint
 
 from .generation import PROMPTS, difference, hold, run_all
+from .marks import VLLM
 from .models import Architecture, make_model, named_tensors, save_config
 from .test_placement import Shard, version
 
 TOLERANCE = 1e-4
 EXTENSION = "tests.rollout_workers.unpacked_vllm.UnpackedExtension"
-VLLM = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # vLLM's imports warn of its own dependencies
-]
 
 
 def published(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:

@@ -22,6 +22,7 @@ from rollout_workers.recorder import Recorder
 from tests.processes import children_left
 
 from .generation import PROMPTS, Response, difference, hold, request, resume, run, run_all
+from .marks import VLLM
 from .models import STOP, Architecture, forward_logprobs, make_model, named_tensors, save_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,12 +30,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CAPACITY = 8
 MAX_LEN = 512
 TOLERANCE = 1e-4
-
-VLLM = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # vLLM's imports warn of its own dependencies
-]
 
 
 @dataclass

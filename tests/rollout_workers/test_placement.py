@@ -1,21 +1,14 @@
 """Loaders that do what engines do to tensors, and a placement that must come to the same bits."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import pytest
 import torch
 
 from broker.errors import WeightSyncError
-from rollout_workers.engines.placement import Placement, trace
+from rollout_workers.engines.placement import Placement, Published, trace
 
 WIDTH, HEADS, EXPERTS, INNER, VOCABULARY = 8, 4, 3, 6, 10
-
-
-class Published(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    torch_dtype: torch.dtype
 
 
 SHAPES: dict[str, tuple[int, ...]] = {
