@@ -102,9 +102,14 @@ def shape_of(config: "PretrainedConfig") -> ModelShape:
         head_width=head_width,
         has_qk_norm=any("q_norm" in name for name in named),
         is_tied=is_tied,
-        experts=_first(config, "num_experts", "num_local_experts") if any(".experts." in n for n in named) else 0,
-        experts_per_token=_first(config, "num_experts_per_tok"),
+        experts=num_experts(config) if any(".experts." in n for n in named) else 0,
+        experts_per_token=getattr(config, "num_experts_per_tok", None) or 0,
     )
+
+
+def num_experts(config: "PretrainedConfig") -> int:
+    """Of a layer with experts, by whichever name the configuration has for it; 0: dense."""
+    return getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
 
 
 def _parameter(name: str, shape: tuple[int, ...]) -> Parameter:
@@ -123,7 +128,3 @@ def _part(name: str) -> Part:
     if module in COLUMNS:
         return "column"
     return "row" if module in ROWS and not name.endswith(".bias") else "whole"
-
-
-def _first(config: "PretrainedConfig", *names: str) -> int:
-    return next((value for name in names if (value := getattr(config, name, None))), 0)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from broker.errors import ConfigError, HeadwayError
 from broker.schema import Experts, Trajectory
 
+from .model_shape import num_experts
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -53,7 +55,7 @@ class Routing:
 
 def routing_of(config: "PretrainedConfig") -> Routing:
     """Raises ConfigError where there are no experts, or they are chosen in a way that cannot be replayed."""
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
+    experts = num_experts(config)
     if not experts:
         raise ConfigError(
             f"algorithm.router_replay=true replays the choice of experts, and this {config.model_type} has none; set it"

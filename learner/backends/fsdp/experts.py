@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from learner.backends.expert_rows import grouped_experts
+from learner.model_shape import num_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,8 +25,7 @@ PLAIN = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concat
 
 def experts_implementation(model: "PreTrainedModel", few: int) -> str:
     """What transformers is to be told, and then knows; up to `few` experts compute one after the other."""
-    count = getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None) or 0
-    if count <= few:
+    if num_experts(model.config) <= few:
         return "eager"
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _grouped)
     experts = [part for part in model.modules() if hasattr(part, "has_gate") and hasattr(part, "down_proj")]
