@@ -4,12 +4,14 @@ Logprobs are vLLM's `processed_logprobs`: temperature is applied; with top_p < 1
 those of the distribution that was cut, which is the one exception to `Chunk.logprobs`.
 
 Swaps pause generation with every request kept, write the tensors to a private file in memory, have the worker
-read it, and resume with the caches cleared, so that vLLM computes running requests anew. The version is
-vLLM's own label of each step's outputs: a chunk that was merged across a swap is taken apart again.
+read it, and resume with the caches cleared, so that vLLM computes running requests anew. While it is paused and all
+that it sampled has arrived, each request's tokens are counted: a chunk that was merged across a swap is taken apart
+there.
 """
 
 import asyncio
 import os
+import sys
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -29,6 +31,7 @@ from rollout_workers.config import EngineConfig
 from .base import Chunk, FinishReason, GenerationRequest, HeldTensor, NamedTensors
 from .direct_loading import together
 from .loading import find_places, one_by_one, tied_names
+from .vllm_arrival import Arrival
 
 T = TypeVar("T")
 
@@ -37,6 +40,9 @@ DEADLINE_S = 300.0
 
 CLOSE_S = 1.0
 """Then its process is killed: with requests running it does not end by itself."""
+
+VersionStarts = Sequence[tuple[WeightVersion, int]]
+"""Which weights sampled a response, each with the first token that is theirs, or would have been."""
 
 INTERRUPTED = "abort"
 """How vLLM ends a request that somebody else than its reader gave up, such as a pause that keeps no requests."""
@@ -91,15 +97,14 @@ class VllmEngine:
         self._vocabulary = shapes.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         self._version: WeightVersion | None = None
         self._swapping = asyncio.Lock()
-        self._collectors: set[Any] = set()
+        self._running: dict[Any, list[tuple[WeightVersion, int]]] = {}
+        self._arrival = Arrival(llm)
         self._scored = 0
         memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self._directory = tempfile.TemporaryDirectory(prefix="headway-weights-", dir=memory)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """See Engine."""
-        if self._version is None:
-            raise HeadwayError("this engine has no weights yet: call swap_weights first")
         position = 0
         stream = self._outputs(request.request_id, request.prompt_tokens, sampling(request))
         async with aclosing(stream) as outputs:
@@ -112,26 +117,27 @@ class VllmEngine:
                     yield chunk
                 position += len(tokens)
                 if completion.finish_reason == INTERRUPTED:
-                    yield Chunk(token_ids=[], logprobs=[], version=self._version, finish_reason="interrupted")
+                    yield Chunk(token_ids=[], logprobs=[], version=starts[-1][0], finish_reason="interrupted")
 
     async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
         """See Engine. If vLLM itself fails in between, it stays paused until a swap succeeds."""
         if self._llm is None:
             raise HeadwayError("the engine was closed")
         find_places(self._shapes, tensors)
-        label = f"{version.incarnation}.{version.step}"
-        path = os.path.join(self._directory.name, f"{label}.safetensors")
+        path = os.path.join(self._directory.name, f"{version.incarnation}.{version.step}.safetensors")
         async with self._swapping:
             try:
                 await asyncio.to_thread(write, self._shapes, tensors, path)
                 await answered("pause", self._llm.pause_generation(mode="keep", clear_cache=True))
+                await answered("hand over what it sampled with", self._arrival.of_everything())
                 await answered("load", self._llm.collective_rpc("headway_load", args=(path,)))
-                await answered("relabel", self._llm.update_weight_version(label))
+                self._version = version
+                for collector, starts in self._running.items():
+                    starts.append((version, self._sampled(collector)))
                 await answered("resume", self._llm.resume_generation())
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(path)
-            self._version = version
 
     async def held(self) -> Mapping[str, HeldTensor] | None:
         """See Engine. The head is its own even where the model's is tied."""
@@ -156,8 +162,9 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        for collector in self._collectors:
+        for collector in self._running:
             collector.put(HeadwayError("the engine was closed"))
+        self._arrival.forget()
         await asyncio.to_thread(llm.shutdown, CLOSE_S)
         for process in self._processes:  # vLLM kills without waiting: a zombie would stay
             await asyncio.to_thread(process.join, CLOSE_S)
@@ -166,28 +173,35 @@ class VllmEngine:
 
     async def _outputs(
         self, request_id: str, prompt: list[int], params: Any
-    ) -> AsyncGenerator[tuple[Any, Sequence[tuple[str, int]]], None]:
-        """Outputs, each with the request's (label, first token) pairs until then; closing aborts it."""
+    ) -> AsyncGenerator[tuple[Any, VersionStarts], None]:
+        """Outputs, each with the request's versions until then; closing aborts it."""
         if self._llm is None:
             raise HeadwayError("the engine was closed")
+        if self._version is None:
+            raise HeadwayError("this engine has no weights yet: call swap_weights first")
         self._check(prompt)
         collector, finished = None, False
         try:
             collector = await self._llm.add_request(request_id, {"prompt_token_ids": prompt}, params)
-            self._collectors.add(collector)
-            state = self._llm.output_processor.request_states[collector.request_id]
+            # Added while paused for a swap, it waits for the new weights, and `swap_weights` says so.
+            starts = self._running[collector] = [(self._version, 0)]
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
-                yield output, tuple(state.weight_version_starts)
+                yield output, tuple(starts)
         except HeadwayError:
             raise
         except vllm_errors() as error:
             raise HeadwayError(f"vLLM refused or lost request {request_id}: {error}") from error
         finally:
-            self._collectors.discard(collector)
+            self._running.pop(collector, None)
             if collector is not None and not finished and self._llm is not None:
                 await self._llm.abort(collector.request_id, internal=True)
+
+    def _sampled(self, collector: Any) -> int:
+        """Tokens of a request until now, delivered or not; all of them, if it has just finished."""
+        state = self._llm.output_processor.request_states.get(collector.request_id)
+        return sys.maxsize if state is None else int(state.detokenizer.num_output_tokens())
 
     def _check(self, prompt: Sequence[int]) -> None:
         if not 1 <= len(prompt) < self.max_model_len:
@@ -232,21 +246,21 @@ def split(
     token_ids: list[int],
     logprobs: list[float],
     position: int,
-    starts: Sequence[tuple[str, int]],
+    starts: VersionStarts,
     finish_reason: FinishReason | None,
 ) -> Iterator[Chunk]:
     """One chunk for each version in a run of tokens that begins at `position` of the response."""
     if not token_ids:  # interrupted, perhaps before any weights had sampled for it
         return
     end = position + len(token_ids)
-    bounds = [start for _, start in starts[1:]] + [end]
-    for (label, start), stop in zip(starts, bounds, strict=True):
+    bounds = [*(start for _, start in starts[1:]), end]
+    for (version, start), stop in zip(starts, bounds, strict=True):
         lower, upper = max(start, position), min(stop, end)
         if lower < upper:
             yield Chunk(
                 token_ids=token_ids[lower - position : upper - position],
                 logprobs=logprobs[lower - position : upper - position],
-                version=version_of(label),
+                version=version,
                 finish_reason=finish_reason if upper == end else None,
             )
 
@@ -260,12 +274,6 @@ def ending(finish_reason: str | None) -> FinishReason | None:
             return None
         case other:
             raise HeadwayError(f"vLLM ended a request with {other!r}")
-
-
-def version_of(label: str) -> WeightVersion:
-    """The version that `swap_weights` wrote into vLLM's label."""
-    incarnation, _, step = label.partition(".")
-    return WeightVersion(int(incarnation), int(step))
 
 
 async def answered(what: str, call: Coroutine[Any, Any, T]) -> T:
