@@ -22,7 +22,6 @@ from broker import codec
 from broker.schema import (
     SCHEMA_VERSION,
     BroadcastGroup,
-    BucketSpec,
     DeltaSpec,
     ModelFiles,
     Probe,
@@ -284,11 +283,12 @@ def _structs() -> dict[type[Any], list[msgspec.Struct]]:
     manifest = WeightManifest(
         version=version,
         tensors=(TensorSpec("a.b", "bfloat16", (2, 3), 0, 0, 12),),
-        buckets=(BucketSpec(12, "ab"),),
+        buckets=(256,),
         probe=probe,
         group_epoch=1,
         pull_url="http://127.0.0.1:1",
         pull_token="secret",
+        fingerprints=(),
         deltas=(DeltaSpec(WeightVersion(3, 3), version, 5, "cd"),),
     )
     group = BroadcastGroup(

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Experts = NDArray[np.uint8 | np.uint16]
 """[N, layers, experts per token] chosen experts of N tokens: uint8 where a layer has at most 256, else uint16."""
@@ -143,14 +143,6 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class BucketSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One flat run of bytes on the wire."""
-
-    nbytes: int
-    digest: str
-    """blake2b of the bytes, 16 bytes in hexadecimal."""
-
-
 class DeltaSpec(msgspec.Struct, frozen=True, array_like=True):
     """What turns the buckets of `base` into those of `version`, losslessly."""
 
@@ -166,7 +158,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     version: WeightVersion
     tensors: tuple[TensorSpec, ...]
-    buckets: tuple[BucketSpec, ...]
+    buckets: tuple[int, ...]
+    """Their sizes in bytes: flat runs of bytes on the wire."""
     probe: Probe
     group_epoch: int
     """The broadcast group that this version is sent to; 0: nobody, everyone pulls."""
@@ -174,8 +167,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Where late joiners fetch the buckets, on the learner's host."""
     pull_token: str
     """Sent back as a bearer token by those who pull."""
-    fingerprints: tuple[int, ...] = ()
-    """Of each tensor (`weightsync.fingerprint`): what an engine that took the version holds."""
+    fingerprints: tuple[int, ...]
+    """Of each tensor (`weightsync.fingerprint`): what must arrive, and what an engine that took the version holds."""
     deltas: tuple[DeltaSpec, ...] = ()
     """The chain that ends at this version, oldest first, each from the version of the one before; served beside it."""
 
@@ -185,7 +178,7 @@ class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: int
     incarnation: int
-    transport: Literal["gloo", "nccl", "ucc"]
+    transport: Literal["gloo", "nccl", "ucc", "ipc"]
     store_host: str
     store_port: int
     timeout_s: float

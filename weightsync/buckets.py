@@ -1,21 +1,22 @@
-"""Named tensors <-> bounded flat byte buckets, each with a digest, bit for bit.
+"""Named tensors <-> bounded flat byte buckets, bit for bit, on a CPU or a GPU.
 
-Every tensor begins at a multiple of 16 bytes, so views of received buckets are usable tensors without a copy.
+Every tensor begins at a multiple of `ALIGNMENT` bytes, so views of received buckets are usable tensors without a copy,
+and a bucket is rows of so many bytes, of which all its tensors' fingerprints are made at once.
 """
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from broker.errors import WeightSyncError
-from broker.schema import BucketSpec, TensorSpec
+from broker.schema import TensorSpec, WeightManifest
 
-from .fingerprint import fingerprint
+from .fingerprint import MODULUS, UNSIGNED, Parts, fingerprint_parts
 
-ALIGNMENT = 16
+ALIGNMENT = 256
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -38,19 +39,27 @@ DTYPES = {
 
 @dataclass
 class StagedWeights:
-    """One version's tensors as bytes on the CPU, with the specs that a manifest carries."""
+    """One version's tensors as bytes, with what a manifest says of them."""
 
     tensors: tuple[TensorSpec, ...]
-    buckets: tuple[BucketSpec, ...]
     data: tuple[torch.Tensor, ...]
-    """uint8, one flat tensor per bucket."""
+    """uint8, one flat tensor per bucket, all on one device."""
     fingerprints: tuple[int, ...]
     """One per tensor."""
 
     @property
+    def buckets(self) -> tuple[int, ...]:
+        """Their sizes in bytes."""
+        return tuple(bucket.numel() for bucket in self.data)
+
+    @property
     def nbytes(self) -> int:
         """Bytes on the wire."""
-        return sum(bucket.nbytes for bucket in self.buckets)
+        return sum(self.buckets)
+
+    def on_cpu(self) -> "StagedWeights":
+        """Itself, or a copy."""
+        return StagedWeights(self.tensors, tuple(bucket.cpu() for bucket in self.data), self.fingerprints)
 
 
 @dataclass
@@ -58,10 +67,10 @@ class BucketFiller:
     """Appends tensors to the last bucket while they fit; each is copied at once: its source may be reused."""
 
     bucket_bytes: int
+    device: torch.device
     specs: list[TensorSpec] = field(default_factory=list)
     data: list[torch.Tensor] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
-    fingerprints: list[int] = field(default_factory=list)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` in; one larger than `bucket_bytes` gets a bucket of its own."""
@@ -71,31 +80,31 @@ class BucketFiller:
         nbytes = tensor.numel() * tensor.element_size()
         bucket, offset = self._reserve(nbytes)
         self.specs.append(TensorSpec(name, dtype, tuple(tensor.shape), bucket, offset, nbytes))
-        self.fingerprints.append(fingerprint(tensor))
-        _view(self.data[bucket], self.specs[-1]).copy_(tensor.detach())
+        _view(self.data[bucket], self.specs[-1]).copy_(tensor.detach(), non_blocking=self.device.type != "cpu")
 
     def _reserve(self, nbytes: int) -> tuple[int, int]:
-        if self.data:
-            offset = -(-self.used[-1] // ALIGNMENT) * ALIGNMENT
-            if offset + nbytes <= self.data[-1].numel():
-                self.data[-1][self.used[-1] : offset] = 0  # padding is digested too
-                self.used[-1] = offset + nbytes
-                return len(self.data) - 1, offset
-        # Pages that stay untouched are never committed by the system, so a mostly empty bucket costs nothing.
-        self.data.append(torch.empty(max(nbytes, self.bucket_bytes), dtype=torch.uint8))
-        self.used.append(nbytes)
-        return len(self.data) - 1, 0
+        if not self.data or self.used[-1] + nbytes > self.data[-1].numel():
+            # Pages that stay untouched are never committed by the system, so a mostly empty bucket costs nothing.
+            size = _aligned(max(nbytes, self.bucket_bytes))
+            self.data.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+            self.used.append(0)
+        offset, end = self.used[-1], self.used[-1] + nbytes
+        self.used[-1] = _aligned(end)
+        self.data[-1][end : self.used[-1]] = 0  # padding belongs to the rows that are fingerprinted
+        return len(self.data) - 1, offset
 
     def finish(self) -> StagedWeights:
-        """Trim the buckets and digest them."""
+        """Trim the buckets and fingerprint what they hold."""
         data = tuple(bucket[:used] for bucket, used in zip(self.data, self.used, strict=True))
-        buckets = tuple(BucketSpec(bucket.numel(), digest(bucket)) for bucket in data)
-        return StagedWeights(tuple(self.specs), buckets, data, tuple(self.fingerprints))
+        of_each = fingerprints(self.specs, dict(enumerate(data)))
+        return StagedWeights(tuple(self.specs), data, tuple(of_each[place] for place in range(len(self.specs))))
 
 
-def stage(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> StagedWeights:
-    """Copy named tensors, from any device, into CPU buckets; only a single tensor exceeds `bucket_bytes`."""
-    filler = BucketFiller(bucket_bytes)
+def stage(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, device: torch.device | str = "cpu"
+) -> StagedWeights:
+    """Copy named tensors, from any device, into buckets on `device`; only a single tensor exceeds `bucket_bytes`."""
+    filler = BucketFiller(bucket_bytes, torch.device(device))
     names: set[str] = set()
     for name, tensor in tensors:
         if name in names:
@@ -103,11 +112,6 @@ def stage(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Sta
         names.add(name)
         filler.add(name, tensor)
     return filler.finish()
-
-
-def digest(bucket: torch.Tensor) -> str:
-    """blake2b of a flat uint8 CPU tensor, 16 bytes in hexadecimal."""
-    return digest_bytes(as_bytes(bucket))
 
 
 def digest_bytes(data: bytes | memoryview) -> str:
@@ -120,31 +124,63 @@ def as_bytes(bucket: torch.Tensor) -> memoryview:
     return bucket.numpy().data
 
 
-def allocate(buckets: Iterable[BucketSpec]) -> tuple[torch.Tensor, ...]:
+def allocate(sizes: Iterable[int], device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
     """Empty buckets to receive into."""
-    return tuple(torch.empty(bucket.nbytes, dtype=torch.uint8) for bucket in buckets)
+    return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
 
 
-def verify(index: int, spec: BucketSpec, bucket: torch.Tensor) -> None:
-    """Raise WeightSyncError unless these are the bytes that were staged."""
-    found = digest(bucket)
-    if bucket.numel() != spec.nbytes or found != spec.digest:
-        raise WeightSyncError(
-            f"bucket {index} arrived damaged: {bucket.numel()} bytes with digest {found}, "
-            f"published were {spec.nbytes} bytes with digest {spec.digest}; it is fetched again"
-        )
+def verify(manifest: WeightManifest, buckets: Mapping[int, torch.Tensor]) -> None:
+    """Raise WeightSyncError unless these of the version's buckets hold the tensors that were staged."""
+    for index, bucket in buckets.items():
+        if bucket.numel() != manifest.buckets[index]:
+            raise WeightSyncError(
+                f"bucket {index} arrived with {bucket.numel()} bytes, published were {manifest.buckets[index]}"
+            )
+    for place, found in fingerprints(manifest.tensors, buckets).items():
+        spec, published = manifest.tensors[place], manifest.fingerprints[place]
+        if found != published:
+            raise WeightSyncError(
+                f"{spec.name} in bucket {spec.bucket} arrived damaged: its fingerprint is {found}, published was "
+                f"{published}; the bucket is fetched again"
+            )
+
+
+def fingerprints(specs: Sequence[TensorSpec], buckets: Mapping[int, torch.Tensor]) -> dict[int, int]:
+    """Of every tensor that lies in one of `buckets`, by its place in `specs`."""
+    by_width: dict[tuple[int, int], list[int]] = {}
+    for place, spec in enumerate(specs):
+        if spec.bucket in buckets:
+            by_width.setdefault((spec.bucket, DTYPES[spec.dtype].itemsize), []).append(place)
+    found = {
+        key: _fingerprints(buckets[key[0]], key[1], [specs[place] for place in places])
+        for key, places in by_width.items()
+    }
+    return {
+        place: number % MODULUS
+        for key, places in by_width.items()
+        for place, number in zip(places, found[key].tolist(), strict=True)
+    }
+
+
+def _fingerprints(bucket: torch.Tensor, width: int, specs: Sequence[TensorSpec]) -> torch.Tensor:
+    """[len(specs)] int64, mod 2^64; a GPU is not waited for."""
+    columns = ALIGNMENT // width
+    rows_RC = bucket.view(UNSIGNED[width]).view(-1, columns)
+    rows = [(spec.offset // ALIGNMENT, _aligned(spec.offset + spec.nbytes) // ALIGNMENT) for spec in specs]
+    return fingerprint_parts(rows_RC, Parts.of([(*run, 0, columns, 1) for run in rows], bucket.device))
 
 
 def views(specs: Iterable[TensorSpec], data: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """The named tensors inside `data`, without a copy."""
-    specs = tuple(specs)
-    check_specs(specs, [bucket.numel() for bucket in data])
     return [(spec.name, _view(data[spec.bucket], spec)) for spec in specs]
 
 
-def check_specs(specs: Iterable[TensorSpec], sizes: Sequence[int]) -> None:
-    """Raise WeightSyncError unless every tensor lies inside of its bucket; `sizes` are the buckets', in bytes."""
-    for spec in specs:
+def check_manifest(manifest: WeightManifest) -> None:
+    """Raise WeightSyncError unless every tensor has a fingerprint and lies inside of its bucket."""
+    sizes = manifest.buckets
+    if len(manifest.fingerprints) != len(manifest.tensors) or any(size % ALIGNMENT for size in sizes):
+        raise WeightSyncError(f"the manifest of {manifest.version} contradicts itself")
+    for spec in manifest.tensors:
         dtype = DTYPES.get(spec.dtype)
         if dtype is None or not 0 <= spec.bucket < len(sizes) or spec.nbytes != math.prod(spec.shape) * dtype.itemsize:
             raise WeightSyncError(f"the manifest contradicts itself about tensor {spec.name}: {spec}")
@@ -152,6 +188,10 @@ def check_specs(specs: Iterable[TensorSpec], sizes: Sequence[int]) -> None:
             raise WeightSyncError(
                 f"tensor {spec.name} lies outside of its bucket of {sizes[spec.bucket]} bytes: {spec}"
             )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _view(bucket: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -37,9 +37,9 @@ class DeltaChain:
         delta = self._encode(version, staged, deadline)
         return () if delta is None else _bounded((*self._deltas, delta), self._longest, staged.nbytes)
 
-    def advance(self, version: WeightVersion, staged: StagedWeights, deltas: tuple[Delta, ...]) -> None:
-        """`version` is announced with `deltas`, and the next one's will be told from it. It keeps `staged`."""
-        self._newest = version, staged
+    def advance(self, version: WeightVersion, staged: StagedWeights | None, deltas: tuple[Delta, ...]) -> None:
+        """`version` is announced with `deltas`, and the next one's will be told from it, if it keeps `staged`."""
+        self._newest = None if staged is None else (version, staged)
         self._deltas = deltas
 
     def _encode(self, version: WeightVersion, staged: StagedWeights, deadline: Deadline) -> Delta | None:

@@ -10,9 +10,19 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How weights travel from the learner to the engines, and how long anybody waits for it."""
 
     transport: Annotated[
-        Literal["gloo", "nccl", "ucc"],
-        Meta(description="what broadcasts run on: gloo on CPUs, nccl or ucc on GPUs"),
+        Literal["gloo", "nccl", "ucc", "ipc"],
+        Meta(
+            description="what broadcasts run on: gloo on CPUs, nccl or ucc on GPUs; ipc: memory that all map, on one"
+            " machine, also where learner and engines share a GPU"
+        ),
     ] = "gloo"
+    staging: Annotated[
+        Literal["host", "device"],
+        Meta(
+            description="where a version is kept whole while it is sent and, beside the engine, until it is swapped in:"
+            " host memory, or that of the learner's first GPU and of each engine's (nccl, ucc, ipc), which is faster"
+        ),
+    ] = "host"
     broadcast_timeout_s: Annotated[
         float,
         Meta(

@@ -67,9 +67,9 @@ def encode(base: StagedWeights, target: StagedWeights, deadline: Deadline) -> by
 def patch(buckets: Mapping[int, torch.Tensor], tensors: Sequence[TensorSpec], delta: bytes | memoryview) -> None:
     """Bring `buckets`, by index, from the delta's base to its version, in place: give it copies of what others look at.
 
-    Those that are missing are passed over. `tensors` are as `check_specs` wants them. Raises WeightSyncError where the
-    delta does not fit, whatever its bytes; the buckets are then of no use. One that fits may still be of other weights:
-    compare the result's digests.
+    Those that are missing are passed over. `tensors` are as `check_manifest` wants them. Raises WeightSyncError where
+    the delta does not fit, whatever its bytes; the buckets are then of no use. One that fits may still be of other
+    weights: compare the result's fingerprints.
     """
     decompressor = zstandard.ZstdDecompressor()
     rest = memoryview(delta)

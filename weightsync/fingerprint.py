@@ -2,18 +2,43 @@
 
     fingerprint = sum over elements i of bits_i * (2 i + 1)  mod 2^64
 
-bits_i is the element's bit pattern as an unsigned number, i its place in the flat tensor. Two reductions compute it, so
-a GPU is done as fast as it can read; ranks that hold a part each add theirs up. It tells versions and misplaced rows
-apart; against forgery, on the wire, there are the buckets' digests.
+bits_i is the element's bit pattern as an unsigned number, i its place in the flat tensor. Two sums over each row of a
+matrix suffice for all tensors of which it holds parts, so a GPU is done as fast as it can read. It finds every change
+of one element, and tells versions and misplaced rows apart; it is no defence against forgery.
 
-R rows, C columns.
+R rows, C columns, N parts.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 MODULUS = 1 << 64
 UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers as wide as an element of so many bytes; the wider ones are signed, which `_sum` makes good."""
+"""Integers as wide as an element of so many bytes; those of 2 and 4 bytes are signed, which their masks make good."""
+MASKS = {1: 0, 2: 0xFFFF, 4: 0xFFFFFFFF, 8: 0}
+"""What cuts the sign that widening fills up with; 0: there is none."""
+_SLICE_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Runs of rows of one matrix, each part of a flat tensor: int64 [N], on the matrix's device.
+
+    Element (r, c) stands at offset + (r - start) * row_step + c * column_step of its tensor.
+    """
+
+    starts_N: torch.Tensor
+    ends_N: torch.Tensor
+    offsets_N: torch.Tensor
+    row_steps_N: torch.Tensor
+    column_steps_N: torch.Tensor
+
+    @staticmethod
+    def of(rows: Sequence[tuple[int, int, int, int, int]], device: torch.device) -> "Parts":
+        """From (start, end, offset, row step, column step)."""
+        return Parts(*torch.tensor(rows, dtype=torch.int64).view(-1, 5).T.contiguous().to(device))
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
@@ -25,19 +50,41 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 def fingerprint_part(rows_RC: torch.Tensor, offset: int, row_step: int, column_step: int) -> int:
     """What these elements add: element (r, c) stands at offset + r * row_step + c * column_step of the flat tensor."""
-    sums_R = _sum(rows_RC, 1)
-    sums_C = _sum(rows_RC, 0)
-    total = int(sums_R.sum())
-    by_row = int((sums_R * torch.arange(len(sums_R), device=sums_R.device)).sum())
-    by_column = int((sums_C * torch.arange(len(sums_C), device=sums_C.device)).sum())
-    return ((2 * offset + 1) * total + 2 * (row_step * by_row + column_step * by_column)) % MODULUS
+    parts = Parts.of([(0, len(rows_RC), offset, row_step, column_step)], rows_RC.device)
+    return int(fingerprint_parts(rows_RC, parts)) % MODULUS
 
 
-def _sum(rows_RC: torch.Tensor, dimension: int) -> torch.Tensor:
-    """Of bit patterns, int64 mod 2^64: a negative number is its pattern less a power of two, once for each."""
-    width = rows_RC.element_size()
-    bits = rows_RC.view(UNSIGNED[width])
-    sums = bits.sum(dimension, dtype=torch.int64)
-    if width in (2, 4):
-        sums += (bits < 0).sum(dimension, dtype=torch.int64) << (8 * width)
-    return sums
+def fingerprint_parts(rows_RC: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """[N] int64, to be taken mod 2^64: what each part adds. Waits for nothing."""
+    sums_R, weighted_R = _row_sums(rows_RC.detach().contiguous())
+    places_R = torch.arange(len(sums_R), device=sums_R.device)
+    total_N = _between(sums_R, parts)
+    by_row_N = _between(sums_R * places_R, parts) - parts.starts_N * total_N
+    by_column_N = _between(weighted_R, parts)
+    by_place_N = parts.offsets_N * total_N + parts.row_steps_N * by_row_N + parts.column_steps_N * by_column_N
+    return total_N + 2 * by_place_N
+
+
+def _between(values_R: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """[N] the sums of each part's rows, mod 2^64."""
+    until_R = torch.nn.functional.pad(values_R.cumsum(0), (1, 0))
+    return until_R[parts.ends_N] - until_R[parts.starts_N]
+
+
+def _row_sums(rows_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R] int64 twice: of the bit patterns, and of each times its column."""
+    bits_RC = rows_RC.view(UNSIGNED[rows_RC.element_size()])
+    if bits_RC.is_cuda:
+        from .row_sums import row_sums
+
+        return row_sums(bits_RC, MASKS[rows_RC.element_size()])
+    height = max(1, _SLICE_ELEMENTS // max(1, bits_RC.shape[1]))
+    pieces = [_sums(piece) for piece in torch.split(bits_RC, height)]
+    return torch.cat([sums for sums, _ in pieces]), torch.cat([weighted for _, weighted in pieces])
+
+
+def _sums(bits_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    wide_RC = bits_RC.long()
+    if mask := MASKS[bits_RC.element_size()]:
+        wide_RC &= mask
+    return wide_RC.sum(1), (wide_RC * torch.arange(wide_RC.shape[1])).sum(1)

@@ -47,6 +47,7 @@ class Publisher:
         self._versions = broker.broker.versions
         self._owner = owner
         self._config = config
+        self._device = torch.device("cuda" if config.staging == "device" else "cpu")
         self._token = secrets.token_urlsafe(24)
         self._offered: WeightVersion | None = None
         self._announced: WeightVersion | None = None
@@ -64,8 +65,13 @@ class Publisher:
         self._chain = DeltaChain(config.delta_chain)
 
     def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
-        """Copy what is to be published; the tensors may change afterwards. Raises WeightSyncError for unusable ones."""
-        return stage(tensors, self._config.bucket_bytes)
+        """Copy what is to be published; the tensors may change afterwards. Raises WeightSyncError for unusable ones.
+
+        On a GPU there is room for one version: the one before cannot be pulled any more, and who tries waits for this.
+        """
+        if self._device.type != "cpu" and self._announced is not None:
+            self._pulls.forget_buckets(self._announced)
+        return stage(tensors, self._config.bucket_bytes, self._device)
 
     def publish(self, version: WeightVersion, staged: StagedWeights, probe: Probe) -> PublishReport:
         """Make `version` the run's newest. Blocks for at most three broadcast deadlines, and a fourth one for deltas.
@@ -78,13 +84,13 @@ class Publisher:
             raise VersionRegressionError(f"{version} is not newer than {self._announced}, published before")
         self._pulls.stage(version, staged.data)
         try:
-            members, failed, deltas = self._publish(version, staged, probe)
+            members, failed, base, deltas = self._publish(version, staged, probe)
         except BaseException:
             self._pulls.forget(version)
             raise
         # Those in the middle of the version before get 404 for its next bucket and look for this one.
         self._pulls.keep_only(version, _by_version(deltas))
-        self._chain.advance(version, staged, deltas)
+        self._chain.advance(version, base, deltas)
         self._announced = version
         return PublishReport(time.monotonic() - started, staged.nbytes, members, failed)
 
@@ -95,7 +101,7 @@ class Publisher:
 
     def _publish(
         self, version: WeightVersion, staged: StagedWeights, probe: Probe
-    ) -> tuple[tuple[str, ...], str, tuple[Delta, ...]]:
+    ) -> tuple[tuple[str, ...], str, StagedWeights | None, tuple[Delta, ...]]:
         # Members that took a version refuse it the second time, so a repeated publication is only announced.
         is_repeated = self._offered == version
         epoch, failed = (0, "repeated") if is_repeated else self._sender.prepare(self._workers, version)
@@ -106,18 +112,20 @@ class Publisher:
         if epoch:
             members, failure = self._sender.send(version, staged.data)
             failed = "; ".join(filter(None, (failed, failure)))
-        deltas = self._deltas(version, staged)
+        base, deltas = self._deltas(version, staged)
         manifest = replace(manifest, deltas=tuple(delta.spec for delta in deltas))
         self._blocking.call(self._versions.announce(self._owner, manifest))
-        return members, failed, deltas
+        return members, failed, base, deltas
 
-    def _deltas(self, version: WeightVersion, staged: StagedWeights) -> tuple[Delta, ...]:
-        """Encoded once the group has its buckets, and only while some worker has a use for them."""
+    def _deltas(self, version: WeightVersion, staged: StagedWeights) -> tuple[StagedWeights | None, tuple[Delta, ...]]:
+        """(what the next ones are told from, those to this version): encoded once the group has its buckets, and only
+        while some worker has a use for them."""
         if not any(map(follows_by_pull, self._workers())):
-            return ()
-        deltas = self._chain.extended(version, staged, Deadline(self._config.broadcast_timeout_s))
+            return staged if self._device.type == "cpu" else None, ()
+        base = staged.on_cpu()
+        deltas = self._chain.extended(version, base, Deadline(self._config.broadcast_timeout_s))
         self._pulls.stage_deltas(_by_version(deltas))
-        return deltas
+        return base, deltas
 
     def _manifest(self, version: WeightVersion, staged: StagedWeights, probe: Probe, epoch: int) -> WeightManifest:
         return WeightManifest(

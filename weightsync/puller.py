@@ -3,7 +3,7 @@ comes whole.
 
 Over a slow line a version may be superseded before all of its buckets came. Those that did are kept, so that the next
 pull goes on instead of starting over. Where a delta turns out to be wrong, all buckets
-are fetched in the same call; and what comes out is compared with the manifest's digests either way.
+are fetched in the same call; and what comes out is compared with the manifest's fingerprints either way.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 from broker.errors import WeightSyncError
 from broker.schema import DeltaSpec, TensorSpec, WeightManifest, WeightVersion
 
-from .buckets import check_specs, verify
+from .buckets import check_manifest, verify
 from .chain import chain_from
 from .deadline import Deadline
 from .deltas import patch
@@ -52,13 +52,14 @@ class Puller:
 
     def pull(self, manifest: WeightManifest, deadline: Deadline) -> Pulled:
         """All of `manifest`'s version. Blocks; raises what PullTransport does, and then goes on in the next call."""
+        check_manifest(manifest)
         chain = self._chain_to(manifest)
         buckets, failure = self._patched(manifest, chain, deadline)
         self._keep(manifest, buckets)
-        for index, spec in enumerate(manifest.buckets):
+        for index, nbytes in enumerate(manifest.buckets):
             if index not in buckets:
                 buckets[index] = self._transport.pull_bucket(manifest, index, deadline)
-                self.fetched_bytes += spec.nbytes
+                self.fetched_bytes += nbytes
                 self._keep(manifest, buckets)
         whole = tuple(buckets[index] for index in range(len(manifest.buckets)))
         return Pulled(whole, 0 if failure else len(chain), failure)
@@ -84,11 +85,9 @@ class Puller:
             return {}, ""
         buckets = {index: bucket.clone() if chain else bucket for index, bucket in self._held.buckets.items()}
         try:
-            check_specs(*self._held.layout)
             for delta in chain:
                 patch(buckets, manifest.tensors, self._fetched(manifest, delta, deadline))
-            for index, bucket in buckets.items():
-                verify(index, manifest.buckets[index], bucket)
+            verify(manifest, buckets)
         except (SupersededError, UnreachableError):
             raise  # nothing is wrong with what is held
         except WeightSyncError as error:
@@ -110,4 +109,4 @@ class Puller:
 
 def _layout(manifest: WeightManifest) -> tuple[tuple[TensorSpec, ...], tuple[int, ...]]:
     """Where every tensor lies, and the buckets' sizes."""
-    return manifest.tensors, tuple(bucket.nbytes for bucket in manifest.buckets)
+    return manifest.tensors, manifest.buckets

@@ -11,9 +11,12 @@ import torch
 from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, WeightManifest, WeightVersion
 
-from .buckets import allocate, verify
+from .buckets import check_manifest, verify
 from .deadline import Deadline
-from .transports.collective import ProcessGroupTransport, local_address
+from .landing import Landing
+from .transports.base import BroadcastGroupTransport
+from .transports.collective import local_address
+from .transports.forming import form_group
 from .transports.rendezvous import Rendezvous, connect_store, translated
 
 
@@ -21,17 +24,19 @@ class JoinedGroup:
     """This worker's place in one epoch."""
 
     def __init__(
-        self, group: BroadcastGroup, worker: str, rendezvous: Rendezvous, transport: ProcessGroupTransport
+        self, group: BroadcastGroup, worker: str, rendezvous: Rendezvous, transport: BroadcastGroupTransport
     ) -> None:
         self.group = group
         self._worker = worker
         self._rendezvous = rendezvous
         self._transport = transport
 
-    def receive(self, manifest: WeightManifest, cancelled: threading.Event) -> tuple[torch.Tensor, ...]:
+    def receive(
+        self, manifest: WeightManifest, landing: Landing, cancelled: threading.Event
+    ) -> tuple[torch.Tensor, ...]:
         """All buckets of an offered version, verified; tells the learner how it went, or raises too."""
         try:
-            buckets = self._receive(manifest, Deadline(self.group.timeout_s, cancelled))
+            buckets = self._receive(manifest, landing, Deadline(self.group.timeout_s, cancelled))
         except WeightSyncError as error:
             self._acknowledge(manifest.version, str(error))
             raise
@@ -42,13 +47,13 @@ class JoinedGroup:
         """Leave the epoch."""
         self._transport.close()
 
-    def _receive(self, manifest: WeightManifest, deadline: Deadline) -> tuple[torch.Tensor, ...]:
-        buckets = allocate(manifest.buckets)
+    def _receive(self, manifest: WeightManifest, landing: Landing, deadline: Deadline) -> tuple[torch.Tensor, ...]:
+        check_manifest(manifest)
+        buckets = landing.take(manifest.buckets)
         for bucket in buckets:
             self._transport.broadcast(bucket, deadline)
         # Only now: a member that stops at a damaged bucket would keep the others from the rest.
-        for index, (spec, bucket) in enumerate(zip(manifest.buckets, buckets, strict=True)):
-            verify(index, spec, bucket)
+        verify(manifest, dict(enumerate(buckets)))
         return buckets
 
     def _acknowledge(self, version: WeightVersion, failure: str) -> None:
@@ -75,5 +80,5 @@ def join(run: str, worker: str, group: BroadcastGroup, cancelled: threading.Even
     except RuntimeError as error:
         raise translated(error, what) from error
     rank, size = group.members.index(worker) + 1, len(group.members) + 1
-    transport = ProcessGroupTransport(group.transport, rendezvous.store, rank, size, interface, deadline)
+    transport = form_group(group.transport, rendezvous.store, rank, size, interface, deadline)
     return JoinedGroup(group, worker, rendezvous, transport)

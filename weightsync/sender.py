@@ -16,7 +16,8 @@ from broker.schema import BroadcastGroup, WeightVersion, WorkerInfo
 from .config import WeightsConfig
 from .deadline import Deadline
 from .membership import Member, eligible, is_new_epoch_due, still_missed
-from .transports.collective import ProcessGroupTransport, check_transport
+from .transports.base import BroadcastGroupTransport
+from .transports.forming import check_transport, form_group
 from .transports.rendezvous import Rendezvous, host_store
 
 _FORM_ATTEMPTS = 2
@@ -47,7 +48,7 @@ class Sender:
         self._store: TCPStore | None = host_store(interface, config.broadcast_timeout_s)
         self._members: tuple[Member, ...] = ()
         self._rendezvous: Rendezvous | None = None
-        self._transport: ProcessGroupTransport | None = None
+        self._transport: BroadcastGroupTransport | None = None
         self._missed: dict[str, WeightVersion] = {}
 
     def prepare(self, workers: Callable[[], Sequence[WorkerInfo]], version: WeightVersion) -> tuple[int, str]:
@@ -106,7 +107,7 @@ class Sender:
             self._missed.update(dict.fromkeys(absent, version))
             return f"group {self._epoch} not formed, absent after {deadline.seconds:g} s: {', '.join(absent)}"
         try:
-            self._transport = ProcessGroupTransport(
+            self._transport = form_group(
                 self._config.transport, rendezvous.store, 0, len(wanted) + 1, self._interface, deadline
             )
         except WeightSyncError as error:

@@ -20,6 +20,7 @@ from .buckets import views
 from .config import WeightsConfig
 from .deadline import Deadline
 from .groups import GroupFollower
+from .landing import Landing
 from .puller import Pulled, Puller
 from .threads import BoundedThreads
 from .transports.base import SupersededError
@@ -35,8 +36,15 @@ class Delivery:
     """One complete version, every byte verified."""
 
     manifest: WeightManifest
-    tensors: list[tuple[str, torch.Tensor]]
-    """CPU views into the received buckets, in the order in which they were published."""
+    buckets: tuple[torch.Tensor, ...]
+    """What was received. They may be overwritten once the next version is waited for."""
+    was_broadcast: bool
+    """Or else pulled."""
+
+    @property
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Views into the buckets, in the order in which they were published."""
+        return views(self.manifest.tensors, self.buckets)
 
 
 class Subscriber:
@@ -59,7 +67,10 @@ class Subscriber:
         """The newest version that the caller holds or was handed."""
         self._tried: WeightVersion | None = None
         """The last offer acted upon; a failed one is not received again but pulled."""
+        self._landing = Landing(torch.device("cuda" if config.staging == "device" else "cpu"))
         self._staged: Delivery | None = None
+        self._lent: Delivery | None = None
+        """The last one handed over: its buckets are free again once the next one is waited for."""
         self._arrived = asyncio.Event()
         self.last_error = ""
         """Why the last broadcast or pull failed, or fetched a whole version where deltas should have done; empty again
@@ -82,12 +93,16 @@ class Subscriber:
         Raises what the broker raises; failed transfers are retried or pulled and never raise.
         """
         self._held = current
+        self._give_back(self._lent)
+        self._lent = None
         while True:
             staged = self._staged
             self._staged = None
             if staged is not None and (current is None or staged.manifest.version > current):
                 self._held = staged.manifest.version
+                self._lent = staged
                 return staged
+            self._give_back(staged)
             await self._news()
 
     async def close(self) -> None:
@@ -151,11 +166,11 @@ class Subscriber:
         try:
             buckets = await self._threads.run(
                 "receive",
-                lambda: joined.receive(manifest, cancelled),
+                lambda: joined.receive(manifest, self._landing, cancelled),
                 cancelled,
                 overdue_s=joined.group.timeout_s + _OVERDUE_S,
             )
-            self._stage(manifest, buckets)
+            self._stage(Delivery(manifest, buckets, was_broadcast=True))
         except WeightSyncError as error:
             self._note("broadcast", offered, error)
 
@@ -183,7 +198,7 @@ class Subscriber:
                 cancelled,
                 overdue_s=None,
             )
-            self._stage(manifest, pulled.buckets)
+            self._stage(Delivery(manifest, pulled.buckets, was_broadcast=False))
             self._pull_failures = 0
             logger.info("%s: %s pulled %s", self._worker, manifest.version, _how(pulled))
             if pulled.failure:
@@ -196,11 +211,17 @@ class Subscriber:
             self._pull_failures += 1
             await asyncio.sleep(_RETRY_S[min(self._pull_failures, len(_RETRY_S)) - 1])
 
-    def _stage(self, manifest: WeightManifest, buckets: tuple[torch.Tensor, ...]) -> None:
-        if self._is_newer(manifest.version):
-            self._staged = Delivery(manifest, views(manifest.tensors, buckets))
+    def _stage(self, delivery: Delivery) -> None:
+        if self._is_newer(delivery.manifest.version):
+            self._give_back(self._staged)
+            self._staged = delivery
             self.last_error = ""
             self._arrived.set()
+
+    def _give_back(self, delivery: Delivery | None) -> None:
+        """Pulled buckets may be the puller's."""
+        if delivery is not None and delivery.was_broadcast:
+            self._landing.give_back(delivery.buckets)
 
     def _note(self, what: str, version: WeightVersion, error: WeightSyncError | str) -> None:
         self.last_error = f"{what} of {version.incarnation}.{version.step}: {error}"

@@ -122,4 +122,5 @@ def _manifest(owner: Owner, step: int) -> WeightManifest:
         group_epoch=0,
         pull_url="http://127.0.0.1:1",
         pull_token="none",
+        fingerprints=(),
     )

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from broker.errors import WeightSyncError
-from weightsync.fingerprint import MODULUS, fingerprint, fingerprint_part
+from weightsync.fingerprint import MODULUS, fingerprint
 
 from .base import HeldTensor
-from .placement import Load, Placement, Published, part, scribble, trace
+from .held_rows import HeldRows
+from .placement import Copies, Load, Placement, Published, scribble, trace
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ class DirectLoading:
         self._parameters = parameters
         self._published: tuple[Published, ...] = ()
         self._placement: Placement | None = None
+        self._rows: HeldRows | None = None
+        self._copies: tuple[Mapping[str, torch.Tensor], list[int], Copies] | None = None
+        """The last ones, with the tensors and the addresses of the parameters that they are for."""
 
     @property
     def is_direct(self) -> bool:
@@ -42,25 +46,25 @@ class DirectLoading:
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """A whole version, contiguous tensors on any device."""
+        parameters = self._parameters()
+        addresses = [parameter.data_ptr() for parameter in parameters.values()]
+        if self._copies is not None and self._copies[0] is tensors and self._copies[1] == addresses:
+            self._copies[2].make()
+            return
         published = tuple(Published(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
         if published != self._published:
             self._published, self._placement = published, self._found(published, tensors)
+            self._rows = None if self._placement is None else HeldRows(self._placement, self._parameters())
         elif self._placement is None:
             self._load(tensors.items())
         else:
-            self._placement.copy(self._parameters(), tensors)
+            copies = self._placement.copies(parameters, tensors)
+            copies.make()
+            self._copies = tensors, addresses, copies
 
     def held(self) -> dict[str, HeldTensor] | None:
         """By published name; None where the loader keeps the weights in a form of its own."""
-        if self._placement is None:
-            return None
-        parameters = self._parameters()
-        found: dict[str, HeldTensor] = {}
-        for block in self._placement.blocks:
-            rows_RC = part(parameters, block)
-            added = fingerprint_part(rows_RC, block.offset, block.row_step, block.column_step)
-            found[block.source] = merged(found.get(block.source, NOTHING), HeldTensor(added, rows_RC.numel()))
-        return found
+        return None if self._rows is None else self._rows.held(self._parameters())
 
     def _found(self, published: tuple[Published, ...], tensors: Mapping[str, torch.Tensor]) -> Placement | None:
         """Loads the version, one way or the other."""
@@ -85,7 +89,7 @@ class DirectLoading:
         """Whether copying comes to the bits that are there; they are there again in any case."""
         expected = self._fingerprints()
         scribble(self._load, self._parameters(), published)
-        placement.copy(self._parameters(), tensors)
+        placement.copies(self._parameters(), tensors).make()
         if self._fingerprints() == expected:
             return True
         logger.warning("weights go through the engine's loader: copying them comes to other bits")

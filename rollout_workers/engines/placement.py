@@ -54,24 +54,41 @@ class Block:
     column_step: int
 
 
+class Copies(NamedTuple):
+    """Rows of parameters, and where they come from: as long as both stay where they are, to be made again."""
+
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
+
+    @torch.no_grad()
+    def make(self) -> None:
+        """All of them."""
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
+
+
 @dataclass(frozen=True)
 class Placement:
     """Everything that the loader copies."""
 
     blocks: tuple[Block, ...]
 
-    @torch.no_grad()
-    def copy(self, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load those blocks whose sources are among `tensors`, contiguous ones of the published shapes."""
+    def copies(self, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> "Copies":
+        """Of the blocks whose sources are among `tensors`, contiguous ones of the published shapes."""
         pairs = [(part(parameters, block), block) for block in self.blocks if block.source in tensors]
         sources = [_strided(tensors[block.source], block, target.shape[1]) for target, block in pairs]
-        if pairs:
-            torch._foreach_copy_([target for target, _ in pairs], sources)
+        return Copies([target for target, _ in pairs], sources)
 
 
 def part(parameters: Mapping[str, torch.Tensor], block: Block) -> torch.Tensor:
     """[rows, C] the parameter's rows that the block fills."""
-    return _rows(parameters[block.parameter])[block.first_row : block.first_row + block.rows]
+    return rows_of(parameters[block.parameter])[block.first_row : block.first_row + block.rows]
+
+
+def rows_of(parameter: torch.Tensor) -> torch.Tensor:
+    """[R, C] a view; a vector's elements are rows of one column."""
+    parameter = parameter.detach()
+    return parameter.view(-1, 1) if parameter.dim() < 2 else parameter.view(-1, parameter.shape[-1])
 
 
 def trace(load: Load, parameters: Mapping[str, torch.Tensor], sources: Sequence[Published]) -> Placement:
@@ -90,7 +107,7 @@ def trace(load: Load, parameters: Mapping[str, torch.Tensor], sources: Sequence[
     for name, parameter in parameters.items():
         which_R = torch.where(is_loaded[name], first[name][:, 0], -1)
         places_R3 = low[name] + high[name] * NUMBERS
-        blocks += _blocks(name, _rows(parameter).shape[1], which_R, places_R3, names)
+        blocks += _blocks(name, rows_of(parameter).shape[1], which_R, places_R3, names)
     return Placement(tuple(blocks))
 
 
@@ -204,13 +221,7 @@ def _run(row: int, which_R: torch.Tensor, offsets_R: torch.Tensor, steps_R: torc
 
 
 def _bits(parameter: torch.Tensor) -> torch.Tensor:
-    return _rows(parameter).view(BITS[parameter.dtype.itemsize])
-
-
-def _rows(parameter: torch.Tensor) -> torch.Tensor:
-    """[R, C] a view; a vector's elements are rows of one column."""
-    parameter = parameter.detach()
-    return parameter.view(-1, 1) if parameter.dim() < 2 else parameter.view(-1, parameter.shape[-1])
+    return rows_of(parameter).view(BITS[parameter.dtype.itemsize])
 
 
 def _strided(tensor: torch.Tensor, block: Block, columns: int) -> torch.Tensor:

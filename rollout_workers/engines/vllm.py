@@ -3,8 +3,8 @@
 Logprobs are vLLM's `processed_logprobs`: temperature is applied; with top_p < 1 or top_k > 0 they are also
 those of the distribution that was cut, which is the one exception to `Chunk.logprobs`.
 
-Swaps pause generation with every request kept, write the tensors to a private file in memory, have the worker
-read it, and resume with the caches cleared, so that vLLM computes running requests anew. While it is paused and all
+Swaps pause generation with every request kept, have vLLM's processes map the tensors' memory and copy what is theirs,
+and resume with the caches cleared, so that vLLM computes running requests anew. While it is paused and all
 that it sampled has arrived, each request's tokens are counted: a chunk that was merged across a swap is taken apart
 there.
 """
@@ -12,16 +12,14 @@ there.
 import asyncio
 import os
 import sys
-import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from broker.errors import HeadwayError, WeightSyncError
@@ -31,6 +29,7 @@ from rollout_workers.config import EngineConfig
 from .base import Chunk, FinishReason, GenerationRequest, HeldTensor, NamedTensors
 from .direct_loading import together
 from .loading import find_places, one_by_one, tied_names
+from .shared_tensors import Sharing
 from .vllm_arrival import Arrival
 
 T = TypeVar("T")
@@ -68,7 +67,7 @@ def engine_arguments(config: EngineConfig, model_dir: Path, architecture: str, s
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         # A bare config.json may not name its class. On a CPU a tied head would keep its packed copy of
-        # the old weights, so no head is tied here: `write` sends it.
+        # the old weights, so no head is tied here: `wanted_tensors` has it.
         "hf_overrides": {"architectures": [architecture], "tie_word_embeddings": False},
         "skip_tokenizer_init": True,
         "load_format": "dummy",
@@ -100,8 +99,7 @@ class VllmEngine:
         self._running: dict[Any, list[tuple[WeightVersion, int]]] = {}
         self._arrival = Arrival(llm)
         self._scored = 0
-        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self._directory = tempfile.TemporaryDirectory(prefix="headway-weights-", dir=memory)
+        self._sharing = Sharing()
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """See Engine."""
@@ -124,20 +122,15 @@ class VllmEngine:
         if self._llm is None:
             raise HeadwayError("the engine was closed")
         find_places(self._shapes, tensors)
-        path = os.path.join(self._directory.name, f"{version.incarnation}.{version.step}.safetensors")
         async with self._swapping:
-            try:
-                await asyncio.to_thread(write, self._shapes, tensors, path)
+            with self._sharing.of(wanted_tensors(self._shapes, tensors)) as shared:
                 await answered("pause", self._llm.pause_generation(mode="keep", clear_cache=True))
                 await answered("hand over what it sampled with", self._arrival.of_everything())
-                await answered("load", self._llm.collective_rpc("headway_load", args=(path,)))
+                await answered("load", self._llm.collective_rpc("headway_load", args=(shared,)))
                 self._version = version
                 for collector, starts in self._running.items():
                     starts.append((version, self._sampled(collector)))
                 await answered("resume", self._llm.resume_generation())
-            finally:
-                with suppress(FileNotFoundError):
-                    os.unlink(path)
 
     async def held(self) -> Mapping[str, HeldTensor] | None:
         """See Engine. The head is its own even where the model's is tied."""
@@ -169,7 +162,6 @@ class VllmEngine:
         for process in self._processes:  # vLLM kills without waiting: a zombie would stay
             await asyncio.to_thread(process.join, CLOSE_S)
         llm.shutdown = lambda timeout=None: None  # its __del__ calls it again, at exit with half of Python gone
-        self._directory.cleanup()
 
     async def _outputs(
         self, request_id: str, prompt: list[int], params: Any
@@ -213,14 +205,14 @@ class VllmEngine:
             raise HeadwayError(f"token ids must lie in [0, {self._vocabulary}): another model's tokenizer?")
 
 
-def write(shapes: torch.nn.Module, tensors: NamedTensors, path: str) -> None:
-    """The tensors as vLLM wants them: experts one by one, and a head of its own even where it is tied."""
+def wanted_tensors(shapes: torch.nn.Module, tensors: NamedTensors) -> NamedTensors:
+    """As vLLM wants them: experts one by one, and a head of its own even where it is tied."""
     named = dict(one_by_one(tensors))
     head, embedding = "lm_head.weight", shapes.get_input_embeddings().weight  # type: ignore[operator]
     if head in tied_names(shapes):
         source = next(name for name, parameter in shapes.named_parameters() if parameter is embedding)
-        named[head] = named[source].clone()
-    save_file({name: tensor.contiguous() for name, tensor in named.items()}, path)
+        named[head] = named[source]
+    return list(named.items())
 
 
 def sampling(request: GenerationRequest) -> Any:

@@ -1,27 +1,31 @@
-"""What runs inside vLLM's worker processes: reading new weights from a file that the front end wrote."""
+"""What runs inside vLLM's worker processes: loading new weights from memory that the front process shares."""
 
 from collections.abc import Iterable
 
 import torch
-from safetensors.torch import load_file
 from vllm.platforms import current_platform
 
 from .direct_loading import DirectLoading
+from .shared_tensors import Mapped
 
 
 class WeightExtension:
     """Mixed into vLLM's worker (`worker_extension_cls`); called through `collective_rpc`."""
 
     _headway: DirectLoading | None = None
+    _headway_mapped: Mapped
 
-    def headway_load(self, path: str) -> None:
-        """Load every tensor of a safetensors file, by checkpoint name. Generation must be paused."""
+    def headway_load(self, shared: bytes) -> None:
+        """Load every tensor that `Sharing` speaks of, by checkpoint name. Generation must be paused."""
         if self._headway is None:
+            self._headway_mapped = Mapped()
             packed = current_platform.is_cpu() and keeps_packed(self._headway_model())
             self._headway = DirectLoading(self._headway_reload, self._headway_parameters, keeps_packed=packed)
-        self._headway.load(load_file(path))
+        self._headway.load(self._headway_mapped.tensors(shared))
         if current_platform.is_cpu():
             repack_experts(self._headway_model())
+        else:
+            torch.cuda.synchronize()  # from here on the memory may be written to
 
     def headway_held(self) -> dict[str, tuple[int, int]] | None:
         """(fingerprint, elements) of what this process holds of every published tensor; None: not known."""

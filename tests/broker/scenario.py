@@ -72,6 +72,7 @@ def manifest(incarnation: int, step: int) -> WeightManifest:
         group_epoch=0,
         pull_url="http://127.0.0.1:1",
         pull_token="secret",
+        fingerprints=(),
     )
 
 

@@ -19,7 +19,6 @@ from broker.errors import FrameError
 from broker.schema import (
     SCHEMA_VERSION,
     BroadcastGroup,
-    BucketSpec,
     DeltaSpec,
     Lease,
     ModelFiles,
@@ -90,7 +89,7 @@ STRUCTS = [
     msgspec.structs.replace(
         manifest(1, 2),
         tensors=(TensorSpec("a.b", "bfloat16", (2, 3), 0, 0, 12),),
-        buckets=(BucketSpec(12, "ab"),),
+        buckets=(256,),
         deltas=(DeltaSpec(WeightVersion(1, 1), WeightVersion(1, 2), 5, "cd"),),
     ),
     BroadcastGroup(

@@ -85,7 +85,7 @@ def manifest() -> WeightManifest:
     """Of weights that nobody needs to receive."""
     probe = Probe(token_ids=[1], logprobs=[], tolerance=0.0)
     return WeightManifest(
-        version=VERSION, tensors=(), buckets=(), probe=probe, group_epoch=0, pull_url="", pull_token=""
+        version=VERSION, tensors=(), buckets=(), probe=probe, group_epoch=0, pull_url="", pull_token="", fingerprints=()
     )
 
 

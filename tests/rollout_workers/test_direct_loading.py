@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from broker.errors import WeightSyncError
-from broker.schema import BucketSpec, Probe, TensorSpec, WeightManifest, WeightVersion
+from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine, HeldTensor
@@ -34,7 +34,7 @@ def published(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
     return WeightManifest(
         version=WeightVersion(1, 0),
         tensors=specs,
-        buckets=(BucketSpec(0, ""),),
+        buckets=(0,),
         probe=Probe(token_ids=[], logprobs=[], tolerance=0.0),
         group_epoch=0,
         pull_url="",

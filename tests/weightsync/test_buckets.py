@@ -1,12 +1,13 @@
-"""Buckets carry tensors bit for bit, aligned and digested."""
+"""Buckets carry tensors bit for bit, aligned and fingerprinted."""
 
 import msgspec
 import pytest
 import torch
 
 from broker.errors import WeightSyncError
-from broker.schema import TensorSpec
-from weightsync.buckets import ALIGNMENT, StagedWeights, stage, verify, views
+from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
+from weightsync.buckets import ALIGNMENT, StagedWeights, check_manifest, stage, verify, views
+from weightsync.fingerprint import fingerprint
 
 BUCKET_BYTES = 4096
 
@@ -51,15 +52,15 @@ def test_round_trip_is_exact() -> None:
 
 def test_buckets_are_bounded_but_for_single_larger_tensors() -> None:
     weights = staged()
-    assert sum(bucket.nbytes for bucket in weights.buckets) == weights.nbytes
-    for index, bucket in enumerate(weights.buckets):
+    assert sum(weights.buckets) == weights.nbytes
+    for index, nbytes in enumerate(weights.buckets):
         held = [spec for spec in weights.tensors if spec.bucket == index]
-        assert bucket.nbytes <= BUCKET_BYTES or len(held) == 1
+        assert nbytes <= BUCKET_BYTES or len(held) == 1
         assert all(spec.offset % ALIGNMENT == 0 for spec in held)
 
 
-def test_the_same_tensors_give_the_same_digests() -> None:
-    assert staged().buckets == staged().buckets
+def test_fingerprints_are_those_of_the_tensors_one_by_one() -> None:
+    assert staged().fingerprints == tuple(fingerprint(tensor) for _, tensor in awkward_tensors())
 
 
 def test_tensors_are_copied_when_they_are_yielded() -> None:
@@ -68,30 +69,48 @@ def test_tensors_are_copied_when_they_are_yielded() -> None:
     assert [tensor[0].item() for _, tensor in views(weights.tensors, weights.data)] == [0, 1, 2]
 
 
+def manifest(weights: StagedWeights, tensors: tuple[TensorSpec, ...] | None = None) -> WeightManifest:
+    return WeightManifest(
+        version=WeightVersion(1, 0),
+        tensors=weights.tensors if tensors is None else tensors,
+        buckets=weights.buckets,
+        probe=Probe(token_ids=[], logprobs=[], tolerance=0.0),
+        group_epoch=0,
+        pull_url="",
+        pull_token="",
+        fingerprints=weights.fingerprints,
+    )
+
+
 def test_one_flipped_bit_is_found() -> None:
     weights = staged()
-    damaged = weights.data[0].clone()
-    damaged[17] ^= 1
-    verify(0, weights.buckets[0], weights.data[0])
-    with pytest.raises(WeightSyncError, match="bucket 0 arrived damaged"):
-        verify(0, weights.buckets[0], damaged)
+    for index, bucket in enumerate(weights.data):
+        verify(manifest(weights), {index: bucket})
+        spec = next(spec for spec in weights.tensors if spec.bucket == index and spec.nbytes)
+        damaged = bucket.clone()
+        damaged[spec.offset + spec.nbytes - 1] ^= 1
+        with pytest.raises(WeightSyncError, match=f"{spec.name} in bucket {index} arrived damaged"):
+            verify(manifest(weights), {index: damaged})
 
 
 def test_a_truncated_bucket_is_found() -> None:
     weights = staged()
     with pytest.raises(WeightSyncError, match="published were"):
-        verify(0, weights.buckets[0], weights.data[0][:-1])
+        verify(manifest(weights), {0: weights.data[0][:-ALIGNMENT]})
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"offset": 1 << 40}, {"offset": -16}, {"offset": 8}, {"bucket": 99}, {"nbytes": 4}, {"dtype": "object"}],
+    [{"offset": 1 << 40}, {"offset": -256}, {"offset": 8}, {"bucket": 99}, {"nbytes": 4}, {"dtype": "object"}],
 )
 def test_a_manifest_that_lies_is_refused(change: dict[str, object]) -> None:
     weights = staged()
-    spec: TensorSpec = msgspec.structs.replace(weights.tensors[0], **change)
+    check_manifest(manifest(weights))
+    lying: TensorSpec = msgspec.structs.replace(weights.tensors[0], **change)
     with pytest.raises(WeightSyncError, match="float32"):
-        views([spec], weights.data)
+        check_manifest(manifest(weights, (lying, *weights.tensors[1:])))
+    with pytest.raises(WeightSyncError, match="contradicts itself"):
+        check_manifest(manifest(weights, weights.tensors[1:]))
 
 
 def test_a_name_twice_and_an_unknown_dtype_are_refused() -> None:

@@ -87,7 +87,7 @@ def test_steps_of_a_unit_in_the_last_place_are_small(dtype: torch.dtype) -> None
 
 
 def test_all_changed_and_none() -> None:
-    data = random_bits(4000, 1).view(torch.int16)
+    data = random_bits(4096, 1).view(torch.int16)
     base, all_changed = staged([(torch.int16, data)]), staged([(torch.int16, data + 3)])
     for target in (base, all_changed):
         delta = encode(base, target, FOREVER)
@@ -97,7 +97,7 @@ def test_all_changed_and_none() -> None:
 
 
 def test_a_chain_is_applied_in_order() -> None:
-    versions = [staged([(torch.bfloat16, random_bits(2000, 0))])]
+    versions = [staged([(torch.bfloat16, random_bits(2048, 0))])]
     for seed in range(4):
         versions.append(staged([(torch.bfloat16, changed(versions[-1].data[0], 2, 0.1, seed))]))
     links = [encode(old, new, FOREVER) for old, new in itertools.pairwise(versions)]
@@ -106,9 +106,9 @@ def test_a_chain_is_applied_in_order() -> None:
 
 
 def test_what_a_delta_cannot_do_has_none() -> None:
-    data = random_bits(4000, 1)
+    data = random_bits(4096, 1)
     base = staged([(torch.int16, data)])
-    assert encode(base, staged([(torch.int16, random_bits(4000, 2))]), FOREVER) is None  # no smaller than all of it
+    assert encode(base, staged([(torch.int16, random_bits(4096, 2))]), FOREVER) is None  # no smaller than all of it
     assert encode(base, staged([(torch.bfloat16, data)]), FOREVER) is None
     assert encode(base, staged([(torch.int16, data[:-2])]), FOREVER) is None
     assert encode(base, replace(base, data=(base.data[0][:-2],)), FOREVER) is None
@@ -117,7 +117,7 @@ def test_what_a_delta_cannot_do_has_none() -> None:
 def test_encoding_ends_with_its_deadline() -> None:
     cancelled = threading.Event()
     cancelled.set()
-    base = staged([(torch.int16, random_bits(4000, 1))])
+    base = staged([(torch.int16, random_bits(4096, 1))])
     with pytest.raises(WeightSyncError, match=r"encoding a delta.*cancelled"):
         encode(base, base, Deadline(1, cancelled))
 
@@ -206,7 +206,7 @@ def grown(longest: int, versions: list[StagedWeights]) -> list[tuple[Delta, ...]
 
 
 def drifting(count: int, share: float) -> list[StagedWeights]:
-    versions = [staged([(torch.int16, random_bits(4000, 0))])]
+    versions = [staged([(torch.int16, random_bits(4096, 0))])]
     for seed in range(1, count):
         versions.append(staged([(torch.int16, changed(versions[-1].data[0], 2, share, seed))]))
     return versions

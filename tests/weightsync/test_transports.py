@@ -1,4 +1,4 @@
-"""The transports by themselves: groups outside the default one, deadlines, digests, the server's manners."""
+"""The transports by themselves: groups outside the default one, deadlines, damage, the server's manners."""
 
 import http.client
 import math
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import pytest
@@ -13,25 +14,28 @@ import torch
 import torch.distributed
 
 from broker.errors import WeightSyncError
-from broker.schema import BroadcastGroup, BucketSpec, Probe, WeightManifest, WeightVersion
+from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion
 from tests.weightsync.conftest import TIMEOUT_S
 from tests.weightsync.worker_process import worker_info
 from weightsync.addresses import learner_addresses
-from weightsync.buckets import digest
+from weightsync.buckets import stage
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
+from weightsync.landing import Landing
 from weightsync.puller import Puller
 from weightsync.receiver import join
 from weightsync.sender import Sender
 from weightsync.transports.base import SupersededError
-from weightsync.transports.collective import ProcessGroupTransport, check_transport
+from weightsync.transports.collective import ProcessGroupTransport
+from weightsync.transports.forming import check_transport
 from weightsync.transports.pull import HttpPull
 from weightsync.transports.pull_server import PullServer
 from weightsync.transports.rendezvous import Rendezvous, connect_store, host_store
 
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 LOCAL = "127.0.0.1"
-DATA = tuple(torch.full((size,), value, dtype=torch.uint8) for value, size in ((1, 5_000_000), (2, 17), (3, 0)))
+WEIGHTS = stage([("a", torch.full((5_000_000,), 1, dtype=torch.uint8)), ("b", torch.full((17,), 2.0))], 1024)
+DATA = WEIGHTS.data
 
 
 def group(port: int, epoch: int = 1) -> BroadcastGroup:
@@ -46,11 +50,12 @@ def group(port: int, epoch: int = 1) -> BroadcastGroup:
     )
 
 
-def manifest(version: WeightVersion, data: tuple[torch.Tensor, ...], url: str = "") -> WeightManifest:
+def manifest(version: WeightVersion, url: str = "") -> WeightManifest:
     return WeightManifest(
         version=version,
-        tensors=(),
-        buckets=tuple(BucketSpec(bucket.numel(), digest(bucket)) for bucket in data),
+        tensors=WEIGHTS.tensors,
+        buckets=WEIGHTS.buckets,
+        fingerprints=WEIGHTS.fingerprints,
         probe=Probe(token_ids=[1], logprobs=[], tolerance=0.0),
         group_epoch=1,
         pull_url=url,
@@ -58,7 +63,9 @@ def manifest(version: WeightVersion, data: tuple[torch.Tensor, ...], url: str = 
     )
 
 
-def broadcast(sent: tuple[torch.Tensor, ...], promised: WeightManifest) -> tuple[object, tuple[tuple[str, ...], str]]:
+def broadcast(
+    sent: tuple[torch.Tensor, ...], promised: WeightManifest, transport: Literal["gloo", "ipc"] = "gloo"
+) -> tuple[object, tuple[tuple[str, ...], str]]:
     """One sender and one member, in threads: (what the member got or why not, what the sender reports)."""
     groups: list[BroadcastGroup] = []
     put = threading.Event()
@@ -72,13 +79,14 @@ def broadcast(sent: tuple[torch.Tensor, ...], promised: WeightManifest) -> tuple
         joined = join("run", "w", groups[0], threading.Event())
         assert joined is not None
         try:
-            return joined.receive(promised, threading.Event())
+            return joined.receive(promised, Landing(torch.device("cpu")), threading.Event())
         except WeightSyncError as error:
             return str(error)
         finally:
             joined.close()
 
-    sender = Sender("run", 1, 0, LOCAL, LOCAL, WeightsConfig(broadcast_timeout_s=TIMEOUT_S), put_group)
+    config = WeightsConfig(transport=transport, broadcast_timeout_s=TIMEOUT_S)
+    sender = Sender("run", 1, 0, LOCAL, LOCAL, config, put_group)
     with ThreadPoolExecutor(1) as threads:
         received = threads.submit(receive)
         assert sender.prepare(lambda: [worker_info("w", V0, 0)], promised.version) == (1, "")
@@ -88,9 +96,10 @@ def broadcast(sent: tuple[torch.Tensor, ...], promised: WeightManifest) -> tuple
     return got, report
 
 
-def test_bytes_arrive_without_a_default_group() -> None:
+@pytest.mark.parametrize("transport", ["gloo", "ipc"])
+def test_bytes_arrive_without_a_default_group(transport: Literal["gloo", "ipc"]) -> None:
     assert not torch.distributed.is_initialized()
-    got, report = broadcast(DATA, manifest(V1, DATA))
+    got, report = broadcast(DATA, manifest(V1), transport)
     assert isinstance(got, tuple)
     assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
     assert report == (("w",), "")
@@ -99,7 +108,7 @@ def test_bytes_arrive_without_a_default_group() -> None:
 def test_bytes_arrive_beside_a_default_group(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        _, report = broadcast(DATA, manifest(V1, DATA))
+        _, report = broadcast(DATA, manifest(V1))
         assert report == (("w",), "")
         torch.distributed.barrier()
     finally:
@@ -107,13 +116,13 @@ def test_bytes_arrive_beside_a_default_group(tmp_path: Path) -> None:
 
 
 def test_damage_on_the_way_is_found_and_told() -> None:
-    damaged = (DATA[0].clone(), *DATA[1:])
+    damaged = (DATA[0].clone(), DATA[1])
     damaged[0][4_999_999] = 7
-    got, (reached, failed) = broadcast(damaged, manifest(V1, DATA))
+    got, (reached, failed) = broadcast(damaged, manifest(V1))
     assert isinstance(got, str)
-    assert "bucket 0 arrived damaged" in got
+    assert "a in bucket 0 arrived damaged" in got
     assert reached == ()
-    assert "w (bucket 0 arrived damaged" in failed
+    assert "w (a in bucket 0 arrived damaged" in failed
 
 
 def test_a_member_that_never_comes_ends_with_the_deadline() -> None:
@@ -204,20 +213,20 @@ def test_pull_is_exact_and_ends_when_superseded(pulls: PullServer) -> None:
     pulls.stage(V0, DATA)
     pulls.stage(V1, DATA)
     for version in (V0, V1):
-        got = pull(manifest(version, DATA, pulls.url))
+        got = pull(manifest(version, pulls.url))
         assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
     pulls.keep_only(V1, {})
     with pytest.raises(SupersededError):
-        pull(manifest(V0, DATA, pulls.url))
+        pull(manifest(V0, pulls.url))
 
 
 def test_pull_verifies(pulls: PullServer) -> None:
-    pulls.stage(V0, (DATA[0], DATA[1] + 1, DATA[2]))
-    with pytest.raises(WeightSyncError, match="bucket 1 arrived damaged"):
-        pull(manifest(V0, DATA, pulls.url))
-    pulls.stage(V0, DATA[:1] + DATA[:1])
-    with pytest.raises(WeightSyncError, match="with 5000000 bytes instead of 17"):
-        pull(manifest(V0, DATA, pulls.url))
+    pulls.stage(V0, (DATA[0], DATA[1] + 1))
+    with pytest.raises(WeightSyncError, match="b in bucket 1 arrived damaged"):
+        pull(manifest(V0, pulls.url))
+    pulls.stage(V0, (DATA[0], DATA[0]))
+    with pytest.raises(WeightSyncError, match="with 5000192 bytes instead of 256"):
+        pull(manifest(V0, pulls.url))
 
 
 def test_the_pull_server_answers_its_own_only(pulls: PullServer) -> None:
@@ -225,7 +234,7 @@ def test_the_pull_server_answers_its_own_only(pulls: PullServer) -> None:
     assert fetch(pulls, "/1/0/0") == 200
     assert fetch(pulls, "/1/0/0", token="guess") == 401
     for path in (
-        "/1/0/3",
+        "/1/0/2",
         "/1/0",
         "/",
         "/../etc/passwd",
@@ -241,7 +250,7 @@ def test_a_pull_from_a_dead_learner_fails_with_its_address(pulls: PullServer) ->
     pulls.stage(V0, DATA)
     pulls.close()
     with pytest.raises(WeightSyncError, match=pulls.url):
-        pull(manifest(V0, DATA, pulls.url))
+        pull(manifest(V0, pulls.url))
 
 
 def test_a_cancelled_deadline_is_over() -> None:

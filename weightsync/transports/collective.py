@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 from broker.errors import WeightSyncError
 from weightsync.deadline import Deadline
 
-TransportName = Literal["gloo", "nccl", "ucc"]
+CollectiveName = Literal["gloo", "nccl", "ucc"]
 _WAIT_S = 0.0005
 
 
@@ -25,7 +25,7 @@ class ProcessGroupTransport:
     """A formed group; constructing it blocks until all ranks are there."""
 
     def __init__(
-        self, name: TransportName, store: Store, rank: int, size: int, interface: str, deadline: Deadline
+        self, name: CollectiveName, store: Store, rank: int, size: int, interface: str, deadline: Deadline
     ) -> None:
         self._device = torch.device("cpu" if name == "gloo" else "cuda")
         self._rank = rank
@@ -62,10 +62,10 @@ class ProcessGroupTransport:
 
 
 def _open(
-    name: TransportName, store: Store, rank: int, size: int, interface: str, deadline: Deadline
+    name: CollectiveName, store: Store, rank: int, size: int, interface: str, deadline: Deadline
 ) -> Any:  # torch gives the three no common type with `broadcast`
     timeout = timedelta(seconds=max(0.001, deadline.remaining()))
-    kind = _backend_class(name)
+    kind = backend_class(name)
     store.set_timeout(timeout)
     if name == "ucc":
         return kind(store, rank, size, timeout)
@@ -77,7 +77,8 @@ def _open(
     return kind(store, rank, size, options)
 
 
-def _backend_class(name: TransportName) -> Any:
+def backend_class(name: CollectiveName) -> Any:
+    """torch's class. Raises WeightSyncError with the remedy where this process cannot use it."""
     kind = getattr(torch.distributed, f"ProcessGroup{name.capitalize() if name == 'gloo' else name.upper()}", None)
     if kind is None:
         raise WeightSyncError(
@@ -89,11 +90,6 @@ def _backend_class(name: TransportName) -> Any:
             f"weights.transport is {name}, which needs a GPU, and torch sees none; use weights.transport=gloo"
         )
     return kind
-
-
-def check_transport(name: TransportName) -> None:
-    """Raise WeightSyncError with the remedy if this process cannot use transport `name`."""
-    _backend_class(name)
 
 
 def _root_options(deadline: Deadline) -> BroadcastOptions:

@@ -32,7 +32,7 @@ class HttpPull:
         """See PullTransport."""
         (bucket,) = allocate(manifest.buckets[index : index + 1])
         self._fetch(manifest, manifest.version, str(index), as_bytes(bucket), deadline)
-        verify(index, manifest.buckets[index], bucket)
+        verify(manifest, {index: bucket})
         return bucket
 
     def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:

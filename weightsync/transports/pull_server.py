@@ -20,7 +20,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class PullServer:
-    """Serves a few versions' buckets, and deltas, from memory, in threads of its own."""
+    """Serves a few versions' buckets, on a CPU or a GPU, and deltas, in threads of its own."""
 
     def __init__(self, address: str, token: str, timeout_s: float) -> None:
         self._buckets: dict[WeightVersion, tuple[torch.Tensor, ...]] = {}
@@ -52,6 +52,10 @@ class PullServer:
         self._buckets = {other: data for other, data in self._buckets.items() if other != version}
         self._deltas = {other: data for other, data in self._deltas.items() if other != version}
 
+    def forget_buckets(self, version: WeightVersion) -> None:
+        """Serve of `version` the deltas only."""
+        self._buckets = {other: data for other, data in self._buckets.items() if other != version}
+
     def find(self, path: str) -> memoryview | None:
         """The bytes of the bucket or delta that `path` names, if it is still served."""
         match path.split("/"):
@@ -64,7 +68,7 @@ class PullServer:
             delta = self._deltas.get(version)
             return None if delta is None else memoryview(delta)
         buckets = self._buckets.get(version, ())
-        return as_bytes(buckets[int(name)]) if _is_number(name) and int(name) < len(buckets) else None
+        return as_bytes(buckets[int(name)].cpu()) if _is_number(name) and int(name) < len(buckets) else None
 
     def is_authorized(self, header: str | None) -> bool:
         """Compares in constant time."""

@@ -1,0 +1,121 @@
+"""Named tensors handed to an engine's processes without sending them: they map the memory that the tensors lie in.
+
+    front process: Sharing.of(tensors) ─► a few bytes ─► collective_rpc ─► Mapped.tensors(those bytes): engine's process
+
+Tensors on a GPU stay where they are, and are mapped once: an engine that is given the same memory again, with other
+numbers in it, gets the same views. Those on a CPU are copied into a file in RAM for the length of one call.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from weightsync.buckets import ALIGNMENT, DTYPES
+from weightsync.shared_memory import attach, gpu_handle, host_buffer
+
+from .base import NamedTensors
+
+KEPT = 2
+"""Sets of memory that stay mapped: one may be received into while the other is swapped in."""
+
+
+class _Place(NamedTuple):
+    """A tensor in one of the buffers."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    buffer: int
+    offset: int
+    nbytes: int
+
+
+class _Shared(msgspec.Struct, frozen=True, array_like=True):
+    handles: tuple[bytes, ...]
+    places: tuple[_Place, ...]
+    stays: bool
+    """The memory may be given again."""
+
+
+class Sharing:
+    """The front process's side. It keeps GPU memory that engines have mapped from being freed."""
+
+    def __init__(self) -> None:
+        self._handles: OrderedDict[int, tuple[torch.UntypedStorage, bytes]] = OrderedDict()
+
+    @contextmanager
+    def of(self, tensors: NamedTensors) -> Iterator[bytes]:
+        """What `Mapped.tensors` takes, on this machine, until the end of the block."""
+        if any(not tensor.is_cuda for _, tensor in tensors):
+            with _copied([(name, tensor.cpu()) for name, tensor in tensors]) as shared:
+                yield msgspec.msgpack.encode(shared)
+        else:
+            yield msgspec.msgpack.encode(self._in_place([(name, tensor.contiguous()) for name, tensor in tensors]))
+
+    def _in_place(self, tensors: NamedTensors) -> _Shared:
+        buffers: dict[int, int] = {}
+        places = []
+        for name, tensor in tensors:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if address not in buffers:
+                buffers[address] = len(buffers)
+                self._keep(storage, tensor)
+            offset = int(tensor.storage_offset()) * tensor.element_size()
+            places.append(_Place(name, _dtype(tensor), tuple(tensor.shape), buffers[address], offset, tensor.nbytes))
+        while len(self._handles) > KEPT * len(buffers):
+            self._handles.popitem(last=False)
+        return _Shared(tuple(self._handles[address][1] for address in buffers), tuple(places), stays=True)
+
+    def _keep(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
+        address = storage.data_ptr()
+        if address not in self._handles:
+            self._handles[address] = storage, gpu_handle(tensor)
+        self._handles.move_to_end(address)
+
+
+@contextmanager
+def _copied(tensors: NamedTensors) -> Iterator[_Shared]:
+    ends = list(accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, tensor in tensors))
+    places = tuple(
+        _Place(name, _dtype(tensor), tuple(tensor.shape), 0, offset, tensor.nbytes)
+        for (name, tensor), offset in zip(tensors, [0, *ends], strict=False)
+    )
+    with host_buffer(ends[-1] if ends else 0) as (buffer, handle):
+        for place, (_, tensor) in zip(places, tensors, strict=True):
+            _view(buffer, place).copy_(tensor)
+        yield _Shared((handle,), places, stays=False)
+
+
+class Mapped:
+    """The side of one of the engine's processes."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, Mapping[str, torch.Tensor]] = OrderedDict()
+
+    def tensors(self, shared: bytes) -> Mapping[str, torch.Tensor]:
+        """By name; the same mapping for the same bytes, as far as it is remembered."""
+        if shared in self._known:
+            self._known.move_to_end(shared)
+            return self._known[shared]
+        decoded = msgspec.msgpack.decode(shared, type=_Shared)
+        buffers = [attach(handle) for handle in decoded.handles]
+        tensors = {place.name: _view(buffers[place.buffer], place) for place in decoded.places}
+        if decoded.stays:
+            self._known[shared] = tensors
+            while len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return tensors
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _view(buffer: torch.Tensor, place: _Place) -> torch.Tensor:
+    return buffer[place.offset : place.offset + place.nbytes].view(DTYPES[place.dtype]).view(place.shape)
