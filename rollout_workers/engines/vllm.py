@@ -4,7 +4,7 @@ Logprobs are vLLM's `processed_logprobs`: temperature is applied; with top_p < 1
 those of the distribution that was cut, which is the one exception to `Chunk.logprobs`.
 
 Swaps pause generation with every request kept, write the tensors to a private file in memory, have the worker
-read it, and resume with the caches cleared, so that vLLM computes running requests anew. The version is
+read it, and resume with the caches cleared, so that vLLM computes running requests anew, or kept. The version is
 vLLM's own label of each step's outputs: a chunk that was merged across a swap is taken apart again.
 """
 
@@ -93,6 +93,8 @@ class VllmEngine:
         self._swapping = asyncio.Lock()
         self._collectors: set[Any] = set()
         self._scored = 0
+        self._swaps = 0
+        """Salts the prefix cache: no request uses what was cached before the swap that preceded it."""
         memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self._directory = tempfile.TemporaryDirectory(prefix="headway-weights-", dir=memory)
 
@@ -114,7 +116,7 @@ class VllmEngine:
                 if completion.finish_reason == INTERRUPTED:
                     yield Chunk(token_ids=[], logprobs=[], version=self._version, finish_reason="interrupted")
 
-    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
+    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False) -> None:
         """See Engine. If vLLM itself fails in between, it stays paused until a swap succeeds."""
         if self._llm is None:
             raise HeadwayError("the engine was closed")
@@ -124,7 +126,7 @@ class VllmEngine:
         async with self._swapping:
             try:
                 await asyncio.to_thread(write, self._shapes, tensors, path)
-                await answered("pause", self._llm.pause_generation(mode="keep", clear_cache=True))
+                await answered("pause", self._llm.pause_generation(mode="keep", clear_cache=not keep_cache))
                 await answered("load", self._llm.collective_rpc("headway_load", args=(path,)))
                 await answered("relabel", self._llm.update_weight_version(label))
                 await answered("resume", self._llm.resume_generation())
@@ -132,6 +134,7 @@ class VllmEngine:
                 with suppress(FileNotFoundError):
                     os.unlink(path)
             self._version = version
+            self._swaps += 1
 
     async def held(self) -> Mapping[str, HeldTensor] | None:
         """See Engine. The head is its own even where the model's is tied."""
@@ -173,7 +176,8 @@ class VllmEngine:
         self._check(prompt)
         collector, finished = None, False
         try:
-            collector = await self._llm.add_request(request_id, {"prompt_token_ids": prompt}, params)
+            salted = {"prompt_token_ids": prompt, "cache_salt": str(self._swaps)}
+            collector = await self._llm.add_request(request_id, salted, params)
             self._collectors.add(collector)
             state = self._llm.output_processor.request_states[collector.request_id]
             while not finished:

@@ -53,7 +53,7 @@ async def until_granted(broker: Broker, token: str) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "share", "at_once"),
-    [(1, 0.5, 1), (2, 0.5, 1), (3, 0.5, 1), (4, 0.5, 2), (7, 0.5, 3), (2, 0.99, 1), (10, 0.99, 9), (10, 0.01, 1)],
+    [(1, 0.5, 1), (2, 0.5, 1), (3, 0.5, 1), (5, 0.5, 2), (10, 0.99, 9)],
 )
 async def test_so_many_swap_at_once_and_no_more(broker: Broker, workers: int, share: float, at_once: int) -> None:
     await serve(broker, *(f"w{number}" for number in range(workers)))

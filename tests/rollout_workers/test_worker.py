@@ -293,7 +293,7 @@ async def test_a_bit_that_no_probe_can_see_is_told_from_what_was_published(
     engine = make_engine(tmp_path)
     swap = engine.swap_weights
 
-    async def flip_a_bit(version: WeightVersion, tensors: Any) -> None:
+    async def flip_a_bit(version: WeightVersion, tensors: Any, *, keep_cache: bool) -> None:
         (name, tensor), *others = tensors
         changed = tensor.clone()
         changed.view(torch.int32).view(-1)[7] ^= 1
@@ -326,7 +326,7 @@ async def test_a_swap_that_fails_once_is_repeated(brokers: tuple[Broker, Broker]
     engine = make_engine(tmp_path)
     swap, swaps = engine.swap_weights, 0
 
-    async def stumble(version: WeightVersion, tensors: Any) -> None:
+    async def stumble(version: WeightVersion, tensors: Any, *, keep_cache: bool) -> None:
         nonlocal swaps
         swaps += 1
         await swap(version, [(n, 2 * t) for n, t in tensors] if swaps == 1 else tensors)
