@@ -181,7 +181,7 @@ def make_worker(
     segment_tokens: int = 16,
     stop_token_ids: Sequence[int] = (),
     records_experts: bool = False,
-    swaps_at_once: float = 0.5,
+    weights: WeightsConfig | None = None,
 ) -> Worker:
     """No stop tokens: every response has exactly `max_new_tokens`."""
     return Worker(
@@ -192,7 +192,7 @@ def make_worker(
         decoding=Decoding(lambda tokens: " ".join(map(str, tokens)), tuple(stop_token_ids)),
         sampling=SamplingConfig(max_new_tokens=max_new_tokens),
         config=WorkersConfig(heartbeat_s=heartbeat_s, patience_s=patience_s, segment_tokens=segment_tokens),
-        weights=WeightsConfig(swaps_at_once=swaps_at_once),
+        weights=weights or WeightsConfig(),
         lease_ttl_s=lease_ttl_s,
         worker=name,
         engine_kind="embedded",

@@ -12,7 +12,9 @@ import pytest
 from broker.client import Broker
 from broker.schema import WeightVersion
 from broker.server import EmbeddedServer
+from rollout_workers import turns
 from rollout_workers.worker import Worker
+from weightsync.config import WeightsConfig
 
 from .loop import Deliveries, Learner, delivery, make_engine, make_worker
 from .models import make_model
@@ -100,7 +102,7 @@ async def pool(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[Pool]:
 @pytest.mark.parametrize(("workers", "share", "at_once"), [(1, 0.5, 1), (2, 0.5, 1), (3, 0.5, 1), (3, 1.0, 3)])
 async def test_never_all_swap_at_once(pool: Pool, workers: int, share: float, at_once: int) -> None:
     learner = await Learner.start(await pool.open(), groups=8, max_lag=8)
-    await pool.join(learner, *(f"w{number}" for number in range(workers)), swaps_at_once=share)
+    await pool.join(learner, *(f"w{number}" for number in range(workers)), weights=WeightsConfig(swaps_at_once=share))
     pool.swapping.expected = at_once
     for step in (1, 2):
         await learner.publish(step, *pool.of())
@@ -139,6 +141,19 @@ async def test_a_holder_that_died_is_waited_for_no_longer_than_its_deadline(pool
     await pool.hold(learner.version(2), "w0")
     assert not await learner.broker.turns.renew("dead", 1)
     assert [version.step for name, version in pool.swapping.done if name == "w0"] == [0, 2]
+
+
+async def test_a_holder_that_lives_and_hangs_is_not_waited_for_for_ever(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(turns, "LONGEST_WAIT_S", 0.2)
+    learner = await Learner.start(await pool.open(), groups=8, max_lag=8)
+    await pool.join(learner, "w0", "w1")
+    assert await learner.broker.turns.take("hung", 0.5, 1000)
+    await learner.publish(1, *pool.of())
+    await pool.hold(learner.version(1))
+    assert "no turn within" in caplog.text
+    assert await learner.broker.turns.renew("hung", 1000)
 
 
 async def test_a_broker_that_is_away_stops_no_swap(pool: Pool, server: EmbeddedServer) -> None:

@@ -341,6 +341,27 @@ async def test_a_swap_that_fails_once_is_repeated(brokers: tuple[Broker, Broker]
     assert (swaps, worker.info().swaps) == (2, 1)
 
 
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+async def test_the_policy_for_caches_reaches_the_engine(
+    brokers: tuple[Broker, Broker], tmp_path: Path, policy: Any
+) -> None:
+    engine = make_engine(tmp_path)
+    swap, kept = engine.swap_weights, []
+
+    async def noted(version: WeightVersion, tensors: Any, *, keep_cache: bool) -> None:
+        kept.append(keep_cache)
+        await swap(version, tensors, keep_cache=keep_cache)
+
+    engine.swap_weights = noted
+    learner = await Learner.start(brokers[0], groups=1)
+    deliveries = Deliveries()
+    worker = make_worker(brokers[1], engine, deliveries, weights=WeightsConfig(kv_policy=policy))
+    await learner.publish(0, deliveries)
+    async with running(worker):
+        await until(lambda: worker.info().version == learner.version(0))
+    assert kept == [policy == "keep"]
+
+
 async def test_older_weights_are_ignored(
     brokers: tuple[Broker, Broker], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
