@@ -22,9 +22,9 @@ from broker import open_broker
 
 async def hold(url, run):
     broker = await open_broker(url, run)
-    assert await broker.turns.take("holder", 0.5, 2)
+    assert await broker.turns.take("holder", 0.5, 1)
     print("holds", flush=True)
-    while await broker.turns.renew("holder", 2):
+    while await broker.turns.renew("holder", 1):
         await asyncio.sleep(0.05)
     print("lost", flush=True)
 
@@ -108,9 +108,9 @@ async def test_a_turn_ends_at_its_own_deadline(broker: Broker) -> None:
 
 async def test_a_turn_that_is_renewed_goes_on(broker: Broker) -> None:
     await serve(broker, "w1", "w2")
-    assert await broker.turns.take("a", 0.5, 1)
+    assert await broker.turns.take("a", 0.5, 0.5)
     assert await broker.turns.renew("a", LONG_S)
-    await asyncio.sleep(1)
+    await asyncio.sleep(0.5)
     assert not await broker.turns.take("b", 0.5, LONG_S)
 
 
