@@ -11,7 +11,8 @@ may come and go at any time. Lag is bounded here, in integers (`staleness`, `scr
     leases, submissions, unconfirmed, blobs
                                      what workers say      keys, schema, codec   what lies in the server, and how
     batches, prompts, versions       what the learner says scripts/              what the server does, verb by verb
-    status, usage                    what is looked at     access                what each role may do
+    turns                            who swaps weights     access                what each role may do
+    status, usage                    what is looked at
     connection > routes > round_trips > driver, address, sharing: how the server, or cluster, is reached
 
 Invariant: a trajectory is trained at most once within one lineage of checkpoints, and exactly once unless it

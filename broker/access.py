@@ -56,7 +56,7 @@ _RIGHTS = {
         commands=f"{_CONNECTION} {_LOOKING} expire hdel hincrby hset lindex persist rpush sadd set srem strlen unlink"
         " xadd zadd zpopmin zrangebyscore zrem",
         writes="dead durable garbage group:* leases lost meta none open payload:* pool ready retry segment:* segments:*"
-        " tally worker:* workers",
+        " serving tally turns worker:* workers",
         reads=f"{_LOOKED_AT} broadcast config forks manifest:* model prompt:*",
         frees="prompt:*",
     ),

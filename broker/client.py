@@ -12,6 +12,7 @@ from .connection import Connection
 from .leases import Leases
 from .prompts import PromptFeed
 from .status import StatusBoard
+from .turns import Turns
 from .usage import Usage
 from .versions import Versions
 
@@ -30,6 +31,7 @@ class Broker:
         self.versions = Versions(self._connection)
         self.batches = Batches(self._connection, self.versions)
         self.status = StatusBoard(self._connection)
+        self.turns = Turns(self._connection)
         self.usage = Usage(self._connection)
 
     async def ping(self) -> None:

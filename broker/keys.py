@@ -31,6 +31,8 @@ model                 string  model files without weights (frame)               
 steps                 list    the last 512 StepMetrics (frames)                  the run         report_step
 worker:W              string  what worker W says of itself (frame)               heartbeat TTL   heartbeat
 workers               set     names of workers                                   a day           heartbeat
+serving               set     names of those that hold weights and do not drain  a day           heartbeat, turn
+turns                 zset    tokens of workers that swap, by deadline           its last turn   turn
 dead                  stream  undecodable blobs: tid, reason, first bytes        last 1000       reject...
 
 Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by: a digest of the token); the rules

@@ -2,7 +2,8 @@
 
 The same rules stand in the Lua scripts; these functions are their definition in integers, and the tests hold
 the two against each other. Steps, never incarnations, make lag: a resumed learner replays the same steps with
-the same batches.
+the same batches. The weights that sampled a token count, whatever weights cached the keys and values before it
+(`weights.kv_policy`).
 """
 
 from collections.abc import Iterable

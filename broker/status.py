@@ -37,14 +37,27 @@ class StatusBoard:
     async def heartbeat(self, info: WorkerInfo, ttl_s: float) -> None:
         """Alive for so long, unless it beats again."""
         keys = self._connection.keys
-        blob = ("SET", keys(f"worker:{info.worker}"), encode(info), "PX", int(1000 * ttl_s))
-        names = keys("workers")
-        await self._connection.pipeline([blob, ("SADD", names, info.worker), ("EXPIRE", names, _WORKER_NAMES_TTL_S)])
+        names, serving = keys("workers"), keys("serving")
+        serves = info.version is not None and info.state != "draining"
+        commands: list[Command] = [
+            ("SET", keys(f"worker:{info.worker}"), encode(info), "PX", int(1000 * ttl_s)),
+            ("SADD", names, info.worker),
+            ("EXPIRE", names, _WORKER_NAMES_TTL_S),
+            ("SADD" if serves else "SREM", serving, info.worker),
+            ("EXPIRE", serving, _WORKER_NAMES_TTL_S),
+        ]
+        await self._connection.pipeline(commands)
 
     async def leave(self, worker: str) -> None:
         """Gone on purpose: at once no longer among the workers."""
         keys = self._connection.keys
-        await self._connection.pipeline([("UNLINK", keys(f"worker:{worker}")), ("SREM", keys("workers"), worker)])
+        await self._connection.pipeline(
+            [
+                ("UNLINK", keys(f"worker:{worker}")),
+                ("SREM", keys("workers"), worker),
+                ("SREM", keys("serving"), worker),
+            ]
+        )
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """Those alive, by name; without those of another schema version."""

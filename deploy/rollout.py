@@ -140,6 +140,7 @@ async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drai
         decoding=load_decoding(model),
         sampling=recipe.sampling,
         config=recipe.workers,
+        weights=recipe.weights,
         lease_ttl_s=recipe.broker.lease_ttl_s,
         worker=worker,
         engine_kind=recipe.engine.kind,

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from weightsync.subscriber import Delivery, Subscriber
 
 from .engines.base import Engine, HeldTensor
 from .outages import Outages
+from .turns import SwapTurns
 
 RETRY_S = 0.5
 """Between attempts after a delivery that failed or was refused."""
@@ -29,13 +31,18 @@ class HeldWeights:
         engine: Engine,
         subscriber: Subscriber,
         outages: Outages,
+        turns: SwapTurns,
         *,
+        keep_cache: bool,
         verify: bool,
         on_swap: Callable[[], None],
     ) -> None:
+        """`keep_cache`: see Engine.swap_weights."""
         self._engine = engine
         self._subscriber = subscriber
         self._outages = outages
+        self._turns = turns
+        self._keep_cache = keep_cache
         self._verify = verify
         self._on_swap = on_swap
         self._changed = asyncio.Condition()
@@ -47,7 +54,10 @@ class HeldWeights:
         """Take every newer version, forever. Raises WeightSyncError if the engine cannot hold one."""
         while True:
             delivery = await self._next_delivery()
-            await self._load(delivery)
+            async with self._turn() as has_waited:
+                if has_waited:
+                    delivery = await self._newest(delivery)
+                await self._load(delivery)
             async with self._changed:
                 self.version = delivery.manifest.version
                 self.swaps += 1
@@ -77,6 +87,19 @@ class HeldWeights:
             else:
                 return delivery
 
+    def _turn(self) -> AbstractAsyncContextManager[bool]:
+        """An engine without weights generates nothing that a swap would hold up."""
+        return nullcontext(False) if self.version is None else self._turns.turn()
+
+    async def _newest(self, delivery: Delivery) -> Delivery:
+        """What arrived meanwhile, or else the delivery itself."""
+        with suppress(TimeoutError, WeightSyncError), self._outages:
+            async with asyncio.timeout(0):
+                newer = await self._subscriber.wait_for_version(delivery.manifest.version)
+                if newer.manifest.version > delivery.manifest.version:
+                    return newer
+        return delivery
+
     def _refuse_regression(self, version: WeightVersion) -> None:
         if self.version is not None and version <= self.version:
             raise VersionRegressionError(f"{version} was delivered, but {self.version} is held; it was ignored")
@@ -85,7 +108,9 @@ class HeldWeights:
         """Swap, verify, and if that fails do both once more."""
         for attempt in (1, 2):
             try:
-                await self._engine.swap_weights(delivery.manifest.version, delivery.tensors)
+                await self._engine.swap_weights(
+                    delivery.manifest.version, delivery.tensors, keep_cache=self._keep_cache
+                )
                 await self._refuse_wrong_weights(delivery.manifest)
             except WeightSyncError as error:
                 self.last_error = str(error)

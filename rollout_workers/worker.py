@@ -16,6 +16,7 @@ from typing import Literal
 from broker.client import Broker
 from broker.leases import AppendOutcome, AppendReply, SubmitOutcome
 from broker.schema import Lease, Segment, Trajectory, WorkerInfo
+from weightsync.config import WeightsConfig
 from weightsync.subscriber import Subscriber
 
 from .config import SamplingConfig, WorkersConfig
@@ -28,6 +29,7 @@ from .recorder import Recorder
 from .rewards.base import Scorer
 from .segments import SegmentLog
 from .throughput import Throughput
+from .turns import SwapTurns
 from .weights import HeldWeights
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.2
@@ -37,7 +39,7 @@ CONFIRM_S = 1.0
 FAREWELL_S = 5.0
 """What a leaving worker gives each of these: handing back, submitting what is finished, its goodbye."""
 MISSED_HEARTBEATS = 5
-"""After so many a worker no longer counts as alive."""
+"""After so many a worker no longer counts as alive, and its turn to swap goes to another one."""
 RUN_OVER = ("finished", "stopped")
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class Worker:
         decoding: Decoding,
         sampling: SamplingConfig,
         config: WorkersConfig,
+        weights: WeightsConfig,
         lease_ttl_s: float,
         worker: str,
         engine_kind: str,
@@ -74,10 +77,17 @@ class Worker:
         self._engine_kind = engine_kind
         self._records_experts = records_experts
         self._outages = Outages(broker.url)
+        self._alive_s = MISSED_HEARTBEATS * config.heartbeat_s
         self._held = HeldLeases(broker.leases, lease_ttl_s)
         self._wake = asyncio.Event()
         self._weights = HeldWeights(
-            engine, subscriber, self._outages, verify=config.probe_swaps, on_swap=self._wake.set
+            engine,
+            subscriber,
+            self._outages,
+            SwapTurns(broker.turns, worker, self._outages, share=weights.swaps_at_once, ttl_s=self._alive_s),
+            keep_cache=weights.kv_policy == "keep",
+            verify=config.probe_swaps,
+            on_swap=self._wake.set,
         )
         self._generated = Throughput()
         self._began = time.monotonic()
@@ -198,8 +208,7 @@ class Worker:
         """Report, keep the leases, learn whether the run goes on."""
         while True:
             with self._outages:
-                ttl_s = MISSED_HEARTBEATS * self._config.heartbeat_s
-                await self._broker.status.heartbeat(self.info(), ttl_s)
+                await self._broker.status.heartbeat(self.info(), self._alive_s)
                 await self._held.renew()
                 self._note_state(await self._broker.status.state())
             self._wake.set()

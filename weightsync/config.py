@@ -38,6 +38,24 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(description="address at which workers reach the learner; default: that of its way to the broker"),
     ] = None
     poll_s: Annotated[float, Meta(gt=0, description="how often a worker looks for a new version or group")] = 0.05
+    swaps_at_once: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="share of the workers that may swap weights at the same time, rounded down but one at least,"
+            " while the others generate; 1: each as soon as it has them (on-policy runs have nothing to generate then)",
+        ),
+    ] = 0.5
+    kv_policy: Annotated[
+        Literal["recompute", "keep"],
+        Meta(
+            description="the KV cache of running samples at a swap. recompute: it is computed anew, so every token is"
+            " sampled by exactly the weights that its span names; keep: it stays, which saves a prefill of everything"
+            " that runs, and later tokens, and their logprobs, are of the new weights over keys and values of older"
+            " ones"
+        ),
+    ] = "recompute"
     follow: Annotated[
         Literal["broadcast", "pull"],
         Meta(

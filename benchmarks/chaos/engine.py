@@ -64,7 +64,7 @@ class SlowEngine:
                 finish_reason="stop" if position == length else None,
             )
 
-    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
+    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False) -> None:
         """From the next token on."""
         ((self._name, weights),) = tensors
         self._version, self._weights = version, weights.clone()

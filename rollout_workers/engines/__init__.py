@@ -1,10 +1,11 @@
 """Inference engines: what turns prompts into tokens, with the logprob and the weight version of each.
 
     worker ── generate ──► engine ── Chunk(tokens, logprobs, version) ──► worker
-             swap_weights ──┘  requests go on; what they had cached is computed anew
+             swap_weights ──┘  requests go on; what they had cached is computed anew, or kept
 
 `base.py` is the seam; `embedded.py` runs any transformers model here (`decoder.py` is one step of it),
-`vllm.py` runs vLLM. Invariant: a token's logprob is that of exactly the weights that its chunk names.
+`vllm.py` runs vLLM. Invariant: a token is sampled by exactly the weights that its chunk names, and its logprob is
+the one that it was sampled with: over keys and values of the same weights, unless a swap was told to keep older ones.
 """
 
 import difflib

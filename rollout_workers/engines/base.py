@@ -74,11 +74,13 @@ class Engine(Protocol):
         """
         ...
 
-    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
+    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False) -> None:
         """Load `tensors` between two decoding steps without dropping requests, and recompute what they had cached.
 
-        Tokens sampled before are of the old version, tokens after it of the new one, exactly. Raises WeightSyncError if
-        the engine could not take them.
+        Tokens sampled before are of the old version, tokens after it of the new one, exactly. With `keep_cache` what
+        running requests had cached stays: their later tokens, with the logprobs that they were sampled with, are of the
+        new weights over keys and values of older ones. A request that begins after the swap has returned uses nothing
+        that older weights cached. Raises WeightSyncError if the engine could not take the tensors.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 A sample whose keys are not cached (new, or cached under older weights) goes through the forward with all
 its tokens and gets its next one from it, beside one token of every other sample. So a weight swap
-only forgets what was cached.
+only forgets what was cached, or not even that. No sample uses what another one cached.
 """
 
 from collections.abc import Sequence
@@ -85,12 +85,14 @@ class Decoder:
             self._cache.move(len(self.running), slot, last.cached)
             self.running[slot] = last
 
-    def load(self, version: WeightVersion, tensors: NamedTensors) -> None:
-        """Take new weights, compute running samples anew under them. Raises before it changes anything."""
+    def load(self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False) -> None:
+        """Take new weights, compute running samples anew under them unless what is cached is to be kept. Raises before
+        it changes anything."""
         load_tensors(self.model, tensors)
         self.version = version
-        for sample in self.running:
-            sample.cached = 0
+        if not keep_cache:
+            for sample in self.running:
+                sample.cached = 0
 
     @torch.inference_mode()
     def step(self) -> list[Sampled]:

@@ -122,9 +122,9 @@ class EmbeddedEngine:
             with contextlib.suppress(HeadwayError):  # an engine that has ended holds no place
                 self._post(lambda: self._forget(stream))
 
-    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
+    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False) -> None:
         """See Engine."""
-        await self._ask(lambda: self._swap(version, tensors))
+        await self._ask(lambda: self._swap(version, tensors, keep_cache))
 
     async def held(self) -> Mapping[str, HeldTensor] | None:
         """See Engine."""
@@ -177,12 +177,12 @@ class EmbeddedEngine:
         torch.set_num_threads(self._threads)
         try:
             while not self._closing:
-                self._turn()
+                self._advance()
             self._end(HeadwayError("the engine was closed"))
         except Exception as error:  # noqa: BLE001 - whatever ends this thread must reach those who wait for it
             self._end(HeadwayError(f"the embedded engine stopped: {type(error).__name__}: {error}"))
 
-    def _turn(self) -> None:
+    def _advance(self) -> None:
         """Commands, then one forward."""
         idle = not (self._decoder.running or self._queued)
         if idle:
@@ -221,10 +221,10 @@ class EmbeddedEngine:
         for loop, chunks in ready.items():
             call_in(loop, chunks)
 
-    def _swap(self, version: WeightVersion, tensors: NamedTensors) -> None:
+    def _swap(self, version: WeightVersion, tensors: NamedTensors, keep_cache: bool) -> None:
         if self._streams:
             self._flush()  # tokens noted until now are of the old version
-        self._decoder.load(version, tensors)
+        self._decoder.load(version, tensors, keep_cache=keep_cache)
         self._published = [(name, tensor.dtype) for name, tensor in tensors]
 
     def _forget(self, stream: Stream) -> None:

@@ -4,7 +4,7 @@ Logprobs are vLLM's `processed_logprobs`: temperature is applied; with top_p < 1
 those of the distribution that was cut, which is the one exception to `Chunk.logprobs`.
 
 Swaps pause generation with every request kept, have vLLM's processes map the tensors' memory and copy what is theirs,
-and resume with the caches cleared, so that vLLM computes running requests anew. While it is paused and all
+and resume with the caches cleared, so that vLLM computes running requests anew, or kept. While it is paused and all
 that it sampled has arrived, each request's tokens are counted: a chunk that was merged across a swap is taken apart
 there.
 """
@@ -13,7 +13,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -100,6 +100,8 @@ class VllmEngine:
         self._arrival = Arrival(llm)
         self._scored = 0
         self._sharing = Sharing()
+        self._swaps = 0
+        """Salts the prefix cache: no request uses what was cached before the swap that preceded it."""
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """See Engine."""
@@ -117,17 +119,20 @@ class VllmEngine:
                 if completion.finish_reason == INTERRUPTED:
                     yield Chunk(token_ids=[], logprobs=[], version=starts[-1][0], finish_reason="interrupted")
 
-    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
+    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False) -> None:
         """See Engine. If vLLM itself fails in between, it stays paused until a swap succeeds."""
         if self._llm is None:
             raise HeadwayError("the engine was closed")
         find_places(self._shapes, tensors)
         async with self._swapping:
-            with self._sharing.of(wanted_tensors(self._shapes, tensors)) as shared:
-                await answered("pause", self._llm.pause_generation(mode="keep", clear_cache=True))
+            with ExitStack() as stack:
+                sharing = self._sharing.of(wanted_tensors(self._shapes, tensors))
+                shared = await asyncio.to_thread(stack.enter_context, sharing)
+                await answered("pause", self._llm.pause_generation(mode="keep", clear_cache=not keep_cache))
                 await answered("hand over what it sampled with", self._arrival.of_everything())
                 await answered("load", self._llm.collective_rpc("headway_load", args=(shared,)))
                 self._version = version
+                self._swaps += 1
                 for collector, starts in self._running.items():
                     starts.append((version, self._sampled(collector)))
                 await answered("resume", self._llm.resume_generation())
@@ -174,7 +179,8 @@ class VllmEngine:
         self._check(prompt)
         collector, finished = None, False
         try:
-            collector = await self._llm.add_request(request_id, {"prompt_token_ids": prompt}, params)
+            salted = {"prompt_token_ids": prompt, "cache_salt": str(self._swaps)}
+            collector = await self._llm.add_request(request_id, salted, params)
             # Added while paused for a swap, it waits for the new weights, and `swap_weights` says so.
             starts = self._running[collector] = [(self._version, 0)]
             while not finished:

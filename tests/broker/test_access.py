@@ -69,6 +69,9 @@ async def work(worker: Broker, shards: int) -> None:
     assert await worker.versions.current() == (WeightVersion(1, 0), WeightVersion(1, 0))
     await worker.status.heartbeat(WORKER, 30)
     assert await worker.status.workers() == (WORKER,)
+    assert await worker.turns.take("t", 0.5, 30)
+    assert await worker.turns.renew("t", 30)
+    await worker.turns.give_back("t")
     assert await worker.status.state() == "claimed"
     first, *others = (await worker.leases.lease("w", WeightVersion(1, 0), 4, 30)).leases
     assert (await worker.leases.append(first, segment(first, 0), 30)).outcome is AppendOutcome.APPENDED

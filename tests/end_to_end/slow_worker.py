@@ -11,6 +11,7 @@ from rollout_workers.decoding import Decoding
 from rollout_workers.engines.base import Chunk, GenerationRequest, NamedTensors
 from rollout_workers.rewards.base import Score
 from rollout_workers.worker import Worker
+from weightsync.config import WeightsConfig
 from weightsync.subscriber import Delivery
 
 VERSION = WeightVersion(1, 0)
@@ -42,7 +43,7 @@ class SlowEngine:
                 finish_reason="length" if position + 1 == start + request.max_new_tokens else None,
             )
 
-    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors) -> None:
+    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False) -> None:
         assert version == VERSION
 
     async def held(self) -> None:
@@ -105,6 +106,7 @@ async def work(url: str, run: str, name: str, base: int, capacity: int) -> None:
         decoding=Decoding(lambda tokens: "", (0,)),
         sampling=SamplingConfig(max_new_tokens=LENGTH),
         config=WorkersConfig(heartbeat_s=0.1, segment_tokens=4, probe_swaps=False),
+        weights=WeightsConfig(),
         lease_ttl_s=LEASE_TTL_S,
         worker=name,
         engine_kind="slow",

@@ -67,10 +67,10 @@ async def run_all(engine: Engine, prompts: Sequence[Sequence[int]], **changes: o
     return await asyncio.gather(*[run(engine, request(prompt, **changes)) for prompt in prompts])
 
 
-async def hold(engine: Engine, model: PreTrainedModel) -> WeightVersion:
+async def hold(engine: Engine, model: PreTrainedModel, *, keep_cache: bool = False) -> WeightVersion:
     """Give the engine this model's weights under a new version."""
     version = WeightVersion(1, next(_steps))
-    await engine.swap_weights(version, named_tensors(model))
+    await engine.swap_weights(version, named_tensors(model), keep_cache=keep_cache)
     return version
 
 

@@ -17,6 +17,7 @@ from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import NamedTensors
 from rollout_workers.rewards.base import Score
 from rollout_workers.worker import Worker
+from weightsync.config import WeightsConfig
 from weightsync.fingerprint import fingerprint
 
 from .models import Architecture, forward_logprobs, make_model, named_tensors, save_config
@@ -180,6 +181,7 @@ def make_worker(
     segment_tokens: int = 16,
     stop_token_ids: Sequence[int] = (),
     records_experts: bool = False,
+    weights: WeightsConfig | None = None,
 ) -> Worker:
     """No stop tokens: every response has exactly `max_new_tokens`."""
     return Worker(
@@ -190,6 +192,7 @@ def make_worker(
         decoding=Decoding(lambda tokens: " ".join(map(str, tokens)), tuple(stop_token_ids)),
         sampling=SamplingConfig(max_new_tokens=max_new_tokens),
         config=WorkersConfig(heartbeat_s=heartbeat_s, patience_s=patience_s, segment_tokens=segment_tokens),
+        weights=weights or WeightsConfig(),
         lease_ttl_s=lease_ttl_s,
         worker=name,
         engine_kind="embedded",

@@ -23,6 +23,7 @@ from tests.processes import children_left
 
 from .generation import PROMPTS, Response, difference, hold, request, resume, run, run_all
 from .marks import VLLM
+from .mixture import mixture_difference
 from .models import STOP, Architecture, forward_logprobs, make_model, named_tensors, save_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -173,6 +174,50 @@ async def test_a_swap_in_flight_drops_nothing_and_spans_are_exact(case: Case) ->
         assert from_old[:switch].max() < TOLERANCE
         assert from_new[switch:].max() < TOLERANCE
         assert from_old[switch:].max() > 0.1
+
+
+async def test_a_swap_that_keeps_the_cache_goes_on_over_it_and_spans_are_exact(case: Case) -> None:
+    old_version = await hold(case.engine, case.old)
+    responses = [Response(prompt) for prompt in PROMPTS[2:4]]
+    asked = [request(prompt, temperature=1.0, stop_token_ids=[], max_new_tokens=200) for prompt in PROMPTS[2:4]]
+    running = [
+        asyncio.create_task(run(case.engine, one, response=response))
+        for one, response in zip(asked, responses, strict=True)
+    ]
+    await asyncio.gather(*[response.started.wait() for response in responses])
+    new_version = await hold(case.engine, case.new, keep_cache=True)
+    await asyncio.gather(*running)
+    for response in responses:
+        assert (response.finish_reason, len(response.tokens)) == ("length", 200)
+        switch = response.versions.index(new_version)
+        assert response.versions == [old_version] * switch + [new_version] * (200 - switch)
+        assert difference(case.old, response)[:switch].max() < TOLERANCE
+        assert mixture_difference(case.old, case.new, response, switch).max() < TOLERANCE
+        assert difference(case.new, response)[switch:].max() > 100 * TOLERANCE
+
+
+async def test_what_begins_after_a_swap_uses_nothing_that_older_weights_cached(case: Case) -> None:
+    await hold(case.engine, case.old)
+    # Long enough for blocks of a prefix cache; one sample runs on, so that its cache is kept.
+    prompts = [[2 + (i * j) % 60 for i in range(300)] for j in (3, 7)]
+    before = await run_all(case.engine, prompts, stop_token_ids=[], max_new_tokens=8)
+    running = Response(prompts[0])
+    asked = request(prompts[0], stop_token_ids=[], max_new_tokens=100)
+    task = asyncio.create_task(run(case.engine, asked, response=running))
+    await running.started.wait()
+    version = await hold(case.engine, case.new, keep_cache=True)
+    after = await run_all(
+        case.engine, [*prompts, before[0].prompt + before[0].tokens], stop_token_ids=[], max_new_tokens=8
+    )
+    await task
+    for response in after:
+        assert set(response.versions) == {version}
+        assert difference(case.new, response).max() < TOLERANCE
+    await hold(case.engine, case.new)  # forgets everything: as good as a fresh engine
+    fresh = await run_all(case.engine, [response.prompt for response in after], stop_token_ids=[], max_new_tokens=8)
+    for response, expected in zip(after, fresh, strict=True):
+        assert response.tokens == expected.tokens
+        assert response.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
 
 
 async def test_a_slow_reader_gets_exact_spans(case: Case) -> None:

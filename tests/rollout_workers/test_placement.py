@@ -103,7 +103,7 @@ def placed(shard: Shard, placement: Placement, *parts: dict[str, torch.Tensor]) 
     for parameter in shard.parameters.values():
         parameter.zero_()
     for part in parts:
-        placement.copy(shard.parameters, part)
+        placement.copies(shard.parameters, part).make()
     return {name: parameter.clone() for name, parameter in shard.parameters.items()}
 
 
@@ -152,7 +152,7 @@ def test_more_elements_than_a_number_has_bits() -> None:
     (source,) = [Published("a", (300, 500), torch.bfloat16)]
     placement = trace(load, {"weight": weight}, [source])
     given = torch.randn(300, 500).bfloat16()
-    placement.copy({"weight": weight}, {"a": given})
+    placement.copies({"weight": weight}, {"a": given}).make()
     assert torch.equal(weight, given.flip(0))
 
 

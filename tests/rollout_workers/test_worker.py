@@ -293,7 +293,7 @@ async def test_a_bit_that_no_probe_can_see_is_told_from_what_was_published(
     engine = make_engine(tmp_path)
     swap = engine.swap_weights
 
-    async def flip_a_bit(version: WeightVersion, tensors: Any) -> None:
+    async def flip_a_bit(version: WeightVersion, tensors: Any, *, keep_cache: bool) -> None:
         (name, tensor), *others = tensors
         changed = tensor.clone()
         changed.view(torch.int32).view(-1)[7] ^= 1
@@ -326,7 +326,7 @@ async def test_a_swap_that_fails_once_is_repeated(brokers: tuple[Broker, Broker]
     engine = make_engine(tmp_path)
     swap, swaps = engine.swap_weights, 0
 
-    async def stumble(version: WeightVersion, tensors: Any) -> None:
+    async def stumble(version: WeightVersion, tensors: Any, *, keep_cache: bool) -> None:
         nonlocal swaps
         swaps += 1
         await swap(version, [(n, 2 * t) for n, t in tensors] if swaps == 1 else tensors)
@@ -339,6 +339,27 @@ async def test_a_swap_that_fails_once_is_repeated(brokers: tuple[Broker, Broker]
     async with running(worker):
         await until(lambda: worker.info().version == learner.version(0))
     assert (swaps, worker.info().swaps) == (2, 1)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+async def test_the_policy_for_caches_reaches_the_engine(
+    brokers: tuple[Broker, Broker], tmp_path: Path, policy: Any
+) -> None:
+    engine = make_engine(tmp_path)
+    swap, kept = engine.swap_weights, []
+
+    async def noted(version: WeightVersion, tensors: Any, *, keep_cache: bool) -> None:
+        kept.append(keep_cache)
+        await swap(version, tensors, keep_cache=keep_cache)
+
+    engine.swap_weights = noted
+    learner = await Learner.start(brokers[0], groups=1)
+    deliveries = Deliveries()
+    worker = make_worker(brokers[1], engine, deliveries, weights=WeightsConfig(kv_policy=policy))
+    await learner.publish(0, deliveries)
+    async with running(worker):
+        await until(lambda: worker.info().version == learner.version(0))
+    assert kept == [policy == "keep"]
 
 
 async def test_older_weights_are_ignored(

@@ -1,0 +1,31 @@
+-- include: lib_base
+-- turn(token, ttl_s, share of the serving workers, or nothing: renew only) -> 1 if the token holds a turn now, else 0
+-- Granted while fewer than `share` of the serving workers, rounded down, hold one, and in any case while nobody does.
+-- A turn ends when it is given back (a plain ZREM) or at its deadline. Touches: turns, serving.
+free_first()
+local TURNS, SERVING, share = P .. 'turns', P .. 'serving', tonumber(ARGV[3] or '')
+local time, ttl_s = now(), tonumber(ARGV[2])
+for _, token in ipairs(call('ZRANGEBYSCORE', TURNS, '-inf', time)) do call('ZREM', TURNS, token) end
+local others, is_held = 0, false
+for _, token in ipairs(call('ZRANGE', TURNS, 0, -1)) do
+  if token == ARGV[1] then is_held = true else others = others + 1 end
+end
+
+-- Those that were heard of lately; whom a heartbeat finds missing here is added again.
+local function serving()
+  local alive = 0
+  for _, worker in ipairs(call('SMEMBERS', SERVING)) do
+    if call('EXISTS', P .. 'worker:' .. worker) == 1 then
+      alive = alive + 1
+    else
+      call('SREM', SERVING, worker)
+    end
+  end
+  return alive
+end
+
+if not is_held and (not share or (others > 0 and others >= math.floor(serving() * share))) then return 0 end
+call('ZADD', TURNS, time + ttl_s, ARGV[1])
+local last = call('ZRANGE', TURNS, -1, -1, 'WITHSCORES')[2]
+call('EXPIRE', TURNS, math.ceil(tonumber(last) - time) + 1)
+return 1
