@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class HeldWeights:
             delivery = await self._next_delivery()
             async with self._turn() as has_waited:
                 if has_waited:
-                    delivery = await self._newest(delivery)
+                    delivery = self._subscriber.newer() or delivery
                 await self._load(delivery)
             async with self._changed:
                 self.version = delivery.manifest.version
@@ -90,15 +90,6 @@ class HeldWeights:
     def _turn(self) -> AbstractAsyncContextManager[bool]:
         """An engine without weights generates nothing that a swap would hold up."""
         return nullcontext(False) if self.version is None else self._turns.turn()
-
-    async def _newest(self, delivery: Delivery) -> Delivery:
-        """What arrived meanwhile, or else the delivery itself."""
-        with suppress(TimeoutError, WeightSyncError), self._outages:
-            async with asyncio.timeout(0):
-                newer = await self._subscriber.wait_for_version(delivery.manifest.version)
-                if newer.manifest.version > delivery.manifest.version:
-                    return newer
-        return delivery
 
     def _refuse_regression(self, version: WeightVersion) -> None:
         if self.version is not None and version <= self.version:

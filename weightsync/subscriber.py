@@ -105,6 +105,14 @@ class Subscriber:
             self._give_back(staged)
             await self._news()
 
+    def newer(self) -> Delivery | None:
+        """A newer version that has arrived since the last one was handed over, in its place; None: none has."""
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            self._give_back(self._lent)
+            self._held, self._lent = staged.manifest.version, staged
+        return staged
+
     async def close(self) -> None:
         """Leave the group and stop; a receive under way ends by its deadline at the latest. Idempotent."""
         tasks = [task for task in (self._following, self._pulling) if task is not None]

@@ -66,7 +66,10 @@ class OneVersion:
     async def wait_for_version(self, current: WeightVersion | None) -> Delivery:
         if current is not None:
             await asyncio.Event().wait()
-        return Delivery(manifest(), [])
+        return Delivery(manifest(), (), was_broadcast=True)
+
+    def newer(self) -> None:
+        """There is no other."""
 
     async def close(self) -> None:
         """Nothing to free."""

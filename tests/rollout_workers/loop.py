@@ -46,6 +46,12 @@ class Deliveries:
     async def wait_for_version(self, current: WeightVersion | None) -> Delivery:
         return await self.queue.get()
 
+    def newer(self) -> Delivery | None:
+        newest = None
+        while not self.queue.empty():
+            newest = self.queue.get_nowait()
+        return newest
+
     async def close(self) -> None:
         """Nothing to free."""
 
