@@ -30,7 +30,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CAPACITY = 8
 MAX_LEN = 512
-TOLERANCE = 1e-4
+TOLERANCE = 1e-2 if torch.cuda.is_available() else 1e-4
+"""On a GPU vLLM's attention multiplies fp32 numbers as TF32."""
 
 
 @dataclass

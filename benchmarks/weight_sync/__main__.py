@@ -1,0 +1,176 @@
+"""Seconds and GB/s from a published step to the first token of its version, in an engine that generates all the while.
+
+    python -m benchmarks.weight_sync [--shape qwen3-30b-a3b] [--layers N] [--transport nccl|ipc|gloo]
+        [--staging device|host] [--native] [--versions 5] --output DIR
+
+One learner and one engine: on GPUs 0 and 1, on one GPU with `--transport ipc`, or on the CPU with `--device cpu`.
+`--native` then does the same with vLLM's own NCCL transfer (two GPUs). The first version is pulled and traces the
+engine's loader, the second forms the group; the medians are of the later ones. Lines go to OUTPUT/results.jsonl; the
+last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.throughput.shapes import SHAPES, shape_of
+from broker.server import EmbeddedServer
+
+from .order import Order
+from .tensors import write_config
+
+WARM_UP = 2
+"""Versions that are not counted."""
+
+
+def measure(order: Order, output: Path, limit_s: float) -> list[dict[str, Any]]:
+    """One line for every version, with what both ends said of it."""
+    encoded = msgspec.json.encode(order).decode()
+    shares_gpu = order.transport == "ipc"
+    with EmbeddedServer(output / "server") as server:
+        processes = [
+            _start("learner", [server.url, "weight-sync", encoded], output, gpu="0"),
+            _start("engine", [server.url, "weight-sync", encoded], output, gpu="0" if shares_gpu else "1"),
+        ]
+        end = time.monotonic() + limit_s
+        try:
+            while any(process.poll() is None for process in processes) and time.monotonic() < end:
+                if any(process.poll() for process in processes):
+                    break
+                time.sleep(0.2)
+        finally:
+            for process in processes:
+                process.terminate()
+                process.wait()
+    sent, taken = _lines(output / "learner.log"), _lines(output / "engine.log")
+    return [{**one, **taken.get(version, {})} for version, one in sent.items()]
+
+
+def _start(name: str, arguments: list[str], output: Path, *, gpu: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    with (output / f"{name}.log").open("wb") as log:
+        command = [sys.executable, "-m", f"benchmarks.weight_sync.{name}", *arguments]
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def _lines(path: Path) -> dict[int, dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.startswith('{"')]
+    return {line["version"]: line for line in lines if "version" in line}
+
+
+def seconds(line: dict[str, Any]) -> dict[str, float]:
+    """From the step on; only versions that came by broadcast and were swapped in have all of it."""
+    if "first_new_token" not in line or not line.get("received"):
+        return {}
+    began = line["began"]
+    return {
+        "staged": line["staged"] - began,
+        "received": line["received"] - began,
+        "first_new_token": line["first_new_token"] - began,
+        "verified": line["verified"] - began,
+        "announced": line["announced"] - began,
+        "engine_without_tokens": line["first_new_token"] - line["last_old_token"],
+        "longest_pause_after": line["longest_pause_s"],
+    }
+
+
+def native(order: Order, output: Path, limit_s: float) -> list[dict[str, Any]]:
+    """vLLM's own transfer of the same tensors."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "ENGINE_GPU": "1"}
+    command = [sys.executable, "-m", "benchmarks.weight_sync.native", msgspec.json.encode(order).decode()]
+    with (output / "native.log").open("wb") as log:
+        try:
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=limit_s, check=False)
+        except subprocess.TimeoutExpired:
+            print(f"vLLM's own transfer had not ended after {limit_s:.0f} s", file=sys.stderr)
+    return list(_lines(output / "native.log").values())
+
+
+def native_seconds(line: dict[str, Any]) -> dict[str, float]:
+    """The same moments."""
+    return {
+        "first_new_token": line["first_new_token"] - line["began"],
+        "engine_without_tokens": line["first_new_token"] - line["last_old_token"],
+    }
+
+
+def medians(lines: list[dict[str, float]]) -> dict[str, float]:
+    """Of every key, over the versions after the warm-up."""
+    counted = [line for line in lines if line]
+    return {key: round(statistics.median(line[key] for line in counted), 4) for key in counted[0]} if counted else {}
+
+
+def main() -> None:
+    arguments = parse()
+    output = arguments.output
+    output.mkdir(parents=True, exist_ok=True)
+    shape = shape_of(arguments.shape, arguments.layers)
+    is_cpu = arguments.device == "cpu"
+    options: dict[str, Any] = {} if is_cpu else {"gpu_memory_utilization": arguments.gpu_memory}
+    order = Order(
+        model=str(write_config(shape, output / "model")),
+        dtype="float32" if is_cpu else "bfloat16",
+        device=arguments.device,
+        transport=arguments.transport,
+        staging=arguments.staging,
+        bucket_bytes=arguments.bucket_mib << 20,
+        timeout_s=arguments.timeout_s,
+        versions=arguments.versions,
+        engine=arguments.engine,
+        requests=arguments.requests,
+        new_tokens=arguments.new_tokens,
+        options=options,
+    )
+    found: dict[str, Any] = {"shape": arguments.shape, "layers": shape.layers, "transport": order.transport}
+    lines = measure(order, output, arguments.limit_s)
+    of_each = [seconds(line) for line in lines]
+    found |= {
+        "staging": order.staging,
+        "bytes": lines[0]["bytes"] if lines else 0,
+        "failed": [x["failed"] for x in lines],
+    }
+    found["ours"] = medians(of_each[WARM_UP:])
+    found["first_version"] = of_each[0] if of_each else {}
+    if arguments.native:
+        theirs = native(order, output, arguments.limit_s)
+        found["native"] = medians([native_seconds(line) for line in theirs[1:]])
+    for who in ("ours", "native"):
+        if found.get(who):
+            found[who]["gb_per_s"] = round(found["bytes"] / found[who]["first_new_token"] / 1e9, 2)
+    if found.get("native") and found.get("ours"):
+        found["times_faster"] = round(found["native"]["first_new_token"] / found["ours"]["first_new_token"], 2)
+    with (output / "results.jsonl").open("a") as results:
+        results.writelines(json.dumps(line) + "\n" for line in (*lines, found))
+    print(json.dumps(found))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
+    parser.add_argument("--transport", choices=["nccl", "ipc", "gloo"], default="nccl")
+    parser.add_argument("--staging", choices=["device", "host"], default="device")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
+    parser.add_argument("--versions", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=1000)
+    parser.add_argument("--bucket-mib", type=int, default=1024)
+    parser.add_argument("--gpu-memory", type=float, default=0.5, help="share of the GPU that vLLM takes")
+    parser.add_argument("--timeout-s", type=float, default=30.0, help="deadline of a broadcast")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="for ours, and again for vLLM's")
+    parser.add_argument("--native", action="store_true", help="vLLM's own NCCL transfer too")
+    parser.add_argument("--output", type=Path, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

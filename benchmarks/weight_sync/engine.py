@@ -1,0 +1,160 @@
+"""An engine that generates all the while and takes every version as a worker does: received, swapped in, proved.
+
+    python -m benchmarks.weight_sync.engine URL RUN ORDER
+
+Prints a line of JSON for every version, with moments of the machine's monotonic clock.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from broker.client import Broker, open_broker
+from broker.schema import WeightVersion, WorkerInfo
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines import open_engine
+from rollout_workers.engines.base import Engine, GenerationRequest
+from rollout_workers.outages import Outages
+from rollout_workers.turns import SwapTurns
+from rollout_workers.weights import HeldWeights
+from weightsync.config import WeightsConfig
+from weightsync.subscriber import Delivery, Subscriber
+
+from .order import Order
+
+HEARTBEAT_S = 0.2
+PROMPT = list(range(3, 19))
+
+
+class Clock:
+    """When tokens came, by version."""
+
+    def __init__(self) -> None:
+        self.first: dict[WeightVersion, float] = {}
+        self.last: dict[WeightVersion, float] = {}
+        self.tokens = 0
+        self.pauses: list[tuple[float, float]] = []
+        """(end, length) of times without any token."""
+        self._latest = time.monotonic()
+
+    def note(self, version: WeightVersion, count: int) -> None:
+        now = time.monotonic()
+        self.first.setdefault(version, now)
+        self.last[version] = now
+        self.tokens += count
+        if now - self._latest > 0.02:
+            self.pauses.append((now, now - self._latest))
+        self._latest = now
+
+    def longest_pause(self, since: float) -> float:
+        return max((length for end, length in self.pauses if end >= since), default=0.0)
+
+
+async def follow(url: str, run: str, order: Order) -> None:
+    broker = await open_broker(url, run)
+    config = EngineConfig(
+        kind=order.engine,
+        max_concurrent=order.requests,
+        max_model_len=len(PROMPT) + order.new_tokens + 1,
+        dtype=order.dtype,  # type: ignore[arg-type]
+        options=order.options,
+    )
+    engine = open_engine(config, Path(order.model), seed=0)
+    weights = WeightsConfig(staging=order.staging, broadcast_timeout_s=order.timeout_s)  # type: ignore[arg-type]
+    subscriber = _Noting(broker, "engine", weights)
+    outages, clock = Outages(broker.url), Clock()
+    turns = SwapTurns(broker.turns, "engine", outages, share=1.0, ttl_s=5.0)
+    held = HeldWeights(engine, subscriber, outages, turns, keep_cache=False, verify=True, on_swap=lambda: None)
+    async with asyncio.TaskGroup() as tasks:
+        background = [tasks.create_task(held.follow()), tasks.create_task(_beat(broker, subscriber, held))]
+        await held.reach(None)
+        background += [tasks.create_task(_generate(engine, order, number, clock)) for number in range(order.requests)]
+        for version in _versions(order, await held.reach(None)):
+            await held.reach(version)
+            verified = time.monotonic()
+            while version not in clock.first:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            before = max((at for other, at in clock.last.items() if other < version), default=verified)
+            await asyncio.sleep(0.5)
+            line = {
+                "version": version.step,
+                "received": subscriber.at.get(version),
+                "last_old_token": before,
+                "first_new_token": clock.first[version],
+                "verified": verified,
+                "longest_pause_s": clock.longest_pause(before),
+                "tokens": clock.tokens,
+            }
+            print(json.dumps(line), flush=True)
+        for task in background:
+            task.cancel()
+    await subscriber.close()
+    await engine.close()
+    await broker.close()
+
+
+class _Noting(Subscriber):
+    """Says when a version had arrived."""
+
+    def __init__(self, broker: Broker, worker: str, config: WeightsConfig) -> None:
+        super().__init__(broker, worker, config)
+        self.at: dict[WeightVersion, float] = {}
+
+    async def wait_for_version(self, current: WeightVersion | None) -> Delivery:
+        delivery = await super().wait_for_version(current)
+        self.at[delivery.manifest.version] = time.monotonic()
+        return delivery
+
+
+def _versions(order: Order, first: WeightVersion) -> Iterator[WeightVersion]:
+    for number in range(first.step, order.versions):
+        yield WeightVersion(first.incarnation, number)
+
+
+async def _generate(engine: Engine, order: Order, number: int, clock: Clock) -> None:
+    for count in itertools.count():
+        request = GenerationRequest(
+            request_id=f"{number}-{count}",
+            prompt_tokens=PROMPT,
+            max_new_tokens=order.new_tokens,
+            temperature=1.0,
+            stop_token_ids=[],
+        )
+        async for chunk in engine.generate(request):
+            if chunk.token_ids:
+                clock.note(chunk.version, len(chunk.token_ids))
+
+
+async def _beat(broker: Broker, subscriber: Subscriber, held: HeldWeights) -> None:
+    while True:
+        info: dict[str, Any] = {
+            "worker": "engine",
+            "host": "here",
+            "pid": os.getpid(),
+            "engine": "measured",
+            "state": "generating",
+            "version": held.version,
+            "broadcast_epoch": subscriber.epoch,
+            "wants_broadcast": held.version is not None,
+            "capacity": 1,
+            "active": 1,
+            "generated_tokens": 0,
+            "submitted": 0,
+            "tokens_per_s": 0.0,
+            "swaps": held.swaps,
+            "last_error": held.last_error or subscriber.last_error,
+        }
+        await broker.status.heartbeat(WorkerInfo(**info), 20.0)
+        await asyncio.sleep(HEARTBEAT_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(follow(sys.argv[1], sys.argv[2], msgspec.json.decode(sys.argv[3], type=Order)))

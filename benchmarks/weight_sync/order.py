@@ -1,0 +1,27 @@
+"""What both ends of one measurement are told."""
+
+from typing import Any
+
+import msgspec
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of sending one model's weights."""
+
+    model: str
+    """Directory of its config.json."""
+    dtype: str
+    device: str
+    """Of the learner's tensors."""
+    transport: str
+    staging: str
+    bucket_bytes: int
+    timeout_s: float
+    versions: int
+    """The first is pulled, and an engine's loader is traced with it."""
+    engine: str
+    requests: int
+    """That the engine generates all the while."""
+    new_tokens: int
+    options: dict[str, Any]
+    """Of the engine."""

@@ -1,0 +1,28 @@
+"""What the CPU cannot show: fingerprints by the kernel, buckets on a GPU."""
+
+import pytest
+import torch
+
+from weightsync.buckets import fingerprints, stage
+from weightsync.fingerprint import Parts, fingerprint, fingerprint_parts
+
+from .test_buckets import awkward_tensors
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (1000, 129), (3, 5000), (5, 1024)])
+def test_the_kernel_adds_up_what_the_cpu_does(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    tensor = (100 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+    assert fingerprint(tensor.cuda()) == fingerprint(tensor)
+    rows = [(0, shape[0] // 2, 5, 2, 3), (shape[0] // 2, shape[0], 0, shape[1], 1)]
+    on_gpu = fingerprint_parts(tensor.cuda(), Parts.of(rows, torch.device("cuda")))
+    assert on_gpu.tolist() == fingerprint_parts(tensor, Parts.of(rows, torch.device("cpu"))).tolist()
+
+
+def test_buckets_on_a_gpu_hold_the_same_bits() -> None:
+    on_gpu, on_cpu = (stage(awkward_tensors(), 4096, device) for device in ("cuda", "cpu"))
+    assert (on_gpu.tensors, on_gpu.fingerprints) == (on_cpu.tensors, on_cpu.fingerprints)
+    back = on_gpu.on_cpu()
+    assert fingerprints(back.tensors, dict(enumerate(back.data))) == dict(enumerate(on_cpu.fingerprints))
