@@ -19,7 +19,8 @@ UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers as wide as an element of so many bytes; those of 2 and 4 bytes are signed, which their masks make good."""
 MASKS = {1: 0, 2: 0xFFFF, 4: 0xFFFFFFFF, 8: 0}
 """What cuts the sign that widening fills up with; 0: there is none."""
-_SLICE_ELEMENTS = 1 << 22
+_PIECE_BYTES = 256
+_ROWS_AT_ONCE = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,33 @@ def _row_sums(rows_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from .row_sums import row_sums
 
         return row_sums(bits_RC, MASKS[rows_RC.element_size()])
-    height = max(1, _SLICE_ELEMENTS // max(1, bits_RC.shape[1]))
-    pieces = [_sums(piece) for piece in torch.split(bits_RC, height)]
-    return torch.cat([sums for sums, _ in pieces]), torch.cat([weighted for _, weighted in pieces])
+    return _sums_by_bytes(bits_RC)
 
 
-def _sums(bits_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    wide_RC = bits_RC.long()
-    if mask := MASKS[bits_RC.element_size()]:
-        wide_RC &= mask
-    return wide_RC.sum(1), (wide_RC * torch.arange(wide_RC.shape[1])).sum(1)
+def _sums_by_bytes(bits_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As matrix products: a CPU is five times slower at adding up integers of 64 bits.
+
+    Exact, since each sum of at most `_PIECE_BYTES` bytes, weighted by their columns, stays below 2^24.
+    """
+    rows, columns = bits_RC.shape
+    width = bits_RC.element_size()
+    per_piece = _PIECE_BYTES // width
+    pieces = -(-columns // per_piece)
+    if columns % per_piece:
+        bits_RC = torch.nn.functional.pad(bits_RC, (0, pieces * per_piece - columns))
+    bytes_PB = bits_RC.contiguous().view(torch.uint8).view(-1, _PIECE_BYTES)
+    weights_B2w = _weights(width)
+    chunks = torch.split(bytes_PB, _ROWS_AT_ONCE)
+    sums_P2w = torch.cat([chunk_PB.float() @ weights_B2w for chunk_PB in chunks]).long()
+    shifts_w = torch.tensor([1 << 8 * place for place in range(width)])
+    sums_P, within_P = ((part_Pw * shifts_w).sum(1) for part_Pw in torch.split(sums_P2w, width, 1))
+    sums_RP, within_RP = sums_P.view(rows, pieces), within_P.view(rows, pieces)
+    before_P = per_piece * torch.arange(pieces)
+    return sums_RP.sum(1), (within_RP + before_P * sums_RP).sum(1)
+
+
+def _weights(width: int) -> torch.Tensor:
+    """[_PIECE_BYTES, 2 * width]: what each byte adds to the sum of its place in an element, then to the weighted one."""
+    places, columns = torch.arange(_PIECE_BYTES) % width, torch.arange(_PIECE_BYTES) // width
+    weights = torch.nn.functional.one_hot(places, width).float()
+    return torch.cat([weights, weights * columns[:, None]], 1)

@@ -6,6 +6,7 @@ pull goes on instead of starting over. Where a delta turns out to be wrong, all 
 are fetched in the same call; and what comes out is compared with the manifest's fingerprints either way.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,15 +51,22 @@ class Puller:
         self.fetched_bytes = 0
         """Since the start, deltas that turned out useless included."""
 
-    def pull(self, manifest: WeightManifest, deadline: Deadline) -> Pulled:
-        """All of `manifest`'s version. Blocks; raises what PullTransport does, and then goes on in the next call."""
+    def pull(
+        self, manifest: WeightManifest, deadline: Deadline, landing: Sequence[torch.Tensor] | None = None
+    ) -> Pulled:
+        """All of `manifest`'s version. Blocks; raises what PullTransport does, and then goes on in the next call.
+
+        What is fetched whole goes into `landing`, if it is given, which one that keeps its base must not be.
+        """
         check_manifest(manifest)
         chain = self._chain_to(manifest)
         buckets, failure = self._patched(manifest, chain, deadline)
         self._keep(manifest, buckets)
         for index, nbytes in enumerate(manifest.buckets):
             if index not in buckets:
-                buckets[index] = self._transport.pull_bucket(manifest, index, deadline)
+                fetched = torch.empty(nbytes, dtype=torch.uint8) if landing is None else landing[index]
+                self._transport.pull_bucket(manifest, index, fetched, deadline)
+                buckets[index] = fetched
                 self.fetched_bytes += nbytes
                 self._keep(manifest, buckets)
         whole = tuple(buckets[index] for index in range(len(manifest.buckets)))

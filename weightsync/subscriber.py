@@ -16,7 +16,7 @@ from broker import Broker
 from broker.errors import WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
 
-from .buckets import views
+from .buckets import check_manifest, views
 from .config import WeightsConfig
 from .deadline import Deadline
 from .groups import GroupFollower
@@ -38,8 +38,8 @@ class Delivery:
     manifest: WeightManifest
     buckets: tuple[torch.Tensor, ...]
     """What was received. They may be overwritten once the next version is waited for."""
-    was_broadcast: bool
-    """Or else pulled."""
+    may_be_reused: bool
+    """For a later version; or else they are the puller's, who keeps them."""
 
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -178,7 +178,7 @@ class Subscriber:
                 cancelled,
                 overdue_s=joined.group.timeout_s + _OVERDUE_S,
             )
-            self._stage(Delivery(manifest, buckets, was_broadcast=True))
+            self._stage(Delivery(manifest, buckets, may_be_reused=True))
         except WeightSyncError as error:
             self._note("broadcast", offered, error)
 
@@ -202,11 +202,11 @@ class Subscriber:
         try:
             pulled = await self._threads.run(
                 "pull",
-                lambda: self._puller.pull(manifest, Deadline(math.inf, cancelled)),
+                lambda: self._pull_into(manifest, Deadline(math.inf, cancelled)),
                 cancelled,
                 overdue_s=None,
             )
-            self._stage(Delivery(manifest, pulled.buckets, was_broadcast=False))
+            self._stage(Delivery(manifest, pulled.buckets, may_be_reused=self.joins_groups))
             self._pull_failures = 0
             logger.info("%s: %s pulled %s", self._worker, manifest.version, _how(pulled))
             if pulled.failure:
@@ -219,6 +219,17 @@ class Subscriber:
             self._pull_failures += 1
             await asyncio.sleep(_RETRY_S[min(self._pull_failures, len(_RETRY_S)) - 1])
 
+    def _pull_into(self, manifest: WeightManifest, deadline: Deadline) -> Pulled:
+        if not self.joins_groups:
+            return self._puller.pull(manifest, deadline)
+        check_manifest(manifest)
+        landing = self._landing.take(manifest.buckets)
+        try:
+            return self._puller.pull(manifest, deadline, landing)
+        except WeightSyncError:
+            self._landing.give_back(landing)
+            raise
+
     def _stage(self, delivery: Delivery) -> None:
         if self._is_newer(delivery.manifest.version):
             self._give_back(self._staged)
@@ -227,8 +238,7 @@ class Subscriber:
             self._arrived.set()
 
     def _give_back(self, delivery: Delivery | None) -> None:
-        """Pulled buckets may be the puller's."""
-        if delivery is not None and delivery.was_broadcast:
+        if delivery is not None and delivery.may_be_reused:
             self._landing.give_back(delivery.buckets)
 
     def _note(self, what: str, version: WeightVersion, error: WeightSyncError | str) -> None:

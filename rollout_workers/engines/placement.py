@@ -198,26 +198,25 @@ def _blocks(
     is_uneven_R = (steps_R < 0) | (places_R3[:, 2] != places_R3[:, 0] + steps_R * (columns - 1))
     if (is_uneven_R & (which_R >= 0)).any():
         raise WeightSyncError(f"columns of {name} do not stand at equal steps in what was published")
-    row = 0
-    while row < len(which_R):
-        end, row_step = _run(row, which_R, places_R3[:, 0], steps_R)
+    offsets_R = places_R3[:, 0]
+    starts = _starts(which_R, steps_R, offsets_R)
+    for row, end in zip(starts, [*starts[1:], len(which_R)], strict=True):
         if which_R[row] >= 0:
             source, step = names[int(which_R[row])], int(steps_R[row]) or 1
-            yield Block(name, row, end - row, source, int(places_R3[row, 0]), row_step, step)
-        row = end
+            row_step = int(offsets_R[row + 1] - offsets_R[row]) if end - row > 1 else 1
+            yield Block(name, row, end - row, source, int(offsets_R[row]), row_step, step)
 
 
-def _run(row: int, which_R: torch.Tensor, offsets_R: torch.Tensor, steps_R: torch.Tensor) -> tuple[int, int]:
-    """(where the run that begins at `row` ends, how far apart its rows stand)"""
-    rest = slice(row + 1, None)
-    row_step = 1 if row + 1 == len(which_R) else int(offsets_R[row + 1] - offsets_R[row])
-    if row_step < 1 and which_R[row] >= 0:  # a view's steps go forward
-        return row + 1, 1
-    expected = offsets_R[row] + row_step * torch.arange(1, len(which_R) - row)
-    belongs = (which_R[rest] == which_R[row]) & (steps_R[rest] == steps_R[row]) & (offsets_R[rest] == expected)
-    belongs |= (which_R[rest] < 0) & (which_R[row] < 0)
-    count = int(belongs.long().cumprod(0).sum())
-    return row + 1 + count, row_step if count else 1
+def _starts(which_R: torch.Tensor, steps_R: torch.Tensor, offsets_R: torch.Tensor) -> list[int]:
+    """Where runs of one source, one column step and one row step begin; a view's rows go forward."""
+    if not len(which_R):
+        return []
+    row_steps = torch.where(which_R[1:] >= 0, offsets_R.diff(), 1)
+    goes_on = (which_R.diff() == 0) & ((steps_R.diff() == 0) | (which_R[1:] < 0)) & (row_steps >= 1)
+    # A row that goes on from one that did must do so at the same step.
+    is_next = goes_on.clone()
+    is_next[1:] &= ~goes_on[:-1] | (row_steps[1:] == row_steps[:-1])
+    return [0, *(1 + (~is_next).nonzero().flatten()).tolist()]
 
 
 def _bits(parameter: torch.Tensor) -> torch.Tensor:

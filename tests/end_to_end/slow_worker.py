@@ -66,7 +66,7 @@ class OneVersion:
     async def wait_for_version(self, current: WeightVersion | None) -> Delivery:
         if current is not None:
             await asyncio.Event().wait()
-        return Delivery(manifest(), (), was_broadcast=True)
+        return Delivery(manifest(), (), may_be_reused=True)
 
     def newer(self) -> None:
         """There is no other."""

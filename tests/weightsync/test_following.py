@@ -236,10 +236,9 @@ async def test_a_spoilt_base_is_found_by_the_result(learner: Learner, follower: 
 
 async def test_a_joiner_whose_line_is_slower_than_the_learner_arrives(learner: Learner, broker: Broker) -> None:
     class SlowPull(HttpPull):
-        def pull_bucket(self, manifest: WeightManifest, index: int, deadline: Deadline) -> torch.Tensor:
-            bucket = super().pull_bucket(manifest, index, deadline)
+        def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
+            super().pull_bucket(manifest, index, bucket, deadline)
             learner.publish()
-            return bucket
 
     await publish(learner)
     await broker.status.heartbeat(worker_info("far", None, 0, joins_groups=False), HEARTBEAT_TTL_S)

@@ -12,7 +12,7 @@ import torch
 
 from broker.errors import WeightSyncError
 from broker.schema import DeltaSpec, WeightManifest, WeightVersion
-from weightsync.buckets import allocate, as_bytes, digest_bytes, verify
+from weightsync.buckets import as_bytes, digest_bytes, verify
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
 from weightsync.transports.base import SupersededError, UnreachableError
@@ -28,12 +28,13 @@ class HttpPull:
         self._timeout_s = timeout_s
         self._pace = Pace(bytes_per_s)
 
-    def pull_bucket(self, manifest: WeightManifest, index: int, deadline: Deadline) -> torch.Tensor:
+    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
         """See PullTransport."""
-        (bucket,) = allocate(manifest.buckets[index : index + 1])
-        self._fetch(manifest, manifest.version, str(index), as_bytes(bucket), deadline)
+        fetched = bucket if bucket.device.type == "cpu" else torch.empty_like(bucket, device="cpu")
+        self._fetch(manifest, manifest.version, str(index), as_bytes(fetched), deadline)
+        if fetched is not bucket:
+            bucket.copy_(fetched)
         verify(manifest, {index: bucket})
-        return bucket
 
     def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
         """See PullTransport."""
