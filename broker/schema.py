@@ -129,7 +129,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     """One for each token after the first, at temperature 1."""
     tolerance: float
-    """Largest absolute difference that rounding explains."""
+    """The mean absolute difference that rounding explains."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -107,6 +107,7 @@ class Local:
                     Path(private),
                     directory / "logs",
                     recipe.engine.threads,
+                    recipe.workers.devices,
                 ),
                 learner_command(recipe, directory, url, self.resume, self.rewind),
                 recipe.workers.max_restarts,
@@ -252,9 +253,17 @@ def launcher(processes: int, command: tuple[str, ...] = PYTHON) -> tuple[str, ..
 
 
 def worker_commands(
-    url: str, run: str, count: int, overrides: Sequence[str], private: Path, logs: Path, worker_threads: int
+    url: str,
+    run: str,
+    count: int,
+    overrides: Sequence[str],
+    private: Path,
+    logs: Path,
+    worker_threads: int,
+    devices: Sequence[int | str] = (),
 ) -> list[Command]:
-    """`count` workers, each in an empty directory of its own: they share nothing but the broker."""
+    """`count` workers, each in an empty directory of its own: they share nothing but the broker, and GPUs if `devices`
+    (see WorkersConfig) are fewer."""
     commands = []
     for index in range(count):
         name = f"worker-{index}"
@@ -265,10 +274,15 @@ def worker_commands(
                 argv=(*PYTHON, "worker", "--name", name, *overrides),
                 log=logs / f"{name}.log",
                 cwd=private / name,
-                environment=connection(url, run) | threads(worker_threads),
+                environment=connection(url, run) | threads(worker_threads) | visible_device(devices, index),
             )
         )
     return commands
+
+
+def visible_device(devices: Sequence[int | str], worker: int) -> dict[str, str]:
+    """Set before CUDA is looked at: a process that has seen all GPUs cannot be given one."""
+    return {"CUDA_VISIBLE_DEVICES": str(devices[worker % len(devices)])} if devices else {}
 
 
 def connection(url: str, run: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from learner.model import load_config, load_tokenizer, model_files
 from learner.prompts import open_prompts
+from learner.prompts.rendering import Renderer
 from learner.ranks import Ranks
 from learner.sft import SftProgress, SftStage, WarmUpError
 
@@ -54,6 +55,7 @@ def run_sft(recipe: Recipe, output: Path, *, console: Console) -> SftOutcome:
             backend=backend,
             ranks=ranks,
             tokenizer=tokenizer,
+            renderer=Renderer(tokenizer, recipe.prompts.system_prompt),
             config=recipe.sft,
             gate=gate,
             seed=recipe.run.seed,

@@ -33,7 +33,7 @@ class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str,
         Meta(description="arithmetic, jsonl, parquet, datasets, reasoning_gym, or your own as package.module:Class"),
     ]
-    path: Annotated[str, Meta(description="file, dataset id or task name, as the kind wants it")] = ""
+    path: Annotated[str, Meta(description="file, dataset id or task names (a,b), as the kind wants it")] = ""
     options: Annotated[dict[str, Any], Meta(description="further arguments of the source")] = {}
     shuffle: Annotated[bool, Meta(description="a new order for every epoch, from the run's seed")] = True
     epochs: Annotated[int, Meta(ge=0, description="passes over the prompts; 0: until learner.steps is reached")] = 0
@@ -188,8 +188,16 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class SftPhaseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stretch of supervised training on {query, response} data."""
 
-    kind: Annotated[str, Meta(description="arithmetic, jsonl, parquet, or your own as package.module:Class")]
-    path: Annotated[str, Meta(description="file with the fields `query` and `response`")] = ""
+    kind: Annotated[
+        str, Meta(description="arithmetic, jsonl, parquet, reasoning_gym, or your own as package.module:function")
+    ]
+    path: Annotated[
+        str,
+        Meta(
+            description="file with the fields `query`, which is put into the chat template as prompts are, and "
+            "`response`; or task names"
+        ),
+    ] = ""
     options: Annotated[dict[str, Any], Meta(description="further arguments of the source")] = {}
     learning_rate: Annotated[float, Meta(gt=0, description="constant after a short linear rise")] = 1e-5
     batch_size: Annotated[int, Meta(ge=1, description="examples a step")] = 64

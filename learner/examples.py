@@ -1,11 +1,13 @@
 """Data of the supervised warm-up: {query, response} examples, without end and the same for the same seed.
 
-Whoever tokenizes them appends the stop token. Your own: `package.module:function`, called as
-function(path=..., seed=..., **options), which yields `Example`s.
+Whoever tokenizes them renders the query as a prompt is and appends the stop token. Your own: `package.module:function`,
+called as function(path=..., seed=..., **options), which yields `Example`s.
 """
 
 import random
+import zlib
 from collections.abc import Iterator
+from itertools import count
 from typing import Annotated
 
 import msgspec
@@ -17,8 +19,9 @@ from .choices import import_own, typed_options, unknown_kind
 from .config import SftPhaseConfig
 from .prompts.arithmetic import ArithmeticOptions, Chain, apply, chain_options, draw_chain
 from .prompts.rows import Row, read_rows
+from .worked_solutions import WorkedOptions, check_tasks, worked_solution
 
-KINDS = ("arithmetic", "jsonl", "parquet")
+KINDS = ("arithmetic", "reasoning_gym", "jsonl", "parquet")
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +50,8 @@ def open_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
         case "arithmetic":
             options = chain_options(config.options, ArithmeticExampleOptions, "sft.phases.options")
             return worked_chains(options, seed)
+        case "reasoning_gym":
+            return worked_tasks(config.path, typed_options(config.options, WorkedOptions, "sft.phases.options"), seed)
         case "jsonl" | "parquet":
             typed_options(config.options, NoOptions, "sft.phases.options")
             examples = [_example(row, place) for place, row in read_rows(config.kind, config.path, "sft.phases.path")]
@@ -64,6 +69,17 @@ def worked_chains(options: ArithmeticExampleOptions, seed: int) -> Iterator[Exam
     while True:
         chain = draw_chain(rng, options, held_out=False)
         yield Example(query=chain.text, response=work_out(chain, rng, options))
+
+
+def worked_tasks(path: str, options: WorkedOptions, seed: int) -> Iterator[Example]:
+    """Reasoning-gym tasks in turn with their work; held-out ones are never among them."""
+    from .prompts.reasoning_gym import open_tasks
+
+    check_tasks(path)
+    source = open_tasks(path, options.task_options, seed=zlib.crc32(f"examples:{seed}".encode()))
+    rng = random.Random(f"reasoning-gym-examples:{seed}")
+    items = (source.train(0, position) for position in count())
+    return (Example(query=str(item.content), response=worked_solution(item, rng, options)) for item in items)
 
 
 def work_out(chain: Chain, rng: random.Random, options: ArithmeticExampleOptions) -> str:

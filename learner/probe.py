@@ -10,7 +10,8 @@ from .backends.base import Backend
 from .packing import PackableSequence, concatenate
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25, "float16": 0.05}
-"""Rounding of one forward pass in the engine's number format. A wrong layout is off by whole units."""
+"""Rounding of one forward pass in the engine's number format, as the mean of a logprob's absolute difference. A real
+model of 30 layers has 0.07 in bfloat16; a wrong layout is off by whole units."""
 
 
 def measure_probe(backend: Backend, token_ids: Sequence[int], tolerance: float) -> Probe:

@@ -20,6 +20,7 @@ from .examples import Example, open_examples
 from .model import encode
 from .objective import supervised_loss
 from .packing import PackableSequence, pack
+from .prompts.rendering import Renderer
 from .ranks import Ranks
 
 Gate = Callable[[Iterable[tuple[str, torch.Tensor]], int], float]
@@ -54,6 +55,7 @@ class SftStage:
         backend: Backend,
         ranks: Ranks,
         tokenizer: PreTrainedTokenizerBase,
+        renderer: Renderer,
         config: SftConfig,
         gate: Gate,
         seed: int,
@@ -64,6 +66,7 @@ class SftStage:
         self._backend = backend
         self._ranks = ranks
         self._tokenizer = tokenizer
+        self._renderer = renderer
         self._config = config
         self._gate = gate
         self._seed = seed
@@ -108,7 +111,7 @@ class SftStage:
 
     def _step(self, examples: Sequence[Example], learning_rate: float) -> float:
         batches = pack(
-            [tokenize(example, self._tokenizer) for example in examples],
+            [tokenize(example, self._tokenizer, self._renderer) for example in examples],
             replica=self._ranks.replica,
             replicas=self._ranks.replicas,
             micro_batch_tokens=self._micro_batch_tokens,
@@ -118,9 +121,12 @@ class SftStage:
         return loss
 
 
-def tokenize(example: Example, tokenizer: PreTrainedTokenizerBase) -> PackableSequence:
-    """Query and response as one sequence that ends with the stop token; only the response is trained."""
-    query = encode(tokenizer, example.query, "an SFT query")
+def tokenize(example: Example, tokenizer: PreTrainedTokenizerBase, renderer: Renderer) -> PackableSequence:
+    """Query and response as one sequence that ends with the stop token; only the response is trained.
+
+    The query has the tokens that a prompt of that text has, so that what is learned here is what training samples from.
+    """
+    _, query = renderer.render(example.query, "an SFT query")
     response = [
         *encode(tokenizer, example.response, "an SFT response", add_special_tokens=False),
         tokenizer.eos_token_id,

@@ -54,6 +54,13 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The pool of rollout workers."""
 
     count: Annotated[int, Meta(ge=1, description="worker processes that `headway run` starts")] = 2
+    devices: Annotated[
+        tuple[int | str, ...],
+        Meta(
+            description="the GPUs of each of these in turn, as CUDA_VISIBLE_DEVICES names them (0, or '2,3'); none: "
+            "every worker sees all"
+        ),
+    ] = ()
     heartbeat_s: Annotated[float, Meta(gt=0, description="how often a worker reports and renews its leases")] = 1.0
     max_restarts: Annotated[int, Meta(ge=0, description="restarts of one worker before the run is stopped")] = 5
     patience_s: Annotated[

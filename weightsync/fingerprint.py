@@ -105,7 +105,7 @@ def _sums_by_bytes(bits_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _weights(width: int) -> torch.Tensor:
-    """[_PIECE_BYTES, 2 * width]: what each byte adds to the sum of its place in an element, then to the weighted one."""
+    """[B, 2 * width] what each byte adds to the sum of its place in an element, and to the weighted one."""
     places, columns = torch.arange(_PIECE_BYTES) % width, torch.arange(_PIECE_BYTES) // width
     weights = torch.nn.functional.one_hot(places, width).float()
     return torch.cat([weights, weights * columns[:, None]], 1)

@@ -92,6 +92,7 @@ async def follow(url: str, run: str, order: Order) -> None:
                 "verified": verified,
                 "longest_pause_s": clock.longest_pause(before),
                 "tokens": clock.tokens,
+                "is_proved": await engine.held() is not None,
             }
             print(json.dumps(line), flush=True)
         for task in background:

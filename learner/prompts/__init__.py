@@ -45,9 +45,9 @@ def open_source(config: PromptsConfig, seed: int) -> PromptSource:
 
             return open_dataset(config.path, config.options)
         case "reasoning_gym":
-            from .reasoning_gym import ReasoningGymPrompts
+            from .reasoning_gym import open_tasks
 
-            return ReasoningGymPrompts(config.path, config.options, seed=seed)
+            return open_tasks(config.path, config.options, seed=seed)
         case own if ":" in own:
             source: PromptSource = import_own(own, "prompts.kind")(path=config.path, seed=seed, **config.options)
             return source

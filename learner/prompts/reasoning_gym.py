@@ -1,23 +1,57 @@
-"""Any reasoning-gym task by name. Endless: entries are generated, in blocks with a seed of their own.
+"""Any reasoning-gym tasks by name. Endless: entries are generated, in blocks with a seed of their own.
 
 `extra_info` carries {"task": name, "entry": question, answer and metadata, as JSON has them} for the scorer.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from broker.errors import ConfigError
 from learner.choices import did_you_mean
 
-from .base import Item, is_held_out
+from .base import Item, PromptSource, is_held_out
 
 BLOCK = 100
 """Entries of one generator: some tasks make all of theirs at once, some take no index beyond their size."""
 MAX_DRAWS = 200
 """For one entry on the wanted side of the split, which every 16th text is."""
+
+
+def open_tasks(path: str, options: Mapping[str, Any], *, seed: int) -> PromptSource:
+    """The task that `path` names, with its options; or several, separated by commas, with theirs by name."""
+    tasks = [task.strip() for task in path.split(",")]
+    if len(tasks) == 1:
+        return ReasoningGymPrompts(tasks[0], options, seed=seed)
+    for name, of_task in options.items():
+        if name not in tasks or not isinstance(of_task, Mapping):
+            raise ConfigError(
+                f"prompts.options: {name} is {of_task!r}; with several tasks give each one's options under its name "
+                f"({', '.join(tasks)})."
+            )
+    return Alternating([ReasoningGymPrompts(task, options.get(task, {}), seed=seed) for task in tasks])
+
+
+class Alternating:
+    """Endless sources in turn, so that every batch and every evaluation has as many items of each."""
+
+    def __init__(self, sources: Sequence[PromptSource]) -> None:
+        self._sources = sources
+
+    @property
+    def size(self) -> None:
+        return None
+
+    def train(self, epoch: int, position: int) -> Item:
+        turn, source = divmod(position, len(self._sources))
+        return self._sources[source].train(epoch, turn)
+
+    def held_out(self, count: int) -> list[Item]:
+        each = -(-count // len(self._sources))
+        rounds = zip(*(source.held_out(each) for source in self._sources), strict=True)
+        return [item for items in rounds for item in items][:count]
 
 
 class ReasoningGymPrompts:

@@ -28,7 +28,7 @@ class Renderer:
     def prompt(self, item: Item, *, group: str, num_samples: int) -> Prompt:
         """Tokenized, under the name `group`. Raises ConfigError where nothing is left to continue."""
         what = f"prompt {group} of {item.data_source!r}"
-        text, token_ids = self._render(item.content, what)
+        text, token_ids = self.render(item.content, what)
         if not token_ids:
             raise ConfigError(f"{what} has no tokens: {text[:80]!r}.")
         return Prompt(
@@ -41,7 +41,8 @@ class Renderer:
             num_samples=num_samples,
         )
 
-    def _render(self, content: str | list[Message], what: str) -> tuple[str, list[int]]:
+    def render(self, content: str | list[Message], what: str) -> tuple[str, list[int]]:
+        """The text that the model is given, and its tokens; errors name `what`."""
         if isinstance(content, str) and not self._system_prompt:
             return content, encode(self._tokenizer, content, what)
         text = self._conversation(self._messages(content))

@@ -79,7 +79,7 @@ class DirectLoading:
         try:
             return trace(self._load, self._parameters(), published)
         except WeightSyncError as error:
-            logger.info("weights go through the engine's loader: %s", error)
+            logger.warning("weights go through the engine's loader, which takes longer: %s", error)
             return None
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from deploy.config import load_recipe
-from deploy.local import Local, after_warm_up, warm_up
+from deploy.local import Local, after_warm_up, warm_up, worker_commands
 from deploy.run_directory import prepare
 from learner.config import ModelConfig
 from learner.model import load_model, load_tokenizer
@@ -33,6 +33,13 @@ def test_hints_name_the_runs_own_recipe(tmp_path: Path, monkeypatch: pytest.Monk
     text = hints(directory, 0, *overrides)
     assert " eval runs/stale/config.yaml --checkpoint runs/stale/checkpoints/1/step_3\n" in text
     assert f" run arithmetic.yaml learner.steps=3 {overrides[2]} staleness.max_lag=8 run.name=stale-8\n" in text
+
+
+def test_workers_share_the_gpus_that_they_are_given(tmp_path: Path) -> None:
+    commands = worker_commands("redis://h", "r", 3, (), tmp_path, tmp_path, 1, devices=[1, "2,3"])
+    assert [command.environment["CUDA_VISIBLE_DEVICES"] for command in commands] == ["1", "2,3", "1"]
+    (free,) = worker_commands("redis://h", "r", 1, (), tmp_path / "worker-0", tmp_path, 1)
+    assert "CUDA_VISIBLE_DEVICES" not in free.environment
 
 
 @pytest.mark.slow

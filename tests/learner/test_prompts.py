@@ -20,6 +20,7 @@ from learner.prompts.arithmetic import apply
 from learner.prompts.base import Item, is_held_out
 from learner.prompts.cursor import PromptCursor
 from learner.prompts.rendering import Prompts, Renderer
+from learner.sft import tokenize
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -209,6 +210,10 @@ def test_errors_name_the_line(tmp_path: Path, text: str, message: str) -> None:
             "'chain_sum' refuses them: .*terms",
         ),
         ({"kind": "reasoning_gym", "path": "chain_sum", "options": {"seed": 2}}, "seed are set by Headway"),
+        (
+            {"kind": "reasoning_gym", "path": "chain_sum,leg_counting", "options": {"max_terms": 3}},
+            r"prompts\.options: max_terms is 3; with several tasks .* \(chain_sum, leg_counting\)",
+        ),
         ({"kind": "no_module:Class"}, r"prompts\.kind: cannot import 'no_module'"),
         ({"kind": "datasets"}, "give the dataset's hub id"),
     ],
@@ -263,6 +268,28 @@ def test_reasoning_gym_held_out_entries_are_never_trained() -> None:
     assert len(held_out) == 20
     assert all(isinstance(text, str) and is_held_out(text) for text in held_out)
     assert not any(is_held_out(str(source.train(0, position).content)) for position in range(300))
+
+
+TWO_TASKS = {
+    "kind": "reasoning_gym",
+    "path": "chain_sum, leg_counting",
+    "options": {"chain_sum": {"min_digits": 2}, "leg_counting": {"max_animals": 4}},
+}
+
+
+def test_several_reasoning_gym_tasks_take_turns() -> None:
+    """Each with its own options, at random access, and the first few held-out prompts are the same for any count."""
+    source = open_source(PromptsConfig(**TWO_TASKS), seed=0)
+    items = [source.train(0, position) for position in range(40)]
+    assert [item.extra_info["task"] for item in items] == ["chain_sum", "leg_counting"] * 20
+    assert len({str(item.content) for item in items}) == 40
+    assert source.train(0, 7) == items[7] != source.train(1, 7)
+    assert {item.extra_info["entry"]["metadata"]["num_digits"] for item in items[::2]} == {2, 3, 4}
+    assert max(item.extra_info["entry"]["metadata"]["num_animals"] for item in items[1::2]) == 4
+    held_out = source.held_out(9)
+    assert len(held_out) == 9
+    assert held_out == source.held_out(12)[:9]
+    assert {item.data_source for item in held_out} == {"reasoning_gym/chain_sum", "reasoning_gym/leg_counting"}
 
 
 def test_a_source_of_ones_own() -> None:
@@ -400,6 +427,16 @@ def test_a_run_whose_every_group_is_trained_resumes_exhausted(tmp_path: Path) ->
 # --- supervised examples
 
 
+def test_an_examples_query_has_the_tokens_of_a_prompt() -> None:
+    """Else the warm-up teaches what nobody samples from."""
+    tokenizer = character_tokenizer(chat=True)
+    renderer = Renderer(tokenizer, "Add.")
+    prompt = renderer.prompt(Item(content="1+1=", ground_truth="", data_source=""), group="g", num_samples=1)
+    trained = tokenize(Example(query="1+1=", response="2"), tokenizer, renderer)
+    assert trained.token_ids[: trained.prompt_length].tolist() == prompt.token_ids
+    assert trained.token_ids[trained.prompt_length :].tolist() == [ord("2") - 32, tokenizer.eos_token_id]
+
+
 def examples_of(count: int, seed: int = 0, **config: Any) -> list[Example]:
     return list(islice(open_examples(SftPhaseConfig(**config), seed), count))
 
@@ -474,6 +511,10 @@ def test_examples_of_ones_own() -> None:
         (
             {"kind": "arithmetic", "options": {"min_operations": 7}},
             "min_operations 7 exceeds max_operations 6",
+        ),
+        (
+            {"kind": "reasoning_gym", "path": "chain_sum,leg_count"},
+            r"sft\.phases\.path: there are no worked solutions of 'leg_count'; did you mean 'leg_counting'",
         ),
         ({"kind": "jsonl", "path": "/nowhere"}, r"sft\.phases\.path: '/nowhere' is no file"),
         ({"kind": "jsonl", "options": {"x": 1}}, r"sft\.phases\.options\.x: no such option. Known: none"),

@@ -14,10 +14,11 @@ import torch
 
 from broker.client import BlockingBroker, Broker
 from broker.errors import ServerRestartedError, WeightSyncError
-from broker.schema import Group, ModelFiles, Prompt, WeightVersion, WorkerInfo
+from broker.schema import Group, ModelFiles, Probe, Prompt, WeightVersion, WorkerInfo
 from broker.server import EmbeddedServer
 from rollout_workers.model_files import ModelFilesError, fetch_model
 from rollout_workers.rewards.base import RewardError, Score
+from rollout_workers.weights import refuse_other_logprobs
 from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher, PublishReport
@@ -280,9 +281,22 @@ async def test_an_engine_that_fails_the_probe_ends_the_worker_with_numbers(
     deliveries = Deliveries()
     worker = make_worker(brokers[1], make_engine(tmp_path), deliveries)
     await learner.publish(0, deliveries, error=0.25)
-    with pytest.raises(WeightSyncError, match=r"differ from the learner's by 0.25 .* explains 0.001"):
+    with pytest.raises(WeightSyncError, match=r"differ from the learner's by a mean of 0.25 .* explains 0.001"):
         await worker.run()
     assert (await brokers[0].status.snapshot()).queues.admitted == 0
+
+
+def test_one_unlikely_token_fails_no_probe() -> None:
+    """In bfloat16 it is off by more than its neighbours together, where the engine holds what was published."""
+    probe, version = (
+        Probe(token_ids=[1] * 6, logprobs=[-1.0, -2.0, -17.0, -3.0, -1.0], tolerance=0.25),
+        WeightVersion(1, 0),
+    )
+    refuse_other_logprobs(probe, [-1.0, -2.0, -16.0, -3.1, -1.0], version)
+    with pytest.raises(WeightSyncError, match=r"by a mean of 0\.42 where rounding explains 0\.25"):
+        refuse_other_logprobs(probe, [-1.0, -2.0, -16.0, -3.1, -2.0], version)
+    with pytest.raises(WeightSyncError, match="by a mean of nan"):
+        refuse_other_logprobs(probe, [-1.0, -2.0, -17.0, -3.0, float("nan")], version)
 
 
 async def test_a_bit_that_no_probe_can_see_is_told_from_what_was_published(

@@ -1,0 +1,87 @@
+"""What a run of `headway run` left in its directory, as the figures that are compared."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from broker.schema import StepMetrics
+from deploy.report import METRICS, lineage, read_lines, read_summary
+
+from .parts import ALGORITHMS, CONTROL, SECONDS, SFT
+
+GAIN = 0.15
+"""Of the held-out pass rate, that an algorithm must bring."""
+MINUTES = 6
+"""In which it must, from the command's start to its end."""
+NOISE = 0.08
+"""How far two measurements of one model may be apart: three standard errors of a difference at 500 prompts."""
+
+
+def of_sft(directory: Path) -> dict[str, Any]:
+    """Of a finished warm-up."""
+    outcome = json.loads((directory / "sft.json").read_text())
+    return {key: outcome[key] for key in ("steps", "loss", "pass_rate")} | {"seconds": seconds_of(directory)}
+
+
+def of_run(directory: Path) -> dict[str, Any]:
+    """Of a finished run. Pass rates are of held-out prompts; seconds with everything's start and end."""
+    summary, steps = read_summary(directory), lineage(read_lines(directory / METRICS, StepMetrics))
+    before, after = summary["eval_before"], summary["eval_after"]
+    return {
+        "pass_rate_before": before,
+        "pass_rate_after": after,
+        "gain": round(after - before, 4),
+        "reward_first": summary["reward_first"],
+        "reward_last": summary["reward_last"],
+        "seconds": seconds_of(directory),
+        "training_seconds": round(sum(step.step_s for step in steps), 1),
+        "steps": len(steps),
+        "samples_per_s": round(sum(step.trajectories for step in steps) / sum(step.step_s for step in steps), 1),
+        "step_seconds": {phase: _mean(steps, f"{phase}_s") for phase in ("take", "train", "publish", "step")},
+        "response_tokens": [round(step.response_tokens_mean, 1) for step in (steps[0], steps[-1])],
+        "max_lag": summary["max_lag_seen"],
+        "max_lag_allowed": summary["max_lag_allowed"],
+        "lag_mean": _mean(steps, "lag_mean"),
+        "trained_twice": summary["trained_twice"],
+        "skipped_updates": sum(step.grad_norm is None for step in steps),
+        **{name: reported(steps, name) for name in ("clip_fraction", "mask_fraction", "ess")},
+    }
+
+
+def reported(steps: Sequence[StepMetrics], name: str) -> float | None:
+    """The mean over the steps of what the loss reports under that name; None: it reports nothing so called."""
+    values = [step.algorithm[name] for step in steps if name in step.algorithm]
+    return float(f"{fmean(values):.4g}") if values else None
+
+
+def compared(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """GSPO's clip fraction over GRPO's, and whether each target is met, as far as its parts have been run."""
+    runs = {part: one for part, one in figures.items() if part != SFT}
+    met = {
+        f"{part} gains {GAIN} in {MINUTES} minutes": one["gain"] >= GAIN and one["seconds"] <= 60 * MINUTES
+        for part, one in runs.items()
+        if part in ALGORITHMS
+    }
+    if CONTROL in runs:
+        met["control stays"] = abs(runs[CONTROL]["gain"]) <= NOISE
+    if runs:
+        met["lag within its bound"] = all(one["max_lag"] <= one["max_lag_allowed"] for one in runs.values())
+        met["nothing trained twice"] = not any(one["trained_twice"] for one in runs.values())
+    return {"clip_fraction_gspo_over_grpo": _ratio(runs), "met": met}
+
+
+def _ratio(runs: Mapping[str, Mapping[str, Any]]) -> float | None:
+    grpo, gspo = (runs.get(name, {}).get("clip_fraction") for name in ALGORITHMS)
+    return round(gspo / grpo, 1) if grpo and gspo is not None else None
+
+
+def seconds_of(directory: Path) -> float | None:
+    """Of the part's command; None for a warm-up that was made otherwise, or just before the benchmark was stopped."""
+    file = directory / SECONDS
+    return float(json.loads(file.read_text())) if file.exists() else None
+
+
+def _mean(steps: Sequence[StepMetrics], name: str) -> float:
+    return round(fmean(getattr(step, name) for step in steps), 3)

@@ -1,0 +1,88 @@
+"""What is run: the model that all start from, and the runs that are compared. Finished ones are kept."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.sft_output import is_complete
+
+SFT, CONTROL = "sft", "control"
+ALGORITHMS = ("grpo", "gspo")
+PARTS = (SFT, *ALGORITHMS, CONTROL)
+SECONDS = "seconds.json"
+"""Written last: how long the part's command took, which ended well."""
+
+CPU = ("learner.device=cpu", "engine.kind=embedded", "engine.device=cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """One output directory, and what all its parts share."""
+
+    recipe: str
+    model: Path
+    output: Path
+    gpus: int
+    """0: on CPUs; 1: learner and worker share it; more: a worker on each but the learner's."""
+    overrides: Sequence[str]
+    """The user's, over the recipe and over where the GPUs put things."""
+    control_steps: int
+    timeout_s: float
+
+    def run(self, part: str) -> None:
+        """Run the part, unless it has ended. Raises CalledProcessError or TimeoutExpired, its output on stderr."""
+        if (self.directory(part) / SECONDS).exists() or (part == SFT and is_complete(self.directory(part))):
+            return
+        started = time.monotonic()
+        command = (sys.executable, "-m", "deploy", *self._arguments(part))
+        # Not our standard output: that has one JSON object.
+        with subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+            try:
+                code = process.wait(self.timeout_s)
+            except BaseException:
+                process.terminate()  # it stops its own children in order
+                raise
+        if code:
+            raise subprocess.CalledProcessError(code, command)
+        (self.directory(part) / SECONDS).write_text(json.dumps(round(time.monotonic() - started, 1)))
+
+    def directory(self, part: str) -> Path:
+        """Where the part's results lie."""
+        return self.output / part
+
+    def _arguments(self, part: str) -> list[str]:
+        if part == SFT:
+            arguments = ["sft", self.recipe, "--output", str(self.directory(SFT)), f"model.path={self.model}"]
+        else:
+            arguments = ["run", self.recipe, "--overwrite", f"model.path={self.directory(SFT)}"]
+            arguments += [f"algorithm.preset={'grpo' if part == CONTROL else part}"]
+        return [
+            *arguments,
+            f"run.directory={self.output}",
+            f"run.name={part}",
+            *placement(self.gpus),
+            *self.overrides,
+            *self._of(part),
+        ]
+
+    def _of(self, part: str) -> list[str]:
+        """What the user's overrides must not undo."""
+        if part == SFT:
+            return []
+        control = ["optimizer.learning_rate=0", f"learner.steps={self.control_steps}"] if part == CONTROL else []
+        return ["sft.phases=[]", *control]
+
+
+def placement(gpus: int) -> tuple[str, ...]:
+    """Overrides that put learner and workers where there is room."""
+    if gpus == 0:
+        return CPU
+    if gpus == 1:
+        return ("workers.count=1",)
+    others = ",".join(str(gpu) for gpu in range(1, gpus))
+    return (f"workers.count={gpus - 1}", f"workers.devices=[{others}]", "engine.options.gpu_memory_utilization=0.8")

@@ -1,0 +1,104 @@
+"""The benchmark of a pretrained model that learns: what it starts, what it keeps, how it reads a run's files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.learns import figures
+from benchmarks.learns.parts import CONTROL, PARTS, SECONDS, SFT, Study
+from broker.schema import StepMetrics
+from deploy.config import load_recipe
+from deploy.report import RunWriter, summarize
+
+ROOT = Path(__file__).parents[1]
+RECIPE = "smollm2-reasoning-gym.yaml"
+
+
+def study(output: Path, **changes: Any) -> Study:
+    given = {"recipe": RECIPE, "model": Path("/models/m"), "overrides": (), "control_steps": 3, "timeout_s": 60.0}
+    return Study(output=output, **{**given, "gpus": 1, **changes})
+
+
+def recipe_of(part: str, output: Path, **changes: Any) -> Any:
+    """As `headway` reads what the part's command says."""
+    command, recipe, *arguments = study(output, **changes)._arguments(part)
+    assert command == ("sft" if part == SFT else "run")
+    return load_recipe(recipe, [argument for argument in arguments if "=" in argument])
+
+
+def test_runs_differ_in_their_algorithm_alone(tmp_path: Path) -> None:
+    overrides = ("learner.steps=7", "sft.phases[0].max_steps=5", "optimizer.learning_rate=3e-5")
+    recipes = {part: recipe_of(part, tmp_path, overrides=overrides) for part in PARTS}
+    assert (recipes[SFT].model.path, recipes[SFT].sft.phases[0].max_steps) == ("/models/m", 5)
+    for part in ("grpo", "gspo", CONTROL):
+        one = recipes[part]
+        assert (one.model.path, one.sft.phases) == (str(tmp_path / SFT), ())
+        assert one.run_directory == tmp_path / part
+        assert [correction.kind for correction in one.algorithm.corrections] == ["truncated_is"]
+        assert one.staleness == recipes[SFT].staleness
+    assert [recipes[part].algorithm.objective.kind for part in PARTS[1:]] == ["ppo_clip", "gspo", "ppo_clip"]
+    assert [recipes[part].optimizer.learning_rate for part in PARTS[1:]] == [3e-5, 3e-5, 0]
+    assert [recipes[part].learner.steps for part in PARTS[1:]] == [7, 7, 3]
+
+
+@pytest.mark.parametrize(("gpus", "devices", "engine"), [(0, (), "embedded"), (1, (), "vllm"), (4, (1, 2, 3), "vllm")])
+def test_workers_go_where_the_learner_is_not(tmp_path: Path, gpus: int, devices: tuple[int], engine: str) -> None:
+    recipe = recipe_of("gspo", tmp_path, gpus=gpus)
+    assert (recipe.workers.devices, recipe.engine.kind) == (devices, engine)
+    assert recipe.learner.device == recipe.engine.device == ("cuda" if gpus else "cpu")
+    assert recipe.workers.count == max(1, len(devices))
+
+
+def write_run(directory: Path, *, before: float, after: float, clip_fraction: float, max_lag: int = 2) -> None:
+    """What a run of three steps leaves; its second step was trained again by a learner that was resumed."""
+    writer = RunWriter(directory)
+    writer.write_evaluation(1, 0, before)
+    for incarnation, step, lag in ((1, 0, 0), (1, 1, 9), (2, 1, 1), (2, 2, max_lag)):
+        values: dict[str, Any] = dict.fromkeys(StepMetrics.__struct_fields__, 0)
+        values |= {"incarnation": incarnation, "step": step, "trajectories": 8, "step_s": 2.0, "lag_max": lag}
+        values |= {"lag_histogram": {}, "algorithm": {"clip_fraction": clip_fraction * (step + 1), "ess": 0.5}}
+        values |= {"grad_norm": None if step == 2 else 1.0, "response_tokens_mean": 10.0 * (step + 1)}
+        writer.write_step(StepMetrics(**values))
+        writer.write_trained(incarnation, step, [f"g{step}:0:0"], step - lag)
+    writer.write_evaluation(2, 3, after)
+    summarize(directory, {"max_lag_allowed": 2})
+    (directory / SECONDS).write_text("100.5")
+
+
+def test_a_runs_files_become_figures(tmp_path: Path) -> None:
+    write_run(tmp_path, before=0.25, after=0.5, clip_fraction=0.01)
+    one = figures.of_run(tmp_path)
+    assert (one["pass_rate_before"], one["pass_rate_after"], one["gain"]) == (0.25, 0.5, 0.25)
+    assert (one["steps"], one["training_seconds"], one["samples_per_s"], one["seconds"]) == (3, 6.0, 4.0, 100.5)
+    assert (one["clip_fraction"], one["ess"], one["mask_fraction"]) == (0.02, 0.5, None)
+    assert (one["max_lag"], one["max_lag_allowed"], one["trained_twice"], one["skipped_updates"]) == (2, 2, 0, 1)
+    assert one["response_tokens"] == [10.0, 30.0]
+
+
+def test_targets_are_met_or_missed(tmp_path: Path) -> None:
+    write_run(tmp_path / "grpo", before=0.25, after=0.5, clip_fraction=0.001)
+    write_run(tmp_path / "gspo", before=0.25, after=0.3, clip_fraction=0.15)
+    write_run(tmp_path / CONTROL, before=0.25, after=0.24, clip_fraction=0, max_lag=3)
+    found = {part: figures.of_run(tmp_path / part) for part in PARTS[1:]}
+    compared = figures.compared(found)
+    assert compared["clip_fraction_gspo_over_grpo"] == 150
+    assert list(compared["met"].values()) == [True, False, True, False, True]
+    assert (
+        figures.compared({"grpo": found["grpo"] | {"seconds": 361.0}})["met"]["grpo gains 0.15 in 6 minutes"] is False
+    )
+    assert figures.compared({CONTROL: found[CONTROL] | {"gain": -0.1}})["met"]["control stays"] is False
+
+
+def test_what_has_ended_is_not_run_again_and_what_fails_is_told(tmp_path: Path) -> None:
+    write_run(tmp_path / "grpo", before=0.25, after=0.5, clip_fraction=0.001)
+    command = ("benchmarks.learns", "--model", "/nowhere", "--output", str(tmp_path), "--recipe", "nowhere")
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--parts", "gspo,grpo"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    result = json.loads(done.stdout)
+    assert (done.returncode, list(result["failed"]), result["grpo"]["gain"]) == (1, ["gspo"], 0.25)
+    assert "There is no recipe 'nowhere'" in done.stderr
