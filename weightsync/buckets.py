@@ -4,10 +4,13 @@ Every tensor begins at a multiple of `ALIGNMENT` bytes, so views of received buc
 and a bucket is rows of so many bytes, of which all its tensors' fingerprints are made at once.
 """
 
+import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -114,6 +117,43 @@ def stage(
     return filler.finish()
 
 
+class Restaging:
+    """Stages a model's versions one after another into the same memory: the one before is gone."""
+
+    def __init__(self, bucket_bytes: int, device: torch.device) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._device = device
+        self._staged: StagedWeights | None = None
+        self._views: list[tuple[str, torch.Tensor]] = []
+
+    def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
+        """As `stage` does; other tensors than last time get other memory."""
+        tensors = iter(tensors)
+        if self._staged is not None:
+            done, rest = self._overwrite(tensors)
+            if not rest and done == len(self._views):
+                of_each = fingerprints(self._staged.tensors, dict(enumerate(self._staged.data)))
+                return replace(self._staged, fingerprints=tuple(of_each[place] for place in range(done)))
+            tensors = itertools.chain(self._views[:done], rest, tensors)
+        self._staged = staged = stage(tensors, self._bucket_bytes, self._device)
+        self._views = views(staged.tensors, staged.data)
+        return staged
+
+    def _overwrite(
+        self, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> tuple[int, tuple[tuple[str, torch.Tensor], ...]]:
+        """(how many were the same tensors as last time, the first that was not)"""
+        for done, (known, view) in enumerate(self._views):
+            given = next(tensors, None)
+            if given is None:
+                return done, ()
+            name, tensor = given
+            if name != known or tensor.shape != view.shape or tensor.dtype != view.dtype:
+                return done, (given,)
+            view.copy_(tensor.detach(), non_blocking=True)
+        return len(self._views), tuple(itertools.islice(tensors, 1))
+
+
 def digest_bytes(data: bytes | memoryview) -> str:
     """blake2b, 16 bytes in hexadecimal."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
@@ -147,27 +187,42 @@ def verify(manifest: WeightManifest, buckets: Mapping[int, torch.Tensor]) -> Non
 
 def fingerprints(specs: Sequence[TensorSpec], buckets: Mapping[int, torch.Tensor]) -> dict[int, int]:
     """Of every tensor that lies in one of `buckets`, by its place in `specs`."""
-    by_width: dict[tuple[int, int], list[int]] = {}
+    devices = {bucket.device for bucket in buckets.values()}
+    found: list[tuple[tuple[int, ...], torch.Tensor]] = []
+    for device in devices:
+        for run in _runs(tuple(specs), device):
+            if (bucket := buckets.get(run.bucket)) is not None:
+                rows_RC = bucket.view(UNSIGNED[run.width]).view(-1, ALIGNMENT // run.width)
+                found.append((run.places, fingerprint_parts(rows_RC, run.parts)))
+    numbers = [(places, added.tolist()) for places, added in found]  # only now is a GPU waited for
+    return {place: number % MODULUS for places, added in numbers for place, number in zip(places, added, strict=True)}
+
+
+class _Run(NamedTuple):
+    """Tensors of one bucket whose elements are `width` bytes wide."""
+
+    bucket: int
+    width: int
+    places: tuple[int, ...]
+    """In the specs."""
+    parts: Parts
+
+
+@functools.lru_cache(maxsize=4)
+def _runs(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[_Run, ...]:
+    """Made once for all versions of a model."""
+    places: dict[tuple[int, int], list[int]] = {}
     for place, spec in enumerate(specs):
-        if spec.bucket in buckets:
-            by_width.setdefault((spec.bucket, DTYPES[spec.dtype].itemsize), []).append(place)
-    found = {
-        key: _fingerprints(buckets[key[0]], key[1], [specs[place] for place in places])
-        for key, places in by_width.items()
-    }
-    return {
-        place: number % MODULUS
-        for key, places in by_width.items()
-        for place, number in zip(places, found[key].tolist(), strict=True)
-    }
+        places.setdefault((spec.bucket, DTYPES[spec.dtype].itemsize), []).append(place)
+    return tuple(
+        _Run(bucket, width, tuple(some), Parts.of([_part(specs[place], width) for place in some], device))
+        for (bucket, width), some in places.items()
+    )
 
 
-def _fingerprints(bucket: torch.Tensor, width: int, specs: Sequence[TensorSpec]) -> torch.Tensor:
-    """[len(specs)] int64, mod 2^64; a GPU is not waited for."""
-    columns = ALIGNMENT // width
-    rows_RC = bucket.view(UNSIGNED[width]).view(-1, columns)
-    rows = [(spec.offset // ALIGNMENT, _aligned(spec.offset + spec.nbytes) // ALIGNMENT) for spec in specs]
-    return fingerprint_parts(rows_RC, Parts.of([(*run, 0, columns, 1) for run in rows], bucket.device))
+def _part(spec: TensorSpec, width: int) -> tuple[int, int, int, int, int]:
+    first, end = spec.offset // ALIGNMENT, _aligned(spec.offset + spec.nbytes) // ALIGNMENT
+    return first, end, 0, ALIGNMENT // width, 1
 
 
 def views(specs: Iterable[TensorSpec], data: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

@@ -1,10 +1,26 @@
-"""Where broadcasts arrive: memory that is used again once nobody looks at it any more."""
+"""Where versions arrive: memory that is used again once nobody looks at it any more."""
 
 from collections.abc import Sequence
 
 import torch
 
-from .buckets import allocate
+from broker.schema import TensorSpec
+
+from .buckets import allocate, views
+
+
+class Landed:
+    """A set of buckets, and the tensors in them."""
+
+    def __init__(self, buckets: tuple[torch.Tensor, ...]) -> None:
+        self.buckets = buckets
+        self._views: tuple[tuple[TensorSpec, ...], list[tuple[str, torch.Tensor]]] | None = None
+
+    def tensors(self, specs: tuple[TensorSpec, ...]) -> list[tuple[str, torch.Tensor]]:
+        """Views, in the order of `specs`; the same list as long as they are the same."""
+        if self._views is None or self._views[0] != specs:
+            self._views = specs, views(specs, self.buckets)
+        return self._views[1]
 
 
 class Landing:
@@ -12,21 +28,16 @@ class Landing:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[tuple[torch.Tensor, ...]] = []
+        self._free: list[Landed] = []
 
-    def take(self, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def take(self, sizes: Sequence[int]) -> Landed:
         """Buckets of these sizes, to be overwritten."""
-        for buckets in self._free:
-            if [bucket.numel() for bucket in buckets] == list(sizes):
-                self._free = []  # another set of the same sizes would be one too many
-                return buckets
-        self._free = []
-        return allocate(sizes, self._device)
+        free, self._free = self._free, []  # one set more than is used would be one too many
+        for landed in free:
+            if [bucket.numel() for bucket in landed.buckets] == list(sizes):
+                return landed
+        return Landed(allocate(sizes, self._device))
 
-    def give_back(self, buckets: tuple[torch.Tensor, ...]) -> None:
-        """Nobody looks at them any more."""
-        self._free.append(buckets)
-
-    def forget(self) -> None:
-        """Free what lies unused."""
-        self._free = []
+    def give_back(self, landed: Landed) -> None:
+        """Nobody looks at it any more."""
+        self._free.append(landed)

@@ -18,7 +18,7 @@ from broker.owner import Owner
 from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion, WorkerInfo
 
 from .addresses import learner_addresses
-from .buckets import StagedWeights, stage
+from .buckets import Restaging, StagedWeights, stage
 from .chain import Delta, DeltaChain
 from .config import WeightsConfig
 from .deadline import Deadline
@@ -47,7 +47,7 @@ class Publisher:
         self._versions = broker.broker.versions
         self._owner = owner
         self._config = config
-        self._device = torch.device("cuda" if config.staging == "device" else "cpu")
+        self._restaging = Restaging(config.bucket_bytes, torch.device("cuda")) if config.staging == "device" else None
         self._token = secrets.token_urlsafe(24)
         self._offered: WeightVersion | None = None
         self._announced: WeightVersion | None = None
@@ -69,9 +69,11 @@ class Publisher:
 
         On a GPU there is room for one version: the one before cannot be pulled any more, and who tries waits for this.
         """
-        if self._device.type != "cpu" and self._announced is not None:
-            self._pulls.forget_buckets(self._announced)
-        return stage(tensors, self._config.bucket_bytes, self._device)
+        if self._restaging is not None:
+            if self._announced is not None:
+                self._pulls.forget_buckets(self._announced)
+            return self._restaging.stage(tensors)
+        return stage(tensors, self._config.bucket_bytes)
 
     def publish(self, version: WeightVersion, staged: StagedWeights, probe: Probe) -> PublishReport:
         """Make `version` the run's newest. Blocks for at most three broadcast deadlines, and a fourth one for deltas.
@@ -121,7 +123,7 @@ class Publisher:
         """(what the next ones are told from, those to this version): encoded once the group has its buckets, and only
         while some worker has a use for them."""
         if not any(map(follows_by_pull, self._workers())):
-            return staged if self._device.type == "cpu" else None, ()
+            return staged if self._restaging is None else None, ()
         base = staged.on_cpu()
         deltas = self._chain.extended(version, base, Deadline(self._config.broadcast_timeout_s))
         self._pulls.stage_deltas(_by_version(deltas))

@@ -6,14 +6,12 @@ These calls block and run in threads; the engine goes on with its old weights me
 import contextlib
 import threading
 
-import torch
-
 from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, WeightManifest, WeightVersion
 
 from .buckets import check_manifest, verify
 from .deadline import Deadline
-from .landing import Landing
+from .landing import Landed, Landing
 from .transports.base import BroadcastGroupTransport
 from .transports.collective import local_address
 from .transports.forming import form_group
@@ -31,30 +29,28 @@ class JoinedGroup:
         self._rendezvous = rendezvous
         self._transport = transport
 
-    def receive(
-        self, manifest: WeightManifest, landing: Landing, cancelled: threading.Event
-    ) -> tuple[torch.Tensor, ...]:
-        """All buckets of an offered version, verified; tells the learner how it went, or raises too."""
+    def receive(self, manifest: WeightManifest, landing: Landing, cancelled: threading.Event) -> Landed:
+        """All of an offered version, verified; tells the learner how it went, or raises too."""
         try:
-            buckets = self._receive(manifest, landing, Deadline(self.group.timeout_s, cancelled))
+            landed = self._receive(manifest, landing, Deadline(self.group.timeout_s, cancelled))
         except WeightSyncError as error:
             self._acknowledge(manifest.version, str(error))
             raise
         self._acknowledge(manifest.version, "")
-        return buckets
+        return landed
 
     def close(self) -> None:
         """Leave the epoch."""
         self._transport.close()
 
-    def _receive(self, manifest: WeightManifest, landing: Landing, deadline: Deadline) -> tuple[torch.Tensor, ...]:
+    def _receive(self, manifest: WeightManifest, landing: Landing, deadline: Deadline) -> Landed:
         check_manifest(manifest)
-        buckets = landing.take(manifest.buckets)
-        for bucket in buckets:
+        landed = landing.take(manifest.buckets)
+        for bucket in landed.buckets:
             self._transport.broadcast(bucket, deadline)
         # Only now: a member that stops at a damaged bucket would keep the others from the rest.
-        verify(manifest, dict(enumerate(buckets)))
-        return buckets
+        verify(manifest, dict(enumerate(landed.buckets)))
+        return landed
 
     def _acknowledge(self, version: WeightVersion, failure: str) -> None:
         # A learner that died since needs no answer, and the bytes are as good without it.

@@ -16,11 +16,11 @@ from broker import Broker
 from broker.errors import WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
 
-from .buckets import check_manifest, views
+from .buckets import check_manifest
 from .config import WeightsConfig
 from .deadline import Deadline
 from .groups import GroupFollower
-from .landing import Landing
+from .landing import Landed, Landing
 from .puller import Pulled, Puller
 from .threads import BoundedThreads
 from .transports.base import SupersededError
@@ -36,15 +36,15 @@ class Delivery:
     """One complete version, every byte verified."""
 
     manifest: WeightManifest
-    buckets: tuple[torch.Tensor, ...]
-    """What was received. They may be overwritten once the next version is waited for."""
+    landed: Landed
+    """It may be overwritten once the next version is waited for."""
     may_be_reused: bool
-    """For a later version; or else they are the puller's, who keeps them."""
+    """For a later version; or else it is the puller's, who keeps it."""
 
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Views into the buckets, in the order in which they were published."""
-        return views(self.manifest.tensors, self.buckets)
+        """Views, in the order in which they were published; the same list where the same memory was used again."""
+        return self.landed.tensors(self.manifest.tensors)
 
 
 class Subscriber:
@@ -172,13 +172,13 @@ class Subscriber:
         self._stop_pull()  # what it fetches is about to be superseded, and the group waits for us
         cancelled = threading.Event()
         try:
-            buckets = await self._threads.run(
+            landed = await self._threads.run(
                 "receive",
                 lambda: joined.receive(manifest, self._landing, cancelled),
                 cancelled,
                 overdue_s=joined.group.timeout_s + _OVERDUE_S,
             )
-            self._stage(Delivery(manifest, buckets, may_be_reused=True))
+            self._stage(Delivery(manifest, landed, may_be_reused=True))
         except WeightSyncError as error:
             self._note("broadcast", offered, error)
 
@@ -200,13 +200,13 @@ class Subscriber:
             return
         cancelled = threading.Event()
         try:
-            pulled = await self._threads.run(
+            landed, pulled = await self._threads.run(
                 "pull",
                 lambda: self._pull_into(manifest, Deadline(math.inf, cancelled)),
                 cancelled,
                 overdue_s=None,
             )
-            self._stage(Delivery(manifest, pulled.buckets, may_be_reused=self.joins_groups))
+            self._stage(Delivery(manifest, landed, may_be_reused=self.joins_groups))
             self._pull_failures = 0
             logger.info("%s: %s pulled %s", self._worker, manifest.version, _how(pulled))
             if pulled.failure:
@@ -219,15 +219,16 @@ class Subscriber:
             self._pull_failures += 1
             await asyncio.sleep(_RETRY_S[min(self._pull_failures, len(_RETRY_S)) - 1])
 
-    def _pull_into(self, manifest: WeightManifest, deadline: Deadline) -> Pulled:
+    def _pull_into(self, manifest: WeightManifest, deadline: Deadline) -> tuple[Landed, Pulled]:
         if not self.joins_groups:
-            return self._puller.pull(manifest, deadline)
+            pulled = self._puller.pull(manifest, deadline)
+            return Landed(pulled.buckets), pulled
         check_manifest(manifest)
-        landing = self._landing.take(manifest.buckets)
+        landed = self._landing.take(manifest.buckets)
         try:
-            return self._puller.pull(manifest, deadline, landing)
+            return landed, self._puller.pull(manifest, deadline, landed.buckets)
         except WeightSyncError:
-            self._landing.give_back(landing)
+            self._landing.give_back(landed)
             raise
 
     def _stage(self, delivery: Delivery) -> None:
@@ -239,7 +240,7 @@ class Subscriber:
 
     def _give_back(self, delivery: Delivery | None) -> None:
         if delivery is not None and delivery.may_be_reused:
-            self._landing.give_back(delivery.buckets)
+            self._landing.give_back(delivery.landed)
 
     def _note(self, what: str, version: WeightVersion, error: WeightSyncError | str) -> None:
         self.last_error = f"{what} of {version.incarnation}.{version.step}: {error}"

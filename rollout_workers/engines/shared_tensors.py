@@ -6,7 +6,7 @@ Tensors on a GPU stay where they are, and are mapped once: an engine that is giv
 numbers in it, gets the same views. Those on a CPU are copied into a file in RAM for the length of one call.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
@@ -47,6 +47,7 @@ class Sharing:
 
     def __init__(self) -> None:
         self._handles: OrderedDict[int, tuple[torch.UntypedStorage, bytes]] = OrderedDict()
+        self._given: deque[tuple[NamedTensors, bytes]] = deque(maxlen=KEPT)
 
     @contextmanager
     def of(self, tensors: NamedTensors) -> Iterator[bytes]:
@@ -55,7 +56,16 @@ class Sharing:
             with _copied([(name, tensor.cpu()) for name, tensor in tensors]) as shared:
                 yield msgspec.msgpack.encode(shared)
         else:
-            yield msgspec.msgpack.encode(self._in_place([(name, tensor.contiguous()) for name, tensor in tensors]))
+            yield self._known(tensors)
+
+    def _known(self, tensors: NamedTensors) -> bytes:
+        """The same for the same list."""
+        for given, encoded in self._given:
+            if given is tensors:
+                return encoded
+        encoded = msgspec.msgpack.encode(self._in_place([(name, tensor.contiguous()) for name, tensor in tensors]))
+        self._given.append((tensors, encoded))
+        return encoded
 
     def _in_place(self, tensors: NamedTensors) -> _Shared:
         buffers: dict[int, int] = {}

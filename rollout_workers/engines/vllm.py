@@ -12,6 +12,7 @@ there.
 import asyncio
 import os
 import sys
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from multiprocessing import active_children
@@ -29,7 +30,7 @@ from rollout_workers.config import EngineConfig
 from .base import Chunk, FinishReason, GenerationRequest, HeldTensor, NamedTensors
 from .direct_loading import together
 from .loading import find_places, one_by_one, tied_names
-from .shared_tensors import Sharing
+from .shared_tensors import KEPT, Sharing
 from .vllm_arrival import Arrival
 
 T = TypeVar("T")
@@ -100,6 +101,7 @@ class VllmEngine:
         self._arrival = Arrival(llm)
         self._scored = 0
         self._sharing = Sharing()
+        self._given: deque[tuple[NamedTensors, NamedTensors]] = deque(maxlen=KEPT)
         self._swaps = 0
         """Salts the prefix cache: no request uses what was cached before the swap that preceded it."""
 
@@ -123,10 +125,9 @@ class VllmEngine:
         """See Engine. If vLLM itself fails in between, it stays paused until a swap succeeds."""
         if self._llm is None:
             raise HeadwayError("the engine was closed")
-        find_places(self._shapes, tensors)
         async with self._swapping:
             with ExitStack() as stack:
-                sharing = self._sharing.of(wanted_tensors(self._shapes, tensors))
+                sharing = self._sharing.of(self._wanted(tensors))
                 shared = await asyncio.to_thread(stack.enter_context, sharing)
                 await answered("pause", self._llm.pause_generation(mode="keep", clear_cache=not keep_cache))
                 await answered("hand over what it sampled with", self._arrival.of_everything())
@@ -136,6 +137,16 @@ class VllmEngine:
                 for collector, starts in self._running.items():
                     starts.append((version, self._sampled(collector)))
                 await answered("resume", self._llm.resume_generation())
+
+    def _wanted(self, tensors: NamedTensors) -> NamedTensors:
+        """What vLLM is given for them: the same list for the same list."""
+        for given, wanted in self._given:
+            if given is tensors:
+                return wanted
+        find_places(self._shapes, tensors)
+        wanted = wanted_tensors(self._shapes, tensors)
+        self._given.append((tensors, wanted))
+        return wanted
 
     async def held(self) -> Mapping[str, HeldTensor] | None:
         """See Engine. The head is its own even where the model's is tied."""

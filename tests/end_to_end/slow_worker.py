@@ -12,6 +12,7 @@ from rollout_workers.engines.base import Chunk, GenerationRequest, NamedTensors
 from rollout_workers.rewards.base import Score
 from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig
+from weightsync.landing import Landed
 from weightsync.subscriber import Delivery
 
 VERSION = WeightVersion(1, 0)
@@ -66,7 +67,7 @@ class OneVersion:
     async def wait_for_version(self, current: WeightVersion | None) -> Delivery:
         if current is not None:
             await asyncio.Event().wait()
-        return Delivery(manifest(), (), may_be_reused=True)
+        return Delivery(manifest(), Landed(()), may_be_reused=True)
 
     def newer(self) -> None:
         """There is no other."""

@@ -6,8 +6,9 @@ import torch
 
 from broker.errors import WeightSyncError
 from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
-from weightsync.buckets import ALIGNMENT, StagedWeights, check_manifest, stage, verify, views
+from weightsync.buckets import ALIGNMENT, Restaging, StagedWeights, check_manifest, stage, verify, views
 from weightsync.fingerprint import fingerprint
+from weightsync.landing import Landing
 
 BUCKET_BYTES = 4096
 
@@ -119,3 +120,36 @@ def test_a_name_twice_and_an_unknown_dtype_are_refused() -> None:
         stage([("w", one), ("w", one)], BUCKET_BYTES)
     with pytest.raises(WeightSyncError, match="complex64, which cannot be sent"):
         stage([("w", one.to(torch.complex64))], BUCKET_BYTES)
+
+
+def test_restaging_takes_the_same_memory_for_the_same_tensors() -> None:
+    restaging = Restaging(BUCKET_BYTES, torch.device("cpu"))
+    first = restaging.stage(iter(awkward_tensors()))
+    memory = [bucket.data_ptr() for bucket in first.data]
+    changed = [(name, tensor.flip(0) if tensor.dim() else tensor) for name, tensor in awkward_tensors()]
+    for given in (changed, awkward_tensors()):
+        staged_again = restaging.stage(iter(given))
+        assert [bucket.data_ptr() for bucket in staged_again.data] == memory
+        fresh = stage(given, BUCKET_BYTES)
+        assert (staged_again.tensors, staged_again.fingerprints) == (fresh.tensors, fresh.fingerprints)
+    for other in (
+        awkward_tensors()[:4],
+        awkward_tensors()[:2] + awkward_tensors()[3:],
+        [*awkward_tensors(), ("x", torch.ones(3))],
+    ):
+        assert restaging.stage(iter(other)).fingerprints == stage(other, BUCKET_BYTES).fingerprints
+
+
+def test_memory_that_was_given_back_is_used_again() -> None:
+    landing = Landing(torch.device("cpu"))
+    first, second = landing.take((256, 512)), landing.take((256, 512))
+    assert first is not second
+    landing.give_back(first)
+    assert landing.take((256, 512)) is first
+    landing.give_back(first)
+    assert landing.take((256,)) is not first
+    weights = staged()
+    landed = landing.take(weights.buckets)
+    named = landed.tensors(weights.tensors)
+    assert landed.tensors(tuple(weights.tensors)) is named
+    assert landed.tensors(weights.tensors[:1]) is not named

@@ -79,7 +79,7 @@ def broadcast(
         joined = join("run", "w", groups[0], threading.Event())
         assert joined is not None
         try:
-            return joined.receive(promised, Landing(torch.device("cpu")), threading.Event())
+            return joined.receive(promised, Landing(torch.device("cpu")), threading.Event()).buckets
         except WeightSyncError as error:
             return str(error)
         finally:
