@@ -41,6 +41,10 @@ DEADLINE_S = 300.0
 CLOSE_S = 1.0
 """Then its process is killed: with requests running it does not end by itself."""
 
+STREAM_INTERVAL = 16
+"""Tokens of a request that come together, but for its first and its last. One by one, with 512 requests at once, they
+would take the worker's event loop longer than a GPU takes to sample them."""
+
 VersionStarts = Sequence[tuple[WeightVersion, int]]
 """Which weights sampled a response, each with the first token that is theirs, or would have been."""
 
@@ -79,6 +83,7 @@ def engine_arguments(config: EngineConfig, model_dir: Path, architecture: str, s
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rollout_workers.engines.vllm_extension.WeightExtension",
         "disable_log_stats": True,
+        "stream_interval": STREAM_INTERVAL,
     }
     if not torch.cuda.is_available():
         arguments |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
@@ -111,8 +116,7 @@ class VllmEngine:
             async for output, starts in outputs:
                 completion = output.outputs[0]
                 tokens = list(completion.token_ids)
-                entries = zip(completion.logprobs or (), tokens, strict=True)
-                logprobs = [entry[token].logprob for entry, token in entries]
+                logprobs = completion.logprobs.logprobs[: len(tokens)]
                 for chunk in split(tokens, logprobs, position, starts, ending(completion.finish_reason)):
                     yield chunk
                 position += len(tokens)
@@ -237,6 +241,7 @@ def sampling(request: GenerationRequest) -> Any:
         seed=request.seed,
         ignore_eos=True,
         logprobs=0,
+        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
