@@ -1,4 +1,4 @@
-"""The learner's stand-in: it owns the run, keeps it fed, takes what is ready and publishes weights; it trains nothing."""
+"""The learner's stand-in: it owns the run, keeps it fed, takes what is ready, publishes weights, and trains nothing."""
 
 import time
 from itertools import count, islice

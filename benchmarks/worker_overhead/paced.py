@@ -22,7 +22,7 @@ from rollout_workers.engines.vllm import VllmEngine, open_vllm, prepare_environm
 
 KIND = "benchmarks.worker_overhead.paced:open_paced"
 """For `engine.kind`; `engine.options` then also has `step_s` and `mean_tokens`."""
-KINDS_OF_TOKENS = 64
+KINDS_OF_TOKENS = 32
 """Different tokens with their logprobs, made once: the core's process makes them elsewhere."""
 
 
@@ -78,6 +78,10 @@ class PacedCore:
     async def collective_rpc_async(self, method: str, *rest: object) -> list[None]:
         return [None]
 
+    def routed_experts(self, request_id: str) -> Any:
+        """Of what was fed for the request's next token; for tests that want them."""
+        return None
+
     def shutdown(self, timeout: float | None = None) -> None:
         self._stepping.cancel()
 
@@ -102,7 +106,10 @@ class PacedCore:
                     token = token if stop is None else stop
                 if self._unscored and request_id in self._unscored:
                     logprobs = None
-                outputs.append(EngineCoreOutput(request_id, [token], logprobs, finish_reason=reason))
+                routed = self.routed_experts(request_id)
+                outputs.append(
+                    EngineCoreOutput(request_id, [token], logprobs, finish_reason=reason, routed_experts=routed)
+                )
             if outputs:
                 await self.outputs_queue.put(EngineCoreOutputs(outputs=outputs))
 
@@ -120,8 +127,7 @@ def open_paced(config: EngineConfig, model_dir: Path, *, seed: int) -> VllmEngin
     prepare_environment(config.threads)
     from vllm.v1.engine.core_client import EngineCoreClient
 
-    options = dict(config.options)
-    core = PacedCore(config.max_concurrent, float(options.pop("step_s")), float(options.pop("mean_tokens")))  # type: ignore[arg-type]
-    config = replace(config, options=options)
+    options: dict[str, Any] = dict(config.options)
+    core = PacedCore(config.max_concurrent, options.pop("step_s"), options.pop("mean_tokens"))
     with patch.object(EngineCoreClient, "make_async_mp_client", lambda *_, **__: core):
-        return open_vllm(config, model_dir, seed=seed)
+        return open_vllm(replace(config, options=options), model_dir, seed=seed)

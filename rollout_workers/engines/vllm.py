@@ -25,13 +25,15 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from broker.errors import HeadwayError, WeightSyncError
-from broker.schema import WeightVersion
+from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 
 from .base import Chunk, FinishReason, GenerationRequest, HeldTensor, NamedTensors
 from .direct_loading import together
 from .loading import find_places, one_by_one, tied_names
 from .vllm_arrival import Arrival
+from .vllm_experts import RoutedLayers, new_rows, routed_layers, take
+from .vllm_experts import engine_arguments as arguments_for_experts
 
 T = TypeVar("T")
 
@@ -93,12 +95,21 @@ def engine_arguments(config: EngineConfig, model_dir: Path, architecture: str, s
 class VllmEngine:
     """Engine over AsyncLLM. `shapes` is the model on the meta device: what swaps are checked against."""
 
-    def __init__(self, llm: Any, config: EngineConfig, shapes: torch.nn.Module, processes: set[BaseProcess]) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        config: EngineConfig,
+        shapes: torch.nn.Module,
+        processes: set[BaseProcess],
+        routed: RoutedLayers | None = None,
+    ) -> None:
+        """`routed`: where it tells which experts it chooses; None: nowhere."""
         self.capacity = config.max_concurrent
         self._llm = llm
         self._processes = processes
         self.max_model_len = config.max_model_len
         self._shapes = shapes
+        self._routed = routed
         self._vocabulary = shapes.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         self._version: WeightVersion | None = None
         self._swapping = asyncio.Lock()
@@ -110,14 +121,17 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """See Engine."""
+        if request.experts_from is not None and self._routed is None:
+            raise HeadwayError("this engine was not opened to tell which experts it chooses")
         position = 0
         stream = self._outputs(request.request_id, request.prompt_tokens, sampling(request))
         async with aclosing(stream) as outputs:
-            async for output, starts in outputs:
+            async for output, starts, routed in outputs:
                 completion = output.outputs[0]
                 tokens = list(completion.token_ids)
                 logprobs = completion.logprobs.logprobs[: len(tokens)]
-                for chunk in split(tokens, logprobs, position, starts, ending(completion.finish_reason)):
+                experts = self._experts(request, routed, position, len(tokens))
+                for chunk in split(tokens, logprobs, position, starts, ending(completion.finish_reason), experts):
                     yield chunk
                 position += len(tokens)
                 if completion.finish_reason == INTERRUPTED:
@@ -157,7 +171,7 @@ class VllmEngine:
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         self._scored += 1
         async with aclosing(self._outputs(f"score-{self._scored}", list(token_ids), params)) as outputs:
-            output, _ = await anext(outputs)
+            output, *_ = await anext(outputs)
         entries = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
         return [float(entry[token].logprob) for entry, token in entries]
 
@@ -177,8 +191,8 @@ class VllmEngine:
 
     async def _outputs(
         self, request_id: str, prompt: list[int], params: Any
-    ) -> AsyncGenerator[tuple[Any, VersionStarts], None]:
-        """Outputs, each with the request's versions until then; closing aborts it."""
+    ) -> AsyncGenerator[tuple[Any, VersionStarts, list[Experts]], None]:
+        """Outputs, each with the request's versions and routed experts until then; closing aborts it."""
         if self._llm is None:
             raise HeadwayError("the engine was closed")
         if self._version is None:
@@ -189,10 +203,11 @@ class VllmEngine:
             collector = await self._llm.add_request(request_id, {"prompt_token_ids": prompt}, params)
             # Added while paused for a swap, it waits for the new weights, and `swap_weights` says so.
             starts = self._running[collector] = [(self._version, 0)]
+            routed = self._gathered_experts(collector)
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
-                yield output, tuple(starts)
+                yield output, tuple(starts), routed
         except HeadwayError:
             raise
         except vllm_errors() as error:
@@ -206,6 +221,19 @@ class VllmEngine:
         """Tokens of a request until now, delivered or not; all of them, if it has just finished."""
         state = self._llm.output_processor.request_states.get(collector.request_id)
         return sys.maxsize if state is None else int(state.detokenizer.num_output_tokens())
+
+    def _gathered_experts(self, collector: Any) -> list[Experts]:
+        """Where the front end appends a request's rows, for as long as it runs."""
+        if self._routed is None:
+            return []
+        gathered: list[Experts] = self._llm.output_processor.request_states[collector.request_id].routed_experts_chunks
+        return gathered
+
+    def _experts(self, request: GenerationRequest, routed: list[Experts], position: int, count: int) -> Experts | None:
+        """Of what was fed to sample `count` tokens from `position` on."""
+        if request.experts_from is None or self._routed is None or not count:
+            return None
+        return self._routed.rows(take(routed, new_rows(request, position, count)))
 
     def _check(self, prompt: Sequence[int]) -> None:
         if not 1 <= len(prompt) < self.max_model_len:
@@ -232,6 +260,7 @@ def sampling(request: GenerationRequest) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    wants_experts = {} if request.experts_from is None else {"routed_experts_prompt_start": request.experts_from}
     return SamplingParams(
         max_tokens=request.max_new_tokens,
         temperature=request.temperature,
@@ -244,6 +273,7 @@ def sampling(request: GenerationRequest) -> Any:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        **wants_experts,
     )
 
 
@@ -253,19 +283,24 @@ def split(
     position: int,
     starts: VersionStarts,
     finish_reason: FinishReason | None,
+    experts: Experts | None = None,
 ) -> Iterator[Chunk]:
-    """One chunk for each version in a run of tokens that begins at `position` of the response."""
+    """One chunk for each version in a run of tokens that begins at `position` of the response; `experts` ends with the
+    row of the last token that was fed for it."""
     if not token_ids:  # interrupted, perhaps before any weights had sampled for it
         return
+    rows = 0
     end = position + len(token_ids)
     bounds = [*(start for _, start in starts[1:]), end]
     for (version, start), stop in zip(starts, bounds, strict=True):
         lower, upper = max(start, position), min(stop, end)
         if lower < upper:
+            first, rows = rows, 0 if experts is None else len(experts) - (end - upper)
             yield Chunk(
                 token_ids=token_ids[lower - position : upper - position],
                 logprobs=logprobs[lower - position : upper - position],
                 version=version,
+                experts=None if experts is None else experts[first:rows],
                 finish_reason=finish_reason if upper == end else None,
             )
 
@@ -299,7 +334,7 @@ def vllm_errors() -> tuple[type[Exception], ...]:
     return (EngineDeadError, EngineGenerateError, ValueError, RuntimeError)
 
 
-def open_vllm(config: EngineConfig, model_dir: Path, *, seed: int) -> VllmEngine:
+def open_vllm(config: EngineConfig, model_dir: Path, *, seed: int, tells_experts: bool = False) -> VllmEngine:
     """Start vLLM on the config.json in `model_dir`, with random weights; an event loop must be running."""
     prepare_environment(config.threads)
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -309,9 +344,13 @@ def open_vllm(config: EngineConfig, model_dir: Path, *, seed: int) -> VllmEngine
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
     check_head_dim(shapes.config)
     arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed)
+    routed = None
+    if tells_experts:
+        routed = routed_layers(shapes)
+        arguments |= arguments_for_experts(config.options)
     others = set(active_children())
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    return VllmEngine(llm, config, shapes, set(active_children()) - others)
+    return VllmEngine(llm, config, shapes, set(active_children()) - others, routed)
 
 
 def check_head_dim(architecture: Any) -> None:
