@@ -113,8 +113,8 @@ def _watch(
             learner.feed()
             feeds = now + FEED_S
         if update_every_s and now >= updates:
-            report, staged_s = learner.publish()
             learner.take()
+            report, staged_s = learner.publish()
             published.append((staged_s, report.seconds))
             updates += update_every_s
         time.sleep(LOOK_S)

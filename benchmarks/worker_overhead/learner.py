@@ -72,13 +72,13 @@ class StandInLearner:
         return self._publisher.publish(WeightVersion(self._owner.incarnation, self._step), staged, PROBE), took_s
 
     def take(self) -> None:
-        """All that is ready, as the step before the newest version, and commit it."""
+        """All that is ready, for the step of the newest version, and commit it. Once before each version but the
+        first: what is newer than a step that is taken counts as another branch's, and is generated anew."""
         ready = self._blocking.call(self._broker.status.snapshot()).queues.ready
-        step = self._step - 1
-        if ready and step >= 0:
-            batch = self._blocking.call(self._broker.batches.take(self._owner, step, ready))
+        if ready:
+            batch = self._blocking.call(self._broker.batches.take(self._owner, self._step, ready))
             self.taken += sum(len(group.trajectories) for group in batch.groups) if batch else 0
-            self._blocking.call(self._broker.batches.commit(self._owner, step + 1))
+            self._blocking.call(self._broker.batches.commit(self._owner, self._step + 1))
 
     def worker(self) -> WorkerInfo | None:
         """What the only worker said last."""
