@@ -14,7 +14,8 @@ from broker.schema import WeightVersion
 from rollout_workers.decoding import stop_token_ids
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import GenerationRequest
-from rollout_workers.engines.vllm import VllmEngine, sampling
+from rollout_workers.engines.vllm import VllmEngine
+from rollout_workers.engines.vllm_chunks import sampling
 
 from .workload import Workload, prompts, rate, read_weights
 

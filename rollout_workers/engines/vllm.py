@@ -13,7 +13,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
@@ -28,10 +28,11 @@ from broker.errors import HeadwayError, WeightSyncError
 from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 
-from .base import Chunk, FinishReason, GenerationRequest, HeldTensor, NamedTensors
+from .base import Chunk, GenerationRequest, HeldTensor, NamedTensors
 from .direct_loading import together
 from .loading import find_places, one_by_one, tied_names
 from .vllm_arrival import Arrival
+from .vllm_chunks import VersionStarts, ending, sampling, split
 from .vllm_experts import RoutedLayers, new_rows, routed_layers, take
 from .vllm_experts import engine_arguments as arguments_for_experts
 
@@ -46,9 +47,6 @@ CLOSE_S = 1.0
 STREAM_INTERVAL = 16
 """Tokens of a request that come together, but for its first and its last. One by one, with 512 requests at once, they
 would take the worker's event loop longer than a GPU takes to sample them."""
-
-VersionStarts = Sequence[tuple[WeightVersion, int]]
-"""Which weights sampled a response, each with the first token that is theirs, or would have been."""
 
 INTERRUPTED = "abort"
 """How vLLM ends a request that somebody else than its reader gave up, such as a pause that keeps no requests."""
@@ -253,67 +251,6 @@ def write(shapes: torch.nn.Module, tensors: NamedTensors, path: str) -> None:
         source = next(name for name, parameter in shapes.named_parameters() if parameter is embedding)
         named[head] = named[source].clone()
     save_file({name: tensor.contiguous() for name, tensor in named.items()}, path)
-
-
-def sampling(request: GenerationRequest) -> Any:
-    """vLLM's words for a request."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    wants_experts = {} if request.experts_from is None else {"routed_experts_prompt_start": request.experts_from}
-    return SamplingParams(
-        max_tokens=request.max_new_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        stop_token_ids=request.stop_token_ids,
-        seed=request.seed,
-        ignore_eos=True,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        **wants_experts,
-    )
-
-
-def split(
-    token_ids: list[int],
-    logprobs: list[float],
-    position: int,
-    starts: VersionStarts,
-    finish_reason: FinishReason | None,
-    experts: Experts | None = None,
-) -> Iterator[Chunk]:
-    """One chunk for each version in a run of tokens that begins at `position` of the response; `experts` ends with the
-    row of the last token that was fed for it."""
-    if not token_ids:  # interrupted, perhaps before any weights had sampled for it
-        return
-    rows = 0
-    end = position + len(token_ids)
-    bounds = [*(start for _, start in starts[1:]), end]
-    for (version, start), stop in zip(starts, bounds, strict=True):
-        lower, upper = max(start, position), min(stop, end)
-        if lower < upper:
-            first, rows = rows, 0 if experts is None else len(experts) - (end - upper)
-            yield Chunk(
-                token_ids=token_ids[lower - position : upper - position],
-                logprobs=logprobs[lower - position : upper - position],
-                version=version,
-                experts=None if experts is None else experts[first:rows],
-                finish_reason=finish_reason if upper == end else None,
-            )
-
-
-def ending(finish_reason: str | None) -> FinishReason | None:
-    """vLLM's word in ours; None while the response may go on, in this request or in the next."""
-    match finish_reason:
-        case "stop" | "length":
-            return finish_reason
-        case None | "abort":
-            return None
-        case other:
-            raise HeadwayError(f"vLLM ended a request with {other!r}")
 
 
 async def answered(what: str, call: Coroutine[Any, Any, T]) -> T:
