@@ -113,11 +113,6 @@ def _missing_abilities(recipe: Recipe) -> Iterator[str]:
     learner, compute = recipe.learner, recipe.learner.compute
     if compute.compile and learner.device == "cpu":
         yield "learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing."
-    if recipe.algorithm.router_replay and recipe.engine.kind == "vllm":
-        yield (
-            "algorithm.router_replay=true needs an engine that says which experts it chose, and engine.kind=vllm does"
-            " not; set it to embedded."
-        )
     if learner.backend != "megatron":
         return
     if compute.compile:

@@ -130,7 +130,9 @@ async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drai
     model = await _or_drained(fetch_model(broker, private), drain)
     if model is None:
         return
-    engine = open_engine(recipe.engine, model, seed=_seed(recipe, worker))  # vLLM wants the loop's own thread
+    records_experts = recipe.algorithm.router_replay
+    # vLLM wants the loop's own thread.
+    engine = open_engine(recipe.engine, model, seed=_seed(recipe, worker), tells_experts=records_experts)
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)
     rollout = Worker(
         broker=broker,
@@ -144,7 +146,7 @@ async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drai
         lease_ttl_s=recipe.broker.lease_ttl_s,
         worker=worker,
         engine_kind=recipe.engine.kind,
-        records_experts=recipe.algorithm.router_replay,
+        records_experts=records_experts,
     )
     watch = asyncio.create_task(_drain_when_asked(rollout, drain))
     try:

@@ -144,7 +144,7 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         bool,
         Meta(
             description="train each token with the experts that it was given when it was sampled (mixture-of-experts "
-            "models, embedded engine)"
+            "models; vLLM tells them on GPUs only)"
         ),
     ] = False
     dynamic_sampling: Annotated[

@@ -14,7 +14,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="embedded (CPU or one GPU), vllm, or your own as package.module:Class"),
     ] = "embedded"
     max_concurrent: Annotated[
-        int, Meta(ge=1, description="requests batched together; a worker keeps as many leases")
+        int, Meta(ge=1, description="requests batched together; a worker leases as many, and more as samples end")
     ] = 64
     max_model_len: Annotated[int, Meta(ge=2, description="longest prompt plus response, in tokens")] = 2048
     dtype: Annotated[

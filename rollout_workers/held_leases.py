@@ -32,6 +32,11 @@ class HeldLeases:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def generating(self) -> int:
+        """Those that the engine still works on; the others are being scored or submitted."""
+        return sum(held.is_generating for held in self._held.values())
+
     def hold(self, lease: Lease, segments: SegmentLog, task: asyncio.Task[None]) -> None:
         """`task` generates, scores and submits the sample."""
         self._held[lease.token] = _Held(lease, segments, task)

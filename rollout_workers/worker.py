@@ -40,6 +40,8 @@ FAREWELL_S = 5.0
 """What a leaving worker gives each of these: handing back, submitting what is finished, its goodbye."""
 MISSED_HEARTBEATS = 5
 """After so many a worker no longer counts as alive, and its turn to swap goes to another one."""
+MOST_UNSUBMITTED = 2
+"""Leases that a worker holds at most, in multiples of what its engine batches: slow rewards must not pile up."""
 RUN_OVER = ("finished", "stopped")
 
 log = logging.getLogger(__name__)
@@ -141,7 +143,8 @@ class Worker:
     async def _sample(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> None:
         async with segments:
             await self._generate(lease, recorder, segments)
-        self._held.mark_generated(lease)
+            self._held.mark_generated(lease)
+            self._wake.set()  # the engine has room from now on, not once this one is scored and submitted
         # Tokens of weights that then fail their verification must not reach the learner.
         await self._weights.reach(recorder.newest_version)
         trajectory = await self._score(lease, recorder)
@@ -150,7 +153,7 @@ class Worker:
         self._wake.set()
 
     async def _lease(self) -> tuple[Lease, ...]:
-        room = self._engine.capacity - len(self._held)
+        room = self._room()
         if self._weights.version is None or room <= 0:
             return ()
         with self._outages:
@@ -264,7 +267,11 @@ class Worker:
 
     def _is_full(self) -> bool:
         """Nothing to ask for until a sample ends or weights arrive."""
-        return self._weights.version is None or len(self._held) >= self._engine.capacity
+        return self._weights.version is None or self._room() <= 0
+
+    def _room(self) -> int:
+        capacity = self._engine.capacity
+        return min(capacity - self._held.generating, MOST_UNSUBMITTED * capacity - len(self._held))
 
     async def _wait(self, timeout_s: float | None) -> bool:
         """True if woken before the time was up."""

@@ -19,7 +19,7 @@ from .shapes import Shape
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz +-*=,.#^"
 SCALE = 0.02
-"""Standard deviation of every matrix; norms are 1."""
+"""Standard deviation of every matrix, if nobody says otherwise; norms are 1."""
 
 Sizes = dict[str, tuple[int, ...]]
 
@@ -86,7 +86,7 @@ def folder(models: Path | None, name: str, shape: Shape) -> Path:
     raise OSError(f"{known} takes {needed / 2**30:.1f} GiB, for which neither {places[0]} nor {places[1]} has room.")
 
 
-def write(shape: Shape, directory: Path, device: str) -> None:
+def write(shape: Shape, directory: Path, device: str, scale: float = SCALE) -> None:
     """`directory` appears with everything in it, or not at all; one that is there is used as it is."""
     if directory.is_dir():
         return
@@ -97,18 +97,18 @@ def write(shape: Shape, directory: Path, device: str) -> None:
     tokenizer.save_pretrained(partial)
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (partial / "config.json").write_text(json.dumps(shape.config() | ids, indent=2))
-    _write_weights(shape, partial, device)
+    _write_weights(shape, partial, device, scale)
     partial.rename(directory)
 
 
-def _write_weights(shape: Shape, directory: Path, device: str) -> None:
+def _write_weights(shape: Shape, directory: Path, device: str, scale: float) -> None:
     from safetensors.torch import save_file
 
     generator = torch.Generator(device).manual_seed(0)
     weight_map: dict[str, str] = {}
     for number, sizes in enumerate(parts(shape), start=1):
         file = f"model-{number:05d}-of-{shape.layers + 1:05d}.safetensors"
-        tensors = {name: _random(name, size, generator) for name, size in sizes.items()}
+        tensors = {name: _random(name, size, generator, scale) for name, size in sizes.items()}
         save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
         print(f"{directory.name}: file {number} of {shape.layers + 1}", file=sys.stderr, flush=True)
@@ -116,9 +116,9 @@ def _write_weights(shape: Shape, directory: Path, device: str) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _random(name: str, size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def _random(name: str, size: tuple[int, ...], generator: torch.Generator, scale: float) -> torch.Tensor:
     tensor = torch.empty(size, dtype=torch.bfloat16, device=generator.device)
-    return (tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, SCALE, generator=generator)).cpu()
+    return (tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, scale, generator=generator)).cpu()
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,21 +127,22 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     shape: Shape
     directory: str
     device: str
+    scale: float
 
 
 def write_ordered(order: object) -> dict[str, str]:
     """`write`, in the process that was started for it."""
     told = msgspec.convert(order, Order)
-    write(told.shape, Path(told.directory), told.device)
+    write(told.shape, Path(told.directory), told.device, told.scale)
     return {"directory": told.directory}
 
 
-def write_isolated(shape: Shape, directory: Path, device: str, timeout_s: float) -> None:
+def write_isolated(shape: Shape, directory: Path, device: str, timeout_s: float, scale: float = SCALE) -> None:
     """`write` in a process of its own, so that whoever starts the cases holds no memory of the GPU."""
     if directory.is_dir():
         return
     print(f"writing {size_bytes(shape) / 2**30:.1f} GiB of weights to {directory}", file=sys.stderr, flush=True)
-    order = msgspec.to_builtins(Order(shape=shape, directory=str(directory), device=device))
+    order = msgspec.to_builtins(Order(shape=shape, directory=str(directory), device=device, scale=scale))
     outcome = isolated.run("benchmarks.throughput.checkpoint:write_ordered", order, 1, timeout_s)
     if "error" in outcome:
         raise SystemExit(f"The weights of {directory} could not be written:\n{outcome['error']}")

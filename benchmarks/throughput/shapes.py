@@ -101,6 +101,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 SHAPES = {
+    "qwen3-0.6b": Shape(hidden=1024, intermediate=3072, layers=28, heads=16, key_value_heads=8, is_tied=True),
     "qwen3-1.7b": Shape(hidden=2048, intermediate=6144, layers=28, heads=16, key_value_heads=8, is_tied=True),
     "qwen3-4b": Shape(hidden=2560, intermediate=9728, layers=36, heads=32, key_value_heads=8, is_tied=True),
     "qwen3-8b": Shape(hidden=4096, intermediate=12288, layers=36, heads=32, key_value_heads=8),
@@ -113,6 +114,17 @@ SHAPES = {
         experts=128,
         experts_per_token=8,
         expert_intermediate=768,
+    ),
+    "moe-2.4b": Shape(
+        hidden=2048,
+        intermediate=6144,
+        layers=8,
+        heads=16,
+        key_value_heads=4,
+        is_tied=True,
+        experts=64,
+        experts_per_token=8,
+        expert_intermediate=640,
     ),
     "toy": Shape(
         hidden=64, intermediate=128, layers=2, heads=4, key_value_heads=2, head_dim=16, vocabulary=512, is_tied=True

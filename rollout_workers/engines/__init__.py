@@ -21,8 +21,12 @@ from .base import Engine
 KINDS = ("embedded", "vllm")
 
 
-def open_engine(config: EngineConfig, model_dir: Path, *, seed: int) -> Engine:
-    """Start the engine `config.kind` on the config.json in `model_dir`; weights come by swap_weights."""
+def open_engine(config: EngineConfig, model_dir: Path, *, seed: int, tells_experts: bool = False) -> Engine:
+    """Start the engine `config.kind` on the config.json in `model_dir`; weights come by swap_weights.
+
+    `tells_experts`: requests will ask which experts were chosen, which vLLM must know from the start. Raises
+    HeadwayError where it cannot tell.
+    """
     match config.kind:
         case "embedded":
             from .embedded import open_embedded
@@ -36,7 +40,7 @@ def open_engine(config: EngineConfig, model_dir: Path, *, seed: int) -> Engine:
                 )
             from .vllm import open_vllm
 
-            return open_vllm(config, model_dir, seed=seed)
+            return open_vllm(config, model_dir, seed=seed, tells_experts=tells_experts)
         case path if ":" in path:
             return open_custom(path, config, model_dir, seed=seed)
         case unknown:

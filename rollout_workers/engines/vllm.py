@@ -13,7 +13,7 @@ import asyncio
 import os
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
@@ -24,14 +24,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from broker.errors import HeadwayError, WeightSyncError
-from broker.schema import WeightVersion
+from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 
-from .base import Chunk, FinishReason, GenerationRequest, HeldTensor, NamedTensors
+from .base import Chunk, GenerationRequest, HeldTensor, NamedTensors
 from .direct_loading import together
 from .loading import find_places, one_by_one, tied_names
 from .shared_tensors import KEPT, Sharing
 from .vllm_arrival import Arrival
+from .vllm_chunks import VersionStarts, ending, sampling, split
+from .vllm_experts import RoutedLayers, new_rows, routed_layers, take
+from .vllm_experts import engine_arguments as arguments_for_experts
 
 T = TypeVar("T")
 
@@ -41,8 +44,9 @@ DEADLINE_S = 300.0
 CLOSE_S = 1.0
 """Then its process is killed: with requests running it does not end by itself."""
 
-VersionStarts = Sequence[tuple[WeightVersion, int]]
-"""Which weights sampled a response, each with the first token that is theirs, or would have been."""
+STREAM_INTERVAL = 16
+"""Tokens of a request that come together, but for its first and its last. One by one, with 512 requests at once, they
+would take the worker's event loop longer than a GPU takes to sample them."""
 
 INTERRUPTED = "abort"
 """How vLLM ends a request that somebody else than its reader gave up, such as a pause that keeps no requests."""
@@ -79,6 +83,7 @@ def engine_arguments(config: EngineConfig, model_dir: Path, architecture: str, s
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rollout_workers.engines.vllm_extension.WeightExtension",
         "disable_log_stats": True,
+        "stream_interval": STREAM_INTERVAL,
     }
     if not torch.cuda.is_available():
         arguments |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
@@ -88,12 +93,21 @@ def engine_arguments(config: EngineConfig, model_dir: Path, architecture: str, s
 class VllmEngine:
     """Engine over AsyncLLM. `shapes` is the model on the meta device: what swaps are checked against."""
 
-    def __init__(self, llm: Any, config: EngineConfig, shapes: torch.nn.Module, processes: set[BaseProcess]) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        config: EngineConfig,
+        shapes: torch.nn.Module,
+        processes: set[BaseProcess],
+        routed: RoutedLayers | None = None,
+    ) -> None:
+        """`routed`: where it tells which experts it chooses; None: nowhere."""
         self.capacity = config.max_concurrent
         self._llm = llm
         self._processes = processes
         self.max_model_len = config.max_model_len
         self._shapes = shapes
+        self._routed = routed
         self._vocabulary = shapes.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         self._version: WeightVersion | None = None
         self._swapping = asyncio.Lock()
@@ -107,15 +121,17 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """See Engine."""
+        if request.experts_from is not None and self._routed is None:
+            raise HeadwayError("this engine was not opened to tell which experts it chooses")
         position = 0
         stream = self._outputs(request.request_id, request.prompt_tokens, sampling(request))
         async with aclosing(stream) as outputs:
-            async for output, starts in outputs:
+            async for output, starts, routed in outputs:
                 completion = output.outputs[0]
                 tokens = list(completion.token_ids)
-                entries = zip(completion.logprobs or (), tokens, strict=True)
-                logprobs = [entry[token].logprob for entry, token in entries]
-                for chunk in split(tokens, logprobs, position, starts, ending(completion.finish_reason)):
+                logprobs = completion.logprobs.logprobs[: len(tokens)]
+                experts = self._experts(request, routed, position, len(tokens))
+                for chunk in split(tokens, logprobs, position, starts, ending(completion.finish_reason), experts):
                     yield chunk
                 position += len(tokens)
                 if completion.finish_reason == INTERRUPTED:
@@ -162,7 +178,7 @@ class VllmEngine:
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         self._scored += 1
         async with aclosing(self._outputs(f"score-{self._scored}", list(token_ids), params)) as outputs:
-            output, _ = await anext(outputs)
+            output, *_ = await anext(outputs)
         entries = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
         return [float(entry[token].logprob) for entry, token in entries]
 
@@ -181,8 +197,8 @@ class VllmEngine:
 
     async def _outputs(
         self, request_id: str, prompt: list[int], params: Any
-    ) -> AsyncGenerator[tuple[Any, VersionStarts], None]:
-        """Outputs, each with the request's versions until then; closing aborts it."""
+    ) -> AsyncGenerator[tuple[Any, VersionStarts, list[Experts]], None]:
+        """Outputs, each with the request's versions and routed experts until then; closing aborts it."""
         if self._llm is None:
             raise HeadwayError("the engine was closed")
         if self._version is None:
@@ -194,10 +210,11 @@ class VllmEngine:
             collector = await self._llm.add_request(request_id, salted, params)
             # Added while paused for a swap, it waits for the new weights, and `swap_weights` says so.
             starts = self._running[collector] = [(self._version, 0)]
+            routed = self._gathered_experts(collector)
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
-                yield output, tuple(starts)
+                yield output, tuple(starts), routed
         except HeadwayError:
             raise
         except vllm_errors() as error:
@@ -211,6 +228,19 @@ class VllmEngine:
         """Tokens of a request until now, delivered or not; all of them, if it has just finished."""
         state = self._llm.output_processor.request_states.get(collector.request_id)
         return sys.maxsize if state is None else int(state.detokenizer.num_output_tokens())
+
+    def _gathered_experts(self, collector: Any) -> list[Experts]:
+        """Where the front end appends a request's rows, for as long as it runs."""
+        if self._routed is None:
+            return []
+        gathered: list[Experts] = self._llm.output_processor.request_states[collector.request_id].routed_experts_chunks
+        return gathered
+
+    def _experts(self, request: GenerationRequest, routed: list[Experts], position: int, count: int) -> Experts | None:
+        """Of what was fed to sample `count` tokens from `position` on."""
+        if request.experts_from is None or self._routed is None or not count:
+            return None
+        return self._routed.rows(take(routed, new_rows(request, position, count)))
 
     def _check(self, prompt: Sequence[int]) -> None:
         if not 1 <= len(prompt) < self.max_model_len:
@@ -232,59 +262,6 @@ def wanted_tensors(shapes: torch.nn.Module, tensors: NamedTensors) -> NamedTenso
     return list(named.items())
 
 
-def sampling(request: GenerationRequest) -> Any:
-    """vLLM's words for a request."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=request.max_new_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        stop_token_ids=request.stop_token_ids,
-        seed=request.seed,
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
-
-
-def split(
-    token_ids: list[int],
-    logprobs: list[float],
-    position: int,
-    starts: VersionStarts,
-    finish_reason: FinishReason | None,
-) -> Iterator[Chunk]:
-    """One chunk for each version in a run of tokens that begins at `position` of the response."""
-    if not token_ids:  # interrupted, perhaps before any weights had sampled for it
-        return
-    end = position + len(token_ids)
-    bounds = [*(start for _, start in starts[1:]), end]
-    for (version, start), stop in zip(starts, bounds, strict=True):
-        lower, upper = max(start, position), min(stop, end)
-        if lower < upper:
-            yield Chunk(
-                token_ids=token_ids[lower - position : upper - position],
-                logprobs=logprobs[lower - position : upper - position],
-                version=version,
-                finish_reason=finish_reason if upper == end else None,
-            )
-
-
-def ending(finish_reason: str | None) -> FinishReason | None:
-    """vLLM's word in ours; None while the response may go on, in this request or in the next."""
-    match finish_reason:
-        case "stop" | "length":
-            return finish_reason
-        case None | "abort":
-            return None
-        case other:
-            raise HeadwayError(f"vLLM ended a request with {other!r}")
-
-
 async def answered(what: str, call: Coroutine[Any, Any, T]) -> T:
     """The call's answer, or WeightSyncError when it fails or takes too long."""
     try:
@@ -303,7 +280,7 @@ def vllm_errors() -> tuple[type[Exception], ...]:
     return (EngineDeadError, EngineGenerateError, ValueError, RuntimeError)
 
 
-def open_vllm(config: EngineConfig, model_dir: Path, *, seed: int) -> VllmEngine:
+def open_vllm(config: EngineConfig, model_dir: Path, *, seed: int, tells_experts: bool = False) -> VllmEngine:
     """Start vLLM on the config.json in `model_dir`, with random weights; an event loop must be running."""
     prepare_environment(config.threads)
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -313,9 +290,13 @@ def open_vllm(config: EngineConfig, model_dir: Path, *, seed: int) -> VllmEngine
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
     check_head_dim(shapes.config)
     arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed)
+    routed = None
+    if tells_experts:
+        routed = routed_layers(shapes)
+        arguments |= arguments_for_experts(config.options)
     others = set(active_children())
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    return VllmEngine(llm, config, shapes, set(active_children()) - others)
+    return VllmEngine(llm, config, shapes, set(active_children()) - others, routed)
 
 
 def check_head_dim(architecture: Any) -> None:

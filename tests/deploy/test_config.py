@@ -190,11 +190,6 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
             " workers.",
         ),
         (
-            ["algorithm.router_replay=true", "engine.kind=vllm"],
-            "algorithm.router_replay=true needs an engine that says which experts it chose, and engine.kind=vllm does"
-            " not; set it to embedded.",
-        ),
-        (
             ["broker.url=localhost:6379"],
             "broker.url is 'localhost:6379'; expected embedded, redis://host:port, rediss://host:port,"
             " redis+cluster://host:port, rediss+cluster://host:port or unix:///path.",

@@ -19,7 +19,7 @@ from broker.server import EmbeddedServer
 from rollout_workers.model_files import ModelFilesError, fetch_model
 from rollout_workers.rewards.base import RewardError, Score
 from rollout_workers.weights import refuse_other_logprobs
-from rollout_workers.worker import Worker
+from rollout_workers.worker import MOST_UNSUBMITTED, Worker
 from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher, PublishReport
 from weightsync.subscriber import Subscriber
@@ -74,7 +74,36 @@ async def take_all(learner: Learner, worker: Deliveries) -> list[Group]:
     return taken
 
 
-async def test_every_sample_is_generated_once_and_leases_never_exceed_capacity(
+async def test_the_engine_goes_on_while_samples_are_scored_up_to_a_bound(
+    brokers: tuple[Broker, Broker], tmp_path: Path
+) -> None:
+    release, started, most = asyncio.Event(), list[str](), MOST_UNSUBMITTED * CAPACITY
+    full = asyncio.Event()
+
+    class HeldScorer(OneScorer):
+        async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+            started.append(prompt.group)
+            if len(started) == most:
+                full.set()
+            await release.wait()
+            return await super().score(prompt, response, finish_reason)
+
+    learner = await Learner.start(brokers[0], groups=20)
+    deliveries = Deliveries()
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, scorer=HeldScorer())
+    await learner.publish(0, deliveries)
+    async with running(worker), asyncio.timeout(60):
+        await full.wait()
+        beats = worker.info().generated_tokens
+        for _ in range(5):  # further requests for leases would be answered meanwhile
+            await brokers[0].status.snapshot()
+            worker._wake.set()
+        assert (worker.info().active, worker.info().generated_tokens, len(started)) == (most, beats, most)
+        release.set()
+        await learner.take(0)
+
+
+async def test_every_sample_is_generated_once_and_leases_stay_bounded(
     brokers: tuple[Broker, Broker], tmp_path: Path
 ) -> None:
     learner = await Learner.start(brokers[0], groups=20)
@@ -95,7 +124,7 @@ async def test_every_sample_is_generated_once_and_leases_never_exceed_capacity(
         watching.cancel()
     tids = [t.tid for group in groups for t in group.trajectories]
     assert len(set(tids)) == len(tids) == 20 * GROUP_SIZE
-    assert max(leased) == CAPACITY
+    assert CAPACITY <= max(leased) <= MOST_UNSUBMITTED * CAPACITY
     assert worker.info().submitted == len(tids)
     assert worker.info().generated_tokens == 16 * len(tids)
     trajectory = groups[0].trajectories[0]

@@ -1,0 +1,91 @@
+"""The learner's stand-in: it owns the run, keeps it fed, takes what is ready, publishes weights, and trains nothing."""
+
+import time
+from itertools import count, islice
+from pathlib import Path
+
+import torch
+
+from broker import BlockingBroker
+from broker.batches import CheckpointMark
+from broker.schema import Probe, Prompt, RunRules, WeightVersion, WorkerInfo
+from deploy.config import recipe_to_bytes
+from deploy.recipe import Recipe
+from learner.model import load_config, load_tokenizer, model_files
+from weightsync.publisher import Publisher, PublishReport
+
+from .workload import prompts, read_weights
+
+NO_LIMIT = 1_000_000
+"""Of lag, and of groups: nothing here is to wait for the learner."""
+FED_AHEAD = 2000
+"""Groups that wait to be begun."""
+PROBE = Probe(token_ids=[2], logprobs=[], tolerance=0.0)
+"""Nothing to compare: that the weights are whole, their fingerprints tell."""
+
+
+class StandInLearner:
+    """One thread calls it."""
+
+    def __init__(self, url: str, recipe: Recipe) -> None:
+        self._blocking = BlockingBroker(url, recipe.run.name)
+        self._broker = self._blocking.broker
+        rules = RunRules(max_lag=NO_LIMIT, groups_per_step=NO_LIMIT, max_bytes=recipe.broker.max_bytes)
+        claim = self._broker.batches.claim(
+            checkpoint=CheckpointMark(0, 0), rules=rules, config=recipe_to_bytes(recipe), resume=False
+        )
+        self._owner = self._blocking.call(claim).owner
+        files = model_files(load_config(recipe.model), load_tokenizer(recipe.model))
+        self._blocking.call(self._broker.versions.put_model(self._owner, files))
+        self._publisher = Publisher(self._blocking, self._owner, recipe.weights)
+        self._group_size = recipe.learner.group_size
+        self._weights = read_weights(Path(recipe.model.path), recipe.model.dtype)
+        self._prompts, self._numbers = prompts(), count()
+        self._step = -1
+        self.taken = 0
+        """Trajectories."""
+
+    def feed(self) -> None:
+        """As much as is missing."""
+        ahead, _ = self._blocking.call(self._broker.prompts.waiting())
+        new = [
+            Prompt(
+                group=f"0000-{next(self._numbers):08d}",
+                token_ids=tokens,
+                text="=",
+                ground_truth="1",
+                data_source="worker_overhead",
+                num_samples=self._group_size,
+            )
+            for tokens in islice(self._prompts, max(0, FED_AHEAD - ahead))
+        ]
+        self._blocking.call(self._broker.prompts.feed(new, self._owner))
+
+    def publish(self) -> tuple[PublishReport, float]:
+        """The next version, which differs in one tensor; and the seconds in which it was staged."""
+        self._step += 1
+        began = time.monotonic()
+        name, last = self._weights[-1]
+        self._weights[-1] = name, torch.nextafter(last, torch.full_like(last, torch.inf))
+        staged = self._publisher.stage(self._weights)
+        took_s = time.monotonic() - began
+        return self._publisher.publish(WeightVersion(self._owner.incarnation, self._step), staged, PROBE), took_s
+
+    def take(self) -> None:
+        """All that is ready, for the step of the newest version, and commit it. Once before each version but the
+        first: what is newer than a step that is taken counts as another branch's, and is generated anew."""
+        ready = self._blocking.call(self._broker.status.snapshot()).queues.ready
+        if ready:
+            batch = self._blocking.call(self._broker.batches.take(self._owner, self._step, ready))
+            self.taken += sum(len(group.trajectories) for group in batch.groups) if batch else 0
+            self._blocking.call(self._broker.batches.commit(self._owner, self._step + 1))
+
+    def worker(self) -> WorkerInfo | None:
+        """What the only worker said last."""
+        workers = self._blocking.call(self._broker.status.workers())
+        return workers[0] if workers else None
+
+    def close(self) -> None:
+        self._blocking.call(self._broker.status.set_state(self._owner, "finished"))
+        self._publisher.close()
+        self._blocking.close()
