@@ -6,7 +6,8 @@ pull goes on instead of starting over. Where a delta turns out to be wrong, all 
 are fetched in the same call; and what comes out is compared with the manifest's fingerprints either way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,9 @@ from .chain import chain_from
 from .deadline import Deadline
 from .deltas import patch
 from .transports.base import PullTransport, SupersededError, UnreachableError
+
+AT_ONCE = 4
+"""Connections of one pull, which a single one does not fill: each bucket is copied, sent, copied and verified."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +66,39 @@ class Puller:
         chain = self._chain_to(manifest)
         buckets, failure = self._patched(manifest, chain, deadline)
         self._keep(manifest, buckets)
-        for index, nbytes in enumerate(manifest.buckets):
-            if index not in buckets:
-                fetched = torch.empty(nbytes, dtype=torch.uint8) if landing is None else landing[index]
-                self._transport.pull_bucket(manifest, index, fetched, deadline)
-                buckets[index] = fetched
-                self.fetched_bytes += nbytes
-                self._keep(manifest, buckets)
+        missing = {
+            index: torch.empty(nbytes, dtype=torch.uint8) if landing is None else landing[index]
+            for index, nbytes in enumerate(manifest.buckets)
+            if index not in buckets
+        }
+        for index in self._fetch(manifest, missing, deadline):
+            buckets[index] = missing[index]
+            self.fetched_bytes += manifest.buckets[index]
+            self._keep(manifest, buckets)
         whole = tuple(buckets[index] for index in range(len(manifest.buckets)))
         return Pulled(whole, 0 if failure else len(chain), failure)
+
+    def _fetch(
+        self, manifest: WeightManifest, missing: Mapping[int, torch.Tensor], deadline: Deadline
+    ) -> Iterator[int]:
+        """Fill these buckets, one after another or, where nothing is kept of a version that is cut off, several at a
+        time; yields each that is there."""
+        if self._keeps_base:
+            for index, bucket in missing.items():
+                self._transport.pull_bucket(manifest, index, bucket, deadline)
+                yield index
+            return
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            fetching = [
+                threads.submit(self._transport.pull_bucket, manifest, index, bucket, deadline)
+                for index, bucket in missing.items()
+            ]
+            try:
+                for index, fetched in zip(missing, fetching, strict=True):
+                    fetched.result()
+                    yield index
+            finally:
+                threads.shutdown(cancel_futures=True)
 
     def _chain_to(self, manifest: WeightManifest) -> tuple[DeltaSpec, ...]:
         """The deltas from what is held. Where none lead on from it, or they would save nothing, it is forgotten."""

@@ -12,10 +12,12 @@ last line is one JSON object.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +50,7 @@ def measure(order: Order, output: Path, limit_s: float) -> list[dict[str, Any]]:
                 time.sleep(0.2)
         finally:
             for process in processes:
-                process.terminate()
-                process.wait()
+                _end(process)
     sent, taken = _lines(output / "learner.log"), _lines(output / "engine.log")
     return [{**one, **taken.get(version, {})} for version, one in sent.items()]
 
@@ -58,7 +59,14 @@ def _start(name: str, arguments: list[str], output: Path, *, gpu: str) -> subpro
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
     with (output / f"{name}.log").open("wb") as log:
         command = [sys.executable, "-m", f"benchmarks.weight_sync.{name}", *arguments]
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With the processes that it started: one that stays would keep the GPU's memory."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _lines(path: Path) -> dict[int, dict[str, Any]]:
@@ -87,10 +95,15 @@ def native(order: Order, output: Path, limit_s: float) -> list[dict[str, Any]]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "ENGINE_GPU": "1"}
     command = [sys.executable, "-m", "benchmarks.weight_sync.native", msgspec.json.encode(order).decode()]
     with (output / "native.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
         try:
-            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=limit_s, check=False)
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
             print(f"vLLM's own transfer had not ended after {limit_s:.0f} s", file=sys.stderr)
+        finally:
+            _end(process)
     return list(_lines(output / "native.log").values())
 
 
@@ -140,7 +153,7 @@ def main() -> None:
     found["ours"] = medians(of_each[WARM_UP:])
     found["first_version"] = of_each[0] if of_each else {}
     if arguments.native:
-        theirs = native(order, output, arguments.limit_s)
+        theirs = native(msgspec.structs.replace(order, versions=4), output, arguments.native_limit_s)
         found["native"] = medians([native_seconds(line) for line in theirs[1:]])
     for who in ("ours", "native"):
         if found.get(who):
@@ -166,7 +179,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bucket-mib", type=int, default=1024)
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="share of the GPU that vLLM takes")
     parser.add_argument("--timeout-s", type=float, default=30.0, help="deadline of a broadcast")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="for ours, and again for vLLM's")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="for ours")
+    parser.add_argument("--native-limit-s", type=float, default=150.0, help="for vLLM's")
     parser.add_argument("--native", action="store_true", help="vLLM's own NCCL transfer too")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
