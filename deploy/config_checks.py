@@ -27,6 +27,9 @@ WORDS = {
     tuple: "a list",
 }
 
+CPU_ENGINE = ("embedded", "cpu")
+"""An engine's kind and device."""
+
 
 def check_shape(raw: dict[str, Any], struct: type[msgspec.Struct], source: str) -> None:
     """Raise ConfigError on the first unknown key, with the nearest valid one."""
@@ -78,11 +81,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"sampling.max_new_tokens ({sampling.max_new_tokens}) leaves no room for a prompt in"
             f" engine.max_model_len ({engine.max_model_len}); lower the one or raise the other."
         )
-    if recipe.weights.transport == "nccl" and learner.device == "cpu":
-        yield (
-            "weights.transport=nccl moves GPU memory, but learner.device is cpu. Set"
-            " weights.transport=gloo, or learner.device=cuda."
-        )
+    yield from _impossible_transfers(recipe)
     if 2 * recipe.workers.heartbeat_s > recipe.broker.lease_ttl_s:
         yield (
             f"workers.heartbeat_s ({recipe.workers.heartbeat_s:g}) must be at most half of broker.lease_ttl_s"
@@ -97,6 +96,25 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield (
             f"staleness.min_group_size ({recipe.staleness.min_group_size}) is above learner.group_size"
             f" ({learner.group_size}): no group could ever be trimmed."
+        )
+
+
+def _impossible_transfers(recipe: Recipe) -> Iterator[str]:
+    weights, device = recipe.weights, recipe.learner.device
+    if weights.transport in ("nccl", "ucc") and device == "cpu":
+        yield (
+            f"weights.transport={weights.transport} moves GPU memory, but learner.device is cpu. Set"
+            " weights.transport=gloo, or learner.device=cuda."
+        )
+    if weights.staging == "device" and weights.transport == "gloo":
+        yield (
+            "weights.staging=device keeps versions on GPUs, and weights.transport=gloo sends host memory. Set"
+            " weights.staging=host, or weights.transport=nccl (ipc, where learner and engines share a GPU)."
+        )
+    if weights.staging == "device" and (device == "cpu" or (recipe.engine.kind, recipe.engine.device) == CPU_ENGINE):
+        yield (
+            "weights.staging=device keeps versions on the GPUs of learner and engines, and one of them runs on a CPU."
+            " Set weights.staging=host."
         )
 
 

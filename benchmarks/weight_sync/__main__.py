@@ -127,7 +127,9 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     shape = shape_of(arguments.shape, arguments.layers)
     is_cpu = arguments.device == "cpu"
-    options: dict[str, Any] = {} if is_cpu else {"gpu_memory_utilization": arguments.gpu_memory}
+    # Tokens are told one by one: their moments are what is measured.
+    options: dict[str, Any] = {"stream_interval": 1} if arguments.engine == "vllm" else {}
+    options |= {} if is_cpu else {"gpu_memory_utilization": arguments.gpu_memory}
     order = Order(
         model=str(write_config(shape, output / "model")),
         dtype="float32" if is_cpu else "bfloat16",

@@ -78,7 +78,7 @@ def engine_arguments(config: EngineConfig, model_dir: Path, architecture: str, s
         "load_format": "dummy",
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_concurrent,
+        "max_num_seqs": config.max_concurrent + 1,  # one for `score`, which must not wait until a request ends
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rollout_workers.engines.vllm_extension.WeightExtension",

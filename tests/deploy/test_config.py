@@ -184,6 +184,16 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
             " learner.device=cuda.",
         ),
         (
+            ["weights.staging=device"],
+            "weights.staging=device keeps versions on GPUs, and weights.transport=gloo sends host memory. Set"
+            " weights.staging=host, or weights.transport=nccl (ipc, where learner and engines share a GPU).",
+        ),
+        (
+            ["weights.staging=device", "weights.transport=ipc", "learner.device=cuda"],
+            "weights.staging=device keeps versions on the GPUs of learner and engines, and one of them runs on a CPU."
+            " Set weights.staging=host.",
+        ),
+        (
             ["workers.heartbeat_s=20"],
             "workers.heartbeat_s (20) must be at most half of broker.lease_ttl_s (30), or leases"
             " expire under healthy"
