@@ -196,6 +196,12 @@ def _transports(torch: dict[str, Any]) -> tuple[Finding, ...]:
             remedy="Needs GPUs and a CUDA build of torch.",
         ),
         Finding(
+            name="ipc",
+            works="version" in torch,
+            detail="host or GPU memory, within one machine",
+            remedy="Needs a torch that imports.",
+        ),
+        Finding(
             name="ucc",
             works=bool(torch.get("ucc")),
             detail="in this build of torch" if torch.get("ucc") else "not in this build of torch",
