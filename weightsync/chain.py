@@ -10,9 +10,10 @@ from typing import NamedTuple
 from broker.errors import WeightSyncError
 from broker.schema import DeltaSpec, WeightManifest, WeightVersion
 
-from .buckets import StagedWeights, digest_bytes
+from .buckets import digest_bytes
 from .deadline import Deadline
 from .deltas import encode
+from .staging import StagedWeights
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from broker.errors import WeightSyncError
 from broker.schema import TensorSpec
 
-from .buckets import DTYPES, StagedWeights
+from .buckets import DTYPES
 from .deadline import Deadline
+from .staging import StagedWeights
 
 BLOCK_ELEMENTS = 1 << 20
 """Bounds what encoding and patching need beside the buckets: about 30 bytes an element."""

@@ -18,12 +18,12 @@ from broker.owner import Owner
 from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion, WorkerInfo
 
 from .addresses import learner_addresses
-from .buckets import Restaging, StagedWeights, stage
 from .chain import Delta, DeltaChain
 from .config import WeightsConfig
 from .deadline import Deadline
 from .membership import follows_by_pull
 from .sender import Sender
+from .staging import Restaging, StagedWeights, stage
 from .transports.pull_server import PullServer
 
 

@@ -14,8 +14,8 @@ from broker.leases import Leases
 from broker.schema import Probe, WeightVersion
 from learner import packing
 from learner.experience import Experience
-from weightsync.buckets import StagedWeights
 from weightsync.publisher import Publisher, PublishReport
+from weightsync.staging import StagedWeights
 
 from .faults import MEAN_S
 

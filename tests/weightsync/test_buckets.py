@@ -6,9 +6,10 @@ import torch
 
 from broker.errors import WeightSyncError
 from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
-from weightsync.buckets import ALIGNMENT, Restaging, StagedWeights, check_manifest, stage, verify, views
+from weightsync.buckets import ALIGNMENT, check_manifest, verify, views
 from weightsync.fingerprint import fingerprint
 from weightsync.landing import Landing
+from weightsync.staging import Restaging, StagedWeights, stage
 
 BUCKET_BYTES = 4096
 

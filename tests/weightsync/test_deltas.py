@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from broker.errors import WeightSyncError
 from broker.schema import WeightVersion
 from weightsync import chain, deltas
-from weightsync.buckets import DTYPES, StagedWeights, stage
+from weightsync.buckets import DTYPES
 from weightsync.chain import Delta, DeltaChain
 from weightsync.deadline import Deadline
 from weightsync.deltas import encode, patch
+from weightsync.staging import StagedWeights, stage
 
 FOREVER = Deadline(math.inf)
 V = [WeightVersion(1, step) for step in range(12)]

@@ -16,9 +16,10 @@ from broker.schema import WeightManifest, WeightVersion
 from tests.weightsync.conftest import CONFIG, TIMEOUT_S, InProcessWorker, Learner, WorkerProcess, weights
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker_info
 from weightsync import chain
-from weightsync.buckets import stage, views
+from weightsync.buckets import views
 from weightsync.deadline import Deadline
 from weightsync.puller import Pulled, Puller
+from weightsync.staging import stage
 from weightsync.transports.base import SupersededError
 from weightsync.transports.pull import HttpPull
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from weightsync.buckets import fingerprints, stage
+from weightsync.buckets import fingerprints
 from weightsync.fingerprint import Parts, fingerprint, fingerprint_parts
+from weightsync.staging import stage
 
 from .test_buckets import awkward_tensors
 

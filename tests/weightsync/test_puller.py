@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from broker.errors import WeightSyncError
 from broker.schema import DeltaSpec, Probe, WeightManifest, WeightVersion
-from weightsync.buckets import StagedWeights, digest_bytes, stage
+from weightsync.buckets import digest_bytes
 from weightsync.deadline import Deadline
 from weightsync.deltas import encode
 from weightsync.puller import Pulled, Puller
+from weightsync.staging import StagedWeights, stage
 from weightsync.transports.base import SupersededError, UnreachableError
 
 FOREVER = Deadline(math.inf)

@@ -18,13 +18,13 @@ from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion
 from tests.weightsync.conftest import TIMEOUT_S
 from tests.weightsync.worker_process import worker_info
 from weightsync.addresses import learner_addresses
-from weightsync.buckets import stage
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
 from weightsync.landing import Landing
 from weightsync.puller import Puller
 from weightsync.receiver import join
 from weightsync.sender import Sender
+from weightsync.staging import stage
 from weightsync.transports.base import SupersededError
 from weightsync.transports.collective import ProcessGroupTransport
 from weightsync.transports.forming import check_transport

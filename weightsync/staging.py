@@ -1,0 +1,126 @@
+"""Named tensors into bounded flat byte buckets, bit for bit: what the learner publishes."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from broker.errors import WeightSyncError
+from broker.schema import TensorSpec
+
+from .buckets import DTYPES, aligned, fingerprints, view, views
+
+
+@dataclass
+class StagedWeights:
+    """One version's tensors as bytes, with what a manifest says of them."""
+
+    tensors: tuple[TensorSpec, ...]
+    data: tuple[torch.Tensor, ...]
+    """uint8, one flat tensor per bucket, all on one device."""
+    fingerprints: tuple[int, ...]
+    """One per tensor."""
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Their sizes in bytes."""
+        return tuple(bucket.numel() for bucket in self.data)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return sum(self.buckets)
+
+    def on_cpu(self) -> "StagedWeights":
+        """Itself, or a copy."""
+        return StagedWeights(self.tensors, tuple(bucket.cpu() for bucket in self.data), self.fingerprints)
+
+
+@dataclass
+class BucketFiller:
+    """Appends tensors to the last bucket while they fit; each is copied at once: its source may be reused."""
+
+    bucket_bytes: int
+    device: torch.device
+    specs: list[TensorSpec] = field(default_factory=list)
+    data: list[torch.Tensor] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy `tensor` in; one larger than `bucket_bytes` gets a bucket of its own."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise WeightSyncError(f"tensor {name} has dtype {dtype}, which cannot be sent; known: {', '.join(DTYPES)}")
+        nbytes = tensor.numel() * tensor.element_size()
+        bucket, offset = self._reserve(nbytes)
+        self.specs.append(TensorSpec(name, dtype, tuple(tensor.shape), bucket, offset, nbytes))
+        view(self.data[bucket], self.specs[-1]).copy_(tensor.detach(), non_blocking=self.device.type != "cpu")
+
+    def _reserve(self, nbytes: int) -> tuple[int, int]:
+        if not self.data or self.used[-1] + nbytes > self.data[-1].numel():
+            # Pages that stay untouched are never committed by the system, so a mostly empty bucket costs nothing.
+            size = aligned(max(nbytes, self.bucket_bytes))
+            self.data.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+            self.used.append(0)
+        offset, end = self.used[-1], self.used[-1] + nbytes
+        self.used[-1] = aligned(end)
+        self.data[-1][end : self.used[-1]] = 0  # padding belongs to the rows that are fingerprinted
+        return len(self.data) - 1, offset
+
+    def finish(self) -> StagedWeights:
+        """Trim the buckets and fingerprint what they hold."""
+        data = tuple(bucket[:used] for bucket, used in zip(self.data, self.used, strict=True))
+        of_each = fingerprints(self.specs, dict(enumerate(data)))
+        return StagedWeights(tuple(self.specs), data, tuple(of_each[place] for place in range(len(self.specs))))
+
+
+def stage(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, device: torch.device | str = "cpu"
+) -> StagedWeights:
+    """Copy named tensors, from any device, into buckets on `device`; only a single tensor exceeds `bucket_bytes`."""
+    filler = BucketFiller(bucket_bytes, torch.device(device))
+    names: set[str] = set()
+    for name, tensor in tensors:
+        if name in names:
+            raise WeightSyncError(f"tensor {name} is published twice in one version; names must be unique")
+        names.add(name)
+        filler.add(name, tensor)
+    return filler.finish()
+
+
+class Restaging:
+    """Stages a model's versions one after another into the same memory: the one before is gone."""
+
+    def __init__(self, bucket_bytes: int, device: torch.device) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._device = device
+        self._staged: StagedWeights | None = None
+        self._views: list[tuple[str, torch.Tensor]] = []
+
+    def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
+        """As `stage` does; other tensors than last time get other memory."""
+        tensors = iter(tensors)
+        if self._staged is not None:
+            done, rest = self._overwrite(tensors)
+            if not rest and done == len(self._views):
+                of_each = fingerprints(self._staged.tensors, dict(enumerate(self._staged.data)))
+                return replace(self._staged, fingerprints=tuple(of_each[place] for place in range(done)))
+            tensors = itertools.chain(self._views[:done], rest, tensors)
+        self._staged = staged = stage(tensors, self._bucket_bytes, self._device)
+        self._views = views(staged.tensors, staged.data)
+        return staged
+
+    def _overwrite(
+        self, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> tuple[int, tuple[tuple[str, torch.Tensor], ...]]:
+        """(how many were the same tensors as last time, the first that was not)"""
+        for done, (known, place) in enumerate(self._views):
+            given = next(tensors, None)
+            if given is None:
+                return done, ()
+            name, tensor = given
+            if name != known or tensor.shape != place.shape or tensor.dtype != place.dtype:
+                return done, (given,)
+            place.copy_(tensor.detach(), non_blocking=True)
+        return len(self._views), tuple(itertools.islice(tensors, 1))
