@@ -14,6 +14,7 @@ from weightsync.fingerprint import MODULUS
 from weightsync.subscriber import Delivery, Subscriber
 
 from .engines.base import Engine, HeldTensor
+from .engines.loading import is_fused
 from .outages import Outages
 from .turns import SwapTurns
 
@@ -96,20 +97,25 @@ class HeldWeights:
             raise VersionRegressionError(f"{version} was delivered, but {self.version} is held; it was ignored")
 
     async def _load(self, delivery: Delivery) -> None:
-        """Swap, verify, and if that fails do both once more."""
-        for attempt in (1, 2):
-            try:
-                await self._engine.swap_weights(
-                    delivery.manifest.version, delivery.tensors, keep_cache=self._keep_cache
-                )
-                await self._refuse_wrong_weights(delivery.manifest)
-            except WeightSyncError as error:
-                self.last_error = str(error)
-                if attempt == 2:
-                    raise
-                log.error("swapping again: %s", error)
-            else:
-                return
+        """Swap, once more if that fails, and verify.
+
+        Wrong weights are not swapped for others of the same version: what they sampled meanwhile would pass as its.
+        """
+        try:
+            await self._swap(delivery)
+            await self._refuse_wrong_weights(delivery.manifest)
+        except WeightSyncError as error:
+            self.last_error = str(error)
+            raise
+
+    async def _swap(self, delivery: Delivery) -> None:
+        version = delivery.manifest.version
+        try:
+            await self._engine.swap_weights(version, delivery.tensors, keep_cache=self._keep_cache)
+        except WeightSyncError as error:
+            self.last_error = str(error)
+            log.error("swapping again: %s", error)
+            await self._engine.swap_weights(version, delivery.tensors, keep_cache=self._keep_cache)
 
     async def _refuse_wrong_weights(self, manifest: WeightManifest) -> None:
         """Its tensors' fingerprints prove the version; the probe, that it computes with them as the learner does."""
@@ -143,9 +149,9 @@ def refuse_other_tensors(manifest: WeightManifest, held: Mapping[str, HeldTensor
     if held is None or not manifest.fingerprints:
         return
     for spec, published in zip(manifest.tensors, manifest.fingerprints, strict=True):
-        one = held.get(spec.name)
-        if one is None:  # it is tied to another, or the engine takes it apart
+        if is_fused(spec.name):  # the engine takes it apart
             continue
+        one = held.get(spec.name, HeldTensor(0, 0))
         copies, rest = divmod(one.elements, math.prod(spec.shape))
         if rest or not copies or one.fingerprint != copies * published % MODULUS:
             raise WeightSyncError(

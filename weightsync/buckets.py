@@ -48,9 +48,15 @@ def as_bytes(bucket: torch.Tensor) -> memoryview:
     return bucket.numpy().data
 
 
-def allocate(sizes: Iterable[int], device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
-    """Empty buckets to receive into."""
-    return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+def allocate(sizes: Sequence[int], device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
+    """Buckets with anything in them. Raises WeightSyncError where there is no room."""
+    try:
+        return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, nothing finer on a CPU
+        raise WeightSyncError(
+            f"no room for {sum(sizes)} bytes of weights on {device}: {str(error).partition(chr(10))[0]}; on a GPU lower"
+            " engine.options.gpu_memory_utilization or set weights.staging=host"
+        ) from error
 
 
 def verify(manifest: WeightManifest, buckets: Mapping[int, torch.Tensor]) -> None:

@@ -18,6 +18,10 @@ class Deadline:
         """Seconds left, never negative."""
         return max(0.0, self._end - time.monotonic())
 
+    def cancel(self) -> None:
+        """It is over now, for whoever shares its flag."""
+        self._cancelled.set()
+
     def is_over(self) -> bool:
         """True once the time is up or somebody cancelled."""
         return self._cancelled.is_set() or self.remaining() == 0.0

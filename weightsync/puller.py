@@ -7,7 +7,7 @@ are fetched in the same call; and what comes out is compared with the manifest's
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -93,12 +93,13 @@ class Puller:
                 threads.submit(self._transport.pull_bucket, manifest, index, bucket, deadline)
                 for index, bucket in missing.items()
             ]
-            try:
-                for index, fetched in zip(missing, fetching, strict=True):
-                    fetched.result()
-                    yield index
-            finally:
+            done, _ = wait(fetching, return_when=FIRST_EXCEPTION)
+            if any(fetched.exception() for fetched in done):
+                deadline.cancel()  # the others' bytes are of no more use
                 threads.shutdown(cancel_futures=True)
+            for fetched in done:
+                fetched.result()
+        yield from missing
 
     def _chain_to(self, manifest: WeightManifest) -> tuple[DeltaSpec, ...]:
         """The deltas from what is held. Where none lead on from it, or they would save nothing, it is forgotten."""

@@ -46,11 +46,18 @@ class JoinedGroup:
     def _receive(self, manifest: WeightManifest, landing: Landing, deadline: Deadline) -> Landed:
         check_manifest(manifest)
         landed = landing.take(manifest.buckets)
+        try:
+            self._receive_into(landed, manifest, deadline)
+        except WeightSyncError:
+            landing.give_back(landed)
+            raise
+        return landed
+
+    def _receive_into(self, landed: Landed, manifest: WeightManifest, deadline: Deadline) -> None:
         for bucket in landed.buckets:
             self._transport.broadcast(bucket, deadline)
         # Only now: a member that stops at a damaged bucket would keep the others from the rest.
         verify(manifest, dict(enumerate(landed.buckets)))
-        return landed
 
     def _acknowledge(self, version: WeightVersion, failure: str) -> None:
         # A learner that died since needs no answer, and the bytes are as good without it.

@@ -9,7 +9,7 @@ import torch
 from broker.errors import WeightSyncError
 from broker.schema import TensorSpec
 
-from .buckets import DTYPES, aligned, fingerprints, view, views
+from .buckets import DTYPES, aligned, allocate, fingerprints, view, views
 
 
 @dataclass
@@ -61,7 +61,7 @@ class BucketFiller:
         if not self.data or self.used[-1] + nbytes > self.data[-1].numel():
             # Pages that stay untouched are never committed by the system, so a mostly empty bucket costs nothing.
             size = aligned(max(nbytes, self.bucket_bytes))
-            self.data.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+            self.data += allocate([size], self.device)
             self.used.append(0)
         offset, end = self.used[-1], self.used[-1] + nbytes
         self.used[-1] = aligned(end)

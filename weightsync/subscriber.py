@@ -170,6 +170,8 @@ class Subscriber:
         if joined is None:
             return
         self._stop_pull()  # what it fetches is about to be superseded, and the group waits for us
+        staged, self._staged = self._staged, None  # so is what waits for the engine, and its memory is needed
+        self._give_back(staged)
         cancelled = threading.Event()
         try:
             landed = await self._threads.run(
@@ -186,7 +188,8 @@ class Subscriber:
         if self._pulling is not None:
             if not self._pulling.done():
                 return
-            self._pulling.result()
+            ended, self._pulling = self._pulling, None  # also if it raises: the next one is a new attempt
+            ended.result()
         self._pulling = asyncio.create_task(self._pull())
 
     def _stop_pull(self) -> None:

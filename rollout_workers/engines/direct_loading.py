@@ -24,15 +24,22 @@ NOTHING = HeldTensor(0, 0)
 class DirectLoading:
     """Of one process of an engine. `parameters` are looked up anew each time: a loader may replace them.
 
+    `derived`: its other tensors: if one of them depends on the weights, the loader must go on making it.
     `keeps_packed`: what it computes with are packed copies, so only its loader can fill them.
     """
 
     def __init__(
-        self, load: Load, parameters: Callable[[], Mapping[str, torch.Tensor]], *, keeps_packed: bool = False
+        self,
+        load: Load,
+        parameters: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        derived: Callable[[], Mapping[str, torch.Tensor]] = dict,
+        keeps_packed: bool = False,
     ) -> None:
         self._load = load
         self._keeps_packed = keeps_packed
         self._parameters = parameters
+        self._derived = derived
         self._published: tuple[Published, ...] = ()
         self._placement: Placement | None = None
         self._rows: HeldRows | None = None
@@ -60,7 +67,9 @@ class DirectLoading:
         else:
             copies = self._placement.copies(parameters, tensors)
             copies.make()
-            self._copies = tensors, addresses, copies
+            # Host memory is another each time, and would be kept for nothing.
+            is_kept = all(tensor.is_cuda for tensor in tensors.values())
+            self._copies = (tensors, addresses, copies) if is_kept else None
 
     def held(self) -> dict[str, HeldTensor] | None:
         """By published name; None where the loader keeps the weights in a form of its own."""
@@ -97,7 +106,9 @@ class DirectLoading:
         return False
 
     def _fingerprints(self) -> dict[str, int]:
-        return {name: fingerprint(parameter) for name, parameter in self._parameters().items()}
+        """Of parameters, and of what the loader may have made of them."""
+        tensors = {**self._derived(), **self._parameters()}
+        return {name: fingerprint(tensor) for name, tensor in tensors.items()}
 
 
 def together(parts: Iterable[Mapping[str, HeldTensor]]) -> dict[str, HeldTensor]:

@@ -48,12 +48,10 @@ def find_places(model: nn.Module, tensors: NamedTensors) -> list[tuple[torch.Ten
 
 
 def held_tensors(model: nn.Module, published: Sequence[tuple[str, torch.dtype]]) -> dict[str, HeldTensor] | None:
-    """Of what was loaded; None if it was converted to another number format. Names of tied tensors are left out."""
-    parameters, tied = dict(model.named_parameters()), tied_names(model)
+    """Of what was loaded; None if it was converted to another number format."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     held = {}
     for name, dtype in published:
-        if name in tied:
-            continue
         _, target = place(parameters, name)
         if target.dtype != dtype:
             return None
@@ -71,10 +69,10 @@ def tied_names(model: nn.Module) -> set[str]:
 def one_by_one(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
     """Fused experts taken apart into the names of checkpoints."""
     for name, tensor in tensors:
-        prefix, _, part = name.rpartition(".")
-        if not prefix.endswith(".experts") or part not in ("gate_up_proj", "down_proj"):
+        if not is_fused(name):
             yield name, tensor
             continue
+        prefix, _, part = name.rpartition(".")
         for index, expert in enumerate(tensor):
             if part == "down_proj":
                 yield f"{prefix}.{index}.down_proj.weight", expert
@@ -82,6 +80,12 @@ def one_by_one(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
                 gate, up = expert.chunk(2)
                 yield f"{prefix}.{index}.gate_proj.weight", gate
                 yield f"{prefix}.{index}.up_proj.weight", up
+
+
+def is_fused(name: str) -> bool:
+    """Whether a tensor of this name holds all experts of a layer."""
+    prefix, _, part = name.rpartition(".")
+    return prefix.endswith(".experts") and part in ("gate_up_proj", "down_proj")
 
 
 def place(parameters: Mapping[str, nn.Parameter], name: str) -> tuple[str, torch.Tensor]:

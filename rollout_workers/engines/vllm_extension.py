@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from vllm.platforms import current_platform
 
+from weightsync.fingerprint import UNSIGNED
+
 from .direct_loading import DirectLoading
 from .shared_tensors import Mapped
 
@@ -20,7 +22,12 @@ class WeightExtension:
         if self._headway is None:
             self._headway_mapped = Mapped()
             packed = current_platform.is_cpu() and keeps_packed(self._headway_model())
-            self._headway = DirectLoading(self._headway_reload, self._headway_parameters, keeps_packed=packed)
+            self._headway = DirectLoading(
+                self._headway_reload,
+                self._headway_parameters,
+                derived=lambda: derived_tensors(self._headway_model()),
+                keeps_packed=packed,
+            )
         self._headway.load(self._headway_mapped.tensors(shared))
         if current_platform.is_cpu():
             repack_experts(self._headway_model())
@@ -41,6 +48,16 @@ class WeightExtension:
 
     def _headway_reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.reload_weights(weights_iterator=iter(tensors))  # type: ignore[attr-defined]
+
+
+def derived_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers, and tensors that modules keep as mere attributes; not the KV cache, which is none of the loader's."""
+    found = dict(model.named_buffers())
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and name != "kv_cache":
+                found[f"{prefix}.{name}"] = value
+    return {name: tensor for name, tensor in found.items() if tensor.element_size() in UNSIGNED}
 
 
 def keeps_packed(model: torch.nn.Module) -> bool:

@@ -104,6 +104,30 @@ def test_a_loader_that_looks_at_values_is_found_out() -> None:
     assert torch.equal(weight, 2 * given)
 
 
+def test_what_a_loader_derives_is_not_left_as_it_was() -> None:
+    """Copying restores the parameter, and not what the loader made of the numbers that it was traced with."""
+    weight, derived = torch.zeros(4, 6), torch.zeros(4, 6)
+
+    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in tensors:
+            weight.copy_(tensor)
+            derived.copy_(2 * tensor)
+
+    direct = DirectLoading(load, lambda: {"weight": weight}, derived=lambda: {"derived": derived})
+    for seed in (1, 2):
+        given = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        direct.load({"a": given})
+        assert torch.equal(derived, 2 * given)
+    assert not direct.is_direct
+
+
+def test_a_tensor_that_the_engine_does_not_hold_is_missed() -> None:
+    manifest = published([("a", torch.ones(8)), ("layers.0.mlp.experts.down_proj", torch.ones(2, 3, 4))])
+    refuse_other_tensors(manifest, {"a": HeldTensor(fingerprint(torch.ones(8)), 8)})
+    with pytest.raises(WeightSyncError, match="holds another a"):
+        refuse_other_tensors(manifest, {})
+
+
 def test_shards_together_hold_what_was_published() -> None:
     shards = [Shard(rank, 2, torch.bfloat16) for rank in range(2)]
     loadings = [DirectLoading(shard.load, lambda shard=shard: shard.parameters) for shard in shards]  # type: ignore[misc]

@@ -334,12 +334,14 @@ async def test_a_bit_that_no_probe_can_see_is_told_from_what_was_published(
     learner = await Learner.start(brokers[0], groups=2)
     deliveries = Deliveries()
     engine = make_engine(tmp_path)
-    swap = engine.swap_weights
+    swap, swaps = engine.swap_weights, 0
 
     async def flip_a_bit(version: WeightVersion, tensors: Any, *, keep_cache: bool) -> None:
+        nonlocal swaps
+        swaps += 1  # the second would be right, and what the first sampled would pass as of this version
         (name, tensor), *others = tensors
         changed = tensor.clone()
-        changed.view(torch.int32).view(-1)[7] ^= 1
+        changed.view(torch.int32).view(-1)[7] ^= swaps == 1
         await swap(version, [(name, changed), *others])
 
     engine.swap_weights = flip_a_bit  # type: ignore[method-assign]
@@ -372,7 +374,9 @@ async def test_a_swap_that_fails_once_is_repeated(brokers: tuple[Broker, Broker]
     async def stumble(version: WeightVersion, tensors: Any, *, keep_cache: bool) -> None:
         nonlocal swaps
         swaps += 1
-        await swap(version, [(n, 2 * t) for n, t in tensors] if swaps == 1 else tensors)
+        if swaps == 1:
+            raise WeightSyncError("busy")
+        await swap(version, tensors)
 
     engine.swap_weights = stumble
     learner = await Learner.start(brokers[0], groups=1)

@@ -154,3 +154,8 @@ def test_memory_that_was_given_back_is_used_again() -> None:
     named = landed.tensors(weights.tensors)
     assert landed.tensors(tuple(weights.tensors)) is named
     assert landed.tensors(weights.tensors[:1]) is not named
+
+
+def test_no_room_is_said_with_a_remedy() -> None:
+    with pytest.raises(WeightSyncError, match=r"no room for 4611686018427387904 bytes.*weights\.staging=host"):
+        Landing(torch.device("cpu")).take((1 << 62,))

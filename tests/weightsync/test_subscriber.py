@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from broker import Broker
-from broker.errors import FencedError, VersionRegressionError
-from broker.schema import WeightVersion
+from broker.errors import BrokerUnavailableError, FencedError, VersionRegressionError
+from broker.schema import WeightManifest, WeightVersion
 from tests.weightsync.conftest import InProcessWorker, Learner
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
 
@@ -164,3 +164,22 @@ async def test_closing_leaves_no_threads(learner: Learner, start_inside: StartIn
     await worker.subscriber.close()
     await asyncio.to_thread(learner.publisher.close)
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("weights")] == []
+
+
+async def test_a_broker_that_fails_once_does_not_end_the_pulls(
+    learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start_inside("w")
+    versions = worker._broker.versions
+    announced, failures = versions.announced, [BrokerUnavailableError("away")]
+
+    async def fail_once() -> WeightManifest | None:
+        if failures:
+            raise failures.pop()
+        return await announced()
+
+    monkeypatch.setattr(versions, "announced", fail_once)
+    await asyncio.to_thread(learner.publish)
+    with pytest.raises(BrokerUnavailableError):
+        await worker.next()
+    assert await worker.next() == WeightVersion(1, 0)

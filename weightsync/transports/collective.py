@@ -4,8 +4,11 @@ It needs no `init_process_group` and leaves one that exists alone. Two facts sha
 ends only by success, its own timeout or a closed peer (`abort` does nothing); one of NCCL ends by `abort`.
 """
 
+import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -19,6 +22,9 @@ from weightsync.deadline import Deadline
 
 CollectiveName = Literal["gloo", "nccl", "ucc"]
 _WAIT_S = 0.0005
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_NEVER = timedelta(days=1)
+"""NCCL's own watchdog ends the process when its timeout is over: ours comes first, and ends the group."""
 
 
 class ProcessGroupTransport:
@@ -43,9 +49,12 @@ class ProcessGroupTransport:
         deadline.check(f"{self._name} broadcast of {bucket.numel()} bytes")
         if bucket.numel() == 0:
             return
+        backend = self._backend
+        if backend is None:
+            raise WeightSyncError(f"the {self._name} group was left in the middle of a transfer")
         wire = bucket.to(self._device)
         try:
-            _wait(self._backend.broadcast([wire], _root_options(deadline)), self._backend, deadline)
+            _wait(backend.broadcast([wire], _root_options(deadline)), backend, deadline)
         except RuntimeError as error:
             raise WeightSyncError(
                 f"{self._name} broadcast of {bucket.numel()} bytes failed (deadline {deadline.seconds:g} s): "
@@ -70,11 +79,26 @@ def _open(
     if name == "ucc":
         return kind(store, rank, size, timeout)
     options = kind._Options() if name == "gloo" else kind.Options()
-    options._timeout = timeout
+    options._timeout = timeout if name == "gloo" else _NEVER
     if name == "gloo":
         # Without it gloo would take the interface that the host's name resolves to, which is often loopback.
         options._devices = [kind.create_device(hostname=interface)]
-    return kind(store, rank, size, options)
+    with _without_watchdog():
+        return kind(store, rank, size, options)
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """NCCL's watchdog ends the process for a peer that died; the group reads the setting when it is made."""
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before
 
 
 def backend_class(name: CollectiveName) -> Any:

@@ -62,8 +62,11 @@ class IpcTransport:
         self._await(_SENT, self._count, deadline)
         if self._buffer is None or self._store.check([_moved(self._rank, self._count)]):
             self._buffer = attach(self._store.get(_moved(self._rank, self._count)))
-        bucket.copy_(self._buffer[: bucket.numel()])
-        _finish(self._buffer)
+        buffer = self._buffer
+        if buffer is None:
+            raise WeightSyncError("the ipc group was left in the middle of a transfer")
+        bucket.copy_(buffer[: bucket.numel()])
+        _finish(buffer)
         self._store.add(_TAKEN, 1)
 
     def _shared(self, bucket: torch.Tensor) -> torch.Tensor:
