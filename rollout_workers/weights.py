@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 import numpy as np
 
-from broker.errors import VersionRegressionError, WeightSyncError
+from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
 from broker.schema import Probe, WeightManifest, WeightVersion
 from weightsync.fingerprint import MODULUS
 from weightsync.subscriber import Delivery, Subscriber
@@ -53,11 +53,7 @@ class HeldWeights:
     async def follow(self) -> None:
         """Take every newer version, forever. Raises WeightSyncError if the engine cannot hold one."""
         while True:
-            delivery = await self._next_delivery()
-            async with self._turn() as has_waited:
-                if has_waited:
-                    delivery = self._subscriber.newer() or delivery
-                await self._load(delivery)
+            delivery = await self._load_newest(await self._next_delivery())
             async with self._changed:
                 self.version = delivery.manifest.version
                 self.swaps += 1
@@ -95,8 +91,24 @@ class HeldWeights:
         if self.version is not None and version <= self.version:
             raise VersionRegressionError(f"{version} was delivered, but {self.version} is held; it was ignored")
 
+    async def _load_newest(self, delivery: Delivery) -> Delivery:
+        """Load `delivery`, or the newest that came while this waited for a turn or for memory; the one it was."""
+        while True:
+            try:
+                async with self._turn() as has_waited:
+                    if has_waited:
+                        delivery = self._subscriber.newer() or delivery
+                    await self._load(delivery)
+            except NoRoomError as error:
+                self.last_error = str(error)
+                log.error("weights not swapped, trying again: %s", error)
+                await asyncio.sleep(RETRY_S)
+                delivery = self._subscriber.newer() or delivery
+            else:
+                return delivery
+
     async def _load(self, delivery: Delivery) -> None:
-        """Swap, verify, and if that fails do both once more."""
+        """Swap, verify, and if that fails do both once more. Raises NoRoomError if nothing was touched."""
         for attempt in (1, 2):
             try:
                 await self._engine.swap_weights(
@@ -106,6 +118,8 @@ class HeldWeights:
             except WeightSyncError as error:
                 self.last_error = str(error)
                 if attempt == 2:
+                    raise WeightSyncError(str(error)) from error  # the first one may have left anything
+                if isinstance(error, NoRoomError):
                     raise
                 log.error("swapping again: %s", error)
             else:

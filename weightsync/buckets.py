@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from broker.errors import WeightSyncError
+from broker.errors import NoRoomError, WeightSyncError
 from broker.schema import TensorSpec, WeightManifest
 
 from .fingerprint import MODULUS, UNSIGNED, Parts, fingerprint_parts
@@ -165,8 +165,13 @@ def as_bytes(bucket: torch.Tensor) -> memoryview:
 
 
 def allocate(sizes: Iterable[int], device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
-    """Empty buckets to receive into."""
-    return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+    """Empty buckets to receive into. Raises NoRoomError."""
+    sizes = tuple(sizes)
+    try:
+        return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+    except RuntimeError as error:  # torch has a class of its own only for memory of a GPU
+        first_line = str(error).partition("\n")[0]
+        raise NoRoomError(f"no memory on {device} for {sum(sizes)} bytes of weights: {first_line}") from error
 
 
 def verify(manifest: WeightManifest, buckets: Mapping[int, torch.Tensor]) -> None:

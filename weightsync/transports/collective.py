@@ -41,11 +41,14 @@ class ProcessGroupTransport:
     def broadcast(self, bucket: torch.Tensor, deadline: Deadline) -> None:
         """See BroadcastGroupTransport. Blocks without holding the interpreter."""
         deadline.check(f"{self._name} broadcast of {bucket.numel()} bytes")
+        backend = self._backend
+        if backend is None:  # a worker leaves from another thread, as soon as the next group is there
+            raise WeightSyncError(f"the {self._name} group was left")
         if bucket.numel() == 0:
             return
         wire = bucket.to(self._device)
         try:
-            _wait(self._backend.broadcast([wire], _root_options(deadline)), self._backend, deadline)
+            _wait(backend.broadcast([wire], _root_options(deadline)), backend, deadline)
         except RuntimeError as error:
             raise WeightSyncError(
                 f"{self._name} broadcast of {bucket.numel()} bytes failed (deadline {deadline.seconds:g} s): "
