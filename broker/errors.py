@@ -47,3 +47,7 @@ class SchemaMismatchError(FrameError):
 
 class WeightSyncError(HeadwayError):
     """A transfer failed or an engine does not hold what it should; the engine keeps its old version."""
+
+
+class NoRoomError(WeightSyncError):
+    """No memory for a version at the moment. Nothing was touched, and trying again may do."""

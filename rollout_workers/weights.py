@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 import numpy as np
 
-from broker.errors import VersionRegressionError, WeightSyncError
+from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
 from broker.schema import Probe, WeightManifest, WeightVersion
 from weightsync.fingerprint import MODULUS
 from weightsync.subscriber import Delivery, Subscriber
@@ -54,11 +54,7 @@ class HeldWeights:
     async def follow(self) -> None:
         """Take every newer version, forever. Raises WeightSyncError if the engine cannot hold one."""
         while True:
-            delivery = await self._next_delivery()
-            async with self._turn() as has_waited:
-                if has_waited:
-                    delivery = self._subscriber.newer() or delivery
-                await self._load(delivery)
+            delivery = await self._load_newest(await self._next_delivery())
             async with self._changed:
                 self.version = delivery.manifest.version
                 self.swaps += 1
@@ -96,8 +92,24 @@ class HeldWeights:
         if self.version is not None and version <= self.version:
             raise VersionRegressionError(f"{version} was delivered, but {self.version} is held; it was ignored")
 
+    async def _load_newest(self, delivery: Delivery) -> Delivery:
+        """Load `delivery`, or the newest that came while this waited for a turn or for memory; the one it was."""
+        while True:
+            try:
+                async with self._turn() as has_waited:
+                    if has_waited:
+                        delivery = self._subscriber.newer() or delivery
+                    await self._load(delivery)
+            except NoRoomError as error:
+                self.last_error = str(error)
+                log.error("weights not swapped, trying again: %s", error)
+                await asyncio.sleep(RETRY_S)
+                delivery = self._subscriber.newer() or delivery
+            else:
+                return delivery
+
     async def _load(self, delivery: Delivery) -> None:
-        """Swap, once more if that fails, and verify.
+        """Swap, once more if that fails, and verify. Raises NoRoomError if nothing was touched.
 
         Wrong weights are not swapped for others of the same version: what they sampled meanwhile would pass as its.
         """
@@ -112,10 +124,15 @@ class HeldWeights:
         version = delivery.manifest.version
         try:
             await self._engine.swap_weights(version, delivery.tensors, keep_cache=self._keep_cache)
+        except NoRoomError:
+            raise
         except WeightSyncError as error:
             self.last_error = str(error)
             log.error("swapping again: %s", error)
-            await self._engine.swap_weights(version, delivery.tensors, keep_cache=self._keep_cache)
+            try:
+                await self._engine.swap_weights(version, delivery.tensors, keep_cache=self._keep_cache)
+            except NoRoomError as again:  # the first attempt may have left anything
+                raise WeightSyncError(str(again)) from again
 
     async def _refuse_wrong_weights(self, manifest: WeightManifest) -> None:
         """Its tensors' fingerprints prove the version; the probe, that it computes with them as the learner does."""
@@ -149,7 +166,7 @@ def refuse_other_tensors(manifest: WeightManifest, held: Mapping[str, HeldTensor
     if held is None or not manifest.fingerprints:
         return
     for spec, published in zip(manifest.tensors, manifest.fingerprints, strict=True):
-        if is_fused(spec.name):  # the engine takes it apart
+        if is_fused(spec.name) and spec.name not in held:  # the engine took it apart
             continue
         one = held.get(spec.name, HeldTensor(0, 0))
         copies, rest = divmod(one.elements, math.prod(spec.shape))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from broker.errors import WeightSyncError
+from broker.errors import NoRoomError, WeightSyncError
 from broker.schema import TensorSpec, WeightManifest
 
 from .fingerprint import MODULUS, UNSIGNED, Parts, fingerprint_parts
@@ -49,13 +49,13 @@ def as_bytes(bucket: torch.Tensor) -> memoryview:
 
 
 def allocate(sizes: Sequence[int], device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
-    """Buckets with anything in them. Raises WeightSyncError where there is no room."""
+    """Buckets with anything in them. Raises NoRoomError."""
     try:
         return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
-    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, nothing finer on a CPU
-        raise WeightSyncError(
-            f"no room for {sum(sizes)} bytes of weights on {device}: {str(error).partition(chr(10))[0]}; on a GPU lower"
-            " engine.options.gpu_memory_utilization or set weights.staging=host"
+    except RuntimeError as error:  # torch has a class of its own only for memory of a GPU
+        raise NoRoomError(
+            f"no memory on {device} for {sum(sizes)} bytes of weights: {str(error).partition(chr(10))[0]}; on a GPU"
+            " lower engine.options.gpu_memory_utilization or set weights.staging=host"
         ) from error
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from broker.errors import WeightSyncError
+from broker.errors import NoRoomError, WeightSyncError
 from broker.schema import DeltaSpec, TensorSpec, WeightManifest, WeightVersion
 
-from .buckets import check_manifest, verify
+from .buckets import allocate, check_manifest, verify
 from .chain import chain_from
 from .deadline import Deadline
 from .deltas import patch
@@ -67,7 +67,7 @@ class Puller:
         buckets, failure = self._patched(manifest, chain, deadline)
         self._keep(manifest, buckets)
         missing = {
-            index: torch.empty(nbytes, dtype=torch.uint8) if landing is None else landing[index]
+            index: allocate([nbytes])[0] if landing is None else landing[index]
             for index, nbytes in enumerate(manifest.buckets)
             if index not in buckets
         }
@@ -120,13 +120,15 @@ class Puller:
         """What is held, as it is in `manifest`'s version, and what went wrong. An engine may look at the old ones."""
         if self._held is None:
             return {}, ""
-        buckets = {index: bucket.clone() if chain else bucket for index, bucket in self._held.buckets.items()}
+        buckets = {index: _copy(bucket) if chain else bucket for index, bucket in self._held.buckets.items()}
         try:
             for delta in chain:
                 patch(buckets, manifest.tensors, self._fetched(manifest, delta, deadline))
             verify(manifest, buckets)
         except (SupersededError, UnreachableError):
             raise  # nothing is wrong with what is held
+        except MemoryError as error:
+            raise NoRoomError(f"no memory to patch what is held to {manifest.version}") from error
         except WeightSyncError as error:
             deadline.check("pull")
             self._held = None
@@ -142,6 +144,10 @@ class Puller:
         """After every bucket, as the next one may be superseded."""
         if self._keeps_base and buckets:
             self._held = _Held(manifest.version, _layout(manifest), dict(buckets))
+
+
+def _copy(bucket: torch.Tensor) -> torch.Tensor:
+    return allocate([bucket.numel()])[0].copy_(bucket)
 
 
 def _layout(manifest: WeightManifest) -> tuple[tuple[TensorSpec, ...], tuple[int, ...]]:

@@ -1,20 +1,21 @@
 """Memory that several processes of one machine look at: host memory as a file in RAM, GPU memory by CUDA IPC.
 
 Who makes a buffer sends its handle, a few bytes; who attaches it has the same memory, and must be told when it may be
-read. GPU memory stays there until both have let go of it.
+read. GPU memory stays there until both have let go of it. The file never has a name, so nothing is left of it when the
+last process that maps it is gone, however that ended; it is reached through its maker's /proc/PID/fd.
 """
 
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import torch
 
-from broker.errors import WeightSyncError
+from broker.errors import NoRoomError, WeightSyncError
 
 IN_RAM = "/dev/shm"
 
@@ -22,6 +23,9 @@ IN_RAM = "/dev/shm"
 class _HostHandle(msgspec.Struct, frozen=True, array_like=True, tag="host"):
     path: str
     nbytes: int
+    device: int
+    inode: int
+    """Of the file: elsewhere the same path may lead to another one."""
 
 
 class _GpuHandle(msgspec.Struct, frozen=True, array_like=True, tag="gpu"):
@@ -43,16 +47,17 @@ _decode = msgspec.msgpack.Decoder(_HostHandle | _GpuHandle).decode
 
 @contextmanager
 def host_buffer(nbytes: int) -> Iterator[tuple[torch.Tensor, bytes]]:
-    """uint8 host memory and its handle. Afterwards nobody can attach it any more; those who did keep it."""
-    directory = IN_RAM if os.path.isdir(IN_RAM) else None
-    descriptor, path = tempfile.mkstemp(prefix="headway-weights-", dir=directory)
-    try:
-        _reserve(descriptor, nbytes, path)
-        yield _mapped(path, nbytes), msgspec.msgpack.encode(_HostHandle(path, nbytes))
-    finally:
-        os.close(descriptor)
-        with suppress(FileNotFoundError):
-            os.unlink(path)
+    """uint8 host memory and its handle. Afterwards nobody can attach it any more; those who did keep it.
+
+    Raises NoRoomError.
+    """
+    directory = IN_RAM if os.path.isdir(IN_RAM) else tempfile.gettempdir()
+    with tempfile.TemporaryFile(dir=directory) as file:
+        _reserve(file.fileno(), nbytes, directory)
+        status = os.fstat(file.fileno())
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        handle = _HostHandle(path, nbytes, status.st_dev, status.st_ino)
+        yield _mapped(file.fileno(), nbytes), msgspec.msgpack.encode(handle)
 
 
 def gpu_handle(buffer: torch.Tensor) -> bytes:
@@ -66,12 +71,31 @@ def gpu_handle(buffer: torch.Tensor) -> bytes:
 def attach(handle: bytes) -> torch.Tensor:
     """The same memory as a flat uint8 tensor. Raises WeightSyncError where it cannot be reached from here."""
     match _decode(handle):
-        case _HostHandle(path, nbytes):
-            if not Path(path).exists():
-                raise WeightSyncError(f"{path} is not on this machine, or gone: its writer runs elsewhere")
-            return _mapped(path, nbytes)
+        case _HostHandle() as host:
+            return _attach_host(host)
         case gpu:
             return _attach_gpu(gpu)
+
+
+def _attach_host(handle: _HostHandle) -> torch.Tensor:
+    try:
+        descriptor = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightSyncError(_unreachable(handle, str(error))) from error
+    try:
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != (handle.device, handle.inode):
+            raise WeightSyncError(_unreachable(handle, "it leads to another file"))
+        return _mapped(descriptor, handle.nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _unreachable(handle: _HostHandle, why: str) -> str:
+    return (
+        f"{handle.path} cannot be mapped here ({why}): its writer is gone, or runs on another machine, as another user "
+        "or in a container with processes of its own (share them: --pid, shareProcessNamespace)"
+    )
 
 
 def _attach_gpu(handle: _GpuHandle) -> torch.Tensor:
@@ -101,18 +125,20 @@ def _uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _reserve(descriptor: int, nbytes: int, path: str) -> None:
+def _reserve(descriptor: int, nbytes: int, directory: str) -> None:
     """All of it now: a write into a full file system that was not reserved kills the process."""
     try:
         os.posix_fallocate(descriptor, 0, max(1, nbytes))
     except OSError as error:
-        raise WeightSyncError(
-            f"no room for {nbytes} bytes of weights in {Path(path).parent} ({error}); give it more (in a container: "
-            "--shm-size)"
+        raise NoRoomError(
+            f"no room for {nbytes} bytes of weights in {directory} ({error}); give it more (in a container: --shm-size)"
         ) from error
 
 
-def _mapped(path: str, nbytes: int) -> torch.Tensor:
+def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+    except OSError as error:
+        raise NoRoomError(f"no address space to map {nbytes} bytes of weights ({error})") from error

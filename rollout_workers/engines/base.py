@@ -80,7 +80,8 @@ class Engine(Protocol):
         Tokens sampled before are of the old version, tokens after it of the new one, exactly. With `keep_cache` what
         running requests had cached stays: their later tokens, with the logprobs that they were sampled with, are of the
         new weights over keys and values of older ones. A request that begins after the swap has returned uses nothing
-        that older weights cached. Raises WeightSyncError if the engine could not take the tensors.
+        that older weights cached. Raises NoRoomError where there was no memory for it and the engine goes on with what
+        it had, else WeightSyncError if it could not take the tensors.
         """
         ...
 

@@ -16,10 +16,12 @@ from broker.client import BlockingBroker, Broker
 from broker.errors import ServerRestartedError, WeightSyncError
 from broker.schema import Group, ModelFiles, Probe, Prompt, WeightVersion, WorkerInfo
 from broker.server import EmbeddedServer
+from rollout_workers.engines.shared_tensors import Sharing
 from rollout_workers.model_files import ModelFilesError, fetch_model
 from rollout_workers.rewards.base import RewardError, Score
 from rollout_workers.weights import refuse_other_logprobs
 from rollout_workers.worker import MOST_UNSUBMITTED, Worker
+from tests.full_disk import no_files_over
 from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher, PublishReport
 from weightsync.subscriber import Subscriber
@@ -386,6 +388,34 @@ async def test_a_swap_that_fails_once_is_repeated(brokers: tuple[Broker, Broker]
     async with running(worker):
         await until(lambda: worker.info().version == learner.version(0))
     assert (swaps, worker.info().swaps) == (2, 1)
+
+
+async def test_a_swap_that_finds_no_room_waits_and_the_engine_goes_on(
+    brokers: tuple[Broker, Broker], tmp_path: Path
+) -> None:
+    engine, sharing = make_engine(tmp_path), Sharing()
+    swap = engine.swap_weights
+
+    async def share(version: WeightVersion, tensors: Any, *, keep_cache: bool) -> None:
+        with sharing.of(tensors):  # as an engine with processes of its own begins
+            await swap(version, tensors, keep_cache=keep_cache)
+
+    engine.swap_weights = share
+    learner = await Learner.start(brokers[0], groups=4)
+    deliveries = Deliveries()
+    worker = make_worker(brokers[1], engine, deliveries, max_new_tokens=LONG)
+    await learner.publish(0, deliveries)
+    async with running(worker):
+        await until(lambda: worker.info().version == learner.version(0))
+        with no_files_over(1000):
+            await learner.publish(1, deliveries)
+            await until(lambda: "no room for" in worker.info().last_error)
+            generated = worker.info().generated_tokens
+            await until(lambda: worker.info().generated_tokens > generated)
+            assert worker.info().version == learner.version(0)
+            await learner.publish(2, deliveries)
+        await until(lambda: worker.info().version == learner.version(2))
+        assert (worker.info().swaps, worker.info().last_error) == (2, "")
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep"])

@@ -1,23 +1,21 @@
 """A learner without training, and workers without engines, around the real broker."""
 
 import asyncio
-import json
-import os
-import queue
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from broker import BlockingBroker, Broker
 from broker.batches import CheckpointMark
 from broker.owner import Owner
 from broker.schema import Probe, RunRules, WeightVersion
+from tests.weightsync import worker_process
+from tests.weightsync.interruptions import Interruptions
+from tests.weightsync.processes import ForkedProcess
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker_info
 from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher, PublishReport
@@ -90,22 +88,12 @@ class Learner:
         self.until_workers(lambda infos: all(w in infos and infos[w].version == self.version for w in workers))
 
 
-class WorkerProcess:
+class WorkerProcess(ForkedProcess):
     """A subscriber in a process of its own."""
 
-    def __init__(self, url: str, run: str, name: str, follow: str) -> None:
-        self.name = name
-        command = [sys.executable, "-m", "tests.weightsync.worker_process", url, run, name, str(TIMEOUT_S), follow]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        self._events: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._events.put(json.loads(line))
+    def __init__(self, url: str, run: str, name: str, follow: str, interruptions: Interruptions) -> None:
+        config = replace(CONFIG, follow=follow)
+        super().__init__(worker_process.follow_run, url, run, name, config, interruptions)
 
     def expect(self, version: WeightVersion) -> list[list[int]]:
         """Read up to `version`, whose tensors must be right to the last bit; all versions read on the way."""
@@ -115,22 +103,12 @@ class WorkerProcess:
         """As `expect`, with all that the worker said."""
         events: list[dict[str, Any]] = []
         while True:
-            event = self._events.get(timeout=PATIENCE_S)
+            event = self.next()
             events.append(event)
             assert event["fingerprint"] == fingerprint(weights(event["version"][1]))
             if event["version"] == [version.incarnation, version.step]:
                 assert events == sorted(events, key=lambda other: other["version"])
                 return events
-
-    def send(self, sent: signal.Signals) -> None:
-        self._process.send_signal(sent)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
 
 
 class InProcessWorker:
@@ -176,8 +154,8 @@ def learner(url: str, run_name: str) -> Iterator[Learner]:
 def start_worker(url: str, run_name: str) -> Iterator[Callable[..., WorkerProcess]]:
     started: list[WorkerProcess] = []
 
-    def start(name: str, follow: str = "broadcast") -> WorkerProcess:
-        started.append(WorkerProcess(url, run_name, name, follow))
+    def start(name: str, follow: str = "broadcast", interruptions: Interruptions | None = None) -> WorkerProcess:
+        started.append(WorkerProcess(url, run_name, name, follow, interruptions or {}))
         return started[-1]
 
     yield start

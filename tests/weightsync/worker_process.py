@@ -1,16 +1,15 @@
-"""A worker without an engine, as a process of its own: prints a line of JSON for every version it got."""
+"""A worker without an engine, as a process of its own: tells of every version it got."""
 
 import asyncio
 import contextlib
-import json
 import os
-import sys
+from multiprocessing.connection import Connection
 
-import msgspec
 import torch
 
 from broker import open_broker
 from broker.schema import WeightVersion, WorkerInfo
+from tests.weightsync.interruptions import Interruptions, interrupt_receiving
 from weightsync.config import WeightsConfig
 from weightsync.subscriber import Delivery, Subscriber
 
@@ -43,7 +42,7 @@ def fingerprint(tensors: list[tuple[str, torch.Tensor]]) -> str:
     return " ".join(f"{name}:{t.dtype}:{tuple(t.shape)}:{t.double().sum().item()!r}" for name, t in tensors)
 
 
-async def follow(url: str, run: str, worker: str, config: WeightsConfig) -> None:
+async def follow(url: str, run: str, worker: str, config: WeightsConfig, connection: Connection) -> None:
     broker = await open_broker(url, run)
     subscriber = Subscriber(broker, worker, config)
     held: Delivery | None = None
@@ -66,12 +65,14 @@ async def follow(url: str, run: str, worker: str, config: WeightsConfig) -> None
                 "last_error": subscriber.last_error,
                 "pulled_bytes": subscriber.pulled_bytes,
             }
-            print(json.dumps(event), flush=True)
+            connection.send(event)
 
 
-if __name__ == "__main__":
+def follow_run(
+    url: str, run: str, worker: str, config: WeightsConfig, interruptions: Interruptions, connection: Connection
+) -> None:
+    """The process's whole life."""
     torch.set_num_threads(1)
-    url, run, worker, timeout_s, how = sys.argv[1:]
-    config = msgspec.convert({"broadcast_timeout_s": float(timeout_s), "follow": how}, WeightsConfig)
+    interrupt_receiving(interruptions)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(follow(url, run, worker, config))
+        asyncio.run(follow(url, run, worker, config, connection))

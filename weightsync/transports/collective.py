@@ -47,6 +47,9 @@ class ProcessGroupTransport:
     def broadcast(self, bucket: torch.Tensor, deadline: Deadline) -> None:
         """See BroadcastGroupTransport. Blocks without holding the interpreter."""
         deadline.check(f"{self._name} broadcast of {bucket.numel()} bytes")
+        backend = self._backend
+        if backend is None:  # a worker leaves from another thread, as soon as the next group is there
+            raise WeightSyncError(f"the {self._name} group was left")
         if bucket.numel() == 0:
             return
         backend = self._backend

@@ -28,8 +28,11 @@ class IpcTransport:
         self._count = 0
         self._buffers = ExitStack()
         self._buffer: torch.Tensor | None = None
-        self._store.add(_TAKEN, 0)
-        self._await("formed", size, deadline, add=1)
+        try:
+            self._store.add(_TAKEN, 0)
+            self._await("formed", size, deadline, add=1)
+        except RuntimeError as error:
+            raise WeightSyncError(f"the ipc group of {size} processes could not be formed: {error}") from error
 
     def broadcast(self, bucket: torch.Tensor, deadline: Deadline) -> None:
         """See BroadcastGroupTransport."""
@@ -60,11 +63,9 @@ class IpcTransport:
 
     def _receive(self, bucket: torch.Tensor, deadline: Deadline) -> None:
         self._await(_SENT, self._count, deadline)
-        if self._buffer is None or self._store.check([_moved(self._rank, self._count)]):
-            self._buffer = attach(self._store.get(_moved(self._rank, self._count)))
-        buffer = self._buffer
-        if buffer is None:
-            raise WeightSyncError("the ipc group was left in the middle of a transfer")
+        buffer = self._buffer  # `close` may be called meanwhile
+        if buffer is None or self._store.check([_moved(self._rank, self._count)]):
+            buffer = self._buffer = attach(self._store.get(_moved(self._rank, self._count)))
         bucket.copy_(buffer[: bucket.numel()])
         _finish(buffer)
         self._store.add(_TAKEN, 1)

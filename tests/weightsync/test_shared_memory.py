@@ -1,0 +1,75 @@
+"""Memory that processes share: what is left of it when one is killed, and what happens where there is no more."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from broker.errors import NoRoomError, WeightSyncError
+from tests.full_disk import no_files_over
+from tests.weightsync.learner_process import hold_buffer
+from tests.weightsync.processes import ForkedProcess
+from weightsync.buckets import allocate
+from weightsync.shared_memory import attach, host_buffer
+
+NBYTES = 12_345_678
+
+
+@pytest.fixture
+def holder() -> Iterator[ForkedProcess]:
+    process = ForkedProcess(hold_buffer, NBYTES)
+    yield process
+    process.close()
+
+
+def test_a_killed_maker_leaves_no_file_and_those_who_mapped_it_keep_it(holder: ForkedProcess) -> None:
+    handle = holder.next()
+    opened = [entry.stat() for entry in Path(f"/proc/{holder.pid}/fd").iterdir()]
+    assert {file.st_nlink for file in opened if file.st_size == NBYTES} == {
+        0
+    }  # without a name, it ends with the last process that maps it
+    mapped = attach(handle)
+    assert torch.equal(mapped, torch.full((NBYTES,), 7, dtype=torch.uint8))
+    holder.send(signal.SIGKILL)
+    holder.until_killed()
+    assert torch.equal(mapped, torch.full((NBYTES,), 7, dtype=torch.uint8))
+    with pytest.raises(WeightSyncError, match="its writer is gone"):
+        attach(handle)
+
+
+def test_both_see_what_either_writes() -> None:
+    with host_buffer(1000) as (buffer, handle):
+        mapped = attach(handle)
+        buffer.fill_(1)
+        mapped[999] = 2
+        assert (int(mapped[0]), int(buffer[999])) == (1, 2)
+    with host_buffer(0) as (buffer, handle):
+        assert attach(handle).numel() == buffer.numel() == 0
+
+
+def test_a_handle_whose_descriptor_is_another_file_now_is_refused(tmp_path: Path) -> None:
+    with host_buffer(1000) as (_, handle):
+        pass
+    taken = [os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT) for _ in range(100)]  # one is the buffer's old number
+    try:
+        with pytest.raises(WeightSyncError, match="it leads to another file"):
+            attach(handle)
+        assert (tmp_path / "other").stat().st_size == 0
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def test_no_room_for_a_buffer_is_told_and_passes() -> None:
+    with no_files_over(NBYTES - 1), pytest.raises(NoRoomError, match=f"no room for {NBYTES} bytes of weights in /"):
+        host_buffer(NBYTES).__enter__()
+    with host_buffer(NBYTES) as (buffer, _):
+        assert buffer.numel() == NBYTES
+
+
+def test_no_memory_to_receive_into_is_told() -> None:
+    with pytest.raises(NoRoomError, match=f"no memory on cpu for {1 << 50} bytes of weights"):
+        allocate([1 << 50])
