@@ -14,7 +14,7 @@
 
     heartbeats ─► membership: the next epoch's members (newcomers, and who missed a deadline, pull first)
 
-Invariant: what is handed to an engine is exactly one complete version, verified byte for byte; versions never
+Invariant: what is handed to an engine is exactly one complete version, verified tensor by tensor; versions never
 regress; nobody waits for ever: every step above has a deadline, after which it goes on without whoever
 missed it, who pulls.
 """
