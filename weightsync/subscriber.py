@@ -16,7 +16,6 @@ from broker import Broker
 from broker.errors import WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
 
-from .buckets import check_manifest
 from .config import WeightsConfig
 from .deadline import Deadline
 from .groups import GroupFollower
@@ -226,7 +225,6 @@ class Subscriber:
         if not self.joins_groups:
             pulled = self._puller.pull(manifest, deadline)
             return Landed(pulled.buckets), pulled
-        check_manifest(manifest)
         landed = self._landing.take(manifest.buckets)
         try:
             return landed, self._puller.pull(manifest, deadline, landed.buckets)

@@ -1,13 +1,13 @@
 """Named tensors handed to an engine's processes without sending them: they map the memory that the tensors lie in.
 
-    front process: Sharing.of(tensors) ─► a few bytes ─► collective_rpc ─► Mapped.tensors(those bytes): engine's process
+    front process: Handover.of(tensors) ─► a few bytes ─► collective_rpc ─► Mapped.tensors(those bytes): engine's process
 
 Tensors on a GPU stay where they are, and are mapped once: an engine that is given the same memory again, with other
 numbers in it, gets the same views. Those on a CPU are copied into a file in RAM for the length of one call.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
@@ -42,10 +42,12 @@ class _Shared(msgspec.Struct, frozen=True, array_like=True):
     """The memory may be given again."""
 
 
-class Sharing:
+class Handover:
     """The front process's side. It keeps GPU memory that engines have mapped from being freed."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Callable[[NamedTensors], NamedTensors]) -> None:
+        """`wanted`: how the engine's processes want tensors; raises WeightSyncError for what they cannot take."""
+        self._wanted = wanted
         self._handles: OrderedDict[int, tuple[torch.UntypedStorage, bytes]] = OrderedDict()
         self._given: deque[tuple[NamedTensors, bytes]] = deque(maxlen=KEPT)
 
@@ -53,7 +55,7 @@ class Sharing:
     def of(self, tensors: NamedTensors) -> Iterator[bytes]:
         """What `Mapped.tensors` takes, on this machine, until the end of the block."""
         if any(not tensor.is_cuda for _, tensor in tensors):
-            with _copied([(name, tensor.cpu()) for name, tensor in tensors]) as shared:
+            with _copied([(name, tensor.cpu()) for name, tensor in self._wanted(tensors)]) as shared:
                 yield msgspec.msgpack.encode(shared)
         else:
             yield self._known(tensors)
@@ -63,7 +65,8 @@ class Sharing:
         for given, encoded in self._given:
             if given is tensors:
                 return encoded
-        encoded = msgspec.msgpack.encode(self._in_place([(name, tensor.contiguous()) for name, tensor in tensors]))
+        in_place = self._in_place([(name, tensor.contiguous()) for name, tensor in self._wanted(tensors)])
+        encoded = msgspec.msgpack.encode(in_place)
         self._given.append((tensors, encoded))
         return encoded
 

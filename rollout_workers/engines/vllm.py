@@ -10,9 +10,9 @@ there.
 """
 
 import asyncio
+import functools
 import os
 import sys
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from multiprocessing import active_children
@@ -30,7 +30,7 @@ from rollout_workers.config import EngineConfig
 from .base import Chunk, GenerationRequest, HeldTensor, NamedTensors
 from .direct_loading import together
 from .loading import find_places, one_by_one, tied_names
-from .shared_tensors import KEPT, Sharing
+from .shared_tensors import Handover
 from .vllm_arrival import Arrival
 from .vllm_chunks import VersionStarts, ending, sampling, split
 from .vllm_experts import RoutedLayers, new_rows, routed_layers, take
@@ -106,7 +106,6 @@ class VllmEngine:
         self._llm = llm
         self._processes = processes
         self.max_model_len = config.max_model_len
-        self._shapes = shapes
         self._routed = routed
         self._vocabulary = shapes.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         self._version: WeightVersion | None = None
@@ -114,8 +113,7 @@ class VllmEngine:
         self._running: dict[Any, list[tuple[WeightVersion, int]]] = {}
         self._arrival = Arrival(llm)
         self._scored = 0
-        self._sharing = Sharing()
-        self._given: deque[tuple[NamedTensors, NamedTensors]] = deque(maxlen=KEPT)
+        self._handover = Handover(functools.partial(wanted_tensors, shapes))
         self._swaps = 0
         """Salts the prefix cache: no request uses what was cached before the swap that preceded it."""
 
@@ -143,8 +141,7 @@ class VllmEngine:
             raise HeadwayError("the engine was closed")
         async with self._swapping:
             with ExitStack() as stack:
-                sharing = self._sharing.of(self._wanted(tensors))
-                shared = await asyncio.to_thread(stack.enter_context, sharing)
+                shared = await asyncio.to_thread(stack.enter_context, self._handover.of(tensors))
                 await answered("pause", self._llm.pause_generation(mode="keep", clear_cache=not keep_cache))
                 await answered("hand over what it sampled with", self._arrival.of_everything())
                 await answered("load", self._llm.collective_rpc("headway_load", args=(shared,)))
@@ -153,16 +150,6 @@ class VllmEngine:
                 for collector, starts in self._running.items():
                     starts.append((version, self._sampled(collector)))
                 await answered("resume", self._llm.resume_generation())
-
-    def _wanted(self, tensors: NamedTensors) -> NamedTensors:
-        """What vLLM is given for them: the same list for the same list."""
-        for given, wanted in self._given:
-            if given is tensors:
-                return wanted
-        find_places(self._shapes, tensors)
-        wanted = wanted_tensors(self._shapes, tensors)
-        self._given.append((tensors, wanted))
-        return wanted
 
     async def held(self) -> Mapping[str, HeldTensor] | None:
         """See Engine. The head is its own even where the model's is tied."""
@@ -253,7 +240,11 @@ class VllmEngine:
 
 
 def wanted_tensors(shapes: torch.nn.Module, tensors: NamedTensors) -> NamedTensors:
-    """As vLLM wants them: experts one by one, and a head of its own even where it is tied."""
+    """As vLLM wants them: experts one by one, and a head of its own even where it is tied.
+
+    Raises WeightSyncError unless they are the whole model.
+    """
+    find_places(shapes, tensors)
     named = dict(one_by_one(tensors))
     head, embedding = "lm_head.weight", shapes.get_input_embeddings().weight  # type: ignore[operator]
     if head in tied_names(shapes):

@@ -18,7 +18,7 @@ class WeightExtension:
     _headway_mapped: Mapped
 
     def headway_load(self, shared: bytes) -> None:
-        """Load every tensor that `Sharing` speaks of, by checkpoint name. Generation must be paused."""
+        """Load every tensor that `Handover` speaks of, by checkpoint name. Generation must be paused."""
         if self._headway is None:
             self._headway_mapped = Mapped()
             packed = current_platform.is_cpu() and keeps_packed(self._headway_model())
