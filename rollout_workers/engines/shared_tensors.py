@@ -1,6 +1,6 @@
 """Named tensors handed to an engine's processes without sending them: they map the memory that the tensors lie in.
 
-    front process: Handover.of(tensors) ─► a few bytes ─► collective_rpc ─► Mapped.tensors(those bytes): engine's process
+    front process: Handover.of(tensors) ─► a few bytes ─► collective_rpc ─► Mapped.tensors(those bytes): engine
 
 Tensors on a GPU stay where they are, and are mapped once: an engine that is given the same memory again, with other
 numbers in it, gets the same views. Those on a CPU are copied into a file in RAM for the length of one call.

@@ -16,7 +16,7 @@ from broker.client import BlockingBroker, Broker
 from broker.errors import ServerRestartedError, WeightSyncError
 from broker.schema import Group, ModelFiles, Probe, Prompt, WeightVersion, WorkerInfo
 from broker.server import EmbeddedServer
-from rollout_workers.engines.shared_tensors import Sharing
+from rollout_workers.engines.shared_tensors import Handover
 from rollout_workers.model_files import ModelFilesError, fetch_model
 from rollout_workers.rewards.base import RewardError, Score
 from rollout_workers.weights import refuse_other_logprobs
@@ -393,11 +393,11 @@ async def test_a_swap_that_fails_once_is_repeated(brokers: tuple[Broker, Broker]
 async def test_a_swap_that_finds_no_room_waits_and_the_engine_goes_on(
     brokers: tuple[Broker, Broker], tmp_path: Path
 ) -> None:
-    engine, sharing = make_engine(tmp_path), Sharing()
+    engine, handover = make_engine(tmp_path), Handover(lambda tensors: tensors)
     swap = engine.swap_weights
 
     async def share(version: WeightVersion, tensors: Any, *, keep_cache: bool) -> None:
-        with sharing.of(tensors):  # as an engine with processes of its own begins
+        with handover.of(tensors):  # as an engine with processes of its own begins
             await swap(version, tensors, keep_cache=keep_cache)
 
     engine.swap_weights = share
