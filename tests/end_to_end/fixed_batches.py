@@ -122,8 +122,12 @@ def run_directory(terminals: Terminals) -> Path:
     return terminals.root / "learner" / "runs" / RUN
 
 
+def checkpoint_at(terminals: Terminals, incarnation: int, step: int) -> Path:
+    return run_directory(terminals) / "checkpoints" / str(incarnation) / f"step_{step}"
+
+
 def final_checkpoint(terminals: Terminals, incarnation: int) -> Path:
-    return run_directory(terminals) / "checkpoints" / str(incarnation) / f"step_{STEPS}"
+    return checkpoint_at(terminals, incarnation, STEPS)
 
 
 def training_state(checkpoint: Path) -> dict[str, Any]:

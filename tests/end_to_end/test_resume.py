@@ -8,6 +8,7 @@ import torch
 
 from .fixed_batches import (
     STEPS,
+    checkpoint_at,
     final_checkpoint,
     run_directory,
     scripted_worker,
@@ -29,8 +30,7 @@ def test_a_killed_and_resumed_learner_ends_with_the_same_bits(
         first = start_learner(terminals, url)
         worker.answer(range(5))
         worker.watch.until_step(5)  # two steps beyond the checkpoint
-        checkpoint = run_directory(terminals) / "checkpoints" / "1" / "step_3"
-        worker.watch.until("it is durable", lambda status: checkpoint.exists())
+        worker.watch.until_durable(checkpoint_at(terminals, incarnation=1, step=3))
         worker.answer_groups(slot=5, groups=1)
         first.send(signal.SIGKILL)
         assert first.wait() == -signal.SIGKILL
@@ -65,8 +65,7 @@ def test_a_run_goes_on_after_its_learner_was_killed(terminals: Terminals, url: s
     with watching(url, "killed", terminals) as watch:
         learner = terminals.open("learner", *arguments)
         watch.until_step(13)
-        checkpoint = terminals.root / "learner" / "runs" / "killed" / "checkpoints" / "1" / "step_10"
-        watch.until("it is durable", lambda status: checkpoint.exists())
+        watch.until_durable(terminals.root / "learner" / "runs" / "killed" / "checkpoints" / "1" / "step_10")
         learner.send(signal.SIGKILL)
         assert learner.wait() == -signal.SIGKILL
         resumed = terminals.open("learner", *arguments, "--resume")

@@ -9,7 +9,16 @@ import pytest
 from broker.schema import WeightVersion
 from broker.server import EmbeddedServer
 
-from .fixed_batches import GROUPS, SAMPLES, STEPS, final_checkpoint, run_directory, scripted_worker, start_learner
+from .fixed_batches import (
+    GROUPS,
+    SAMPLES,
+    STEPS,
+    checkpoint_at,
+    final_checkpoint,
+    run_directory,
+    scripted_worker,
+    start_learner,
+)
 from .records import Line, lines
 from .terminals import Terminals
 
@@ -53,6 +62,7 @@ def test_a_learner_that_lost_its_server_too_ends_with_the_same_bits(
         first = start_learner(terminals, server.url)
         worker.answer(range(REACHED))
         worker.watch.until_step(REACHED)
+        worker.watch.until_durable(checkpoint_at(terminals, incarnation=1, step=BACK))
         first.send(signal.SIGKILL)
         first.wait()
     server.stop()

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from broker import BlockingBroker
 from broker.errors import RunNotFoundError
@@ -44,6 +45,10 @@ class Watch:
     def until_step(self, step: int) -> RunStatus:
         """Until the weights of `step` are announced."""
         return self.until(f"step {step} is announced", lambda status: has_announced(status, step))
+
+    def until_durable(self, checkpoint: Path) -> RunStatus:
+        """Until it is on the disk whole: it is written while the learner goes on, and may be steps behind."""
+        return self.until(f"{checkpoint} is durable", lambda status: checkpoint.exists())
 
 
 def has_announced(status: RunStatus, step: int) -> bool:
