@@ -297,8 +297,10 @@ def _structs() -> dict[type[Any], list[msgspec.Struct]]:
         transport="gloo",
         store_host="127.0.0.1",
         store_port=1,
+        bell_port=2,
         timeout_s=3.0,
         members=("a", "b"),
+        at_once=2,
     )
     worker = WorkerInfo(
         worker="w1",

@@ -53,11 +53,11 @@ _RIGHTS = {
         writes="*",
     ),
     Role.WORKER: _Rights(
-        commands=f"{_CONNECTION} {_LOOKING} expire hdel hincrby hset lindex persist rpush sadd set srem strlen unlink"
-        " xadd zadd zpopmin zrangebyscore zrem",
-        writes="dead durable garbage group:* leases lost meta none open payload:* pool ready retry segment:* segments:*"
-        " serving tally turns worker:* workers",
-        reads=f"{_LOOKED_AT} broadcast config forks manifest:* model prompt:*",
+        commands=f"{_CONNECTION} {_LOOKING} expire getrange hdel hincrby hset lindex persist rpush sadd set srem strlen"
+        " unlink xadd zadd zpopmin zrangebyscore zrem",
+        writes="awake dead durable garbage group:* leases lost meta none open payload:* pool ready retry segment:*"
+        " segments:* serving tally turns worker:* workers",
+        reads=f"{_LOOKED_AT} archive:* broadcast config forks manifest:* model phase prompt:*",
         frees="prompt:*",
     ),
     Role.OBSERVER: _Rights(

@@ -7,9 +7,11 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from .archive import ArchivedBlobs
 from .batches import Batches
 from .connection import Connection
 from .leases import Leases
+from .phases import Phases
 from .prompts import PromptFeed
 from .status import StatusBoard
 from .turns import Turns
@@ -31,7 +33,9 @@ class Broker:
         self.versions = Versions(self._connection)
         self.batches = Batches(self._connection, self.versions)
         self.status = StatusBoard(self._connection)
+        self.archive = ArchivedBlobs(self._connection)
         self.turns = Turns(self._connection)
+        self.phases = Phases(self._connection)
         self.usage = Usage(self._connection)
 
     async def ping(self) -> None:

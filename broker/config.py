@@ -22,9 +22,10 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     payload_ttl_s: Annotated[
         float, Meta(gt=0, description="a payload whose submission never followed is forgotten")
     ] = 600.0
-    max_bytes: Annotated[int, Meta(gt=0, description="stored payload bytes above which no new group is admitted")] = (
-        1 << 30
-    )
+    max_bytes: Annotated[
+        int,
+        Meta(gt=0, description="stored bytes, archived weights included, above which no new group is admitted"),
+    ] = 1 << 30
     max_leases_per_worker: Annotated[
         int, Meta(ge=0, description="samples that one worker may hold at once; 0: as many as its engine batches")
     ] = 0

@@ -27,18 +27,23 @@ stage:NONCE           string  a blob on its way to its key                      
 manifest:offered      string  the weights being sent (frame)                     the run         offer
 manifest:announced    string  the newest complete weights (frame)                the run         announce
 broadcast             string  the broadcast group (frame)                        the run         put_group
+archive               set     what lies in the archive of weights                until a claim   archive, claim
+archive:NAME:N        string  a piece of an archived blob                        TTL, unlisted   archive (SET)
 model                 string  model files without weights (frame)                the run         put_model
 steps                 list    the last 512 StepMetrics (frames)                  the run         report_step
 worker:W              string  what worker W says of itself (frame)               heartbeat TTL   heartbeat
 workers               set     names of workers                                   a day           heartbeat
 serving               set     names of those that hold weights and do not drain  a day           heartbeat, turn
 turns                 zset    tokens of workers that swap, by deadline           its last turn   turn
+phase                 string  in a colocated run: engines may generate (server's id)  until renewed   phase
+awake                 zset    in a colocated run: workers awake, by deadline     a day           awake, phase
 dead                  stream  undecodable blobs: tid, reason, first bytes        last 1000       reject...
 
 Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by: a digest of the token); the rules
 (`schema.RunRules`); the counters admitted, dropped, uninformative (of these), trained, requeued, expired_leases,
 fenced, rejected, payload_bytes, generated_tokens, wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples;
-feed_closed, watermark, committed_step, newest_step (highest that sampled anything), is_rewound, state, started.
+archive_bytes; feed_closed, watermark, committed_step, newest_step (highest that sampled anything), is_rewound, state,
+started.
 
 Fields of `group:G`: size, length (of the prompt, up to a power of two), round, state (pool, open, ready, pinned; lost:
 without its prompt), index (admission number), floor (lowest weight step in this round), newest (highest), bytes, done,

@@ -42,9 +42,9 @@ def translated(error: ResponseError, *, run: str, url: str, server_id: str) -> B
         case "FULL":
             stored, cap = rest.split()
             return BrokerError(
-                f"Run {run} has stored {stored} bytes of samples, and one step needs more than "
-                f"broker.max_bytes={cap}: raise it, or lower learner.groups_per_step, learner.group_size or "
-                "sampling.max_new_tokens."
+                f"Run {run} has stored {stored} bytes of samples and archived weights, and one step needs more than "
+                f"broker.max_bytes={cap}: raise it, lower learner.groups_per_step, learner.group_size or "
+                "sampling.max_new_tokens, or take weights.archive out of the broker."
             )
     return _refused_by_server(error, url)
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 6
 
 Experts = NDArray[np.uint8 | np.uint16]
 """[N, layers, experts per token] chosen experts of N tokens: uint8 where a layer has at most 256, else uint16."""
@@ -153,6 +153,15 @@ class DeltaSpec(msgspec.Struct, frozen=True, array_like=True):
     """blake2b of the encoded bytes, 16 bytes in hexadecimal."""
 
 
+class Archived(msgspec.Struct, frozen=True, array_like=True):
+    """What of a version lies in the archive too: all of its manifest's deltas, and an anchor, once there is one."""
+
+    anchor: WeightVersion | None
+    """A whole version that is the base of one of the deltas."""
+    digests: tuple[str, ...]
+    """Of each of the anchor's buckets, which are as large as the version's own: blake2b, 16 bytes in hexadecimal."""
+
+
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """All an engine needs to receive, verify and name one version of the weights."""
 
@@ -167,23 +176,36 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Where late joiners fetch the buckets, on the learner's host."""
     pull_token: str
     """Sent back as a bearer token by those who pull."""
-    fingerprints: tuple[int, ...]
-    """Of each tensor (`weightsync.fingerprint`): what must arrive, and what an engine that took the version holds."""
+    fingerprints: tuple[int, ...] = ()
+    """Of each tensor (`weightsync.fingerprint`): what must arrive, and what an engine that took the version holds. An
+    offer has none yet: they follow the last bucket."""
+    like: WeightVersion | None = None
+    """Of an offer whose `tensors` and `buckets` are those of this version, the announced one: they are left out."""
     deltas: tuple[DeltaSpec, ...] = ()
     """The chain that ends at this version, oldest first, each from the version of the one before; served beside it."""
+    archived: Archived | None = None
+    """None: it is at `pull_url` only, where all of it is in any case."""
 
 
 class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Who receives broadcasts. Every change of members is a new epoch with process groups of its own."""
+    """Who receives broadcasts. Every change of members is a new epoch with process groups of its own.
+
+    Members [0, n) receive first, then [n, 2 n) and so on, each part in a process group of its own, where the learner is
+    rank 0 and they follow in order.
+    """
 
     epoch: int
     incarnation: int
     transport: Literal["gloo", "nccl", "ucc", "ipc"]
     store_host: str
     store_port: int
+    bell_port: int
+    """On the same host, where members hear of offers (`weightsync.doorbell`)."""
     timeout_s: float
     members: tuple[str, ...]
-    """Worker ids; the learner is rank 0, members[i] is rank i + 1."""
+    """Worker ids."""
+    at_once: int
+    """n: so many of them receive at the same time."""
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,9 +221,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     engine: str
-    state: Literal["starting", "generating", "idle", "draining"]
+    state: Literal["starting", "generating", "idle", "paused", "asleep", "draining"]
+    """paused: a version came only in part, over the one before, so it generates nothing until it has a whole one."""
     version: WeightVersion | None
-    """The weights that its engine holds."""
+    """The weights that its engine holds; None: none, or parts of several versions."""
     broadcast_epoch: int
     """The broadcast group that it has joined; 0 while it pulls."""
     wants_broadcast: bool

@@ -5,7 +5,7 @@
 -- Takes the run over from whoever owned it. What the checkpoint contains (all groups below its watermark, and those
 -- named) is settled; batches after it stay pinned. Where more was committed than it contains, the claimant trains that
 -- again by itself (`replayable to`), or the run forgets it: it is fed and generated anew; with `regenerate` all of it.
--- Touches: meta, owner, config, and what commit touches.
+-- Touches: meta, owner, config, archive, archive:*, and what commit touches.
 free_first()
 local step, owner, mark = tonumber(ARGV[2]), ARGV[4], ARGV[8]
 local announced, committed = announced_step(), number('committed_step')
@@ -26,6 +26,7 @@ if call('GET', P .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a c
   call('HSETNX', META, 'started', now())
   for a = 10, 8 + 2 * ARGV[9], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end
   call('SET', P .. 'config', ARGV[5])
+  forget_archive()
   if is_rewound then forget(mark, step) end
   commit_below(step)
   if is_anew then generate_anew() end

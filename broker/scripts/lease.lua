@@ -4,7 +4,8 @@
 -- far as admission allows. Touches: meta, tally, pool, retry, leases, open, group:*, segments:*.
 local incarnation, step, wanted, ttl = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'announced_incarnation', 'announced_step', 'max_lag',
-  'groups_per_step', 'max_leases_per_worker', 'admitted', 'dropped', 'payload_bytes', 'max_bytes')
+  'groups_per_step', 'max_leases_per_worker', 'admitted', 'dropped', 'payload_bytes', 'max_bytes',
+  'archive_bytes')
 local state, on_over_bound = known[1] or 'absent', known[2]
 for a = 3, #known do known[a] = tonumber(known[a] or '') end
 local newest_incarnation, announced_incarnation, announced, lag, groups_per_step = unpack(known, 3, 7)
@@ -108,13 +109,14 @@ local function hand_retries()
   return reason
 end
 
-local index, payload_bytes, max_bytes = (known[9] or 0) - (known[10] or 0), known[11] or 0, known[12]
+local index, stored_bytes = (known[9] or 0) - (known[10] or 0), (known[11] or 0) + (known[13] or 0)
+local max_bytes = known[12]
 
 -- nil, or why no new group may be begun now.
 local function refusal()
   if math.floor(index / groups_per_step) > announced + lag then return 'capacity' end
   if not may(index) then return 'stale weights' end
-  if payload_bytes >= max_bytes then return 'bytes' end
+  if stored_bytes >= max_bytes then return 'bytes' end
 end
 
 local function admit()

@@ -1,5 +1,12 @@
 -- What a claim does to the run, and a re-assertion does once more where the server has lost the claim.
 
+-- The archived weights are of the learner before.
+local function forget_archive()
+  for _, name in ipairs(call('SMEMBERS', P .. 'archive')) do call('UNLINK', P .. name) end
+  call('UNLINK', P .. 'archive')
+  call('HDEL', META, 'archive_bytes')
+end
+
 -- Nothing that was trained after the checkpoint counts: it is fed and generated again.
 local function forget(mark, step)
   call('UNLINK', SETTLED, DROPPED)

@@ -152,8 +152,9 @@ end
 local ready = floors(READY, 0, need - 1)
 if #ready < need then
   if not nothing_more_comes() then
-    if number('payload_bytes') >= number('max_bytes') then
-      local full = 'FULL ' .. number('payload_bytes') .. ' ' .. number('max_bytes')
+    local stored, cap = number('payload_bytes') + number('archive_bytes'), number('max_bytes')
+    if stored >= cap then
+      local full = 'FULL ' .. stored .. ' ' .. cap
       if nothing_can_free() then return redis.error_reply(full) end
       return { 'wait', 'bytes' }
     end

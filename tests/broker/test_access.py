@@ -21,7 +21,15 @@ from .test_codec import STEP, WORKER
 from .topologies import ask, is_redis_7_0
 
 GROUP = BroadcastGroup(
-    epoch=1, incarnation=1, transport="gloo", store_host="h", store_port=1, timeout_s=1, members=("w",)
+    epoch=1,
+    incarnation=1,
+    transport="gloo",
+    store_host="h",
+    store_port=1,
+    bell_port=2,
+    timeout_s=1,
+    members=("w",),
+    at_once=1,
 )
 
 
@@ -69,9 +77,13 @@ async def work(worker: Broker, shards: int) -> None:
     assert await worker.versions.current() == (WeightVersion(1, 0), WeightVersion(1, 0))
     await worker.status.heartbeat(WORKER, 30)
     assert await worker.status.workers() == (WORKER,)
+    assert await worker.archive.read("blob", 2, 3) == b"blo"
+    with pytest.raises(BrokerError):
+        await worker.archive.put("blob", 0, b"other")
     assert await worker.turns.take("t", 0.5, 30)
     assert await worker.turns.renew("t", 30)
     await worker.turns.give_back("t")
+    assert await worker.phases.may_generate("w", 30, is_awake=False)
     assert await worker.status.state() == "claimed"
     first, *others = (await worker.leases.lease("w", WeightVersion(1, 0), 4, 30)).leases
     assert (await worker.leases.append(first, segment(first, 0), 30)).outcome is AppendOutcome.APPENDED
@@ -101,7 +113,15 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
     run = await begin(learner, rules(1), fed=8)
     await learner.versions.put_model(run.owner, ModelFiles(files={"config.json": b"{}"}))
     await learner.versions.put_group(run.owner, GROUP)
+    await learner.phases.generate(run.owner, 30)
+    assert await learner.archive.keep(run.owner, {"blob": 6}) == set()
+    await learner.archive.put("blob", 0, b"a blob")
+    assert (await learner.archive.room()).max_bytes > 0
     await work(worker, shards)
+    assert await learner.phases.train(run.owner) == ("w",)
+    assert await learner.phases.are_engines_awake()
+    await worker.phases.fell_asleep("w")
+    assert await learner.phases.train(run.owner) == ()
     assert await run.take(0) == groups(0, 1)
     await learner.status.report_step(run.owner, STEP)
     await run.announce(1)

@@ -195,6 +195,14 @@ async def test_the_byte_cap_stops_admission_and_not_retries(broker: Broker) -> N
     assert reply.reason == "bytes"
 
 
+async def test_archived_weights_count_against_the_byte_cap(broker: Broker) -> None:
+    run = await begin(broker, rules(2, groups_per_step=1, max_bytes=100))
+    await broker.archive.keep(run.owner, {"blob": 100})
+    assert (await run.lease(1, 0)).reason == "bytes"
+    await broker.archive.keep(run.owner, {})
+    assert len((await run.lease(1, 0)).leases) == 1
+
+
 async def test_reasons(broker: Broker) -> None:
     run = await begin(broker, rules(5), fed=1)
     assert (await run.lease(3, 0)).reason == "no prompts"

@@ -152,8 +152,10 @@ async def test_a_server_that_lost_everything_is_filled_again(broker: Broker, rol
         transport="gloo",
         store_host="h",
         store_port=1,
+        bell_port=0,
         timeout_s=1,
         members=("w",),
+        at_once=1,
     )
     await broker.versions.put_group(run.owner, group)
     await run.generate(100, 0)

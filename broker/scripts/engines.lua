@@ -1,0 +1,4 @@
+-- include: lib_base
+-- engines() -> 1 if engines may generate now, or some are awake still, else 0. Touches nothing.
+if call('GET', P .. 'phase') == server_id() then return 1 end
+return #call('ZRANGEBYSCORE', P .. 'awake', now(), '+inf', 'LIMIT', 0, 1)

@@ -1,0 +1,104 @@
+"""Phases of a colocated run: nobody is awake while the learner trains, whoever died, restarted or forgot."""
+
+import asyncio
+
+import pytest
+
+from broker import Broker
+from broker.batches import Owner
+from broker.errors import FencedError, ServerRestartedError
+from broker.server import EmbeddedServer
+
+from .scenario import FRESH, rules
+from .test_restart import kill
+
+LONG_S, A_MOMENT_S = 1000.0, 0.05
+
+
+async def claimed(broker: Broker) -> Owner:
+    claim = await broker.batches.claim(checkpoint=FRESH, rules=rules(1), config=b"", resume=False)
+    return claim.owner
+
+
+async def until_gone(broker: Broker, owner: Owner) -> None:
+    async with asyncio.timeout(60):
+        while await broker.phases.train(owner):  # noqa: ASYNC110 - the server tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def test_nobody_may_generate_before_a_learner_says_so(broker: Broker) -> None:
+    assert not await broker.phases.may_generate("w1", LONG_S, is_awake=False)
+    assert not await broker.phases.are_engines_awake()
+    owner = await claimed(broker)
+    assert not await broker.phases.may_generate("w1", LONG_S, is_awake=False)
+    assert await broker.phases.train(owner) == ()
+
+
+async def test_the_learner_is_told_who_has_not_fallen_asleep(broker: Broker) -> None:
+    owner = await claimed(broker)
+    await broker.phases.generate(owner, LONG_S)
+    for worker in ("w1", "w2"):
+        assert await broker.phases.may_generate(worker, LONG_S, is_awake=False)
+    assert await broker.phases.are_engines_awake()
+    assert await broker.phases.train(owner) == ("w1", "w2")
+    assert not await broker.phases.may_generate("w2", 2 * LONG_S, is_awake=True)  # it is still on its way
+    assert not await broker.phases.may_generate("w3", LONG_S, is_awake=False)  # one that comes now stays out
+    await broker.phases.fell_asleep("w1")
+    assert await broker.phases.train(owner) == ("w2",)
+    await broker.phases.fell_asleep("w2")
+    assert await broker.phases.train(owner) == ()
+    assert not await broker.phases.may_generate("w2", LONG_S, is_awake=False)
+    assert await broker.phases.train(owner) == ()
+    assert not await broker.phases.are_engines_awake()
+
+
+async def test_a_worker_that_is_not_heard_of_is_not_waited_for(broker: Broker) -> None:
+    owner = await claimed(broker)
+    await broker.phases.generate(owner, LONG_S)
+    assert await broker.phases.may_generate("dead", A_MOMENT_S, is_awake=False)
+    await until_gone(broker, owner)
+    assert not await broker.phases.are_engines_awake()
+    assert not await broker.phases.may_generate("dead", LONG_S, is_awake=True)  # it was stopped: it is waited for again
+    assert await broker.phases.train(owner) == ("dead",)
+
+
+async def test_without_a_learner_engines_fall_asleep(broker: Broker) -> None:
+    owner = await claimed(broker)
+    await broker.phases.generate(owner, A_MOMENT_S)
+    async with asyncio.timeout(60):
+        while await broker.phases.may_generate("w", LONG_S, is_awake=True):  # noqa: ASYNC110 - the server tells nobody
+            await asyncio.sleep(0.01)
+    assert await broker.phases.are_engines_awake()
+    await broker.phases.fell_asleep("w")
+    assert not await broker.phases.are_engines_awake()
+
+
+async def test_a_phase_that_is_renewed_goes_on(broker: Broker) -> None:
+    owner = await claimed(broker)
+    await broker.phases.generate(owner, 0.3)
+    await broker.phases.generate(owner, LONG_S)
+    await asyncio.sleep(0.4)
+    assert await broker.phases.may_generate("w", LONG_S, is_awake=False)
+
+
+async def test_an_old_learner_cannot_wake_engines(broker: Broker) -> None:
+    old = await claimed(broker)
+    new = await claimed(broker)
+    with pytest.raises(FencedError):
+        await broker.phases.generate(old, LONG_S)
+    with pytest.raises(FencedError):
+        await broker.phases.train(old)
+    await broker.phases.generate(new, LONG_S)
+
+
+async def test_a_phase_ends_with_the_server_that_it_began_on(broker: Broker, server: EmbeddedServer) -> None:
+    """A server may forget that a phase has ended, and must not begin it again."""
+    owner = await claimed(broker)
+    await broker.phases.generate(owner, LONG_S)
+    assert await broker._connection.make_durable(0, 1000)
+    kill(server)
+    server.start()
+    assert await broker._connection.execute("EXISTS", broker._connection.keys("phase")) == 1
+    assert not await broker.phases.may_generate("w", LONG_S, is_awake=False)
+    with pytest.raises(ServerRestartedError):
+        await broker.phases.generate(owner, LONG_S)
