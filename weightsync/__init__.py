@@ -2,19 +2,33 @@
 
     learner: publish(version, tensors)                      worker: wait_for_version(current)
 
-      stage ──► offer ─────── broker ───────────────────────► notice
+      offer ──────────── broker, doorbell ──────────────────► notice
         │                                                        │ member of the offered epoch
-        ├────── broadcast, through the epoch's process group ──► receive ─► verify ─► acknowledge
-        │                                                        │                        │
-        ├──◄─── acknowledgements, until the deadline ────────────┼────────────────────────┘
+      gather k + 1 │ broadcast k, through the epoch's group ──► receive k + 1 │ fingerprint k
+        │                                                        │
+        ├────── all fingerprints ──────────────────────────────► verify ──────► acknowledge
+        │                                                        │                  │
+        ├──◄─── acknowledgements, until the deadline ────────────┼──────────────────┘
         └─────► announce ──── broker ────► everybody else: pull ─┴─► verify ──► Delivery ─► engine
 
     Behind a slow line (`follow: pull`) a worker is in no epoch: it keeps what it pulled, and deltas, encoded between
     broadcast and announcement, bring that up to date.
 
+    Where an engine's GPU has no room for a second version (`staging: none`) the members are parted, and each part in
+    its turn receives into the weights that it generates with, paused from the first bucket to the check of the whole:
+
+      broadcast to part 0 ──► pause, load bucket by bucket, verify ──► acknowledge: it generates again
+      broadcast to part 1 ──► ...                                      announce, after the last part
+
+    Who is left in the middle holds nothing and samples nothing, until it has pulled, through host memory.
+
+    What is pulled may lie in an archive besides the learner's memory (`archives/`): a whole version from time to time,
+    and the deltas that lead on from it. Versions, deltas and archives are of the precision that is published: an engine
+    that quantizes does so as it loads them.
+
     heartbeats ─► membership: the next epoch's members (newcomers, and who missed a deadline, pull first)
 
-Invariant: what is handed to an engine is exactly one complete version, verified tensor by tensor; versions never
+Invariant: what an engine samples with is exactly one complete version, verified tensor by tensor; versions never
 regress; nobody waits for ever: every step above has a deadline, after which it goes on without whoever
 missed it, who pulls.
 """

@@ -4,7 +4,6 @@ Every tensor begins at a multiple of `ALIGNMENT` bytes, so views of received buc
 and a bucket is rows of so many bytes, of which all its tensors' fingerprints are made at once.
 """
 
-import functools
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from broker.schema import TensorSpec, WeightManifest
 from .fingerprint import MODULUS, UNSIGNED, Parts, fingerprint_parts
 
 ALIGNMENT = 256
+_REMEMBERED = 3
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -66,7 +66,12 @@ def verify(manifest: WeightManifest, buckets: Mapping[int, torch.Tensor]) -> Non
             raise WeightSyncError(
                 f"bucket {index} arrived with {bucket.numel()} bytes, published were {manifest.buckets[index]}"
             )
-    for place, found in fingerprints(manifest.tensors, buckets).items():
+    compare(manifest, fingerprints(manifest.tensors, buckets))
+
+
+def compare(manifest: WeightManifest, fingerprints: Mapping[int, int]) -> None:
+    """Raise WeightSyncError unless these, by the tensors' places, are the published ones."""
+    for place, found in fingerprints.items():
         spec, published = manifest.tensors[place], manifest.fingerprints[place]
         if found != published:
             raise WeightSyncError(
@@ -77,37 +82,67 @@ def verify(manifest: WeightManifest, buckets: Mapping[int, torch.Tensor]) -> Non
 
 def fingerprints(specs: Sequence[TensorSpec], buckets: Mapping[int, torch.Tensor]) -> dict[int, int]:
     """Of every tensor that lies in one of `buckets`, by its place in `specs`."""
-    devices = {bucket.device for bucket in buckets.values()}
-    found: list[tuple[tuple[int, ...], torch.Tensor]] = []
-    for device in devices:
-        for run in _runs(tuple(specs), device):
-            if (bucket := buckets.get(run.bucket)) is not None:
-                rows_RC = bucket.view(UNSIGNED[run.width]).view(-1, ALIGNMENT // run.width)
-                found.append((run.places, fingerprint_parts(rows_RC, run.parts)))
-    numbers = [(places, added.tolist()) for places, added in found]  # only now is a GPU waited for
-    return {place: number % MODULUS for places, added in numbers for place, number in zip(places, added, strict=True)}
+    of_each = Fingerprints(specs)
+    for index, bucket in buckets.items():
+        of_each.add(index, bucket)
+    return of_each.read()
+
+
+class Fingerprints:
+    """Of the tensors of one version, made bucket by bucket; a GPU is waited for only when they are read."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = tuple(specs)
+        self._runs: dict[torch.device, Mapping[int, Sequence[_Run]]] = {}
+        self._sums: list[tuple[tuple[int, ...], torch.Tensor]] = []
+
+    def add(self, index: int, bucket: torch.Tensor) -> None:
+        """Those of bucket number `index`, as it is now."""
+        if bucket.device not in self._runs:
+            self._runs[bucket.device] = _runs(self._specs, bucket.device)
+        for run in self._runs[bucket.device].get(index, ()):
+            rows_RC = bucket.view(UNSIGNED[run.width]).view(-1, ALIGNMENT // run.width)
+            self._sums.append((run.places, fingerprint_parts([rows_RC], run.parts)))
+
+    def read(self) -> dict[int, int]:
+        """By the tensors' places in the specs, of all buckets so far."""
+        sums = [(places, added.tolist()) for places, added in self._sums]
+        return {place: number % MODULUS for places, added in sums for place, number in zip(places, added, strict=True)}
 
 
 class _Run(NamedTuple):
     """Tensors of one bucket whose elements are `width` bytes wide."""
 
-    bucket: int
     width: int
     places: tuple[int, ...]
     """In the specs."""
     parts: Parts
 
 
-@functools.lru_cache(maxsize=4)
-def _runs(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[_Run, ...]:
-    """Made once for all versions of a model."""
+_Known = tuple[tuple[TensorSpec, ...], torch.device, Mapping[int, Sequence[_Run]]]
+_known: tuple[_Known, ...] = ()
+
+
+def _runs(specs: tuple[TensorSpec, ...], device: torch.device) -> Mapping[int, Sequence[_Run]]:
+    """By bucket; made once for all versions of a model."""
+    global _known  # looked up by identity: to hash 18,867 specs takes longer than to check a bucket
+    for known, of_device, runs in _known:
+        if known is specs and of_device == device:
+            return runs
+    found = _made_runs(specs, device)
+    _known = ((specs, device, found), *_known[:_REMEMBERED])
+    return found
+
+
+def _made_runs(specs: tuple[TensorSpec, ...], device: torch.device) -> Mapping[int, Sequence[_Run]]:
     places: dict[tuple[int, int], list[int]] = {}
     for place, spec in enumerate(specs):
         places.setdefault((spec.bucket, DTYPES[spec.dtype].itemsize), []).append(place)
-    return tuple(
-        _Run(bucket, width, tuple(some), Parts.of([_part(specs[place], width) for place in some], device))
-        for (bucket, width), some in places.items()
-    )
+    runs: dict[int, list[_Run]] = {}
+    for (bucket, width), some in places.items():
+        parts = Parts.of([_part(specs[place], width) for place in some], device)
+        runs.setdefault(bucket, []).append(_Run(width, tuple(some), parts))
+    return runs
 
 
 def _part(spec: TensorSpec, width: int) -> tuple[int, int, int, int, int]:
@@ -115,15 +150,32 @@ def _part(spec: TensorSpec, width: int) -> tuple[int, int, int, int, int]:
     return first, end, 0, ALIGNMENT // width, 1
 
 
-def views(specs: Iterable[TensorSpec], data: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def views(
+    specs: Iterable[TensorSpec], data: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
+) -> list[tuple[str, torch.Tensor]]:
     """The named tensors inside `data`, without a copy."""
-    return [(spec.name, view(data[spec.bucket], spec)) for spec in specs]
+    typed: dict[tuple[int, str], torch.Tensor] = {}
+    found = []
+    for spec in specs:
+        flat = typed.get((spec.bucket, spec.dtype))
+        if flat is None:
+            flat = typed[spec.bucket, spec.dtype] = data[spec.bucket].view(DTYPES[spec.dtype])
+        width = flat.itemsize
+        found.append((spec.name, flat.narrow(0, spec.offset // width, spec.nbytes // width).view(spec.shape)))
+    return found
 
 
 def check_manifest(manifest: WeightManifest) -> None:
     """Raise WeightSyncError unless every tensor has a fingerprint and lies inside of its bucket."""
+    if len(manifest.fingerprints) != len(manifest.tensors):
+        raise WeightSyncError(f"the manifest of {manifest.version} contradicts itself")
+    check_offer(manifest)
+
+
+def check_offer(manifest: WeightManifest) -> None:
+    """Raise WeightSyncError unless every tensor lies inside of its bucket; fingerprints follow the buckets."""
     sizes = manifest.buckets
-    if len(manifest.fingerprints) != len(manifest.tensors) or any(size % ALIGNMENT for size in sizes):
+    if any(size % ALIGNMENT for size in sizes):
         raise WeightSyncError(f"the manifest of {manifest.version} contradicts itself")
     for spec in manifest.tensors:
         dtype = DTYPES.get(spec.dtype)

@@ -17,17 +17,21 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "gloo"
     staging: Annotated[
-        Literal["host", "device"],
+        Literal["host", "device", "none"],
         Meta(
             description="where a version is kept whole while it is sent and, beside the engine, until it is swapped in:"
-            " host memory, or that of the learner's first GPU and of each engine's (nccl, ucc, ipc), which is faster"
+            " host memory, or that of the learner's first GPU and of each engine's (nccl, ucc, ipc), which is faster;"
+            " none: not beside the engine, which is paused and receives into its own weights, with two buckets beside"
+            " it: engines take turns, swaps_at_once of them together, and one whose transfer fails stays paused until a"
+            " pull, through host memory, has repaired it (the learner keeps a version on its GPU for nccl and ucc,"
+            " else in host memory)"
         ),
     ] = "host"
     broadcast_timeout_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="deadline for forming a broadcast group and, again, for sending one version to it",
+            description="deadline for forming a broadcast group and, again, for gathering and sending one version",
         ),
     ] = 30.0
     bucket_bytes: Annotated[int, Meta(ge=1024, description="tensors travel in flat buckets of at most this size")] = (
@@ -37,14 +41,18 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str | None,
         Meta(description="address at which workers reach the learner; default: that of its way to the broker"),
     ] = None
-    poll_s: Annotated[float, Meta(gt=0, description="how often a worker looks for a new version or group")] = 0.05
+    poll_s: Annotated[
+        float,
+        Meta(gt=0, description="how often a worker looks for a new version or group; members of a group are told"),
+    ] = 0.05
     swaps_at_once: Annotated[
         float,
         Meta(
             gt=0,
             le=1,
             description="share of the workers that may swap weights at the same time, rounded down but one at least,"
-            " while the others generate; 1: each as soon as it has them (on-policy runs have nothing to generate then)",
+            " while the others generate; 1: each as soon as it has them (on-policy runs have nothing to generate then)."
+            " With staging=none so many of a broadcast group receive together",
         ),
     ] = 0.5
     kv_policy: Annotated[
@@ -67,7 +75,23 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int,
         Meta(ge=0, description="so many versions' changes the learner keeps for workers that follow by pull; 0: none"),
     ] = 8
+    archive: Annotated[
+        str,
+        Meta(
+            pattern=r"^(http|broker|file:///.+)$",
+            description="where workers that pull find the weights: http (at the learner), file:///DIRECTORY (what they"
+            " share with the learner, or is copied to them; each names it as it is called there) or broker (in the"
+            " server's memory, up to half of broker.max_bytes); what is missing there is at the learner",
+        ),
+    ] = "http"
     pull_bytes_per_s: Annotated[
         Annotated[int, Meta(ge=1 << 16)] | None,
         Meta(description="limit of one worker's pulls (it may choose for itself); default: none"),
     ] = None
+
+
+def broadcast_device(config: WeightsConfig) -> Literal["cpu", "cuda"]:
+    """Where the learner's buckets lie, and those that are received: on GPUs where the transport wants them there, or
+    there is to be room for a version."""
+    is_on_gpu = config.staging == "device" or (config.staging == "none" and config.transport in ("nccl", "ucc"))
+    return "cuda" if is_on_gpu else "cpu"

@@ -81,6 +81,26 @@ def patch(buckets: Mapping[int, torch.Tensor], tensors: Sequence[TensorSpec], de
         raise WeightSyncError(f"a delta of {len(delta)} bytes goes on for {len(rest)} after its last block")
 
 
+def by_bucket(tensors: Sequence[TensorSpec], delta: bytes | memoryview) -> dict[int, memoryview]:
+    """The part of a delta that `patch` wants for each bucket, with that bucket's tensors only.
+
+    Raises WeightSyncError where the delta does not fit, or tensors of one bucket do not follow on each other.
+    """
+    parts: dict[int, memoryview] = {}
+    rest = memoryview(delta)
+    for bucket, blocks in itertools.groupby(_blocks(tensors), lambda block: block.bucket):
+        after = rest
+        for _ in blocks:
+            after = after[_measured(after).end :]
+        if bucket in parts:
+            raise WeightSyncError(f"the tensors of bucket {bucket} do not follow on each other")
+        parts[bucket] = rest[: len(rest) - len(after)]
+        rest = after
+    if rest:
+        raise WeightSyncError(f"a delta of {len(delta)} bytes goes on for {len(rest)} after its last block")
+    return parts
+
+
 def _sizes(buckets: Sequence[torch.Tensor]) -> list[int]:
     return [bucket.numel() for bucket in buckets]
 
@@ -109,21 +129,35 @@ def _encode_block(old: Elements, new: Elements, compressor: zstandard.ZstdCompre
     return _HEADER.pack(changed.size, len(gap_bytes), len(step_bytes)), gap_bytes, step_bytes
 
 
-def _patch_block(elements: Elements | None, rest: memoryview, decompressor: zstandard.ZstdDecompressor) -> memoryview:
-    """Change `elements`, if there are any to change, by the block that `rest` begins with; what follows it."""
+class _Measured(NamedTuple):
+    """What a block's header says: how many elements change, and where in the block its steps begin and end."""
+
+    changed: int
+    steps_at: int
+    end: int
+
+
+def _measured(rest: memoryview) -> _Measured:
+    """Of the block that `rest` begins with."""
     if len(rest) < _HEADER.size:
         raise WeightSyncError(f"a delta ends after {len(rest)} bytes of a block's header of {_HEADER.size}")
     count, gap_bytes, step_bytes = _HEADER.unpack_from(rest)
-    gaps_at, end = _HEADER.size + gap_bytes, _HEADER.size + gap_bytes + step_bytes
+    steps_at, end = _HEADER.size + gap_bytes, _HEADER.size + gap_bytes + step_bytes
     if end > len(rest) or (not count and end > _HEADER.size):
         raise WeightSyncError(
             f"a delta changes {count} elements by {gap_bytes} + {step_bytes} bytes, with {len(rest)} left"
         )
+    return _Measured(count, steps_at, end)
+
+
+def _patch_block(elements: Elements | None, rest: memoryview, decompressor: zstandard.ZstdDecompressor) -> memoryview:
+    """Change `elements`, if there are any to change, by the block that `rest` begins with; what follows it."""
+    count, steps_at, end = _measured(rest)
     if count and elements is not None:
         if count > elements.size:
             raise WeightSyncError(f"a delta changes {count} of {elements.size} elements")
-        gaps = _inflate(rest[_HEADER.size : gaps_at], count, _GAP, decompressor)
-        steps = _inflate(rest[gaps_at:end], count, elements.dtype, decompressor)
+        gaps = _inflate(rest[_HEADER.size : steps_at], count, _GAP, decompressor)
+        steps = _inflate(rest[steps_at:end], count, elements.dtype, decompressor)
         _step(elements, gaps, steps)
     return rest[end:]
 

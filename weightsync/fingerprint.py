@@ -20,7 +20,15 @@ UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MASKS = {1: 0, 2: 0xFFFF, 4: 0xFFFFFFFF, 8: 0}
 """What cuts the sign that widening fills up with; 0: there is none."""
 _PIECE_BYTES = 256
-_ROWS_AT_ONCE = 1 << 13
+_ROWS_AT_ONCE = 1 << 10
+"""Their numbers stay in a core's cache: four times as fast as where they do not."""
+_WORDS = {
+    1: (torch.uint8, torch.float32),
+    2: (torch.uint16, torch.float64),
+    4: (torch.uint32, torch.float64),
+    8: (torch.uint32, torch.float64),
+}
+"""What elements of so many bytes are read as, and what holds their sums exactly."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +60,15 @@ def fingerprint(tensor: torch.Tensor) -> int:
 def fingerprint_part(rows_RC: torch.Tensor, offset: int, row_step: int, column_step: int) -> int:
     """What these elements add: element (r, c) stands at offset + r * row_step + c * column_step of the flat tensor."""
     parts = Parts.of([(0, len(rows_RC), offset, row_step, column_step)], rows_RC.device)
-    return int(fingerprint_parts(rows_RC, parts)) % MODULUS
+    return int(fingerprint_parts([rows_RC], parts)) % MODULUS
 
 
-def fingerprint_parts(rows_RC: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """[N] int64, to be taken mod 2^64: what each part adds. Waits for nothing."""
-    sums_R, weighted_R = _row_sums(rows_RC.detach().contiguous())
+def fingerprint_parts(matrices: Sequence[torch.Tensor], parts: Parts) -> torch.Tensor:
+    """[N] int64, to be taken mod 2^64: what each part adds. Waits for nothing.
+
+    The rows of all matrices, [rows, columns] each and at least one, are numbered through; R are all of them.
+    """
+    sums_R, weighted_R = _row_sums([rows.detach().contiguous() for rows in matrices])
     places_R = torch.arange(len(sums_R), device=sums_R.device)
     total_N = _between(sums_R, parts)
     by_row_N = _between(sums_R * places_R, parts) - parts.starts_N * total_N
@@ -72,40 +83,43 @@ def _between(values_R: torch.Tensor, parts: Parts) -> torch.Tensor:
     return until_R[parts.ends_N] - until_R[parts.starts_N]
 
 
-def _row_sums(rows_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_sums(matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """[R] int64 twice: of the bit patterns, and of each times its column."""
-    bits_RC = rows_RC.view(UNSIGNED[rows_RC.element_size()])
-    if bits_RC.is_cuda:
+    bits = [rows.view(UNSIGNED[rows.element_size()]) for rows in matrices]
+    if bits[0].is_cuda:
         from .row_sums import row_sums
 
-        return row_sums(bits_RC, MASKS[rows_RC.element_size()])
-    return _sums_by_bytes(bits_RC)
+        return row_sums(bits, [MASKS[rows.element_size()] for rows in matrices])
+    sums, weighted = zip(*map(_sums_by_words, bits), strict=True)
+    return torch.cat(sums), torch.cat(weighted)
 
 
-def _sums_by_bytes(bits_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums_by_words(bits_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As matrix products: a CPU is five times slower at adding up integers of 64 bits.
 
-    Exact, since each sum of at most `_PIECE_BYTES` bytes, weighted by their columns, stays below 2^24.
+    Exact: each sum of a piece's words, weighted by their columns, stays below 2^24 in fp32 and below 2^53 in fp64.
     """
     rows, columns = bits_RC.shape
     width = bits_RC.element_size()
+    word, number = _WORDS[width]
     per_piece = _PIECE_BYTES // width
     pieces = -(-columns // per_piece)
     if columns % per_piece:
         bits_RC = torch.nn.functional.pad(bits_RC, (0, pieces * per_piece - columns))
-    bytes_PB = bits_RC.contiguous().view(torch.uint8).view(-1, _PIECE_BYTES)
-    weights_B2w = _weights(width)
-    chunks = torch.split(bytes_PB, _ROWS_AT_ONCE)
-    sums_P2w = torch.cat([chunk_PB.float() @ weights_B2w for chunk_PB in chunks]).long()
-    shifts_w = torch.tensor([1 << 8 * place for place in range(width)])
-    sums_P, within_P = ((part_Pw * shifts_w).sum(1) for part_Pw in torch.split(sums_P2w, width, 1))
+    words_PB = bits_RC.contiguous().view(torch.uint8).view(-1, _PIECE_BYTES).view(word)
+    per_element = width // word.itemsize
+    weights_B2w = _weights(words_PB.shape[1], per_element).to(number)
+    chunks = torch.split(words_PB, _ROWS_AT_ONCE)
+    sums_P2w = torch.cat([chunk_PB.to(number) @ weights_B2w for chunk_PB in chunks]).long()
+    shifts_w = torch.tensor([1 << 8 * word.itemsize * place for place in range(per_element)])
+    sums_P, within_P = ((part_Pw * shifts_w).sum(1) for part_Pw in torch.split(sums_P2w, per_element, 1))
     sums_RP, within_RP = sums_P.view(rows, pieces), within_P.view(rows, pieces)
     before_P = per_piece * torch.arange(pieces)
     return sums_RP.sum(1), (within_RP + before_P * sums_RP).sum(1)
 
 
-def _weights(width: int) -> torch.Tensor:
-    """[B, 2 * width] what each byte adds to the sum of its place in an element, and to the weighted one."""
-    places, columns = torch.arange(_PIECE_BYTES) % width, torch.arange(_PIECE_BYTES) // width
-    weights = torch.nn.functional.one_hot(places, width).float()
+def _weights(words: int, per_element: int) -> torch.Tensor:
+    """[B, 2 * w] what each word adds to the sum of its place in an element, and to the weighted one."""
+    places, columns = torch.arange(words) % per_element, torch.arange(words) // per_element
+    weights = torch.nn.functional.one_hot(places, per_element)
     return torch.cat([weights, weights * columns[:, None]], 1)

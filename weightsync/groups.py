@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 
 from broker import Broker
 from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, WeightManifest
 
+from .doorbell import hear
 from .receiver import JoinedGroup, join
 from .threads import BoundedThreads
 
@@ -17,14 +19,19 @@ logger = logging.getLogger(__name__)
 class GroupFollower:
     """Tries each group record once: one left by a dead learner, or closed without us, is not tried again."""
 
-    def __init__(self, broker: Broker, worker: str, threads: BoundedThreads, poll_s: float) -> None:
+    def __init__(
+        self, broker: Broker, worker: str, threads: BoundedThreads, poll_s: float, on_offer: Callable[[], None]
+    ) -> None:
+        """`on_offer` is called once the joined group is sent a version."""
         self._broker = broker
         self._worker = worker
         self._threads = threads
         self._poll_s = poll_s
+        self._on_offer = on_offer
         self._seen: BroadcastGroup | None = None
         self._joined: JoinedGroup | None = None
         self._joining: asyncio.Task[None] | None = None
+        self._hearing: asyncio.Task[None] | None = None
 
     @property
     def epoch(self) -> int:
@@ -63,6 +70,9 @@ class GroupFollower:
         if self._joining is not None:
             self._joining.cancel()
             self._joining = None
+        if self._hearing is not None:
+            self._hearing.cancel()
+            self._hearing = None
         if self._joined is not None:
             self._joined.close()
             self._joined = None
@@ -76,5 +86,7 @@ class GroupFollower:
                 cancelled,
                 overdue_s=2 * group.timeout_s + 1,
             )
+            if self._joined is not None:
+                self._hearing = asyncio.create_task(hear(group.store_host, group.bell_port, self._on_offer))
         except WeightSyncError as error:
             logger.warning("%s stays out of broadcast group %d: %s", self._worker, group.epoch, error)

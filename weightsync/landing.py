@@ -1,6 +1,7 @@
 """Where versions arrive: memory that is used again once nobody looks at it any more."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,6 +16,11 @@ class Landed:
     def __init__(self, buckets: tuple[torch.Tensor, ...]) -> None:
         self.buckets = buckets
         self._views: tuple[tuple[TensorSpec, ...], list[tuple[str, torch.Tensor]]] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """That of its buckets."""
+        return self.buckets[0].device if self.buckets else torch.device("cpu")
 
     def tensors(self, specs: tuple[TensorSpec, ...]) -> list[tuple[str, torch.Tensor]]:
         """Views, in the order of `specs`; the same list as long as they are the same."""
@@ -41,3 +47,31 @@ class Landing:
     def give_back(self, landed: Landed) -> None:
         """Nobody looks at it any more."""
         self._free.append(landed)
+
+
+class Window:
+    """Two buckets through which a whole version passes: one may be received into while the other is looked at."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buckets: tuple[torch.Tensor, ...] = ()
+        self._specs: tuple[TensorSpec, ...] | None = None
+        self._of_bucket: dict[int, tuple[TensorSpec, ...]] = {}
+
+    def buckets(self, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+        """One for each size: the third lies where the first one did. Raises NoRoomError."""
+        largest = max(sizes, default=0)
+        if not self._buckets or self._buckets[0].numel() < largest:
+            self._buckets = ()  # or there would be four
+            self._buckets = allocate([largest, largest], self.device)
+        for index, size in enumerate(sizes):
+            yield self._buckets[index % 2][:size]
+
+    def tensors(
+        self, specs: tuple[TensorSpec, ...], index: int, bucket: torch.Tensor
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Views of those that lie in bucket number `index`."""
+        if self._specs is not specs:
+            by_bucket = itertools.groupby(specs, lambda spec: spec.bucket)
+            self._specs, self._of_bucket = specs, {number: tuple(some) for number, some in by_bucket}
+        return views(self._of_bucket.get(index, ()), {index: bucket})

@@ -1,10 +1,12 @@
 """Keeps a transfer under a rate, so that a line that others use too is not filled."""
 
 import time
+from collections.abc import Callable
 
 from .deadline import Deadline
 
 _PIECE_S = 0.25
+_CHUNK_BYTES = 1 << 20
 
 
 class Pace:
@@ -13,6 +15,21 @@ class Pace:
     def __init__(self, bytes_per_s: int | None) -> None:
         self._bytes_per_s = bytes_per_s
         self._due = time.monotonic()
+
+    def fill(self, data: memoryview, read_into: Callable[[memoryview], int | None], deadline: Deadline) -> int:
+        """How many bytes of `data` `read_into` has filled, in pieces: all, or those before its end.
+
+        Raises WeightSyncError once the deadline is over.
+        """
+        done = 0
+        while done < len(data):
+            deadline.check(f"pull, {done} of {len(data)} bytes")
+            count = read_into(data[done : done + self.piece(_CHUNK_BYTES)])
+            if not count:
+                break
+            done += count
+            self.keep(count, deadline)
+        return done
 
     def piece(self, most: int) -> int:
         """How many bytes to move before the next pause, at most `most`."""

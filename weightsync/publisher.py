@@ -1,4 +1,4 @@
-"""The learner's end: stages a version, offers, broadcasts and announces it, and serves it to those who pull.
+"""The learner's end: offers a version, gathers and broadcasts it, announces it, and serves it to those who pull.
 
 A broadcast that fails costs its deadline and nothing else. What does raise is what the learner must know:
 FencedError, VersionRegressionError, a broker that is gone.
@@ -6,24 +6,28 @@ FencedError, VersionRegressionError, a broker that is gone.
 
 import secrets
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
+import msgspec
 import torch
-from msgspec.structs import replace
 
 from broker import BlockingBroker
-from broker.errors import VersionRegressionError
+from broker.errors import BrokerError, VersionRegressionError
 from broker.owner import Owner
-from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion, WorkerInfo
+from broker.schema import Archived, BroadcastGroup, Probe, TensorSpec, WeightManifest, WeightVersion, WorkerInfo
 
 from .addresses import learner_addresses
+from .archives import open_archive
+from .archiving import Archiver
 from .chain import Delta, DeltaChain
-from .config import WeightsConfig
+from .config import WeightsConfig, broadcast_device
 from .deadline import Deadline
+from .gathering import Gathering, Staging
 from .membership import follows_by_pull
+from .pipeline import seal
 from .sender import Sender
-from .staging import Restaging, StagedWeights, stage
+from .staging import StagedWeights
 from .transports.pull_server import PullServer
 
 
@@ -47,10 +51,16 @@ class Publisher:
         self._versions = broker.broker.versions
         self._owner = owner
         self._config = config
-        self._restaging = Restaging(config.bucket_bytes, torch.device("cuda")) if config.staging == "device" else None
+        device = torch.device(broadcast_device(config))
+        self._keeps_one = device.type == "cuda"
+        """On a GPU there is room for one version: the one before cannot be pulled any more, and who tries waits."""
+        self._staging = Staging(config.bucket_bytes, device, reuses_memory=self._keeps_one)
         self._token = secrets.token_urlsafe(24)
         self._offered: WeightVersion | None = None
         self._announced: WeightVersion | None = None
+        self._known: tuple[TensorSpec, ...] | None = None
+        """What the announced manifest says of its tensors."""
+        archive = open_archive(config.archive, broker, owner)
         address, interface = learner_addresses(config.host, broker.broker.url)
         self._sender = Sender(
             broker.broker.run,
@@ -63,82 +73,100 @@ class Publisher:
         )
         self._pulls = PullServer(address, self._token, config.broadcast_timeout_s)
         self._chain = DeltaChain(config.delta_chain)
+        self._archiver = None if archive is None else Archiver(archive, config.delta_chain, config.broadcast_timeout_s)
 
-    def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
-        """Copy what is to be published; the tensors may change afterwards. Raises WeightSyncError for unusable ones.
+    def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
+        """What is to be published next; `publish` takes the tensors. Raises NoRoomError."""
+        return self._staging.begin(tensors)
 
-        On a GPU there is room for one version: the one before cannot be pulled any more, and who tries waits for this.
-        """
-        if self._restaging is not None:
-            if self._announced is not None:
-                self._pulls.forget_buckets(self._announced)
-            return self._restaging.stage(tensors)
-        return stage(tensors, self._config.bucket_bytes)
+    def publish(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> PublishReport:
+        """Make `version` the run's newest. Blocks for at most three broadcast deadlines, a fourth one for deltas and a
+        fifth one to archive them; with `staging: none` for one more with every further part of the group.
 
-    def publish(self, version: WeightVersion, staged: StagedWeights, probe: Probe) -> PublishReport:
-        """Make `version` the run's newest. Blocks for at most three broadcast deadlines, and a fourth one for deltas.
-
-        Raises VersionRegressionError, FencedError or BrokerUnavailableError; the newest version stays.
-        It may be called again with the same version and tensors after BrokerUnavailableError.
+        Raises VersionRegressionError, FencedError or BrokerUnavailableError; the newest version stays, and all tensors
+        were taken, as gathering them may be collective. It may be called again with the same arguments after
+        BrokerUnavailableError. Raises WeightSyncError for tensors that cannot be sent.
         """
         started = time.monotonic()
-        if self._announced is not None and version <= self._announced:
-            raise VersionRegressionError(f"{version} is not newer than {self._announced}, published before")
-        self._pulls.stage(version, staged.data)
         try:
-            members, failed, base, deltas = self._publish(version, staged, probe)
-        except BaseException:
+            if self._announced is not None and version <= self._announced:
+                raise VersionRegressionError(f"{version} is not newer than {self._announced}, published before")
+            report = self._publish(version, gathering, probe)
+        except BaseException as error:
             self._pulls.forget(version)
+            if isinstance(error, BrokerError):
+                gathering.finish()
             raise
-        # Those in the middle of the version before get 404 for its next bucket and look for this one.
-        self._pulls.keep_only(version, _by_version(deltas))
-        self._chain.advance(version, base, deltas)
         self._announced = version
-        return PublishReport(time.monotonic() - started, staged.nbytes, members, failed)
+        return replace(report, seconds=time.monotonic() - started)
 
     def close(self) -> None:
         """Leave the group and stop serving; workers keep what they hold. Idempotent."""
         self._sender.close()
+        if self._archiver is not None:
+            self._archiver.close()
         self._pulls.close()
 
-    def _publish(
-        self, version: WeightVersion, staged: StagedWeights, probe: Probe
-    ) -> tuple[tuple[str, ...], str, StagedWeights | None, tuple[Delta, ...]]:
+    def _publish(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> PublishReport:
         # Members that took a version refuse it the second time, so a repeated publication is only announced.
         is_repeated = self._offered == version
+        if self._keeps_one and self._announced is not None:
+            self._pulls.forget_buckets(self._announced)
+        layout = gathering.layout()
         epoch, failed = (0, "repeated") if is_repeated else self._sender.prepare(self._workers, version)
-        manifest = self._manifest(version, staged, probe, epoch)
-        self._blocking.call(self._versions.offer(self._owner, manifest))
+        offer = self._manifest(version, layout.tensors, layout.buckets, probe, epoch)
+        if self._known is layout.tensors:
+            offer = msgspec.structs.replace(offer, tensors=(), buckets=(), like=self._announced)
+        self._blocking.call(self._versions.offer(self._owner, offer))
         self._offered = version
         members: tuple[str, ...] = ()
         if epoch:
-            members, failure = self._sender.send(version, staged.data)
+            members, failure = self._sender.send(version, lambda: _on_the_wire(version, gathering))
             failed = "; ".join(filter(None, (failed, failure)))
-        base, deltas = self._deltas(version, staged)
-        manifest = replace(manifest, deltas=tuple(delta.spec for delta in deltas))
-        self._blocking.call(self._versions.announce(self._owner, manifest))
-        return members, failed, base, deltas
+        staged = gathering.finish()
+        self._pulls.stage(version, staged.data)
+        base, deltas, archived = self._deltas(version, staged)
+        announced = msgspec.structs.replace(
+            self._manifest(version, staged.tensors, staged.buckets, probe, epoch),
+            fingerprints=staged.fingerprints,
+            deltas=tuple(delta.spec for delta in deltas),
+            archived=archived,
+        )
+        self._blocking.call(self._versions.announce(self._owner, announced))
+        self._known = staged.tensors
+        # Those in the middle of the version before get 404 for its next bucket and look for this one.
+        self._pulls.keep_only(version, _by_version(deltas))
+        self._chain.advance(version, base, deltas)
+        return PublishReport(0.0, staged.nbytes, members, failed)
 
-    def _deltas(self, version: WeightVersion, staged: StagedWeights) -> tuple[StagedWeights | None, tuple[Delta, ...]]:
-        """(what the next ones are told from, those to this version): encoded once the group has its buckets, and only
-        while some worker has a use for them."""
+    def _deltas(
+        self, version: WeightVersion, staged: StagedWeights
+    ) -> tuple[StagedWeights | None, tuple[Delta, ...], Archived | None]:
+        """(what the next ones are told from, those to this version, what is archived): encoded once the group has its
+        buckets, and only while some worker has a use for them."""
         if not any(map(follows_by_pull, self._workers())):
-            return staged if self._restaging is None else None, ()
+            return None if self._keeps_one else staged, (), None
         base = staged.on_cpu()
         deltas = self._chain.extended(version, base, Deadline(self._config.broadcast_timeout_s))
         self._pulls.stage_deltas(_by_version(deltas))
-        return base, deltas
+        return base, deltas, None if self._archiver is None else self._archiver.add(version, base, deltas)
 
-    def _manifest(self, version: WeightVersion, staged: StagedWeights, probe: Probe, epoch: int) -> WeightManifest:
+    def _manifest(
+        self,
+        version: WeightVersion,
+        tensors: tuple[TensorSpec, ...],
+        buckets: tuple[int, ...],
+        probe: Probe,
+        epoch: int,
+    ) -> WeightManifest:
         return WeightManifest(
             version=version,
-            tensors=staged.tensors,
-            buckets=staged.buckets,
+            tensors=tensors,
+            buckets=buckets,
             probe=probe,
             group_epoch=epoch,
             pull_url=self._pulls.url,
             pull_token=self._token,
-            fingerprints=staged.fingerprints,
         )
 
     def _workers(self) -> tuple[WorkerInfo, ...]:
@@ -150,6 +178,14 @@ class Publisher:
     def _last_epoch(self) -> int:
         group = self._blocking.call(self._versions.group())
         return 0 if group is None else group.epoch
+
+
+def _on_the_wire(version: WeightVersion, gathering: Gathering) -> Iterator[torch.Tensor]:
+    device = torch.device("cpu")
+    for bucket in gathering.buckets():
+        device = bucket.device
+        yield bucket
+    yield seal(version, gathering.finish().fingerprints, device)
 
 
 def _by_version(deltas: Iterable[Delta]) -> dict[WeightVersion, bytes]:

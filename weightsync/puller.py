@@ -63,6 +63,12 @@ class Puller:
         What is fetched whole goes into `landing`, if it is given, which one that keeps its base must not be.
         """
         check_manifest(manifest)
+        try:
+            return self._pull(manifest, deadline, landing)
+        finally:
+            self._transport.forget()
+
+    def _pull(self, manifest: WeightManifest, deadline: Deadline, landing: Sequence[torch.Tensor] | None) -> Pulled:
         chain = self._chain_to(manifest)
         buckets, failure = self._patched(manifest, chain, deadline)
         self._keep(manifest, buckets)
@@ -71,22 +77,21 @@ class Puller:
             for index, nbytes in enumerate(manifest.buckets)
             if index not in buckets
         }
-        for index in self._fetch(manifest, missing, deadline):
+        for index, nbytes in self._fetch(manifest, missing, deadline):
             buckets[index] = missing[index]
-            self.fetched_bytes += manifest.buckets[index]
+            self.fetched_bytes += nbytes
             self._keep(manifest, buckets)
         whole = tuple(buckets[index] for index in range(len(manifest.buckets)))
         return Pulled(whole, 0 if failure else len(chain), failure)
 
     def _fetch(
         self, manifest: WeightManifest, missing: Mapping[int, torch.Tensor], deadline: Deadline
-    ) -> Iterator[int]:
+    ) -> Iterator[tuple[int, int]]:
         """Fill these buckets, one after another or, where nothing is kept of a version that is cut off, several at a
-        time; yields each that is there."""
+        time; yields each that is there, and what that took in bytes."""
         if self._keeps_base:
             for index, bucket in missing.items():
-                self._transport.pull_bucket(manifest, index, bucket, deadline)
-                yield index
+                yield index, self._transport.pull_bucket(manifest, index, bucket, deadline)
             return
         with ThreadPoolExecutor(AT_ONCE) as threads:
             fetching = [
@@ -99,7 +104,7 @@ class Puller:
                 threads.shutdown(cancel_futures=True)
             for fetched in done:
                 fetched.result()
-        yield from missing
+        yield from ((index, fetched.result()) for index, fetched in zip(missing, fetching, strict=True))
 
     def _chain_to(self, manifest: WeightManifest) -> tuple[DeltaSpec, ...]:
         """The deltas from what is held. Where none lead on from it, or they would save nothing, it is forgotten."""

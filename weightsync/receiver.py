@@ -1,21 +1,32 @@
-"""A worker's side of broadcasts: join an epoch, receive a version into fresh buffers, verify, acknowledge.
+"""A worker's side of broadcasts: join an epoch, receive a version, verify, acknowledge.
 
-These calls block and run in threads; the engine goes on with its old weights meanwhile.
+These calls block and run in threads; the engine goes on with its old weights meanwhile, unless the new ones are passed
+on to it as they come.
 """
 
 import contextlib
+import itertools
 import threading
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from msgspec.structs import replace
 
 from broker.errors import WeightSyncError
-from broker.schema import BroadcastGroup, WeightManifest, WeightVersion
+from broker.schema import BroadcastGroup, TensorSpec, WeightManifest, WeightVersion
 
-from .buckets import check_manifest, verify
+from .buckets import Fingerprints, check_offer, compare
 from .deadline import Deadline
-from .landing import Landed, Landing
+from .deliveries import Arriving
+from .landing import Landed, Landing, Window
+from .pipeline import empty_seal, pipelined, unsealed
 from .transports.base import BroadcastGroupTransport
 from .transports.collective import local_address
 from .transports.forming import form_group
 from .transports.rendezvous import Rendezvous, connect_store, translated
+
+PART_OVERDUE_S = 2.0
+"""Beyond its deadline, for a part of the members to be given up by the learner."""
 
 
 class JoinedGroup:
@@ -28,41 +39,97 @@ class JoinedGroup:
         self._worker = worker
         self._rendezvous = rendezvous
         self._transport = transport
+        self._checked: tuple[TensorSpec, ...] | None = None
+        self._part = group.members.index(worker) // group.at_once
+        self._turn_s = self._part * (group.timeout_s + PART_OVERDUE_S)
 
-    def receive(self, manifest: WeightManifest, landing: Landing, cancelled: threading.Event) -> Landed:
-        """All of an offered version, verified; tells the learner how it went, or raises too."""
-        try:
-            landed = self._receive(manifest, landing, Deadline(self.group.timeout_s, cancelled))
-        except WeightSyncError as error:
-            self._acknowledge(manifest.version, str(error))
-            raise
-        self._acknowledge(manifest.version, "")
-        return landed
+    @property
+    def longest_s(self) -> float:
+        """What receiving may take, those who receive before it included."""
+        return self._turn_s + self.group.timeout_s
+
+    def receive(
+        self, offer: WeightManifest, landing: Landing, cancelled: threading.Event
+    ) -> tuple[WeightManifest, Landed]:
+        """All of an offered version, verified, and what is known of it now; tells the learner how it went, or raises
+        too."""
+        with self._answering(offer):
+            self._await_turn(offer, cancelled)
+            deadline = Deadline(self.group.timeout_s, cancelled)
+            landed = landing.take(offer.buckets)
+            try:
+                return self._receive_into(landed.buckets, landed.device, offer, _leave_it, deadline), landed
+            except WeightSyncError:
+                landing.give_back(landed)
+                raise
+
+    def pass_on(
+        self, offer: WeightManifest, window: Window, arriving: Arriving, cancelled: threading.Event
+    ) -> WeightManifest:
+        """As `receive`, but each bucket is given to `arriving` and then overwritten. It is acknowledged once the engine
+        generates with it, so that the next ones are paused only then."""
+        with self._answering(offer):
+            self._await_turn(offer, cancelled)
+            deadline = Deadline(self.group.timeout_s, cancelled)
+
+            def give(index: int, bucket: torch.Tensor) -> None:
+                arriving.give(window.tensors(offer.tensors, index, bucket), deadline)
+
+            manifest = self._receive_into(window.buckets(offer.buckets), window.device, offer, give, deadline)
+            arriving.finish(manifest, deadline)
+            return manifest
 
     def close(self) -> None:
         """Leave the epoch."""
         self._transport.close()
 
-    def _receive(self, manifest: WeightManifest, landing: Landing, deadline: Deadline) -> Landed:
-        check_manifest(manifest)
-        landed = landing.take(manifest.buckets)
+    @contextlib.contextmanager
+    def _answering(self, offer: WeightManifest) -> Iterator[None]:
         try:
-            self._receive_into(landed, manifest, deadline)
-        except WeightSyncError:
-            landing.give_back(landed)
+            if offer.tensors is not self._checked:
+                check_offer(offer)
+                self._checked = offer.tensors
+            yield
+        except WeightSyncError as error:
+            self._acknowledge(offer.version, str(error))
             raise
-        return landed
+        self._acknowledge(offer.version, "")
 
-    def _receive_into(self, landed: Landed, manifest: WeightManifest, deadline: Deadline) -> None:
-        for bucket in landed.buckets:
-            self._transport.broadcast(bucket, deadline)
+    def _await_turn(self, offer: WeightManifest, cancelled: threading.Event) -> None:
+        if not self._part:
+            return
+        try:
+            self._rendezvous.await_turn(offer.version, self._part, Deadline(self._turn_s, cancelled))
+        except RuntimeError as error:
+            raise translated(error, f"a turn to receive {offer.version}") from error
+
+    def _receive_into(
+        self,
+        buckets: Iterable[torch.Tensor],
+        device: torch.device,
+        offer: WeightManifest,
+        give: Callable[[int, torch.Tensor], None],
+        deadline: Deadline,
+    ) -> WeightManifest:
+        sealed = empty_seal(len(offer.tensors), device)
+        found = Fingerprints(offer.tensors)
+        for index, bucket in enumerate(pipelined(self._transport, itertools.chain(buckets, (sealed,)), deadline)):
+            if bucket is not sealed:
+                found.add(index, bucket)
+                give(index, bucket)
         # Only now: a member that stops at a damaged bucket would keep the others from the rest.
-        verify(manifest, dict(enumerate(landed.buckets)))
+        manifest = replace(offer, fingerprints=unsealed(offer.version, sealed))
+        compare(manifest, found.read())
+        return manifest
 
     def _acknowledge(self, version: WeightVersion, failure: str) -> None:
         # A learner that died since needs no answer, and the bytes are as good without it.
         with contextlib.suppress(RuntimeError):
             self._rendezvous.acknowledge(version, self._worker, failure)
+
+
+def _leave_it(index: int, bucket: torch.Tensor) -> None:
+    """The bucket is its owner's."""
 
 
 def join(run: str, worker: str, group: BroadcastGroup, cancelled: threading.Event) -> JoinedGroup | None:
@@ -82,6 +149,7 @@ def join(run: str, worker: str, group: BroadcastGroup, cancelled: threading.Even
         raise WeightSyncError(f"{what}: nobody at {group.store_host}:{group.store_port} ({error})") from error
     except RuntimeError as error:
         raise translated(error, what) from error
-    rank, size = group.members.index(worker) + 1, len(group.members) + 1
-    transport = form_group(group.transport, rendezvous.store, rank, size, interface, deadline)
+    part, place = divmod(group.members.index(worker), group.at_once)
+    size = len(group.members[part * group.at_once :][: group.at_once]) + 1
+    transport = form_group(group.transport, rendezvous.store_of(part), place + 1, size, interface, deadline)
     return JoinedGroup(group, worker, rendezvous, transport)

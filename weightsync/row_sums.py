@@ -1,7 +1,9 @@
-"""Both sums of a fingerprint over the rows of a matrix on a GPU, in one pass at the speed of its memory.
+"""Both sums of a fingerprint over the rows of matrices on a GPU, in one pass at the speed of its memory.
 
 Imported where there is a CUDA device, and so Triton.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]
@@ -29,15 +31,19 @@ def _kernel(bits, sums, weighted, rows, columns, MASK: tl.constexpr, ROWS: tl.co
     tl.store(weighted + row, weighted_of_row, mask=row < rows)
 
 
-def row_sums(bits_RC: torch.Tensor, mask: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R] int64 twice, mod 2^64: of contiguous integers, cut by `mask` if it is not 0, and of each times its column."""
-    rows, columns = bits_RC.shape
-    sums_R = torch.zeros(rows, dtype=torch.int64, device=bits_RC.device)
+def row_sums(matrices: Sequence[torch.Tensor], masks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R] int64 twice, mod 2^64: of contiguous integers, cut by the matrix's mask if it is not 0, and of each times its
+    column. R: the rows of all matrices."""
+    heights, device = [len(bits_RC) for bits_RC in matrices], matrices[0].device
+    sums_R = torch.zeros(sum(heights), dtype=torch.int64, device=device)
     weighted_R = torch.zeros_like(sums_R)
-    if rows and columns:
-        wide = min(_WIDEST, triton.next_power_of_2(columns))
-        tall = _TILE // wide
-        grid = (triton.cdiv(rows, tall),)
-        with torch.cuda.device(bits_RC.device):
-            _kernel[grid](bits_RC, sums_R, weighted_R, rows, columns, MASK=mask, ROWS=tall, COLUMNS=wide)
+    with torch.cuda.device(device):
+        of_each = zip(matrices, masks, torch.split(sums_R, heights), torch.split(weighted_R, heights), strict=True)
+        for bits_RC, mask, sums, weighted in of_each:
+            rows, columns = bits_RC.shape
+            if rows and columns:
+                wide = min(_WIDEST, triton.next_power_of_2(columns))
+                tall = _TILE // wide
+                grid = (triton.cdiv(rows, tall),)
+                _kernel[grid](bits_RC, sums, weighted, rows, columns, MASK=mask, ROWS=tall, COLUMNS=wide)
     return sums_R, weighted_R

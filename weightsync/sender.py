@@ -3,9 +3,13 @@
 What goes wrong here is told, never raised: a version that could not be broadcast is pulled. Each of the three
 waits (twice for a group to form, once for a version to arrive) ends by the broadcast deadline; after a failed
 broadcast a second more hears what the members say.
+
+With `staging: none` members must be paused while they receive. So the group is parted, a version is sent to one part
+after the other, each with a deadline of its own, and one that fails takes nothing from the next.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs do not re-export it
@@ -15,13 +19,25 @@ from broker.schema import BroadcastGroup, WeightVersion, WorkerInfo
 
 from .config import WeightsConfig
 from .deadline import Deadline
+from .doorbell import Doorbell
 from .membership import Member, eligible, is_new_epoch_due, still_missed
+from .pipeline import pipelined
 from .transports.base import BroadcastGroupTransport
 from .transports.forming import check_transport, form_group
 from .transports.rendezvous import Rendezvous, host_store
 
 _FORM_ATTEMPTS = 2
 _NACK_WAIT_S = 1.0
+
+Wire = Callable[[], Iterable[torch.Tensor]]
+"""A version's buckets and its seal, in order, as often as they are asked for."""
+
+
+class _Part(NamedTuple):
+    """Members that are sent a version together."""
+
+    workers: tuple[str, ...]
+    transport: BroadcastGroupTransport
 
 
 class Sender:
@@ -48,7 +64,8 @@ class Sender:
         self._store: TCPStore | None = host_store(interface, config.broadcast_timeout_s)
         self._members: tuple[Member, ...] = ()
         self._rendezvous: Rendezvous | None = None
-        self._transport: BroadcastGroupTransport | None = None
+        self._parts: tuple[_Part, ...] = ()
+        self._bell = Doorbell(interface)
         self._missed: dict[str, WeightVersion] = {}
 
     def prepare(self, workers: Callable[[], Sequence[WorkerInfo]], version: WeightVersion) -> tuple[int, str]:
@@ -58,7 +75,7 @@ class Sender:
             alive = workers()
             self._missed = still_missed(alive, self._missed)
             wanted = eligible(alive, self._missed)
-            if not is_new_epoch_due(wanted, self._members, broken=self._transport is None):
+            if not is_new_epoch_due(wanted, self._members, broken=not self._parts):
                 return self._epoch, "; ".join(failures)
             self._leave()
             if not wanted:
@@ -69,28 +86,47 @@ class Sender:
             failures.append(failure)
         return 0, "; ".join(failures)
 
-    def send(self, version: WeightVersion, buckets: Sequence[torch.Tensor]) -> tuple[tuple[str, ...], str]:
-        """(members that hold and verified `version`, what went wrong). A failure ends the epoch."""
+    def send(self, version: WeightVersion, wire: Wire) -> tuple[tuple[str, ...], str]:
+        """(members that hold and verified `version`, which was offered, what went wrong). A failure ends the epoch,
+        once the parts that it did not touch were sent theirs.
+
+        What `wire` gives is asked for while what came before is under way.
+        """
+        self._bell.ring()
+        reached: list[str] = []
+        failures: list[str] = []
+        for number, part in enumerate(self._parts):
+            if number:
+                self._told().begin(version, number)
+            some, failure = self._send_to(part, version, wire())
+            reached += some
+            failures += [failure] if failure else []
+        if failures:
+            self._leave()
+        return tuple(reached), "; ".join(failures)
+
+    def _send_to(
+        self, part: _Part, version: WeightVersion, wire: Iterable[torch.Tensor]
+    ) -> tuple[tuple[str, ...], str]:
         deadline = Deadline(self._config.broadcast_timeout_s)
-        failure = self._broadcast(buckets, deadline)
+        failure = _broadcast(part.transport, wire, deadline)
         if failure:
             # Closing our end fails the others at once, so those who still run can say so.
-            self._leave_transport()
+            part.transport.close()
             deadline = Deadline(min(_NACK_WAIT_S, self._config.broadcast_timeout_s))
-        answers = self._answers(version, deadline)
+        answers = self._told().await_acknowledgements(version, part.workers, deadline)
         reached = tuple(worker for worker, answer in answers.items() if not answer)
-        lost = [member.worker for member in self._members if member.worker not in reached]
+        lost = [worker for worker in part.workers if worker not in reached]
         if lost:
             reasons = ", ".join(f"{worker} ({answers.get(worker) or 'no answer'})" for worker in lost)
             failure = f"{failure or 'broadcast'}; not reached: {reasons}"
             self._missed.update(dict.fromkeys(lost, version))
-        if failure:
-            self._leave()
         return reached, failure
 
     def close(self) -> None:
         """Leave the group and stop the store."""
         self._leave()
+        self._bell.close()
         self._store = None
 
     def _form(self, wanted: tuple[Member, ...], version: WeightVersion) -> str:
@@ -107,11 +143,13 @@ class Sender:
             self._missed.update(dict.fromkeys(absent, version))
             return f"group {self._epoch} not formed, absent after {deadline.seconds:g} s: {', '.join(absent)}"
         try:
-            self._transport = form_group(
-                self._config.transport, rendezvous.store, 0, len(wanted) + 1, self._interface, deadline
-            )
+            for number, workers in enumerate(_batched(group.members, group.at_once)):
+                store, size = rendezvous.store_of(number), len(workers) + 1
+                transport = form_group(self._config.transport, store, 0, size, self._interface, deadline)
+                self._parts += (_Part(workers, transport),)
         except WeightSyncError as error:
             # Who failed is unknown. All are asked again: the one that is gone will then not check in.
+            self._leave()
             return str(error)
         self._members, self._rendezvous = wanted, rendezvous
         return ""
@@ -123,28 +161,35 @@ class Sender:
             transport=self._config.transport,
             store_host=self._address,
             store_port=store_port,
+            bell_port=self._bell.port,
             timeout_s=self._config.broadcast_timeout_s,
             members=tuple(member.worker for member in members),
+            at_once=self._at_once(len(members)),
         )
 
-    def _broadcast(self, buckets: Sequence[torch.Tensor], deadline: Deadline) -> str:
-        assert self._transport is not None
-        try:
-            for bucket in buckets:
-                self._transport.broadcast(bucket, deadline)
-        except WeightSyncError as error:
-            return str(error)
-        return ""
+    def _at_once(self, members: int) -> int:
+        """Who stages a version generates while it is received, the others are paused."""
+        return max(1, int(self._config.swaps_at_once * members)) if self._config.staging == "none" else members
 
-    def _answers(self, version: WeightVersion, deadline: Deadline) -> dict[str, str]:
+    def _told(self) -> Rendezvous:
         assert self._rendezvous is not None
-        return self._rendezvous.await_acknowledgements(version, [member.worker for member in self._members], deadline)
-
-    def _leave_transport(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        return self._rendezvous
 
     def _leave(self) -> None:
-        self._leave_transport()
-        self._members, self._rendezvous = (), None
+        for part in self._parts:
+            part.transport.close()
+        self._parts, self._members, self._rendezvous = (), (), None
+
+
+def _broadcast(transport: BroadcastGroupTransport, wire: Iterable[torch.Tensor], deadline: Deadline) -> str:
+    """What went wrong."""
+    try:
+        for _ in pipelined(transport, wire, deadline):
+            pass
+    except WeightSyncError as error:
+        return str(error)
+    return ""
+
+
+def _batched(members: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    return [tuple(members[first : first + size]) for first in range(0, len(members), size)]

@@ -1,15 +1,14 @@
 """Named tensors into bounded flat byte buckets, bit for bit: what the learner publishes."""
 
-import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 
 from broker.errors import WeightSyncError
 from broker.schema import TensorSpec
 
-from .buckets import DTYPES, aligned, allocate, fingerprints, view, views
+from .buckets import DTYPES, aligned, allocate, fingerprints, view
 
 
 @dataclass
@@ -87,40 +86,3 @@ def stage(
         names.add(name)
         filler.add(name, tensor)
     return filler.finish()
-
-
-class Restaging:
-    """Stages a model's versions one after another into the same memory: the one before is gone."""
-
-    def __init__(self, bucket_bytes: int, device: torch.device) -> None:
-        self._bucket_bytes = bucket_bytes
-        self._device = device
-        self._staged: StagedWeights | None = None
-        self._views: list[tuple[str, torch.Tensor]] = []
-
-    def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
-        """As `stage` does; other tensors than last time get other memory."""
-        tensors = iter(tensors)
-        if self._staged is not None:
-            done, rest = self._overwrite(tensors)
-            if not rest and done == len(self._views):
-                of_each = fingerprints(self._staged.tensors, dict(enumerate(self._staged.data)))
-                return replace(self._staged, fingerprints=tuple(of_each[place] for place in range(done)))
-            tensors = itertools.chain(self._views[:done], rest, tensors)
-        self._staged = staged = stage(tensors, self._bucket_bytes, self._device)
-        self._views = views(staged.tensors, staged.data)
-        return staged
-
-    def _overwrite(
-        self, tensors: Iterator[tuple[str, torch.Tensor]]
-    ) -> tuple[int, tuple[tuple[str, torch.Tensor], ...]]:
-        """(how many were the same tensors as last time, the first that was not)"""
-        for done, (known, place) in enumerate(self._views):
-            given = next(tensors, None)
-            if given is None:
-                return done, ()
-            name, tensor = given
-            if name != known or tensor.shape != place.shape or tensor.dtype != place.dtype:
-                return done, (given,)
-            place.copy_(tensor.detach(), non_blocking=True)
-        return len(self._views), tuple(itertools.islice(tensors, 1))

@@ -1,28 +1,35 @@
 """A worker's end: hears of new versions and hands over complete, verified ones, each newer than the last.
 
 Receiving never waits for the engine: it happens in the background into fresh buffers, so a slow swap costs
-this worker the versions in between and nobody else anything.
+this worker the versions in between and nobody else anything. Where there is no room for a second version
+(`staging: none`), a broadcast is handed over as it arrives; what is pulled comes whole, through host memory.
 """
 
 import asyncio
 import logging
 import math
 import threading
-from dataclasses import dataclass
+from contextlib import suppress
 
 import torch
+from msgspec.structs import replace
 
 from broker import Broker
 from broker.errors import WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
 
-from .config import WeightsConfig
+from .archives import open_reader
+from .config import WeightsConfig, broadcast_device
 from .deadline import Deadline
+from .deliveries import Arriving, Delivery
 from .groups import GroupFollower
-from .landing import Landed, Landing
+from .landing import Landed, Landing, Window
+from .pace import Pace
 from .puller import Pulled, Puller
+from .receiver import JoinedGroup
 from .threads import BoundedThreads
-from .transports.base import SupersededError
+from .transports.archived import ArchivePull
+from .transports.base import PullTransport, SupersededError
 from .transports.pull import HttpPull
 
 logger = logging.getLogger(__name__)
@@ -30,34 +37,17 @@ _RETRY_S = (0.2, 0.5, 1.0, 2.0)
 _OVERDUE_S = 1.0
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """One complete version, every byte verified."""
-
-    manifest: WeightManifest
-    landed: Landed
-    """It may be overwritten once the next version is waited for."""
-    may_be_reused: bool
-    """For a later version; or else it is the puller's, who keeps it."""
-
-    @property
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Views, in the order in which they were published; the same list where the same memory was used again."""
-        return self.landed.tensors(self.manifest.tensors)
-
-
 class Subscriber:
-    """Works in the background from the first `wait_for_version` until `close`."""
+    """Made where the broker's event loop runs; works there from the first `wait_for_version` until `close`."""
 
     def __init__(self, broker: Broker, worker: str, config: WeightsConfig) -> None:
         self._broker = broker
         self._config = config
         self._threads = BoundedThreads()
-        self._groups = GroupFollower(broker, worker, self._threads, config.poll_s)
+        self._groups = GroupFollower(broker, worker, self._threads, config.poll_s, lambda: self._offer.set())
         self.joins_groups = config.follow == "broadcast"
         """False: it follows by pull, and keeps what it pulled as the base for deltas."""
-        transport = HttpPull(config.broadcast_timeout_s, config.pull_bytes_per_s)
-        self._puller = Puller(transport, keeps_base=not self.joins_groups)
+        self._puller = Puller(_open_pull(broker, config), keeps_base=not self.joins_groups)
         self._worker = worker
         self._following: asyncio.Task[None] | None = None
         self._pulling: asyncio.Task[None] | None = None
@@ -67,10 +57,15 @@ class Subscriber:
         self._tried: WeightVersion | None = None
         """The last offer acted upon; a failed one is not received again but pulled."""
         self._landing = Landing(torch.device("cuda" if config.staging == "device" else "cpu"))
-        self._staged: Delivery | None = None
-        self._lent: Delivery | None = None
+        self._window = Window(torch.device(broadcast_device(config))) if config.staging == "none" else None
+        self._staged: Delivery | Arriving | None = None
+        self._lent: Delivery | Arriving | None = None
         """The last one handed over: its buckets are free again once the next one is waited for."""
+        self._known: WeightManifest | None = None
+        """Of the last version that arrived: most offers name it instead of telling the same again."""
         self._arrived = asyncio.Event()
+        self._offer = asyncio.Event()
+        """There is one: whoever is in a group does not wait for its next look at the broker."""
         self.last_error = ""
         """Why the last broadcast or pull failed, or fetched a whole version where deltas should have done; empty again
         after the next version."""
@@ -85,8 +80,14 @@ class Subscriber:
         """Fetched by pull since the start."""
         return self._puller.fetched_bytes
 
-    async def wait_for_version(self, current: WeightVersion | None) -> Delivery:
-        """The newest complete version after `current`. Cancelling it loses nothing; one caller at a time.
+    @property
+    def is_arriving(self) -> bool:
+        """A version waits to be taken as it arrives, and the others of a group with it: no time for anything else."""
+        return isinstance(self._staged, Arriving)
+
+    async def wait_for_version(self, current: WeightVersion | None) -> Delivery | Arriving:
+        """The newest complete version after `current`, or one that arrives. Cancelling it loses nothing; one caller at
+        a time.
 
         A version handed over that is not `current` in the next call is fetched anew: its swap has failed.
         Raises what the broker raises; failed transfers are retried or pulled and never raise.
@@ -104,7 +105,7 @@ class Subscriber:
             self._give_back(staged)
             await self._news()
 
-    def newer(self) -> Delivery | None:
+    def newer(self) -> Delivery | Arriving | None:
         """A newer version that has arrived since the last one was handed over, in its place; None: none has."""
         staged, self._staged = self._staged, None
         if staged is not None:
@@ -155,33 +156,70 @@ class Subscriber:
                 await self._receive(offered)
             elif announced is not None and self._is_newer(announced):
                 self._start_pull()
-            await asyncio.sleep(self._config.poll_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.poll_s):
+                    await self._offer.wait()
+            self._offer.clear()
 
     def _is_newer(self, version: WeightVersion) -> bool:
         known = [self._held, None if self._staged is None else self._staged.manifest.version]
         return all(other is None or version > other for other in known)
 
     async def _receive(self, offered: WeightVersion) -> None:
-        manifest = await self._broker.versions.offered()
-        if manifest is None or manifest.version != offered or not manifest.group_epoch:
+        offer = await self._broker.versions.offered()
+        if offer is None or offer.version != offered or not offer.group_epoch:
             return
-        joined = await self._groups.joined_for(manifest)
-        if joined is None:
+        joined, offer = await self._groups.joined_for(offer), await self._in_full(offer)
+        if joined is None or offer is None:
             return
         self._stop_pull()  # what it fetches is about to be superseded, and the group waits for us
         staged, self._staged = self._staged, None  # so is what waits for the engine, and its memory is needed
         self._give_back(staged)
         cancelled = threading.Event()
         try:
-            landed = await self._threads.run(
-                "receive",
-                lambda: joined.receive(manifest, self._landing, cancelled),
-                cancelled,
-                overdue_s=joined.group.timeout_s + _OVERDUE_S,
-            )
-            self._stage(Delivery(manifest, landed, may_be_reused=True))
+            if self._window is not None:
+                await self._pass_on(joined, offer, self._window, cancelled)
+            else:
+                manifest, landed = await self._threads.run(
+                    "receive",
+                    lambda: joined.receive(offer, self._landing, cancelled),
+                    cancelled,
+                    overdue_s=joined.longest_s + _OVERDUE_S,
+                )
+                self._stage(Delivery(manifest, landed, may_be_reused=True))
         except WeightSyncError as error:
             self._note("broadcast", offered, error)
+
+    async def _pass_on(
+        self, joined: JoinedGroup, offer: WeightManifest, window: Window, cancelled: threading.Event
+    ) -> None:
+        arriving = Arriving(offer, self._stage)
+        end = WeightSyncError(f"{offer.version} is received no further")
+        try:
+            self._known = await self._threads.run(
+                "receive",
+                lambda: joined.pass_on(offer, window, arriving, cancelled),
+                cancelled,
+                overdue_s=joined.longest_s + _OVERDUE_S,
+            )
+            self.last_error = ""
+        except WeightSyncError as error:
+            end = error
+            raise
+        finally:
+            arriving.fail(end)  # whoever has all of it does not hear it
+            if self._staged is arriving:
+                self._staged = None  # nobody has taken any
+
+    async def _in_full(self, offer: WeightManifest) -> WeightManifest | None:
+        """With what it says by naming another version; None: that one is not to be found."""
+        if offer.like is None:
+            return offer
+        if self._known is None or self._known.version != offer.like:
+            self._known = await self._broker.versions.announced()
+        if self._known is None or self._known.version != offer.like:
+            return None
+        return replace(offer, tensors=self._known.tensors, buckets=self._known.buckets, like=None)
 
     def _start_pull(self) -> None:
         if self._pulling is not None:
@@ -208,7 +246,7 @@ class Subscriber:
                 cancelled,
                 overdue_s=None,
             )
-            self._stage(Delivery(manifest, landed, may_be_reused=self.joins_groups))
+            self._stage(Delivery(manifest, landed, may_be_reused=self._reuses_memory))
             self._pull_failures = 0
             logger.info("%s: %s pulled %s", self._worker, manifest.version, _how(pulled))
             if pulled.failure:
@@ -222,7 +260,7 @@ class Subscriber:
             await asyncio.sleep(_RETRY_S[min(self._pull_failures, len(_RETRY_S)) - 1])
 
     def _pull_into(self, manifest: WeightManifest, deadline: Deadline) -> tuple[Landed, Pulled]:
-        if not self.joins_groups:
+        if not self._reuses_memory:
             pulled = self._puller.pull(manifest, deadline)
             return Landed(pulled.buckets), pulled
         landed = self._landing.take(manifest.buckets)
@@ -232,20 +270,34 @@ class Subscriber:
             self._landing.give_back(landed)
             raise
 
-    def _stage(self, delivery: Delivery) -> None:
+    @property
+    def _reuses_memory(self) -> bool:
+        """Later versions may lie where this one does; not if it is kept for deltas, or there is no room for both."""
+        return self.joins_groups and self._window is None
+
+    def _stage(self, delivery: Delivery | Arriving) -> None:
         if self._is_newer(delivery.manifest.version):
             self._give_back(self._staged)
             self._staged = delivery
-            self.last_error = ""
+            if isinstance(delivery, Delivery):
+                self._known = delivery.manifest
+                self.last_error = ""
             self._arrived.set()
 
-    def _give_back(self, delivery: Delivery | None) -> None:
-        if delivery is not None and delivery.may_be_reused:
+    def _give_back(self, delivery: Delivery | Arriving | None) -> None:
+        if isinstance(delivery, Delivery) and delivery.may_be_reused:
             self._landing.give_back(delivery.landed)
 
     def _note(self, what: str, version: WeightVersion, error: WeightSyncError | str) -> None:
         self.last_error = f"{what} of {version.incarnation}.{version.step}: {error}"
         logger.warning("%s: %s", self._worker, self.last_error)
+
+
+def _open_pull(broker: Broker, config: WeightsConfig) -> PullTransport:
+    pace = Pace(config.pull_bytes_per_s)
+    learner = HttpPull(config.broadcast_timeout_s, pace)
+    reader = open_reader(config.archive, broker)
+    return learner if reader is None else ArchivePull(reader, learner, pace)
 
 
 def _how(pulled: Pulled) -> str:

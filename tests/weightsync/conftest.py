@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from broker import BlockingBroker, Broker
 from broker.batches import CheckpointMark
 from broker.owner import Owner
-from broker.schema import Probe, RunRules, WeightVersion
+from broker.schema import Probe, RunRules, WeightManifest, WeightVersion
 from tests.weightsync import worker_process
 from tests.weightsync.interruptions import Interruptions
 from tests.weightsync.processes import ForkedProcess
@@ -46,6 +46,7 @@ class Learner:
         self.owner = self._claim(resume)
         self.publisher = Publisher(self.blocking, self.owner, config)
         self.step = -1
+        self.weights = weights
 
     def _claim(self, resume: bool) -> Owner:
         rules = RunRules(max_lag=2, groups_per_step=1)
@@ -63,7 +64,10 @@ class Learner:
 
     def publish_as(self, version: WeightVersion) -> PublishReport:
         probe = Probe(token_ids=[1], logprobs=[], tolerance=0.0)
-        return self.publisher.publish(version, self.publisher.stage(weights(version.step)), probe)
+        tensors = iter(self.weights(version.step))
+        report = self.publisher.publish(version, self.publisher.stage(tensors), probe)
+        assert next(tensors, None) is None  # other ranks gather them too, whatever becomes of a broadcast
+        return report
 
     def epoch(self) -> int:
         group = self.blocking.call(self.blocking.broker.versions.group())
@@ -91,19 +95,22 @@ class Learner:
 class WorkerProcess(ForkedProcess):
     """A subscriber in a process of its own."""
 
-    def __init__(self, url: str, run: str, name: str, follow: str, interruptions: Interruptions) -> None:
-        config = replace(CONFIG, follow=follow)
-        super().__init__(worker_process.follow_run, url, run, name, config, interruptions)
+    def __init__(
+        self, url: str, run: str, name: str, config: WeightsConfig, interruptions: Interruptions, gpu: int
+    ) -> None:
+        super().__init__(worker_process.follow_run, url, run, name, config, interruptions, gpu)
 
     def expect(self, version: WeightVersion) -> list[list[int]]:
         """Read up to `version`, whose tensors must be right to the last bit; all versions read on the way."""
         return [event["version"] for event in self.events(version)]
 
     def events(self, version: WeightVersion) -> list[dict[str, Any]]:
-        """As `expect`, with all that the worker said."""
+        """As `expect`, with all that the worker said of what it held."""
         events: list[dict[str, Any]] = []
         while True:
             event = self.next()
+            if "broken" in event:
+                continue
             events.append(event)
             assert event["fingerprint"] == fingerprint(weights(event["version"][1]))
             if event["version"] == [version.incarnation, version.step]:
@@ -143,6 +150,12 @@ class InProcessWorker:
         await self._broker.status.heartbeat(info, HEARTBEAT_TTL_S)
 
 
+async def announced(broker: Broker) -> WeightManifest:
+    manifest = await broker.versions.announced()
+    assert manifest is not None
+    return manifest
+
+
 @pytest.fixture
 def learner(url: str, run_name: str) -> Iterator[Learner]:
     started = Learner(url, run_name)
@@ -154,8 +167,16 @@ def learner(url: str, run_name: str) -> Iterator[Learner]:
 def start_worker(url: str, run_name: str) -> Iterator[Callable[..., WorkerProcess]]:
     started: list[WorkerProcess] = []
 
-    def start(name: str, follow: str = "broadcast", interruptions: Interruptions | None = None) -> WorkerProcess:
-        started.append(WorkerProcess(url, run_name, name, follow, interruptions or {}))
+    def start(
+        name: str,
+        follow: str = "broadcast",
+        interruptions: Interruptions | None = None,
+        archive: str = "http",
+        staging: str = "host",
+    ) -> WorkerProcess:
+        config = replace(CONFIG, follow=follow, archive=archive, staging=staging)
+        gpu = len(started) + 1  # the learner has the first
+        started.append(WorkerProcess(url, run_name, name, config, interruptions or {}, gpu))
         return started[-1]
 
     yield start

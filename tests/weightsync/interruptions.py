@@ -2,22 +2,26 @@
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from broker.schema import WeightManifest, WeightVersion
 from weightsync import publisher, receiver
 from weightsync.deadline import Deadline
-from weightsync.landing import Landed, Landing
+from weightsync.gathering import Gathering
+from weightsync.publisher import _on_the_wire
 from weightsync.receiver import JoinedGroup
-from weightsync.sender import Sender
+from weightsync.sender import Sender, Wire
 from weightsync.transports.base import BroadcastGroupTransport
 
 
 class Place(NamedTuple):
-    """In the broadcast of version `step`, once so many of its buckets are through."""
+    """In the broadcast of version `step`, once so many of its buckets are through; the sender, once it is asked for the
+    next one. The seal counts as one more."""
 
     step: int
     buckets: int
@@ -31,17 +35,19 @@ def interrupt_receiving(interruptions: Interruptions) -> None:
     """Of this process, at these places. With all buckets through, it has not said so yet."""
 
     class Interrupted(JoinedGroup):
-        def receive(self, manifest: WeightManifest, landing: Landing, cancelled: threading.Event) -> Landed:
-            step, inner = manifest.version.step, self._transport
-            self._transport = counted = _Counted(inner, step, interruptions)
-            self._counted = counted
+        _counted: _Counted | None = None
+
+        def _receive_into(self, buckets: Any, device: Any, offer: WeightManifest, *how: Any) -> WeightManifest:
+            step, inner = offer.version.step, self._transport
+            self._transport = self._counted = _Counted(inner, step, interruptions)
             try:
-                return super().receive(manifest, landing, cancelled)
+                return super()._receive_into(buckets, device, offer, *how)
             finally:
                 self._transport = inner
 
         def _acknowledge(self, version: WeightVersion, failure: str) -> None:
-            self._counted.interrupt()
+            if self._counted is not None:
+                self._counted.interrupt()
             super()._acknowledge(version, failure)
 
     receiver.JoinedGroup = Interrupted  # type: ignore[misc]
@@ -51,15 +57,31 @@ def interrupt_sending(interruptions: Interruptions) -> None:
     """Of this process, at these places."""
 
     class Interrupted(Sender):
-        def send(self, version: WeightVersion, buckets: Sequence[torch.Tensor]) -> tuple[tuple[str, ...], str]:
+        def send(self, version: WeightVersion, wire: Wire) -> tuple[tuple[str, ...], str]:
             def one_by_one() -> Iterator[torch.Tensor]:
-                for index, bucket in enumerate(buckets):
+                for index, bucket in enumerate(wire()):
                     _interrupt(interruptions, Place(version.step, index))
                     yield bucket
 
-            return super().send(version, one_by_one())  # type: ignore[arg-type]
+            return super().send(version, one_by_one)
 
     publisher.Sender = Interrupted  # type: ignore[misc]
+
+
+@contextmanager
+def damaged_bucket(number: int) -> Iterator[None]:
+    """What this process sends meanwhile has one wrong byte in that bucket of each version."""
+
+    def damaged(version: WeightVersion, gathering: Gathering) -> Iterator[torch.Tensor]:
+        for index, part in enumerate(_on_the_wire(version, gathering)):
+            if index == number:
+                part = part.clone()
+                part[0] ^= 1
+            yield part
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(publisher, "_on_the_wire", damaged)
+        yield
 
 
 class _Counted:
@@ -69,10 +91,15 @@ class _Counted:
         self._interruptions = interruptions
         self._through = 0
 
-    def broadcast(self, bucket: torch.Tensor, deadline: Deadline) -> None:
-        self.interrupt()
-        self._transport.broadcast(bucket, deadline)
-        self._through += 1
+    def start(self, bucket: torch.Tensor, deadline: Deadline) -> Callable[[], None]:
+        finish = self._transport.start(bucket, deadline)
+
+        def finish_counted() -> None:
+            self.interrupt()
+            finish()
+            self._through += 1
+
+        return finish_counted
 
     def interrupt(self) -> None:
         _interrupt(self._interruptions, Place(self._step, self._through))

@@ -43,6 +43,10 @@ class ForkedProcess:
     def next(self) -> Any:
         return self._sent.get(timeout=_PATIENCE_S)
 
+    def is_silent(self) -> bool:
+        """It has said nothing that was not read."""
+        return self._sent.empty()
+
     def send(self, sent: signal.Signals) -> None:
         os.kill(self.pid, sent)
 

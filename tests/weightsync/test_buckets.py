@@ -1,5 +1,8 @@
 """Buckets carry tensors bit for bit, aligned and fingerprinted."""
 
+from collections.abc import Iterator
+from contextlib import suppress
+
 import msgspec
 import pytest
 import torch
@@ -8,8 +11,9 @@ from broker.errors import WeightSyncError
 from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
 from weightsync.buckets import ALIGNMENT, check_manifest, verify, views
 from weightsync.fingerprint import fingerprint
+from weightsync.gathering import OtherTensorsError, Staging
 from weightsync.landing import Landing
-from weightsync.staging import Restaging, StagedWeights, stage
+from weightsync.staging import StagedWeights, stage
 
 BUCKET_BYTES = 4096
 
@@ -123,22 +127,71 @@ def test_a_name_twice_and_an_unknown_dtype_are_refused() -> None:
         stage([("w", one.to(torch.complex64))], BUCKET_BYTES)
 
 
-def test_restaging_takes_the_same_memory_for_the_same_tensors() -> None:
-    restaging = Restaging(BUCKET_BYTES, torch.device("cpu"))
-    first = restaging.stage(iter(awkward_tensors()))
+@pytest.mark.parametrize("reuses_memory", [True, False])
+def test_versions_of_the_same_tensors_are_gathered_to_the_same_places(reuses_memory: bool) -> None:
+    staging = Staging(BUCKET_BYTES, torch.device("cpu"), reuses_memory=reuses_memory)
+    first = staging.begin(iter(awkward_tensors())).finish()
     memory = [bucket.data_ptr() for bucket in first.data]
     changed = [(name, tensor.flip(0) if tensor.dim() else tensor) for name, tensor in awkward_tensors()]
     for given in (changed, awkward_tensors()):
-        staged_again = restaging.stage(iter(given))
-        assert [bucket.data_ptr() for bucket in staged_again.data] == memory
-        fresh = stage(given, BUCKET_BYTES)
-        assert (staged_again.tensors, staged_again.fingerprints) == (fresh.tensors, fresh.fingerprints)
-    for other in (
+        fresh, gathering = stage(given, BUCKET_BYTES), staging.begin(iter(given))
+        for bucket, expected in zip(gathering.buckets(), fresh.data, strict=True):
+            assert torch.equal(bucket, expected)
+        again = gathering.finish()
+        assert ([bucket.data_ptr() for bucket in again.data] == memory) == reuses_memory
+        assert (again.tensors, again.fingerprints) == (fresh.tensors, fresh.fingerprints)
+
+
+def test_a_bucket_is_there_before_the_next_ones_tensors_are_taken() -> None:
+    staging = Staging(BUCKET_BYTES, torch.device("cpu"), reuses_memory=False)
+    staging.begin(awkward_tensors()).finish()
+    taken: list[str] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in awkward_tensors():
+            taken.append(name)
+            yield name, tensor
+
+    gathering = staging.begin(tensors())
+    layout, buckets = gathering.layout(), gathering.buckets()
+    assert not taken
+    next(buckets)
+    assert taken == [spec.name for spec in layout.tensors if spec.bucket == 0]
+    buckets.close()  # nobody wants them any more
+    assert gathering.finish().fingerprints == staged().fingerprints
+    assert [bucket.data_ptr() for bucket in gathering.buckets()] == [b.data_ptr() for b in gathering.finish().data]
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_other_tensors_get_other_places(is_sent: bool) -> None:
+    staging = Staging(BUCKET_BYTES, torch.device("cpu"), reuses_memory=True)
+    for given in (
+        awkward_tensors(),
         awkward_tensors()[:4],
         awkward_tensors()[:2] + awkward_tensors()[3:],
         [*awkward_tensors(), ("x", torch.ones(3))],
+        awkward_tensors(),
     ):
-        assert restaging.stage(iter(other)).fingerprints == stage(other, BUCKET_BYTES).fingerprints
+        gathering = staging.begin(iter(given))
+        if is_sent:
+            with suppress(OtherTensorsError):
+                list(gathering.buckets())
+        assert gathering.finish().fingerprints == stage(given, BUCKET_BYTES).fingerprints
+
+
+def test_tensors_that_fail_to_come_are_no_version() -> None:
+    staging = Staging(BUCKET_BYTES, torch.device("cpu"), reuses_memory=True)
+    staging.begin(awkward_tensors()).finish()
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from awkward_tensors()[:3]
+        raise RuntimeError("a rank is gone")
+
+    gathering = staging.begin(broken())
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        list(gathering.buckets())
+    with pytest.raises(WeightSyncError, match="could not be gathered"):
+        gathering.finish()
 
 
 def test_memory_that_was_given_back_is_used_again() -> None:

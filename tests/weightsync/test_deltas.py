@@ -20,7 +20,7 @@ from weightsync import chain, deltas
 from weightsync.buckets import DTYPES
 from weightsync.chain import Delta, DeltaChain
 from weightsync.deadline import Deadline
-from weightsync.deltas import encode, patch
+from weightsync.deltas import by_bucket, encode, patch
 from weightsync.staging import StagedWeights, stage
 
 FOREVER = Deadline(math.inf)
@@ -186,6 +186,29 @@ def test_hostile_blocks_are_refused_before_they_are_written(hostile: bytes, comp
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_delta_comes_apart_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltas, "BLOCK_ELEMENTS", 100)
+    raw = [
+        (torch.bfloat16, random_bits(500, 1)),
+        (torch.uint8, random_bits(70, 2)),
+        (torch.int64, random_bits(2400, 3)),
+    ]
+    base = staged(raw)
+    target = staged([(dtype, changed(data, dtype.itemsize, 0.1, 5)) for dtype, data in raw])
+    delta = encode(base, target, FOREVER)
+    assert delta is not None
+    parts = by_bucket(base.tensors, delta)
+    assert b"".join(parts[index] for index in range(len(base.data))) == delta
+    for index, bucket in enumerate(base.data):
+        patch({index: bucket}, [spec for spec in base.tensors if spec.bucket == index], parts[index])
+    assert exact(base.data, target)
+    for damaged in (delta[:-1], delta + b"x"):
+        with pytest.raises(WeightSyncError, match="a delta "):
+            by_bucket(base.tensors, damaged)
+    with pytest.raises(WeightSyncError, match="the tensors of bucket 0 do not follow on each other"):
+        by_bucket([base.tensors[0], base.tensors[2], base.tensors[1]], delta)
 
 
 def test_buckets_that_are_missing_are_passed_over() -> None:

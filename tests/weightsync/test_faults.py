@@ -5,38 +5,53 @@ and each version is newer than the one before.
 """
 
 import asyncio
+import functools
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from broker import Broker
 from broker.schema import WeightVersion
 from tests.full_disk import no_files_over
-from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, WorkerProcess
-from tests.weightsync.interruptions import Place
+from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, WorkerProcess, weights
+from tests.weightsync.interruptions import Place, damaged_bucket
 from tests.weightsync.learner_process import publish
 from tests.weightsync.processes import ForkedProcess
+from tests.weightsync.worker_process import fingerprint
 from weightsync.config import WeightsConfig
 
 StartWorker = Callable[..., WorkerProcess]
 SHORT_S = 0.7
+LONG_S = 8.0
+"""NCCL takes seconds to form a group."""
 SMALL = replace(CONFIG, bucket_bytes=1024)
 BUCKETS = 3
-"""Of each version, so small are they."""
+"""Of each version, so small are they; the fingerprints follow."""
 
 
-@pytest.fixture(params=["gloo", "ipc"])
+ON_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")]
+
+
+@pytest.fixture(params=["gloo", "ipc", pytest.param("nccl", marks=ON_GPUS)])
 def config(request: pytest.FixtureRequest) -> WeightsConfig:
+    if request.param == "nccl":
+        return replace(SMALL, transport="nccl", staging="device", broadcast_timeout_s=LONG_S)
     return replace(SMALL, transport=request.param)
+
+
+@pytest.fixture
+def start_member(start_worker: StartWorker, config: WeightsConfig) -> StartWorker:
+    return functools.partial(start_worker, staging=config.staging)
 
 
 @pytest.fixture
 def hasty_learner(url: str, run_name: str, config: WeightsConfig) -> Iterator[Learner]:
     """Its deadline is that of tests that wait for it."""
-    started = Learner(url, run_name, replace(config, broadcast_timeout_s=SHORT_S))
+    started = Learner(url, run_name, hasty(config))
     yield started
     started.close()
 
@@ -49,6 +64,14 @@ def patient_learner(url: str, run_name: str, config: WeightsConfig) -> Iterator[
     started.close()
 
 
+def hasty(config: WeightsConfig) -> WeightsConfig:
+    return config if config.transport == "nccl" else replace(config, broadcast_timeout_s=SHORT_S)
+
+
+def weights_without_c(seed: int) -> list[tuple[str, torch.Tensor]]:
+    return [named for named in weights(seed) if named[0] != "c"]
+
+
 def until_all_receive(learner: Learner, *workers: str) -> None:
     """Publish until a version is broadcast to exactly these: on a slow machine one may miss a deadline."""
     while True:
@@ -57,14 +80,14 @@ def until_all_receive(learner: Learner, *workers: str) -> None:
             return
 
 
-@pytest.mark.parametrize("through", [0, 1, BUCKETS])
+@pytest.mark.parametrize("through", [0, 1, BUCKETS, BUCKETS + 1])
 def test_workers_killed_and_stopped_within_a_transfer(
-    hasty_learner: Learner, start_worker: StartWorker, through: int
+    hasty_learner: Learner, start_member: StartWorker, through: int
 ) -> None:
     learner, place = hasty_learner, Place(100, through)
-    healthy = start_worker("healthy")
-    killed = start_worker("killed", interruptions={place: signal.SIGKILL})
-    stopped = start_worker("stopped", interruptions={place: signal.SIGSTOP})
+    healthy = start_member("healthy")
+    killed = start_member("killed", interruptions={place: signal.SIGKILL})
+    stopped = start_member("stopped", interruptions={place: signal.SIGSTOP})
     learner.publish()
     until_all_receive(learner, "healthy", "killed", "stopped")
     learner.until_held("healthy", "killed", "stopped")
@@ -85,9 +108,10 @@ def test_workers_killed_and_stopped_within_a_transfer(
         worker.expect(learner.version)
 
 
-def test_a_joiner_comes_in_while_a_transfer_stands_still(patient_learner: Learner, start_worker: StartWorker) -> None:
+@pytest.mark.parametrize("config", ["gloo", "ipc"], indirect=True)  # on a GPU only the newest version is kept for pulls
+def test_a_joiner_comes_in_while_a_transfer_stands_still(patient_learner: Learner, start_member: StartWorker) -> None:
     learner = patient_learner
-    slow = start_worker("slow", interruptions={Place(2, 1): signal.SIGSTOP})
+    slow = start_member("slow", interruptions={Place(2, 1): signal.SIGSTOP})
     learner.publish()
     until_all_receive(learner, "slow")
     learner.until_held("slow")
@@ -96,7 +120,7 @@ def test_a_joiner_comes_in_while_a_transfer_stands_still(patient_learner: Learne
     with ThreadPoolExecutor(1) as threads:
         publishing = threads.submit(learner.publish)
         slow.until_stopped()
-        joiner = start_worker("joiner")
+        joiner = start_member("joiner")
         joiner.expect(before)  # by pull; the newer one is not whole anywhere
         assert not publishing.done()
         slow.send(signal.SIGCONT)
@@ -106,12 +130,13 @@ def test_a_joiner_comes_in_while_a_transfer_stands_still(patient_learner: Learne
     until_all_receive(learner, "joiner", "slow")
 
 
+@pytest.mark.parametrize("through", [1, BUCKETS])
 def test_a_learner_killed_within_a_transfer_is_followed_by_another(
-    url: str, run_name: str, config: WeightsConfig, start_worker: StartWorker
+    url: str, run_name: str, config: WeightsConfig, start_member: StartWorker, through: int
 ) -> None:
     names = ("one", "two")
-    workers = [start_worker(name) for name in names]
-    dying = ForkedProcess(publish, url, run_name, config, names, {Place(2, 1): signal.SIGKILL})
+    workers = [start_member(name) for name in names]
+    dying = ForkedProcess(publish, url, run_name, config, names, {Place(2, through): signal.SIGKILL})
     try:
         assert [dying.next(), dying.next()] == [(), names]
         for worker in workers:
@@ -122,11 +147,63 @@ def test_a_learner_killed_within_a_transfer_is_followed_by_another(
     successor = Learner(url, run_name, config, resume=True)
     try:
         assert (successor.publish().members, successor.version) == (names, WeightVersion(2, 0))
-        for worker in workers:  # of the half that had come of 1.2 they kept nothing
+        for worker in workers:  # of what had come of 1.2 they kept nothing, not even where only fingerprints lacked
             assert worker.expect(WeightVersion(2, 0)) == [[2, 0]]
         assert successor.publish().members == names
     finally:
         successor.close()
+
+
+@pytest.mark.parametrize("config", ["gloo", "ipc"], indirect=True)
+async def test_fingerprints_that_come_too_late_cost_a_pull(
+    url: str, run_name: str, config: WeightsConfig, start_inside: Callable[..., InProcessWorker]
+) -> None:
+    worker = start_inside("w", replace(CONFIG, staging=config.staging))
+    learner = ForkedProcess(publish, url, run_name, hasty(config), ("w",), {Place(2, BUCKETS): signal.SIGSTOP})
+    try:
+        assert await worker.next() == WeightVersion(1, 0)
+        assert await worker.next() == WeightVersion(1, 1)
+        waiting = asyncio.create_task(worker.next())
+        await worker.until_error("broadcast of 1.2")
+        assert not waiting.done()  # all its bytes are there
+        learner.send(signal.SIGCONT)
+        assert await waiting == WeightVersion(1, 2)
+        assert [await asyncio.to_thread(learner.next) for _ in range(3)] == [(), ("w",), ()]
+    finally:
+        await asyncio.to_thread(learner.close)
+
+
+def test_wrong_bytes_in_one_bucket_are_never_acknowledged(patient_learner: Learner, start_member: StartWorker) -> None:
+    learner = patient_learner
+    worker = start_member("one")
+    learner.publish()
+    until_all_receive(learner, "one")
+
+    with damaged_bucket(1):
+        learner.until_held("one")
+        report = learner.publish()
+    assert report.members == ()
+    assert "b in bucket 1 arrived damaged" in report.failed
+    worker.expect(learner.version)
+    until_all_receive(learner, "one")
+
+
+@pytest.mark.parametrize("config", ["gloo", "ipc"], indirect=True)  # NCCL's receivers wait for their deadline
+def test_other_tensors_than_before_are_pulled_once(patient_learner: Learner, start_member: StartWorker) -> None:
+    learner = patient_learner
+    worker = start_member("one")
+    learner.publish()
+    until_all_receive(learner, "one")
+    worker.expect(learner.version)
+    for changed in (weights_without_c, weights):
+        learner.until_held("one")
+        learner.weights = changed
+        report = learner.publish()
+        assert report.members == ()
+        assert "other tensors are published than in the version before" in report.failed
+        until_all_receive(learner, "one")
+        while (event := worker.next())["version"] != [1, learner.step]:
+            assert event["fingerprint"] == fingerprint(changed(event["version"][1]))
 
 
 def test_no_room_for_the_senders_buffer_costs_a_pull_each_until_there_is(

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from broker import Broker
 from broker.errors import WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
-from tests.weightsync.conftest import CONFIG, TIMEOUT_S, InProcessWorker, Learner, WorkerProcess, weights
+from tests.weightsync.conftest import CONFIG, TIMEOUT_S, InProcessWorker, Learner, WorkerProcess, announced, weights
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker_info
 from weightsync import chain
 from weightsync.buckets import views
@@ -49,12 +49,6 @@ class Follower:
         info = worker_info("far", manifest.version, 0, joins_groups=False)
         await self._broker.status.heartbeat(info, HEARTBEAT_TTL_S)
         return pulled
-
-
-async def announced(broker: Broker) -> WeightManifest:
-    manifest = await broker.versions.announced()
-    assert manifest is not None
-    return manifest
 
 
 async def publish(learner: Learner, count: int = 1) -> None:
@@ -237,9 +231,10 @@ async def test_a_spoilt_base_is_found_by_the_result(learner: Learner, follower: 
 
 async def test_a_joiner_whose_line_is_slower_than_the_learner_arrives(learner: Learner, broker: Broker) -> None:
     class SlowPull(HttpPull):
-        def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
-            super().pull_bucket(manifest, index, bucket, deadline)
+        def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> int:
+            nbytes = super().pull_bucket(manifest, index, bucket, deadline)
             learner.publish()
+            return nbytes
 
     await publish(learner)
     await broker.status.heartbeat(worker_info("far", None, 0, joins_groups=False), HEARTBEAT_TTL_S)

@@ -3,14 +3,16 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from broker import Broker
 from broker.errors import BrokerUnavailableError, FencedError, VersionRegressionError
-from broker.schema import WeightManifest, WeightVersion
-from tests.weightsync.conftest import InProcessWorker, Learner
+from broker.schema import Probe, WeightManifest, WeightVersion
+from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, weights
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
 
 StartInside = Callable[[str], InProcessWorker]
@@ -183,3 +185,69 @@ async def test_a_broker_that_fails_once_does_not_end_the_pulls(
     with pytest.raises(BrokerUnavailableError):
         await worker.next()
     assert await worker.next() == WeightVersion(1, 0)
+
+
+@pytest.mark.parametrize("verb", ["offer", "announce"])
+async def test_a_publication_that_the_broker_did_not_answer_is_repeated(
+    learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    worker = start_inside("w")
+    for _ in range(2):
+        await asyncio.to_thread(learner.publish)
+        await worker.next()
+    versions, version, probe = (
+        learner.publisher._versions,
+        WeightVersion(1, 2),
+        Probe(token_ids=[1], logprobs=[], tolerance=0.0),
+    )
+    act, failures = getattr(versions, verb), [BrokerUnavailableError("away")]
+
+    async def fail_once(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        await act(*arguments)
+
+    monkeypatch.setattr(versions, verb, fail_once)
+    tensors = iter(weights(2))
+    gathering = learner.publisher.stage(tensors)
+    with pytest.raises(BrokerUnavailableError):
+        await asyncio.to_thread(learner.publisher.publish, version, gathering, probe)
+    assert next(tensors, None) is None  # other ranks do not wait for the broker
+    report = await asyncio.to_thread(learner.publisher.publish, version, gathering, probe)
+    assert (report.members, report.failed) == ((("w",), "") if verb == "offer" else ((), "repeated"))
+    assert await worker.next() == version
+
+
+@pytest.mark.parametrize("has_forgotten", [False, True])
+async def test_an_offer_does_not_repeat_what_the_announced_version_says(
+    learner: Learner, broker: Broker, start_inside: StartInside, has_forgotten: bool
+) -> None:
+    worker = start_inside("w")
+    for _ in range(2):
+        await asyncio.to_thread(learner.publish)
+        await worker.next()
+    if has_forgotten:
+        worker.subscriber._known = None
+    assert (await asyncio.to_thread(learner.publish)).members == ("w",)
+    assert await worker.next() == WeightVersion(1, 2)
+    offer, announced = await broker.versions.offered(), await broker.versions.announced()
+    assert offer is not None
+    assert announced is not None
+    assert (offer.tensors, offer.buckets, offer.fingerprints, offer.like) == ((), (), (), WeightVersion(1, 1))
+    assert announced.like is None
+    assert len(announced.tensors) == len(announced.fingerprints) == len(weights(2))
+
+
+async def test_a_member_is_told_of_an_offer(learner: Learner, start_inside: StartInside) -> None:
+    worker = start_inside("w")
+    for _ in range(2):
+        await asyncio.to_thread(learner.publish)
+        await worker.next()
+    worker.subscriber._config = replace(CONFIG, poll_s=3600)
+    waiting = asyncio.create_task(worker.next())
+    await asyncio.sleep(3 * CONFIG.poll_s)  # from now on it does not look again by itself
+    for step in (2, 3):
+        assert (await asyncio.to_thread(learner.publish)).members == ("w",)
+        assert await waiting == WeightVersion(1, step)
+        waiting = asyncio.create_task(worker.next())
+    waiting.cancel()

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 import torch.distributed
+from msgspec.structs import replace
 
 from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion
@@ -21,10 +22,12 @@ from weightsync.addresses import learner_addresses
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
 from weightsync.landing import Landing
+from weightsync.pipeline import seal
 from weightsync.puller import Puller
 from weightsync.receiver import join
 from weightsync.sender import Sender
 from weightsync.staging import stage
+from weightsync.transports import collective
 from weightsync.transports.base import SupersededError
 from weightsync.transports.collective import ProcessGroupTransport
 from weightsync.transports.forming import check_transport
@@ -34,6 +37,7 @@ from weightsync.transports.rendezvous import Rendezvous, connect_store, host_sto
 
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 LOCAL = "127.0.0.1"
+CPU = torch.device("cpu")
 WEIGHTS = stage([("a", torch.full((5_000_000,), 1, dtype=torch.uint8)), ("b", torch.full((17,), 2.0))], 1024)
 DATA = WEIGHTS.data
 
@@ -45,8 +49,10 @@ def group(port: int, epoch: int = 1) -> BroadcastGroup:
         transport="gloo",
         store_host=LOCAL,
         store_port=port,
+        bell_port=0,
         timeout_s=TIMEOUT_S,
         members=("w",),
+        at_once=1,
     )
 
 
@@ -64,7 +70,10 @@ def manifest(version: WeightVersion, url: str = "") -> WeightManifest:
 
 
 def broadcast(
-    sent: tuple[torch.Tensor, ...], promised: WeightManifest, transport: Literal["gloo", "ipc"] = "gloo"
+    sent: tuple[torch.Tensor, ...],
+    promised: WeightManifest,
+    transport: Literal["gloo", "ipc"] = "gloo",
+    sealed_as: WeightVersion | None = None,
 ) -> tuple[object, tuple[tuple[str, ...], str]]:
     """One sender and one member, in threads: (what the member got or why not, what the sender reports)."""
     groups: list[BroadcastGroup] = []
@@ -79,7 +88,9 @@ def broadcast(
         joined = join("run", "w", groups[0], threading.Event())
         assert joined is not None
         try:
-            return joined.receive(promised, Landing(torch.device("cpu")), threading.Event()).buckets
+            manifest, landed = joined.receive(replace(promised, fingerprints=()), Landing(CPU), threading.Event())
+            assert manifest == promised
+            return landed.buckets
         except WeightSyncError as error:
             return str(error)
         finally:
@@ -90,7 +101,8 @@ def broadcast(
     with ThreadPoolExecutor(1) as threads:
         received = threads.submit(receive)
         assert sender.prepare(lambda: [worker_info("w", V0, 0)], promised.version) == (1, "")
-        report = sender.send(promised.version, sent)
+        sealed = seal(sealed_as or promised.version, promised.fingerprints, CPU)
+        report = sender.send(promised.version, lambda: (*sent, sealed))
         got = received.result()
     sender.close()
     return got, report
@@ -125,10 +137,66 @@ def test_damage_on_the_way_is_found_and_told() -> None:
     assert "w (a in bucket 0 arrived damaged" in failed
 
 
+def test_the_fingerprints_of_another_version_are_refused() -> None:
+    got, (reached, _) = broadcast(DATA, manifest(V1), sealed_as=V0)
+    assert got == f"{V0} arrived where {V1} was offered"
+    assert reached == ()
+
+
 def test_a_member_that_never_comes_ends_with_the_deadline() -> None:
     store = host_store(LOCAL, TIMEOUT_S)
     with pytest.raises(WeightSyncError, match=r"could not be formed within 0\.3 s"):
         ProcessGroupTransport("gloo", store, 0, 2, LOCAL, Deadline(0.3))
+
+
+class Endless:
+    """A GPU's group whose operations end only by `abort`, but for so many of the first."""
+
+    def __init__(self, completes: int = 1) -> None:
+        self.aborted = threading.Event()
+        self._completes = completes
+        self._begun = 0
+
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> "Endless":
+        self._begun += 1
+        return self
+
+    def is_completed(self) -> bool:
+        return self._begun <= self._completes or self.aborted.is_set()
+
+    def wait(self) -> None:
+        raise RuntimeError("aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def test_nccl_is_aborted_at_the_deadline_whatever_its_caller_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Endless()
+    monkeypatch.setattr(collective, "_open", lambda *_: backend)
+    monkeypatch.setattr(collective, "_device_of", lambda _: CPU)
+    transport = ProcessGroupTransport("nccl", host_store(LOCAL, TIMEOUT_S), 0, 2, LOCAL, Deadline(30))
+    finish = transport.start(DATA[0], Deadline(0.1))
+    assert backend.aborted.wait(30)  # nobody has called `finish`
+    with pytest.raises(WeightSyncError, match="failed"):
+        finish()
+
+
+class NeverConnects(Endless):
+    """NCCL where a rank died after it had checked in."""
+
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> Endless:
+        self.aborted.wait()
+        return self
+
+
+@pytest.mark.parametrize("backend", [Endless(completes=0), NeverConnects()], ids=["in the operation", "in the call"])
+def test_a_group_that_does_not_connect_is_not_formed(monkeypatch: pytest.MonkeyPatch, backend: Endless) -> None:
+    monkeypatch.setattr(collective, "_open", lambda *_: backend)
+    monkeypatch.setattr(collective, "_device_of", lambda _: CPU)
+    with pytest.raises(WeightSyncError, match=r"could not be formed within 0\.2 s"):
+        ProcessGroupTransport("nccl", host_store(LOCAL, TIMEOUT_S), 0, 2, LOCAL, Deadline(0.2))
+    backend.aborted.set()
 
 
 def test_an_epoch_admits_each_name_once_and_nobody_after_its_end() -> None:

@@ -4,14 +4,17 @@ import asyncio
 import contextlib
 import os
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 import torch
 
 from broker import open_broker
-from broker.schema import WeightVersion, WorkerInfo
+from broker.errors import WeightSyncError
+from broker.schema import WeightManifest, WeightVersion, WorkerInfo
 from tests.weightsync.interruptions import Interruptions, interrupt_receiving
 from weightsync.config import WeightsConfig
-from weightsync.subscriber import Delivery, Subscriber
+from weightsync.deliveries import Arriving, Delivery
+from weightsync.subscriber import Subscriber
 
 HEARTBEAT_S = 0.1
 HEARTBEAT_TTL_S = 20.0
@@ -39,13 +42,32 @@ def worker_info(worker: str, version: WeightVersion | None, epoch: int, joins_gr
 
 def fingerprint(tensors: list[tuple[str, torch.Tensor]]) -> str:
     """Names, types, shapes and exact sums: what the test computes from the tensors that it published."""
-    return " ".join(f"{name}:{t.dtype}:{tuple(t.shape)}:{t.double().sum().item()!r}" for name, t in tensors)
+    return " ".join(f"{name}:{t.dtype}:{tuple(t.shape)}:{t.cpu().double().sum().item()!r}" for name, t in tensors)
+
+
+class Held(NamedTuple):
+    """What an engine would have made of parts."""
+
+    manifest: WeightManifest
+    tensors: list[tuple[str, torch.Tensor]]
+
+
+async def received(arriving: Arriving, held: Delivery | Held | None) -> tuple[Delivery | Held | None, str]:
+    """(what an engine holds afterwards, why that is not what arrived)"""
+    tensors = []
+    try:
+        async with arriving.taken() as parts:
+            async for part in parts:
+                tensors += [(name, tensor.clone()) for name, tensor in part]
+    except WeightSyncError as error:
+        return None if tensors else held, str(error)
+    return Held(arriving.manifest, tensors), ""
 
 
 async def follow(url: str, run: str, worker: str, config: WeightsConfig, connection: Connection) -> None:
     broker = await open_broker(url, run)
     subscriber = Subscriber(broker, worker, config)
-    held: Delivery | None = None
+    held: Delivery | Held | None = None
 
     async def beat() -> None:
         while True:
@@ -58,7 +80,16 @@ async def follow(url: str, run: str, worker: str, config: WeightsConfig, connect
         tasks.create_task(beat())
         while True:
             version = held.manifest.version if held else None
-            held = await subscriber.wait_for_version(version)
+            delivery = await subscriber.wait_for_version(version)
+            if isinstance(delivery, Arriving):
+                held, broken = await received(delivery, held)
+                if held is None:
+                    connection.send({"broken": broken})
+                if broken:
+                    continue
+            else:
+                held = delivery
+            assert held is not None
             event = {
                 "version": [held.manifest.version.incarnation, held.manifest.version.step],
                 "fingerprint": fingerprint(held.tensors),
@@ -69,9 +100,16 @@ async def follow(url: str, run: str, worker: str, config: WeightsConfig, connect
 
 
 def follow_run(
-    url: str, run: str, worker: str, config: WeightsConfig, interruptions: Interruptions, connection: Connection
+    url: str,
+    run: str,
+    worker: str,
+    config: WeightsConfig,
+    interruptions: Interruptions,
+    gpu: int,
+    connection: Connection,
 ) -> None:
-    """The process's whole life."""
+    """The process's whole life. `gpu`: the only one that it sees, where it wants any."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     torch.set_num_threads(1)
     interrupt_receiving(interruptions)
     with contextlib.suppress(KeyboardInterrupt):

@@ -1,13 +1,15 @@
 """Broadcast through a torch.distributed process group of its own, outside any default group.
 
 It needs no `init_process_group` and leaves one that exists alone. Two facts shape this file: a gloo operation
-ends only by success, its own timeout or a closed peer (`abort` does nothing); one of NCCL ends by `abort`.
+ends only by success, its own timeout or a closed peer (`abort` does nothing); one of NCCL ends by `abort`, which a
+thread of its own calls at the deadline: the caller may wait for the whole device then, as an allocator that frees does.
 """
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -22,55 +24,117 @@ from weightsync.deadline import Deadline
 
 CollectiveName = Literal["gloo", "nccl", "ucc"]
 _WAIT_S = 0.0005
+_OVERDUE_S = 0.5
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _NEVER = timedelta(days=1)
 """NCCL's own watchdog ends the process when its timeout is over: ours comes first, and ends the group."""
 
 
 class ProcessGroupTransport:
-    """A formed group; constructing it blocks until all ranks are there."""
+    """A formed group; constructing it blocks until all ranks are there, or the deadline is over."""
 
     def __init__(
         self, name: CollectiveName, store: Store, rank: int, size: int, interface: str, deadline: Deadline
     ) -> None:
-        self._device = torch.device("cpu" if name == "gloo" else "cuda")
+        self._device = _device_of(name)
         self._rank = rank
         self._name = name
+        self._under_way = 0
+        self._alarm: threading.Timer | None = None
+        self._aborting = threading.Lock()
         try:
             self._backend = _open(name, PrefixStore("group", store), rank, size, interface, deadline)
+            if name != "gloo":
+                self._connect(deadline)
         except RuntimeError as error:  # torch raises nothing finer; DistStoreError is one too
             raise WeightSyncError(
                 f"the {name} group of {size} processes could not be formed within {deadline.seconds:g} s: "
                 f"{_first_line(error)}"
             ) from error
 
-    def broadcast(self, bucket: torch.Tensor, deadline: Deadline) -> None:
-        """See BroadcastGroupTransport. Blocks without holding the interpreter."""
-        deadline.check(f"{self._name} broadcast of {bucket.numel()} bytes")
+    def start(self, bucket: torch.Tensor, deadline: Deadline) -> Callable[[], None]:
+        """See BroadcastGroupTransport. On a GPU what was begun on the current stream is waited for by the transfer."""
+        what = f"{self._name} broadcast of {bucket.numel()} bytes"
+        deadline.check(what)
+        if bucket.numel() == 0:
+            return _nothing
         backend = self._backend
         if backend is None:  # a worker leaves from another thread, as soon as the next group is there
             raise WeightSyncError(f"the {self._name} group was left")
-        if bucket.numel() == 0:
-            return
-        backend = self._backend
-        if backend is None:
-            raise WeightSyncError(f"the {self._name} group was left in the middle of a transfer")
         wire = bucket.to(self._device)
-        try:
-            _wait(backend.broadcast([wire], _root_options(deadline)), backend, deadline)
-        except RuntimeError as error:
-            raise WeightSyncError(
-                f"{self._name} broadcast of {bucket.numel()} bytes failed (deadline {deadline.seconds:g} s): "
-                f"{_first_line(error)}"
-            ) from error
-        if self._rank and wire is not bucket:
-            bucket.copy_(wire)
+        with _translated(what, deadline):
+            work = backend.broadcast([wire], _root_options(deadline))
+        self._begin(backend, deadline)
+
+        def finish() -> None:
+            try:
+                with _translated(what, deadline):
+                    self._wait(work, backend, deadline)
+            finally:
+                self._end()
+            if self._rank and wire is not bucket:
+                bucket.copy_(wire)
+
+        return finish
 
     def close(self) -> None:
         """Drop the connections: gloo closes them with the last reference, NCCL when told to."""
         backend, self._backend = self._backend, None
         if backend is not None and self._name != "gloo":
+            self._abort(backend)
+
+    def _connect(self, deadline: Deadline) -> None:
+        """A GPU's group connects in its first operation, within a call that no deadline ends: so now, while all are
+        known to be there, and in a thread that is left behind if that call does not return."""
+        backend, failed = self._backend, list[RuntimeError]()
+
+        def connect() -> None:
+            try:
+                first = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                work = backend.broadcast([first], _root_options(deadline))
+                while not work.is_completed() and not deadline.is_over():
+                    time.sleep(_WAIT_S)
+                if not work.is_completed():
+                    raise RuntimeError("not all ranks took part")
+            except RuntimeError as error:
+                failed.append(error)
+
+        connecting = threading.Thread(target=connect, name=f"weights-connect-{self._name}", daemon=True)
+        connecting.start()
+        connecting.join(deadline.remaining() + _OVERDUE_S)
+        if connecting.is_alive():
+            raise RuntimeError("a rank that had been there has not connected")
+        if failed:
+            raise failed[0]
+
+    def _begin(self, backend: Any, deadline: Deadline) -> None:
+        if self._name == "nccl" and not self._under_way:
+            self._alarm = threading.Timer(deadline.remaining(), self._abort, [backend])
+            self._alarm.daemon = True
+            self._alarm.start()
+        self._under_way += 1
+
+    def _end(self) -> None:
+        self._under_way -= 1
+        if self._alarm is not None and not self._under_way:
+            self._alarm.cancel()
+
+    def _wait(self, work: Any, backend: Any, deadline: Deadline) -> None:
+        """Until the operation ended. The interpreter is free, and polling keeps Ctrl-C alive."""
+        while not work.is_completed():
+            if self._name == "nccl" and deadline.is_over():
+                self._abort(backend)
+                raise WeightSyncError(f"nccl broadcast not done within {deadline.seconds:g} s")
+            time.sleep(_WAIT_S)
+        work.wait()
+
+    def _abort(self, backend: Any) -> None:
+        with self._aborting:
             backend.abort()
+
+
+def _device_of(name: CollectiveName) -> torch.device:
+    return torch.device("cpu" if name == "gloo" else "cuda")
 
 
 def _open(
@@ -119,22 +183,24 @@ def backend_class(name: CollectiveName) -> Any:
     return kind
 
 
+def _nothing() -> None:
+    """An empty bucket is through."""
+
+
+@contextmanager
+def _translated(what: str, deadline: Deadline) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise WeightSyncError(f"{what} failed (deadline {deadline.seconds:g} s): {_first_line(error)}") from error
+
+
 def _root_options(deadline: Deadline) -> BroadcastOptions:
     options = BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     options.timeout = timedelta(seconds=max(0.001, deadline.remaining()))
     return options
-
-
-def _wait(work: Any, backend: Any, deadline: Deadline) -> None:
-    """Until the operation ended. Polling keeps Ctrl-C alive and lets NCCL be aborted."""
-    while not work.is_completed():
-        if backend.name() == "nccl" and deadline.is_over():
-            backend.abort()
-            raise WeightSyncError(f"nccl broadcast not done within {deadline.seconds:g} s")
-        time.sleep(_WAIT_S)
-    work.wait()
 
 
 def _first_line(error: Exception) -> str:

@@ -5,6 +5,7 @@ sockets. The learner copies each bucket into one buffer, the others copy it out;
 it is.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import torch
@@ -34,16 +35,16 @@ class IpcTransport:
         except RuntimeError as error:
             raise WeightSyncError(f"the ipc group of {size} processes could not be formed: {error}") from error
 
-    def broadcast(self, bucket: torch.Tensor, deadline: Deadline) -> None:
-        """See BroadcastGroupTransport."""
+    def start(self, bucket: torch.Tensor, deadline: Deadline) -> Callable[[], None]:
+        """See BroadcastGroupTransport. A receiver copies only at the end of it."""
         self._count += 1
-        try:
-            if self._rank == 0:
-                self._send(bucket, deadline)
-            else:
-                self._receive(bucket, deadline)
-        except RuntimeError as error:
-            raise WeightSyncError(f"ipc broadcast of {bucket.numel()} bytes failed: {error}") from error
+        count = self._count
+        what = f"ipc broadcast of {bucket.numel()} bytes"
+        deadline.check(what)
+        if self._rank:
+            return lambda: _translated(what, lambda: self._receive(bucket, count, deadline))
+        _translated(what, lambda: self._send(bucket, count, deadline))
+        return lambda: _translated(what, lambda: self._await_taken(count, deadline))
 
     def close(self) -> None:
         """Tell the others and let go of the buffer."""
@@ -52,20 +53,23 @@ class IpcTransport:
         self._buffer = None
         self._buffers.close()
 
-    def _send(self, bucket: torch.Tensor, deadline: Deadline) -> None:
+    def _send(self, bucket: torch.Tensor, count: int, deadline: Deadline) -> None:
+        self._await_taken(count - 1, deadline)
         buffer = self._buffer
         if buffer is None or buffer.numel() < bucket.numel() or buffer.device != bucket.device:
             buffer = self._buffer = self._shared(bucket)
         buffer[: bucket.numel()].copy_(bucket)
         _finish(buffer)
         self._store.add(_SENT, 1)
-        self._await(_TAKEN, self._count * self._receivers, deadline)
 
-    def _receive(self, bucket: torch.Tensor, deadline: Deadline) -> None:
-        self._await(_SENT, self._count, deadline)
+    def _await_taken(self, count: int, deadline: Deadline) -> None:
+        self._await(_TAKEN, count * self._receivers, deadline)
+
+    def _receive(self, bucket: torch.Tensor, count: int, deadline: Deadline) -> None:
+        self._await(_SENT, count, deadline)
         buffer = self._buffer  # `close` may be called meanwhile
-        if buffer is None or self._store.check([_moved(self._rank, self._count)]):
-            buffer = self._buffer = attach(self._store.get(_moved(self._rank, self._count)))
+        if buffer is None or self._store.check([_moved(self._rank, count)]):
+            buffer = self._buffer = attach(self._store.get(_moved(self._rank, count)))
         bucket.copy_(buffer[: bucket.numel()])
         _finish(buffer)
         self._store.add(_TAKEN, 1)
@@ -90,6 +94,13 @@ class IpcTransport:
                 raise WeightSyncError("the ipc group was closed by another member")
             deadline.check(f"ipc group, waiting for {key}")
             deadline.pause(_WAIT_S)
+
+
+def _translated(what: str, act: Callable[[], None]) -> None:
+    try:
+        act()
+    except RuntimeError as error:
+        raise WeightSyncError(f"{what} failed: {error}") from error
 
 
 def _moved(rank: int, count: int) -> str:

@@ -18,23 +18,22 @@ from weightsync.pace import Pace
 from weightsync.transports.base import SupersededError, UnreachableError
 from weightsync.transports.pull_server import DELTA
 
-_CHUNK_BYTES = 1 << 16
-
 
 class HttpPull:
     """Fetches a manifest's buckets and deltas from the learner's server. `timeout_s` bounds every wait for bytes."""
 
-    def __init__(self, timeout_s: float, bytes_per_s: int | None = None) -> None:
+    def __init__(self, timeout_s: float, pace: Pace | None = None) -> None:
         self._timeout_s = timeout_s
-        self._pace = Pace(bytes_per_s)
+        self._pace = pace or Pace(None)
 
-    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
+    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> int:
         """See PullTransport."""
         fetched = bucket if bucket.device.type == "cpu" else torch.empty_like(bucket, device="cpu")
         self._fetch(manifest, manifest.version, str(index), as_bytes(fetched), deadline)
         if fetched is not bucket:
             bucket.copy_(fetched)
         verify(manifest, {index: bucket})
+        return bucket.numel()
 
     def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
         """See PullTransport."""
@@ -45,6 +44,9 @@ class HttpPull:
                 f"the delta to {delta.version} arrived damaged: its digest is {found}, published was {delta.digest}"
             )
         return data
+
+    def forget(self) -> None:
+        """See PullTransport: nothing is kept."""
 
     def _fetch(
         self, manifest: WeightManifest, version: WeightVersion, name: str, data: memoryview, deadline: Deadline
@@ -63,14 +65,9 @@ class HttpPull:
             connection.close()
 
     def _read_into(self, response: http.client.HTTPResponse, data: memoryview, deadline: Deadline) -> None:
-        done = 0
-        while done < len(data):
-            deadline.check(f"pull, {done} of {len(data)} bytes")
-            count = response.readinto(data[done : done + self._pace.piece(_CHUNK_BYTES)])
-            if not count:
-                raise UnreachableError(f"the learner closed the connection after {done} of {len(data)} bytes")
-            done += count
-            self._pace.keep(count, deadline)
+        done = self._pace.fill(data, response.fp.readinto1, deadline)
+        if done < len(data):
+            raise UnreachableError(f"the learner closed the connection after {done} of {len(data)} bytes")
 
 
 def _check_response(response: http.client.HTTPResponse, url: str, version: WeightVersion, nbytes: int) -> None:

@@ -15,8 +15,8 @@ from weightsync.transports.rendezvous import listen
 
 logger = logging.getLogger(__name__)
 DELTA = "delta"
-_CHUNK_BYTES = 1 << 16
-"""Each must be sent within the timeout: small enough for a slow line."""
+_CHUNK_BYTES = 1 << 20
+"""At most so many are handed to the system at once; the timeout is for any of them."""
 
 
 class PullServer:
@@ -123,11 +123,10 @@ def _handler_for(server: PullServer, timeout_s: float) -> type[BaseHTTPRequestHa
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            for start in range(0, len(data), _CHUNK_BYTES):
-                if server.is_closing():
-                    break
+            sent = 0
+            while sent < len(data) and not server.is_closing():
                 try:
-                    self.wfile.write(data[start : start + _CHUNK_BYTES])
+                    sent += self.connection.send(data[sent : sent + _CHUNK_BYTES])
                 except OSError:  # the worker went away or stopped reading; it is its business to come again
                     break
 

@@ -2,8 +2,9 @@
 
 {run}/{incarnation}/{epoch}/in/{worker}            how often this worker's name checked in
                            /verdict                go | void
+                           /turn/{version}/{part}   this part of the members receives now
                            /ack/{version}/{worker}  empty, or what went wrong
-                           /group/...               torch's own keys of the process group
+                           /part/{part}/...         torch's own keys of that part's process group
 """
 
 import socket
@@ -71,6 +72,20 @@ class Rendezvous:
             deadline.pause(_WAIT_S)
         return self.store.get("verdict") == b"go"
 
+    def begin(self, version: WeightVersion, part: int) -> None:
+        """Tell a part of the members that `version` is sent to it from now on."""
+        self.store.set(_turn_key(version, part), "")
+
+    def await_turn(self, version: WeightVersion, part: int, deadline: Deadline) -> None:
+        """Until this part's members are sent `version`."""
+        while not self.store.check([_turn_key(version, part)]):
+            deadline.check(f"{self._what}: this worker's turn to receive {version}")
+            deadline.pause(_WAIT_S)
+
+    def store_of(self, part: int) -> PrefixStore:
+        """For the process group of one part of the members."""
+        return PrefixStore(f"part/{part}", self.store)
+
     def acknowledge(self, version: WeightVersion, worker: str, failure: str) -> None:
         """Tell the learner that `worker` holds `version`, or (failure not empty) why it does not."""
         self.store.set(_ack_key(version, worker), failure)
@@ -90,6 +105,10 @@ class Rendezvous:
             if not missing or deadline.is_over():
                 return tuple(missing)
             deadline.pause(_WAIT_S)
+
+
+def _turn_key(version: WeightVersion, part: int) -> str:
+    return f"turn/{version.incarnation}.{version.step}/{part}"
 
 
 def _ack_key(version: WeightVersion, worker: str) -> str:

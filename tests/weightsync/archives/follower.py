@@ -1,0 +1,86 @@
+"""A worker without an engine that pulls when it is told to, and what it looks at.
+
+The learner does not answer it (`NoLearner`) where a test is about what the archive has.
+"""
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+
+from broker import Broker
+from broker.schema import Archived, WeightManifest
+from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, announced, weights
+from tests.weightsync.worker_process import fingerprint
+from weightsync.archives import open_reader
+from weightsync.archives.base import ArchiveReader
+from weightsync.buckets import views
+from weightsync.deadline import Deadline
+from weightsync.pace import Pace
+from weightsync.puller import Pulled, Puller
+from weightsync.staging import stage
+from weightsync.transports.archived import ArchivePull
+from weightsync.transports.base import UnreachableError
+from weightsync.transports.pull import HttpPull
+
+FOREVER = Deadline(math.inf)
+WHOLE_BYTES = stage(weights(0), CONFIG.bucket_bytes).nbytes
+NAME = f"delta-1.0-{'0' * 32}"
+in_directory = pytest.mark.parametrize("config", ["file"], indirect=True)
+in_broker = pytest.mark.parametrize("config", ["broker"], indirect=True)
+
+
+class NoLearner:
+    """One that cannot be reached."""
+
+    def pull_bucket(self, manifest: WeightManifest, *_: object) -> int:
+        raise UnreachableError("the learner was asked")
+
+    def pull_delta(self, manifest: WeightManifest, *_: object) -> memoryview:
+        raise UnreachableError("the learner was asked")
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+
+class Follower:
+    """Pulls when it is told to."""
+
+    def __init__(self, broker: Broker, archive: str, *, keeps_base: bool = True, only_archive: bool = True) -> None:
+        self._broker = broker
+        self.pace = Pace(None)
+        reader = open_reader(archive, broker)
+        assert reader is not None
+        self.reader: ArchiveReader = reader
+        learner = NoLearner() if only_archive else HttpPull(TIMEOUT_S, self.pace)
+        self._puller = Puller(ArchivePull(reader, learner, self.pace), keeps_base)
+        self.nbytes = 0
+
+    async def pull(self, manifest: WeightManifest | None = None) -> Pulled:
+        """The announced version, or this one, whose tensors must be right."""
+        manifest = manifest or await announced(self._broker)
+        before = self._puller.fetched_bytes
+        pulled = await asyncio.to_thread(self._puller.pull, manifest, Deadline(math.inf))
+        self.nbytes = self._puller.fetched_bytes - before
+        assert fingerprint(views(manifest.tensors, pulled.buckets)) == fingerprint(weights(manifest.version.step))
+        return pulled
+
+
+async def publish(learner: Learner, count: int = 1) -> None:
+    """So many versions; the anchor that one begins is whole before the next one comes."""
+    for _ in range(count):
+        await asyncio.to_thread(learner.publish)
+        archiver = learner.publisher._archiver
+        if archiver is not None and archiver._writing is not None:
+            await asyncio.to_thread(archiver._writing.join)
+
+
+async def archived(broker: Broker) -> Archived:
+    found = (await announced(broker)).archived
+    assert found is not None
+    return found
+
+
+def files(folder: Path, pattern: str = "*") -> list[Path]:
+    return sorted(folder.glob(pattern))

@@ -1,0 +1,197 @@
+"""What becomes of full disks, damaged files and directories that are not there: the learner serves."""
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from broker import Broker
+from broker.errors import WeightSyncError
+from tests.weightsync.archives.follower import (
+    FOREVER,
+    NAME,
+    WHOLE_BYTES,
+    Follower,
+    announced,
+    archived,
+    files,
+    in_directory,
+    publish,
+)
+from tests.weightsync.conftest import Learner
+from weightsync.archives import directory
+from weightsync.archives.base import anchor_names, delta_name
+from weightsync.archives.directory import DirectoryArchive, DirectoryReader
+from weightsync.config import WeightsConfig
+from weightsync.pace import Pace
+from weightsync.transports.base import SupersededError, UnreachableError
+
+
+@in_directory
+async def test_a_full_disk_costs_a_warning_and_the_learner_serves(
+    learner: Learner,
+    config: WeightsConfig,
+    broker: Broker,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await publish(learner, 3)
+    follower = Follower(broker, config.archive, only_archive=False)
+    await follower.pull()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory.os, "fsync", full)
+        await publish(learner, 2)
+    assert "No space left on device" in caplog.text
+    assert (await announced(broker)).archived is None
+    assert not files(folder, "*.part")
+    assert (await follower.pull()).deltas == 2
+    await publish(learner, 2)  # there is room again, for what was left out too
+    assert (await follower.pull()).deltas == 2
+    await Follower(broker, config.archive).pull()
+
+
+@in_directory
+async def test_too_little_room_for_a_whole_version_is_told_before_it_is_written(
+    learner: Learner,
+    broker: Broker,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Usage:
+        free = WHOLE_BYTES - 1
+
+    monkeypatch.setattr(directory.shutil, "disk_usage", lambda _: Usage)
+    await publish(learner, 3)
+    assert f"has {WHOLE_BYTES - 1} bytes free, and a whole version needs {WHOLE_BYTES}" in caplog.text
+    assert (await archived(broker)).anchor is None
+    assert {path.name.partition("-")[0] for path in files(folder)} == {"delta"}
+
+
+@in_directory
+async def test_a_file_system_that_hangs_holds_the_learner_for_the_deadline_only(
+    learner: Learner, broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await publish(learner, 2)
+    hanging = threading.Event()
+    monkeypatch.setattr(directory.os, "fsync", lambda _: hanging.wait(20))
+    for _ in range(2):
+        await asyncio.to_thread(learner.publish)
+        assert (await announced(broker)).archived is None
+    assert "not done in time" in caplog.text
+    assert "has not ended yet" in caplog.text
+    hanging.set()
+
+
+def _damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@in_directory
+@pytest.mark.parametrize("kind", ["anchor", "delta"])
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (_damage, "is damaged in the archive: its digest is"),
+        (_truncate, " bytes instead of "),
+    ],
+)
+async def test_what_is_spoilt_in_the_archive_comes_from_the_learner(
+    learner: Learner,
+    config: WeightsConfig,
+    broker: Broker,
+    folder: Path,
+    kind: str,
+    spoil: Callable[[Path], None],
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await publish(learner, 3)
+    for path in files(folder, f"{kind}-*"):
+        spoil(path)
+    assert (await Follower(broker, config.archive, only_archive=False).pull()).deltas == 0
+    assert told in caplog.text
+    with pytest.raises(UnreachableError, match="the learner was asked"):
+        await Follower(broker, config.archive).pull()
+
+
+@in_directory
+async def test_bytes_of_another_version_under_a_right_name_are_found(
+    learner: Learner, config: WeightsConfig, broker: Broker, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await publish(learner, 5)
+    deltas = (await announced(broker)).deltas
+    older, newer = (folder / delta_name(delta) for delta in deltas[-2:])
+    newer.write_bytes(older.read_bytes()[: newer.stat().st_size].ljust(newer.stat().st_size))
+    await Follower(broker, config.archive, only_archive=False).pull()
+    assert "is damaged in the archive" in caplog.text
+
+
+@in_directory
+async def test_a_file_removed_in_mid_read_is_superseded_then_the_learners(
+    learner: Learner, config: WeightsConfig, broker: Broker, folder: Path
+) -> None:
+    await publish(learner, 3)
+    manifest = await announced(broker)
+    assert manifest.archived is not None
+    last = anchor_names(manifest.archived)[-1]
+    follower = Follower(broker, config.archive, only_archive=False)
+    read = follower.reader.read
+
+    def vanishing(name: str, *rest: object) -> None:
+        read(name, *rest)  # type: ignore[arg-type]
+        (folder / last).unlink(missing_ok=True)
+
+    follower.reader.read = vanishing  # type: ignore[method-assign]
+    with pytest.raises(SupersededError):
+        await follower.pull(manifest)
+    await follower.pull(manifest)
+    await publish(learner, 2)  # the anchor is found to be gone, and another one is written
+    await Follower(broker, config.archive).pull()
+
+
+@in_directory
+async def test_a_worker_without_the_directory_asks_the_learner(
+    learner: Learner, broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await publish(learner, 2)
+    await Follower(broker, f"file://{tmp_path}/elsewhere", only_archive=False).pull()
+    assert "or not mounted here?" in caplog.text
+
+
+def test_a_learner_is_told_of_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError, match=r"no directory that this process may write to.*weights\.archive=http"):
+        DirectoryArchive(tmp_path / "nowhere", "run", 1)
+
+
+def test_names_lead_out_of_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"x")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(WeightSyncError, match="is no name of anything in an archive"):
+        DirectoryReader(tmp_path, "run").read("../secret", memoryview(bytearray(1)), Pace(None), FOREVER)
+
+
+def test_a_device_that_is_full_keeps_nothing(tmp_path: Path) -> None:
+    archive = DirectoryArchive(tmp_path, "run", 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / f"{NAME}.part").symlink_to("/dev/full")
+    with pytest.raises(WeightSyncError, match=r"No space left on device; is the file system of weights\.archive full"):
+        archive.put(NAME, memoryview(b"x" * 5_000_000), FOREVER)
+    assert not files(tmp_path / "run")
+    archive.put(NAME, memoryview(b"x"), FOREVER)
+    assert archive.keep_only({NAME}) == {NAME}

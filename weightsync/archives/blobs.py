@@ -1,0 +1,107 @@
+"""An archive in the broker's memory: for weights that are small against `broker.max_bytes`, where nothing is shared."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Set
+from concurrent.futures import wait
+from typing import Any, TypeVar
+
+from broker import BlockingBroker, Broker
+from broker.archive import PIECE_BYTES
+from broker.errors import BrokerError, WeightSyncError
+from broker.owner import Owner
+from weightsync.deadline import Deadline
+from weightsync.pace import Pace
+from weightsync.transports.base import SupersededError, UnreachableError
+
+_SHARE = 2
+"""Of `broker.max_bytes`, one in so many bytes at most."""
+_LOOK_S = 0.2
+T = TypeVar("T")
+
+
+class BlobArchive:
+    """Takes at most half of `broker.max_bytes`, and an anchor of at most half of that: a second one is on its way while
+    the first is still of use."""
+
+    def __init__(self, broker: BlockingBroker, owner: Owner) -> None:
+        self._blocking = broker
+        self._archive = broker.broker.archive
+        self._owner = owner
+        self._sizes: dict[str, int] = {}
+        self._there: set[str] = set()
+        self._lock = threading.Lock()
+
+    def reserve(self, nbytes: int) -> None:
+        """See Archive."""
+        most = self._blocking.call(self._archive.room()).max_bytes // _SHARE // 2
+        if nbytes > most:
+            raise WeightSyncError(
+                f"the weights are {nbytes} bytes, and the broker takes whole versions of at most {most}, a quarter of"
+                " broker.max_bytes: raise it, or set weights.archive to a directory"
+            )
+
+    def put(self, name: str, data: memoryview, deadline: Deadline) -> None:
+        """See Archive."""
+        with self._lock:
+            if name in self._there:
+                return
+            self._check_room(len(data))
+            self._keep({**self._sizes, name: len(data)})
+        for start in range(0, len(data), PIECE_BYTES):
+            deadline.check(f"storing {start} of {len(data)} bytes in the broker")
+            self._blocking.call(self._archive.put(name, start, bytes(data[start : start + PIECE_BYTES])))
+        with self._lock:
+            self._there.add(name)
+
+    def keep_only(self, names: Set[str]) -> set[str]:
+        """See Archive."""
+        with self._lock:
+            self._keep({name: nbytes for name, nbytes in self._sizes.items() if name in names})
+            return set(self._there)
+
+    def _check_room(self, nbytes: int) -> None:
+        room = self._blocking.call(self._archive.room())
+        held = sum(self._sizes.values())
+        if held + nbytes > room.max_bytes // _SHARE or held + nbytes + room.payload_bytes > room.max_bytes:
+            raise WeightSyncError(
+                f"no room for {nbytes} bytes of weights in the broker beside {held} of them and {room.payload_bytes} of"
+                f" samples, with broker.max_bytes={room.max_bytes}, of which weights may take half"
+            )
+
+    def _keep(self, sizes: dict[str, int]) -> None:
+        self._there = self._blocking.call(self._archive.keep(self._owner, sizes))
+        self._sizes = sizes
+
+
+class BlobReader:
+    """Asks the broker from other threads than that of its event loop, the one that this is made in."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._archive = broker.archive
+        self._loop = asyncio.get_running_loop()
+
+    def read(self, name: str, data: memoryview, pace: Pace, deadline: Deadline) -> None:
+        """See ArchiveReader."""
+        done = 0
+
+        def read_into(rest: memoryview) -> int:
+            nonlocal done
+            piece = self._ask(self._archive.read(name, done, len(rest)), deadline)
+            rest[: len(piece)] = piece
+            done += len(piece)
+            return len(piece)
+
+        if pace.fill(data, read_into, deadline) < len(data):
+            raise SupersededError(f"{name} is in the broker no longer, after {done} of {len(data)} bytes")
+
+    def _ask(self, coroutine: Coroutine[Any, Any, T], deadline: Deadline) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        while not wait([future], _LOOK_S).done:
+            if deadline.is_over():
+                future.cancel()
+            deadline.check("waiting for the broker")
+        try:
+            return future.result()
+        except BrokerError as error:
+            raise UnreachableError(str(error)) from error

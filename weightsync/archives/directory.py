@@ -1,0 +1,118 @@
+"""An archive in a directory: a file for each blob, in a folder named like the run, which is the archive's own.
+
+A file gets its name once all of it is on the disk. So readers need no locks, and what copies the directory elsewhere
+copies whole files.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Set
+from pathlib import Path
+from typing import BinaryIO
+
+from broker.errors import WeightSyncError
+from weightsync.deadline import Deadline
+from weightsync.pace import Pace
+from weightsync.transports.base import SupersededError
+
+_NAME = re.compile(r"(?:anchor|delta)-(\d+)\.\d+(?:-\d+)?-[0-9a-f]{32}")
+_UNFINISHED = ".part"
+_CHUNK_BYTES = 1 << 22
+_GONE = (errno.ENOENT, errno.ESTALE)
+"""ESTALE: of a network file system, for a file that was removed while we read it."""
+
+
+class DirectoryArchive:
+    """Of one incarnation's learner; it also removes what earlier ones left."""
+
+    def __init__(self, directory: Path, run: str, incarnation: int) -> None:
+        if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+            raise WeightSyncError(
+                f"weights.archive names {directory}, which is no directory that this process may write to: create or"
+                " mount it, or set weights.archive=http."
+            )
+        self._directory = directory
+        self._folder = directory / run
+        self._incarnation = incarnation
+
+    def reserve(self, nbytes: int) -> None:
+        """See Archive: compares with what the file system says is free."""
+        try:
+            free = shutil.disk_usage(self._directory).free
+        except OSError as error:
+            raise _failed(self._directory, error) from error
+        if free < nbytes:
+            raise WeightSyncError(
+                f"{self._directory} has {free} bytes free, and a whole version needs {nbytes}: make room for three"
+                " versions, or set weights.archive to another directory"
+            )
+
+    def put(self, name: str, data: memoryview, deadline: Deadline) -> None:
+        """See Archive."""
+        path = self._folder / name
+        unfinished = self._folder / (name + _UNFINISHED)
+        try:
+            self._folder.mkdir(exist_ok=True)
+            if path.exists():
+                return
+            try:
+                with unfinished.open("wb", buffering=0) as file:
+                    _write(file, data, deadline)
+                    os.fsync(file.fileno())
+                unfinished.rename(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        except OSError as error:
+            raise _failed(path, error) from error
+
+    def keep_only(self, names: Set[str]) -> set[str]:
+        """See Archive. Passes over what it has not put there, and what belongs to a later incarnation."""
+        try:
+            found = set(os.listdir(self._folder)) if self._folder.is_dir() else set[str]()
+            for name in found - names:
+                blob = name.removesuffix(_UNFINISHED)
+                if (match := _NAME.fullmatch(blob)) and int(match[1]) <= self._incarnation and blob not in names:
+                    (self._folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise _failed(self._folder, error) from error
+        return found & names
+
+
+class DirectoryReader:
+    """Reads what a learner has put there, from its own host or another one."""
+
+    def __init__(self, directory: Path, run: str) -> None:
+        self._folder = directory / run
+
+    def read(self, name: str, data: memoryview, pace: Pace, deadline: Deadline) -> None:
+        """See ArchiveReader."""
+        path = self._folder / name
+        if not _NAME.fullmatch(name):
+            raise WeightSyncError(f"{name!r} is no name of anything in an archive")
+        try:
+            with path.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != len(data):
+                    raise WeightSyncError(f"{path} has {size} bytes instead of {len(data)}")
+                done = pace.fill(data, file.readinto, deadline)
+        except OSError as error:
+            if error.errno in _GONE and self._folder.is_dir():
+                raise SupersededError(f"{path} is there no longer") from error
+            raise _failed(path, error) from error
+        if done < len(data):
+            raise WeightSyncError(f"{path} ended after {done} of {len(data)} bytes")
+
+
+def _write(file: BinaryIO, data: memoryview, deadline: Deadline) -> None:
+    done = 0
+    while done < len(data):
+        deadline.check(f"writing {done} of {len(data)} bytes")
+        done += file.write(data[done : done + _CHUNK_BYTES])
+
+
+def _failed(path: Path, error: OSError) -> WeightSyncError:
+    return WeightSyncError(
+        f"{path}: {error.strerror or error}; is the file system of weights.archive full, or not mounted here?"
+    )

@@ -1,0 +1,137 @@
+"""What of each version goes into the archive, and for how long it stays: all deltas of the chain, and from time to time
+an anchor, a whole version, so that some anchor is always the base of one of them.
+
+A learner never waits for more than the deltas, and for those not longer than for a broadcast. An anchor is written
+beside training, from memory that is kept until then, and named from the next version on. What cannot be archived costs
+a warning, and workers fetch it from the learner.
+"""
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+from broker.errors import HeadwayError
+from broker.schema import Archived, WeightVersion
+
+from .archives.base import Archive, anchor_name, anchor_names, delta_name
+from .buckets import as_bytes, digest_bytes
+from .chain import Delta
+from .deadline import Deadline
+from .staging import StagedWeights
+
+logger = logging.getLogger(__name__)
+NOTHING = Archived(None, ())
+
+
+class Archiver:
+    """Of one incarnation. In the archive lie the chain and the one before, with their anchors, and the next anchor."""
+
+    def __init__(self, archive: Archive, longest_chain: int, timeout_s: float) -> None:
+        self._archive = archive
+        self._every = max(1, longest_chain // 2)
+        """So many versions are between anchors, which leaves as many to write the next one."""
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._anchor = NOTHING
+        self._named: frozenset[str] = frozenset()
+        """What the version before consists of: some worker may still be reading it."""
+        self._putting: _Job | None = None
+        self._writing: _Job | None = None
+        self._written: list[str] = []
+        """Of the anchor that is being written; under the lock, so that none is taken for a left-over."""
+        self._lock = threading.Lock()
+        self._told = ""
+
+    def add(self, version: WeightVersion, staged: StagedWeights, deltas: Sequence[Delta]) -> Archived | None:
+        """What of `version` is archived; None: not all of its deltas. `staged` is on a CPU, and stays as it is."""
+        self._finish_anchor()
+        bases = [delta.spec.base for delta in deltas]
+        if self._anchor.anchor not in bases:
+            if self._anchor.anchor is not None and bases:
+                self._tell("writing a whole version takes longer than the chain lasts: raise weights.delta_chain")
+            self._anchor = NOTHING
+        is_there = self._put(deltas)
+        is_due = self._anchor.anchor is None or len(bases) - bases.index(self._anchor.anchor) >= self._every
+        if is_due and self._writing is None and is_there:
+            self._writing = _Job("anchor", lambda: self._write_anchor(version, staged))
+        return self._anchor if is_there and deltas else None
+
+    def close(self) -> None:
+        """Stop writing; what is there stays for those who are reading it."""
+        self._closed.set()
+        for job in (self._putting, self._writing):
+            if job is not None:
+                job.join(self._timeout_s)
+
+    def _put(self, deltas: Sequence[Delta]) -> bool:
+        """Whether all of them are there in time. Forgets the anchor where that has got lost."""
+        if self._putting is not None and self._putting.is_alive():
+            self._tell("what was archived for an earlier version has not ended yet")
+            return False
+        anchor = frozenset(anchor_names(self._anchor))
+        named = anchor | {delta_name(delta.spec) for delta in deltas}
+        there: set[str] = set()
+        deadline = Deadline(self._timeout_s, self._closed)
+        self._putting = _Job("deltas", lambda: self._put_missing(deltas, named, there, deadline))
+        self._putting.join(self._timeout_s)
+        failure = "not done in time" if self._putting.is_alive() else self._putting.failure
+        self._named = named
+        if not anchor <= there:
+            self._anchor = NOTHING
+        self._tell(failure)
+        return not failure
+
+    def _put_missing(self, deltas: Sequence[Delta], named: frozenset[str], there: set[str], deadline: Deadline) -> None:
+        """First it makes room: a full disk is no longer full then."""
+        with self._lock:
+            there |= self._archive.keep_only(named | self._named | {*self._written})
+        for delta in deltas:
+            name = delta_name(delta.spec)
+            if name not in there:
+                self._archive.put(name, memoryview(delta.data), deadline)
+
+    def _write_anchor(self, version: WeightVersion, staged: StagedWeights) -> Archived:
+        self._archive.reserve(staged.nbytes)
+        digests: list[str] = []
+        for index, bucket in enumerate(staged.data):
+            data = as_bytes(bucket)
+            digests.append(digest_bytes(data))
+            name = anchor_name(version, index, digests[-1])
+            with self._lock:
+                self._written.append(name)
+            self._archive.put(name, data, Deadline(math.inf, self._closed))
+        return Archived(version, tuple(digests))
+
+    def _finish_anchor(self) -> None:
+        job = self._writing
+        if job is None or job.is_alive():
+            return
+        self._writing, self._written = None, []
+        if job.result is not None:
+            self._anchor = job.result
+        self._tell(job.failure)
+
+    def _tell(self, failure: str) -> None:
+        """Once, where it is the same every time."""
+        if failure and failure != self._told:
+            logger.warning("workers fetch weights from the learner, not from weights.archive: %s", failure)
+        self._told = failure or self._told
+
+
+class _Job(threading.Thread):
+    """Runs by itself, as a file system may hang; nobody waits for it at the end."""
+
+    def __init__(self, name: str, work: Callable[[], Archived | None]) -> None:
+        super().__init__(name=f"weights-archive-{name}", daemon=True)
+        self._work = work
+        self.result: Archived | None = None
+        self.failure = ""
+        """Empty, or why it was not done."""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._work()
+        except HeadwayError as error:
+            self.failure = str(error)

@@ -1,0 +1,127 @@
+"""Pull from an archive: a bucket is the anchor's, brought up to date by the deltas that follow. What is not to be had
+there comes from the learner.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from broker.errors import NoRoomError, WeightSyncError
+from broker.schema import Archived, DeltaSpec, WeightManifest, WeightVersion
+from weightsync.archives.base import ArchiveReader, anchor_names, delta_name
+from weightsync.buckets import allocate, as_bytes, digest_bytes, verify
+from weightsync.chain import chain_from
+from weightsync.deadline import Deadline
+from weightsync.deltas import by_bucket, patch
+from weightsync.pace import Pace
+from weightsync.transports.base import PullTransport, SupersededError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class ArchivePull:
+    """What is missing in the archive may only have been superseded, so it is looked for once more under the newest
+    manifest; if that is the same one, the learner is asked."""
+
+    def __init__(self, reader: ArchiveReader, learner: PullTransport, pace: Pace) -> None:
+        self._reader = reader
+        self._learner = learner
+        self._pace = pace
+        self._missed: WeightVersion | None = None
+        """The last version of which something was missing."""
+        self._deltas: dict[DeltaSpec, dict[int, memoryview]] = {}
+        """Those to the version that is being fetched, each by bucket."""
+        self._fetching_deltas = threading.Lock()
+
+    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> int:
+        """See PullTransport."""
+
+        def ask_learner() -> int:
+            return self._learner.pull_bucket(manifest, index, bucket, deadline)
+
+        archived = manifest.archived
+        if archived is None or archived.anchor is None:
+            return ask_learner()
+        return self._first(
+            lambda: self._patched_anchor(manifest, archived, index, bucket, deadline), ask_learner, manifest, deadline
+        )
+
+    def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
+        """See PullTransport."""
+        return self._delta(manifest, delta, deadline)
+
+    def forget(self) -> None:
+        """See PullTransport."""
+        self._deltas = {}
+
+    def _delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
+        def ask_learner() -> memoryview:
+            return self._learner.pull_delta(manifest, delta, deadline)
+
+        if manifest.archived is None:
+            return ask_learner()
+        return self._first(lambda: self._archived_delta(delta, deadline), ask_learner, manifest, deadline)
+
+    def _first(
+        self, from_archive: Callable[[], T], from_learner: Callable[[], T], manifest: WeightManifest, deadline: Deadline
+    ) -> T:
+        try:
+            return from_archive()
+        except NoRoomError:
+            raise
+        except SupersededError:
+            if self._missed != manifest.version:
+                self._missed = manifest.version
+                raise
+        except WeightSyncError as error:
+            deadline.check("pull")
+            logger.warning("%s comes from the learner, not from the archive: %s", manifest.version, error)
+        return from_learner()
+
+    def _archived_delta(self, delta: DeltaSpec, deadline: Deadline) -> memoryview:
+        data = memoryview(bytearray(delta.nbytes))
+        self._read(delta_name(delta), data, delta.digest, deadline)
+        return data
+
+    def _patched_anchor(
+        self, manifest: WeightManifest, archived: Archived, index: int, bucket: torch.Tensor, deadline: Deadline
+    ) -> int:
+        assert archived.anchor is not None
+        chain = chain_from(archived.anchor, manifest)
+        names = anchor_names(archived)
+        if not chain or len(names) != len(manifest.buckets):
+            raise WeightSyncError(f"the anchor {archived.anchor} does not lead to {manifest.version}")
+        fetched = bucket if bucket.device.type == "cpu" else allocate([bucket.numel()])[0]
+        self._read(names[index], as_bytes(fetched), archived.digests[index], deadline)
+        nbytes = fetched.numel()
+        tensors = [spec for spec in manifest.tensors if spec.bucket == index]
+        for delta in chain:
+            parts, came = self._kept_delta(manifest, delta, deadline)
+            patch({index: fetched}, tensors, parts.get(index, b""))
+            nbytes += came
+        if fetched is not bucket:
+            bucket.copy_(fetched)
+        verify(manifest, {index: bucket})
+        return nbytes
+
+    def _kept_delta(
+        self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline
+    ) -> tuple[dict[int, memoryview], int]:
+        """(the delta, how many bytes it took to have it now)"""
+        with self._fetching_deltas:
+            if delta in self._deltas:
+                return self._deltas[delta], 0
+            deadline.check("pull")
+            data = self._delta(manifest, delta, deadline)
+            parts = by_bucket(manifest.tensors, data)
+            self._deltas[delta] = parts
+            return parts, len(data)
+
+    def _read(self, name: str, data: memoryview, digest: str, deadline: Deadline) -> None:
+        self._reader.read(name, data, self._pace, deadline)
+        if (found := digest_bytes(data)) != digest:
+            raise WeightSyncError(f"{name} is damaged in the archive: its digest is {found}")
