@@ -57,8 +57,9 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     devices: Annotated[
         tuple[int | str, ...],
         Meta(
-            description="the GPUs of each of these in turn, as CUDA_VISIBLE_DEVICES names them (0, or '2,3'); none: "
-            "every worker sees all"
+            description="GPUs as CUDA_VISIBLE_DEVICES names them; each worker in turn gets the next one, or as many as "
+            "vLLM's tensor_parallel_size * pipeline_parallel_size; '2,3': both to one worker; none: every worker sees "
+            "all"
         ),
     ] = ()
     heartbeat_s: Annotated[float, Meta(gt=0, description="how often a worker reports and renews its leases")] = 1.0

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from broker.turns import Turns
@@ -38,27 +38,29 @@ class SwapTurns:
         self._ttl_s = ttl_s
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[bool]:
-        """Hold a turn, renewed as long as need be; yields whether it had to be waited for."""
+    async def turn(self, is_urgent: Callable[[], bool]) -> AsyncIterator[bool]:
+        """Hold a turn, renewed as long as need be, or none once `is_urgent`; yields whether it had to be waited for."""
         if self._share >= 1:
             yield False
             return
         token = f"{self._worker}:{secrets.token_hex(8)}"
         renewing = asyncio.create_task(self._renew(token))
         try:
-            yield await self._wait(token)
+            yield await self._wait(token, is_urgent)
         finally:
             renewing.cancel()
             with suppress(TimeoutError), self._outages:
                 async with asyncio.timeout(GIVE_BACK_S):
                     await self._turns.give_back(token)
 
-    async def _wait(self, token: str) -> bool:
+    async def _wait(self, token: str, is_urgent: Callable[[], bool]) -> bool:
         """Until the turn is ours, or it is better to swap without one; whether that took a while."""
         deadline, has_waited = time.monotonic() + LONGEST_WAIT_S, False
         with self._outages:
             while not await self._turns.take(token, self._share, self._ttl_s):
                 has_waited = True
+                if is_urgent():
+                    break
                 if time.monotonic() > deadline:
                     log.warning("no turn within %.0f s: swapping weights while others do", LONGEST_WAIT_S)
                     break

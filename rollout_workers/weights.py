@@ -1,19 +1,22 @@
 """Where an engine's weights are swapped and verified. Only verified weights count as held."""
 
 import asyncio
+import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 import numpy as np
+from numpy.typing import NDArray
 
 from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
-from broker.schema import Probe, WeightManifest, WeightVersion
-from weightsync.fingerprint import MODULUS
-from weightsync.subscriber import Delivery, Subscriber
+from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
+from weightsync.deliveries import Arriving, Delivery
+from weightsync.subscriber import Subscriber
 
-from .engines.base import Engine, HeldTensor
+from .engines.base import Engine
+from .engines.held import Held
 from .engines.loading import is_fused
 from .outages import Outages
 from .turns import SwapTurns
@@ -47,20 +50,53 @@ class HeldWeights:
         self._verify = verify
         self._on_swap = on_swap
         self._changed = asyncio.Condition()
+        self._engine_is_ours = asyncio.Lock()
+        self._is_away = False
+        self._bereft = asyncio.Event()
+        """The engine is there, and has lost its weights."""
         self.version: WeightVersion | None = None
+        """The newest that was verified, lost since or not."""
+        self.is_paused = False
+        """A version came only in part, over the one before: the engine samples nothing until it has a whole one."""
         self.swaps = 0
         self.last_error = ""
+
+    @property
+    def usable(self) -> WeightVersion | None:
+        """What the engine holds and may sample with; None before the first version, and after `engine_away`, or what
+        came only in part, until a version is swapped in."""
+        return None if self._is_away or self._bereft.is_set() else self.version
 
     async def follow(self) -> None:
         """Take every newer version, forever. Raises WeightSyncError if the engine cannot hold one."""
         while True:
-            delivery = await self._load_newest(await self._next_delivery())
-            async with self._changed:
-                self.version = delivery.manifest.version
-                self.swaps += 1
-                self.last_error = ""
-                self._changed.notify_all()
+            delivery = await self._next_delivery()
+            has_waited = self._engine_is_ours.locked()
+            async with self._engine_is_ours:
+                if has_waited:
+                    delivery = self._subscriber.newer() or delivery
+                taken = await self._load_newest(delivery)
+                if taken is None:
+                    continue
+                self._bereft.clear()
+                self.is_paused = False
+                async with self._changed:
+                    self.version = taken.manifest.version
+                    self.swaps += 1
+                    self.last_error = ""
+                    self._changed.notify_all()
             self._on_swap()
+
+    @asynccontextmanager
+    async def engine_away(self) -> AsyncIterator[None]:
+        """Nothing is swapped meanwhile, or waited for: versions that come are loaded afterwards, and if none has come
+        the last one again."""
+        async with self._engine_is_ours:
+            self._is_away = True
+            self._bereft.clear()
+            yield
+            self._bereft.set()
+            self._is_away = False
 
     async def reach(self, version: WeightVersion | None = None) -> WeightVersion:
         """Wait until weights at least as new as `version` (None: any at all) are held and verified."""
@@ -71,11 +107,11 @@ class HeldWeights:
         assert self.version is not None
         return self.version
 
-    async def _next_delivery(self) -> Delivery:
+    async def _next_delivery(self) -> Delivery | Arriving:
         """The next delivery that may be loaded; refused and failed ones are logged and waited out."""
         while True:
             try:
-                delivery = await self._outages.ride_out(lambda: self._subscriber.wait_for_version(self.version))
+                delivery = await self._outages.ride_out(self._delivery)
                 self._refuse_regression(delivery.manifest.version)
             except (WeightSyncError, VersionRegressionError) as error:
                 self.last_error = str(error)
@@ -84,62 +120,115 @@ class HeldWeights:
             else:
                 return delivery
 
-    def _turn(self) -> AbstractAsyncContextManager[bool]:
-        """An engine without weights generates nothing that a swap would hold up."""
-        return nullcontext(False) if self.version is None else self._turns.turn()
+    async def _delivery(self) -> Delivery | Arriving:
+        """Of a newer version; of any, as soon as the engine has lost the one that it held."""
+        if self._bereft.is_set():
+            return await self._subscriber.wait_for_version(None)
+        newer = asyncio.ensure_future(self._subscriber.wait_for_version(self.version))
+        bereft = asyncio.ensure_future(self._bereft.wait())
+        try:
+            await asyncio.wait((newer, bereft), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            bereft.cancel()
+            if not newer.done():  # which loses nothing
+                newer.cancel()
+                await asyncio.wait((newer,))
+        return await self._subscriber.wait_for_version(None) if newer.cancelled() else newer.result()
+
+    def _turn(self, delivery: Delivery | Arriving) -> AbstractAsyncContextManager[bool]:
+        """An engine without weights generates nothing that a swap would hold up; a broadcast into engines waits for
+        nobody: the learner takes turns there."""
+        if self.usable is None or isinstance(delivery, Arriving):
+            return nullcontext(False)
+        return self._turns.turn(lambda: self._subscriber.is_arriving)
 
     def _refuse_regression(self, version: WeightVersion) -> None:
-        if self.version is not None and version <= self.version:
+        is_again = self.usable is None and version == self.version
+        if self.version is not None and version <= self.version and not is_again:
             raise VersionRegressionError(f"{version} was delivered, but {self.version} is held; it was ignored")
 
-    async def _load_newest(self, delivery: Delivery) -> Delivery:
-        """Load `delivery`, or the newest that came while this waited for a turn or for memory; the one it was."""
+    async def _load_newest(self, delivery: Delivery | Arriving) -> Delivery | Arriving | None:
+        """Load `delivery`, or the newest that came while this waited for a turn or for memory; the one it was. None: it
+        did not arrive as a whole."""
         while True:
             try:
-                async with self._turn() as has_waited:
+                async with self._turn(delivery) as has_waited:
                     if has_waited:
                         delivery = self._subscriber.newer() or delivery
-                    await self._load(delivery)
+                    return delivery if await self._load(delivery) else None
             except NoRoomError as error:
                 self.last_error = str(error)
                 log.error("weights not swapped, trying again: %s", error)
                 await asyncio.sleep(RETRY_S)
                 delivery = self._subscriber.newer() or delivery
-            else:
-                return delivery
 
-    async def _load(self, delivery: Delivery) -> None:
-        """Swap, once more if that fails, and verify. Raises NoRoomError if nothing was touched.
-
-        Wrong weights are not swapped for others of the same version: what they sampled meanwhile would pass as its.
-        """
+    async def _take(self, arriving: Arriving) -> bool:
+        """Swap in what arrives. Where that fails in the middle nothing is sampled until another version is there."""
         try:
-            await self._swap(delivery)
-            await self._refuse_wrong_weights(delivery.manifest)
+            async with arriving.taken() as parts:
+                await self._engine.swap_weights(
+                    arriving.manifest.version,
+                    parts,
+                    keep_cache=self._keep_cache,
+                    check=(lambda held: refuse_other_tensors(arriving.manifest, held)) if self._verify else None,
+                )
+        except WeightSyncError as error:
+            self.last_error = str(error)
+            # Without a part of it, and without room for the first one, the engine goes on with what it has.
+            if arriving.has_begun and not isinstance(error, NoRoomError):
+                log.error(
+                    "paused until a whole version is there, as %s came in part: %s", arriving.manifest.version, error
+                )
+                self.is_paused = True
+                self._bereft.set()
+            else:
+                log.warning("%s did not arrive: %s", arriving.manifest.version, error)
+            return False
+        return True
+
+    async def _load(self, delivery: Delivery | Arriving) -> bool:
+        """Swap, a whole version once more if that fails, and probe; False: it did not arrive. Raises NoRoomError if
+        nothing was touched."""
+        try:
+            if not isinstance(delivery, Arriving):
+                await self._swap(delivery)
+            elif not await self._take(delivery):
+                return False
+            if self._verify:
+                await self._probe(delivery.manifest)
         except WeightSyncError as error:
             self.last_error = str(error)
             raise
+        return True
 
     async def _swap(self, delivery: Delivery) -> None:
-        version = delivery.manifest.version
+        """Nothing is sampled with other tensors than those that were published: their fingerprints prove the version
+        while the engine is still paused."""
+        manifest = delivery.manifest
+        swap = functools.partial(
+            self._engine.swap_weights,
+            manifest.version,
+            delivery.tensors,
+            keep_cache=self._keep_cache,
+            check=functools.partial(refuse_other_tensors, manifest) if self._verify else None,
+        )
         try:
-            await self._engine.swap_weights(version, delivery.tensors, keep_cache=self._keep_cache)
+            await swap()
         except NoRoomError:
             raise
         except WeightSyncError as error:
             self.last_error = str(error)
             log.error("swapping again: %s", error)
             try:
-                await self._engine.swap_weights(version, delivery.tensors, keep_cache=self._keep_cache)
+                await swap()
             except NoRoomError as again:  # the first attempt may have left anything
                 raise WeightSyncError(str(again)) from again
 
-    async def _refuse_wrong_weights(self, manifest: WeightManifest) -> None:
-        """Its tensors' fingerprints prove the version; the probe, that it computes with them as the learner does."""
-        if self._verify:
-            refuse_other_tensors(manifest, await self._engine.held())
-            scores = await self._engine.score(manifest.probe.token_ids)
-            refuse_other_logprobs(manifest.probe, scores, manifest.version)
+    async def _probe(self, manifest: WeightManifest) -> None:
+        """Whether the engine computes as the learner does. It generates meanwhile, so wrong weights are not swapped for
+        others of the same version: what they sampled would pass as its."""
+        scores = await self._engine.score(manifest.probe.token_ids)
+        refuse_other_logprobs(manifest.probe, scores, manifest.version)
 
 
 def refuse_other_logprobs(probe: Probe, scores: Sequence[float], version: WeightVersion) -> None:
@@ -150,7 +239,7 @@ def refuse_other_logprobs(probe: Probe, scores: Sequence[float], version: Weight
     scored, expected = np.asarray(scores, np.float64), np.asarray(probe.logprobs, np.float64)
     if scored.shape != expected.shape:
         raise WeightSyncError(f"the probe of {version} has {expected.size} logprobs, the engine gave {scored.size}")
-    difference = float(np.abs(scored - expected).mean())
+    difference = float(np.abs(scored - expected).mean()) if expected.size else 0.0  # one token predicts none
     # Written so that NaN fails too.
     if not difference <= probe.tolerance:
         raise WeightSyncError(
@@ -161,17 +250,31 @@ def refuse_other_logprobs(probe: Probe, scores: Sequence[float], version: Weight
         )
 
 
-def refuse_other_tensors(manifest: WeightManifest, held: Mapping[str, HeldTensor] | None) -> None:
+def refuse_other_tensors(manifest: WeightManifest, held: Held | None) -> None:
     """Raises WeightSyncError for the first tensor of which the engine holds something else than was published."""
     if held is None or not manifest.fingerprints:
         return
-    for spec, published in zip(manifest.tensors, manifest.fingerprints, strict=True):
-        if is_fused(spec.name) and spec.name not in held:  # the engine took it apart
-            continue
-        one = held.get(spec.name, HeldTensor(0, 0))
-        copies, rest = divmod(one.elements, math.prod(spec.shape))
-        if rest or not copies or one.fingerprint != copies * published % MODULUS:
-            raise WeightSyncError(
-                f"after the swap to {manifest.version} the engine holds another {spec.name} than was published "
-                f"({one.elements} elements of {math.prod(spec.shape)}): tensors of several versions, or misplaced"
-            )
+    places_P, sizes_P, is_checked_P = _where(manifest.tensors, held.names)
+    elements_P = np.append(held.elements_N, 0)[places_P]
+    copies_P, rest_P = np.divmod(elements_P, sizes_P)
+    # Both sides mod 2^64, as the numbers' type has it.
+    expected_P = copies_P.astype(np.uint64) * np.array(manifest.fingerprints, np.uint64)
+    differs_P = np.append(held.fingerprints_N, np.uint64(0))[places_P] != expected_P
+    if (wrong_P := is_checked_P & (differs_P | (rest_P != 0) | (copies_P == 0))).any():
+        first = int(wrong_P.argmax())
+        raise WeightSyncError(
+            f"after the swap to {manifest.version} the engine holds another {manifest.tensors[first].name} than was "
+            f"published ({elements_P[first]} elements of {sizes_P[first]}): tensors of several versions, or misplaced"
+        )
+
+
+@functools.lru_cache(maxsize=2)
+def _where(
+    published: tuple[TensorSpec, ...], names: tuple[str, ...]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """[P] each: a published tensor's place in `names`, after the last if it has none; its elements; whether it must be
+    held: experts that an engine took apart are held under other names. The same for all versions."""
+    place = {name: number for number, name in enumerate(names)}
+    places = [place.get(spec.name, len(names)) for spec in published]
+    is_checked = [spec.name in place or not is_fused(spec.name) for spec in published]
+    return np.array(places, np.int64), np.array([math.prod(spec.shape) for spec in published]), np.array(is_checked)

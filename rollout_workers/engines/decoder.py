@@ -15,8 +15,7 @@ from torch import nn
 
 from broker.schema import Experts, WeightVersion
 
-from .base import GenerationRequest, NamedTensors
-from .loading import load_tensors
+from .base import GenerationRequest
 from .router_tap import RouterTap
 from .sampling import Sampler
 from .slot_cache import Decode, Layout, Prefill, SlotCache
@@ -67,6 +66,8 @@ class Decoder:
     def __post_init__(self) -> None:
         self._cache = SlotCache(self.capacity, self.max_len)
         self.router_tap = RouterTap(self.model)
+        self._asleep: dict[str, torch.Size] = {}
+        """The shapes of parameters that have no memory now."""
 
     def add(self, sample: Sample) -> None:
         """Give it the next slot."""
@@ -85,14 +86,31 @@ class Decoder:
             self._cache.move(len(self.running), slot, last.cached)
             self.running[slot] = last
 
-    def load(self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False) -> None:
-        """Take new weights, compute running samples anew under them unless what is cached is to be kept. Raises before
-        it changes anything."""
-        load_tensors(self.model, tensors)
+    def changed(self, version: WeightVersion, *, keep_cache: bool = False) -> None:
+        """The model's weights are those of `version` now. Running samples are computed anew under them unless what is
+        cached is to be kept."""
         self.version = version
         if not keep_cache:
             for sample in self.running:
                 sample.cached = 0
+
+    def sleep(self) -> None:
+        """Free weights and cache; buffers stay. No sample runs."""
+        assert not self.running
+        self.version = None
+        self._cache = SlotCache(self.capacity, self.max_len)
+        for name, parameter in self.model.named_parameters():
+            self._asleep.setdefault(name, parameter.shape)
+            parameter.data = parameter.data.new_empty(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Memory for weights that are still to come."""
+        for name, shape in self._asleep.items():
+            parameter = self.model.get_parameter(name)
+            parameter.data = parameter.data.new_empty(shape)
+        self._asleep = {}
 
     @torch.inference_mode()
     def step(self) -> list[Sampled]:

@@ -2,23 +2,25 @@
 
 The first version goes through the loader, which is traced on the way (`placement`), and copied again by what was found:
 only if that comes to the same bits is it used for all versions that follow. Else the loader does them all.
+
+So it is with an engine that quantizes (`engine.options.quantization`): what is published, and told by deltas, is always
+of full precision, and the loader makes blocks and scales of every version. Fingerprints then prove what the engine was
+handed, not what it holds, which is left to the probe.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from broker.errors import WeightSyncError
-from weightsync.fingerprint import MODULUS, fingerprint
+from weightsync.fingerprint import fingerprint
 
-from .base import HeldTensor
+from .held import Held
 from .held_rows import HeldRows
 from .placement import Copies, Load, Placement, Published, scribble, trace
 
 logger = logging.getLogger(__name__)
-
-NOTHING = HeldTensor(0, 0)
 
 
 class DirectLoading:
@@ -41,10 +43,13 @@ class DirectLoading:
         self._parameters = parameters
         self._derived = derived
         self._published: tuple[Published, ...] = ()
+        self._known: frozenset[Published] = frozenset()
         self._placement: Placement | None = None
         self._rows: HeldRows | None = None
         self._copies: tuple[Mapping[str, torch.Tensor], list[int], Copies] | None = None
         """The last ones, with the tensors and the addresses of the parameters that they are for."""
+        self._came: dict[str, Published] = {}
+        self._gathered: dict[str, torch.Tensor] = {}
 
     @property
     def is_direct(self) -> bool:
@@ -60,8 +65,9 @@ class DirectLoading:
             return
         published = tuple(Published(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
         if published != self._published:
+            self._known = frozenset(published)
             self._published, self._placement = published, self._found(published, tensors)
-            self._rows = None if self._placement is None else HeldRows(self._placement, self._parameters())
+            self._rows = None if self._placement is None else HeldRows(self._placement, self._parameters(), [*tensors])
         elif self._placement is None:
             self._load(tensors.items())
         else:
@@ -71,9 +77,43 @@ class DirectLoading:
             is_kept = all(tensor.is_cuda for tensor in tensors.values())
             self._copies = (tensors, addresses, copies) if is_kept else None
 
-    def held(self) -> dict[str, HeldTensor] | None:
-        """By published name; None where the loader keeps the weights in a form of its own."""
+    def begin(self) -> None:
+        """A version that may come in parts; one that was left unfinished is forgotten."""
+        self._came, self._gathered = {}, {}
+
+    def load_part(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Some tensors of a version like the one before; they may be overwritten afterwards. A loader, which must see
+        all of them together, gets them from host memory at the end."""
+        self._came |= {name: Published(name, tuple(one.shape), one.dtype) for name, one in tensors.items()}
+        if any(self._came[one] not in self._known for one in tensors):
+            raise WeightSyncError("other tensors came in parts than a version before, and none of them was loaded")
+        if self._placement is None:
+            self._gathered |= {name: tensor.cpu() for name, tensor in tensors.items()}
+        else:
+            self._placement.copies(self._parameters(), tensors).make()
+
+    def end(self) -> None:
+        """All parts came, if any did. Raises WeightSyncError if some did not."""
+        came, gathered = self._came, self._gathered
+        self.begin()
+        if came and (missing := len(self._published) - len(came)):
+            raise WeightSyncError(f"{missing} of {len(self._published)} tensors did not come")
+        if gathered:
+            self.load({one.name: gathered[one.name] for one in self._published})
+
+    def held(self) -> Held | None:
+        """Of the last version's tensors, in order; None where the loader keeps the weights in a form of its own."""
         return None if self._rows is None else self._rows.held(self._parameters())
+
+    def loaded_rows(self) -> dict[str, list[tuple[int, int]]] | None:
+        """By parameter, the runs of rows that every version fills, from one row up to another; None where a loader does
+        it. Nothing is known to be filled before the first version."""
+        if self._published and self._placement is None:
+            return None
+        runs: dict[str, list[tuple[int, int]]] = {}
+        for block in self._placement.blocks if self._placement else ():
+            runs.setdefault(block.parameter, []).append((block.first_row, block.first_row + block.rows))
+        return runs
 
     def _found(self, published: tuple[Published, ...], tensors: Mapping[str, torch.Tensor]) -> Placement | None:
         """Loads the version, one way or the other."""
@@ -109,16 +149,3 @@ class DirectLoading:
         """Of parameters, and of what the loader may have made of them."""
         tensors = {**self._derived(), **self._parameters()}
         return {name: fingerprint(tensor) for name, tensor in tensors.items()}
-
-
-def together(parts: Iterable[Mapping[str, HeldTensor]]) -> dict[str, HeldTensor]:
-    """Of all processes of an engine."""
-    found: dict[str, HeldTensor] = {}
-    for held in parts:
-        found |= {name: merged(found.get(name, NOTHING), one) for name, one in held.items()}
-    return found
-
-
-def merged(one: HeldTensor, other: HeldTensor) -> HeldTensor:
-    """Of two parts."""
-    return HeldTensor((one.fingerprint + other.fingerprint) % MODULUS, one.elements + other.elements)

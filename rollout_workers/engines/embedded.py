@@ -11,11 +11,12 @@ keeps stale keys over a weight swap and cannot say where in a sample the swap fe
 
 import asyncio
 import contextlib
+import functools
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +31,9 @@ from broker.errors import HeadwayError, WeightSyncError
 from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 
-from .base import Chunk, GenerationRequest, HeldTensor, NamedTensors
+from .base import Check, Chunk, GenerationRequest, NamedTensors, Parts
 from .decoder import Decoder, Sample, Sampled
-from .loading import held_tensors
+from .loading import Filling, fill, held_tensors
 from .sampling import Sampler
 from .slot_cache import ATTENTION
 
@@ -92,7 +93,7 @@ class EmbeddedEngine:
         self._streams: dict[Sample, Stream] = {}
         self._asked: set[Future[Any]] = set()
         self._flushed = time.monotonic()
-        self._published: list[tuple[str, torch.dtype]] = []
+        self._is_paused = False
         self._lock = threading.Lock()
         self._ended: HeadwayError | None = None
         self._closing = False
@@ -122,18 +123,35 @@ class EmbeddedEngine:
             with contextlib.suppress(HeadwayError):  # an engine that has ended holds no place
                 self._post(lambda: self._forget(stream))
 
-    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False) -> None:
+    async def swap_weights(
+        self,
+        version: WeightVersion,
+        tensors: NamedTensors | Parts,
+        *,
+        keep_cache: bool = False,
+        check: Check | None = None,
+    ) -> None:
         """See Engine."""
-        await self._ask(lambda: self._swap(version, tensors, keep_cache))
-
-    async def held(self) -> Mapping[str, HeldTensor] | None:
-        """See Engine."""
-        return await self._ask(lambda: held_tensors(self._decoder.model, self._published))
+        if isinstance(tensors, Sequence):
+            await self._ask(lambda: self._swap(version, tensors, keep_cache, check))
+            return
+        filling = Filling(self._decoder.model)
+        async for part in tensors:
+            await self._ask(functools.partial(self._load_part, filling, part))
+        await self._ask(lambda: self._finish_swap(version, filling, keep_cache, check))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See Engine."""
         self._check(token_ids, self.max_model_len)
         return await self._ask(lambda: self._decoder.score(token_ids))
+
+    async def sleep(self) -> None:
+        """See Engine."""
+        await self._ask(self._decoder.sleep)
+
+    async def wake(self) -> None:
+        """See Engine."""
+        await self._ask(self._decoder.wake)
 
     async def close(self) -> None:
         """See Engine."""
@@ -184,7 +202,7 @@ class EmbeddedEngine:
 
     def _advance(self) -> None:
         """Commands, then one forward."""
-        idle = not (self._decoder.running or self._queued)
+        idle = self._is_paused or not (self._decoder.running or self._queued)
         if idle:
             self._commands.get()()
         while not self._commands.empty():
@@ -193,7 +211,7 @@ class EmbeddedEngine:
             stream = self._queued.popleft()
             self._streams[stream.sample] = stream
             self._decoder.add(stream.sample)
-        if self._decoder.running and not self._closing:
+        if self._decoder.running and not (self._is_paused or self._closing):
             self._deliver(self._decoder.step())
 
     def _deliver(self, results: Sequence[Sampled]) -> None:
@@ -221,11 +239,28 @@ class EmbeddedEngine:
         for loop, chunks in ready.items():
             call_in(loop, chunks)
 
-    def _swap(self, version: WeightVersion, tensors: NamedTensors, keep_cache: bool) -> None:
+    def _swap(self, version: WeightVersion, tensors: NamedTensors, keep_cache: bool, check: Check | None) -> None:
+        filling = Filling(self._decoder.model)
+        places = filling.places(tensors)
+        filling.check_whole()  # before anything is changed
+        self._overwrite(places)
+        self._finish_swap(version, filling, keep_cache, check)
+
+    def _load_part(self, filling: Filling, part: NamedTensors) -> None:
+        self._overwrite(filling.places(part))
+
+    def _overwrite(self, places: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if self._streams:
             self._flush()  # tokens noted until now are of the old version
-        self._decoder.load(version, tensors, keep_cache=keep_cache)
-        self._published = [(name, tensor.dtype) for name, tensor in tensors]
+        self._is_paused = True
+        fill(places)
+
+    def _finish_swap(self, version: WeightVersion, filling: Filling, keep_cache: bool, check: Check | None) -> None:
+        filling.check_whole()
+        self._decoder.changed(version, keep_cache=keep_cache)
+        if check is not None:
+            check(held_tensors(self._decoder.model, filling.published))
+        self._is_paused = False
 
     def _forget(self, stream: Stream) -> None:
         if self._streams.pop(stream.sample, None):

@@ -1,44 +1,80 @@
-"""What an engine's parameters hold of each published tensor, all of it in a few operations a parameter."""
+"""What an engine's parameters hold of each published tensor, all of it in a few operations."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from weightsync.fingerprint import MODULUS, Parts, fingerprint_parts
+from weightsync.fingerprint import Parts, fingerprint_parts
 
-from .base import HeldTensor
+from .held import Held
 from .placement import Block, Placement, rows_of
+
+ROWS_AT_ONCE = 1 << 21
+"""Of parameters that are added up together: some tens of bytes are needed for each."""
+
+
+class _Run(NamedTuple):
+    """Parameters under one another, and whose their rows are."""
+
+    parameters: tuple[str, ...]
+    parts: Parts
+    numbers: torch.Tensor
+    """Of each part's tensor."""
 
 
 class HeldRows:
-    """Of one placement: which runs of rows belong to which tensor, on the parameters' device."""
+    """Of one placement of the tensors `names`: which runs of rows belong to which, on the parameters' device."""
 
-    def __init__(self, placement: Placement, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._sources = sorted({block.source for block in placement.blocks})
-        number = {source: place for place, source in enumerate(self._sources)}
+    def __init__(self, placement: Placement, parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        number = {name: place for place, name in enumerate(names)}
+        self._elements_N = np.zeros(len(names), np.int64)
         of_parameter: dict[str, list[Block]] = {}
         for block in placement.blocks:
             of_parameter.setdefault(block.parameter, []).append(block)
-        self._elements = dict.fromkeys(self._sources, 0)
-        self._parts: dict[str, tuple[Parts, torch.Tensor]] = {}
-        for name, blocks in of_parameter.items():
-            device, columns = parameters[name].device, rows_of(parameters[name]).shape[1]
-            rows = [(b.first_row, b.first_row + b.rows, b.offset, b.row_step, b.column_step) for b in blocks]
-            numbers = torch.tensor([number[block.source] for block in blocks], device=device)
-            self._parts[name] = Parts.of(rows, device), numbers
-            for block in blocks:
-                self._elements[block.source] += block.rows * columns
+            self._elements_N[number[block.source]] += block.rows * rows_of(parameters[block.parameter]).shape[1]
+        heights = {name: len(rows_of(parameters[name])) for name in of_parameter}
+        self._runs = [_run(some, heights, of_parameter, number, parameters) for some in _together(heights, parameters)]
 
-    def held(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, HeldTensor]:
-        """By published name, as of now."""
+    def held(self, parameters: Mapping[str, torch.Tensor]) -> Held:
+        """As of now. A GPU is waited for once."""
         totals: torch.Tensor | None = None
-        for name, (parts, numbers) in self._parts.items():
-            added = fingerprint_parts(rows_of(parameters[name]), parts)
+        for run in self._runs:
+            added = fingerprint_parts([rows_of(parameters[name]) for name in run.parameters], run.parts)
             if totals is None:
-                totals = torch.zeros(len(self._sources), dtype=torch.int64, device=added.device)
-            totals.index_add_(0, numbers, added)
-        found = [] if totals is None else totals.tolist()
-        return {
-            source: HeldTensor(total % MODULUS, self._elements[source])
-            for source, total in zip(self._sources, found, strict=True)
-        }
+                totals = torch.zeros(len(self._names), dtype=torch.int64, device=added.device)
+            totals.index_add_(0, run.numbers, added)
+        found = np.zeros(len(self._names), np.uint64) if totals is None else totals.cpu().numpy().view(np.uint64)
+        return Held(self._names, found, self._elements_N)
+
+
+def _together(heights: Mapping[str, int], parameters: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Runs of parameters on one device with at most `ROWS_AT_ONCE` rows, or a single one with more."""
+    run: list[str] = []
+    for name in heights:
+        is_full = sum(heights[other] for other in run) + heights[name] > ROWS_AT_ONCE
+        if run and (is_full or parameters[run[0]].device != parameters[name].device):
+            yield run
+            run = []
+        run.append(name)
+    if run:
+        yield run
+
+
+def _run(
+    names: Sequence[str],
+    heights: Mapping[str, int],
+    of_parameter: Mapping[str, Sequence[Block]],
+    number: Mapping[str, int],
+    parameters: Mapping[str, torch.Tensor],
+) -> _Run:
+    device, first, rows, numbers = parameters[names[0]].device, 0, [], []
+    for name in names:
+        for block in of_parameter[name]:
+            start = first + block.first_row
+            rows.append((start, start + block.rows, block.offset, block.row_step, block.column_step))
+            numbers.append(number[block.source])
+        first += heights[name]
+    return _Run(tuple(names), Parts.of(rows, device), torch.tensor(numbers, device=device))

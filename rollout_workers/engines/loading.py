@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,17 +10,22 @@ from torch import nn
 from broker.errors import WeightSyncError
 from weightsync.fingerprint import fingerprint
 
-from .base import HeldTensor, NamedTensors
+from .base import NamedTensors
+from .held import Held
 
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 
 
 def load_tensors(model: nn.Module, tensors: NamedTensors) -> None:
     """Copy `tensors` into `model`, or raise WeightSyncError and change nothing."""
-    places = find_places(model, tensors)
-    with torch.no_grad():
-        for target, tensor in places:
-            target.copy_(tensor)
+    fill(find_places(model, tensors))
+
+
+@torch.no_grad()
+def fill(places: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy every tensor to its place."""
+    for target, tensor in places:
+        target.copy_(tensor)
 
 
 def find_places(model: nn.Module, tensors: NamedTensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -29,25 +34,44 @@ def find_places(model: nn.Module, tensors: NamedTensors) -> list[tuple[torch.Ten
     Experts may come fused, as transformers holds them, or one by one, as checkpoints do; tied tensors may be
     left out.
     """
-    parameters = dict(model.named_parameters())
-    tied = tied_names(model)
-    filled: Counter[str] = Counter()
-    places = []
-    for name, tensor in tensors:
-        if name in tied:
-            continue
-        parameter, target = place(parameters, name)
-        if target.shape != tensor.shape:
-            raise WeightSyncError(f"{name} has shape {list(tensor.shape)}, the engine wants {list(target.shape)}")
-        filled[parameter] += tensor.numel()
-        places.append((target, tensor))
-    for name, wanted in parameters.items():
-        if filled[name] != wanted.numel():
-            raise WeightSyncError(f"{filled[name]} of the {wanted.numel()} numbers of {name} were sent")
+    filling = Filling(model)
+    places = filling.places(tensors)
+    filling.check_whole()
     return places
 
 
-def held_tensors(model: nn.Module, published: Sequence[tuple[str, torch.dtype]]) -> dict[str, HeldTensor] | None:
+class Filling:
+    """Of a model, by tensors that come a few at a time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._tied = tied_names(model)
+        self._filled: Counter[str] = Counter()
+        self.published: list[tuple[str, torch.dtype]] = []
+        """What came."""
+
+    def places(self, tensors: NamedTensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(place, tensor) pairs; WeightSyncError names the first wrong tensor."""
+        places = []
+        for name, tensor in tensors:
+            self.published.append((name, tensor.dtype))
+            if name in self._tied:
+                continue
+            parameter, target = place(self._parameters, name)
+            if target.shape != tensor.shape:
+                raise WeightSyncError(f"{name} has shape {list(tensor.shape)}, the engine wants {list(target.shape)}")
+            self._filled[parameter] += tensor.numel()
+            places.append((target, tensor))
+        return places
+
+    def check_whole(self) -> None:
+        """Raise WeightSyncError unless there was a tensor for every place."""
+        for name, wanted in self._parameters.items():
+            if self._filled[name] != wanted.numel():
+                raise WeightSyncError(f"{self._filled[name]} of the {wanted.numel()} numbers of {name} were sent")
+
+
+def held_tensors(model: nn.Module, published: Sequence[tuple[str, torch.dtype]]) -> Held | None:
     """Of what was loaded; None if it was converted to another number format."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     held = {}
@@ -55,8 +79,8 @@ def held_tensors(model: nn.Module, published: Sequence[tuple[str, torch.dtype]])
         _, target = place(parameters, name)
         if target.dtype != dtype:
             return None
-        held[name] = HeldTensor(fingerprint(target), target.numel())
-    return held
+        held[name] = fingerprint(target), target.numel()
+    return Held.of(held)
 
 
 def tied_names(model: nn.Module) -> set[str]:

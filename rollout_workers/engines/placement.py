@@ -12,6 +12,7 @@ the other are none of the loader's; then the element's place in it, in two halve
 R rows and C columns of a parameter, whose leading dimensions are flattened.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,9 +74,16 @@ class Placement:
 
     blocks: tuple[Block, ...]
 
+    @functools.cached_property
+    def _of_source(self) -> Mapping[str, Sequence[Block]]:
+        found: dict[str, list[Block]] = {}
+        for block in self.blocks:
+            found.setdefault(block.source, []).append(block)
+        return found
+
     def copies(self, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> "Copies":
         """Of the blocks whose sources are among `tensors`, contiguous ones of the published shapes."""
-        pairs = [(part(parameters, block), block) for block in self.blocks if block.source in tensors]
+        pairs = [(part(parameters, block), block) for name in tensors for block in self._of_source.get(name, ())]
         sources = [_strided(tensors[block.source], block, target.shape[1]) for target, block in pairs]
         return Copies([target for target, _ in pairs], sources)
 

@@ -1,6 +1,6 @@
 """Named tensors handed to an engine's processes without sending them: they map the memory that the tensors lie in.
 
-    front process: Handover.of(tensors) ─► a few bytes ─► collective_rpc ─► Mapped.tensors(those bytes): engine
+    front process: Handover.of(tensors) ─► a few bytes ─► update_weights ─► Mapped.tensors(those bytes): engine
 
 Tensors on a GPU stay where they are, and are mapped once: an engine that is given the same memory again, with other
 numbers in it, gets the same views. Those on a CPU are copied into a file in RAM for the length of one call.
@@ -42,6 +42,14 @@ class _Shared(msgspec.Struct, frozen=True, array_like=True):
     """The memory may be given again."""
 
 
+class Given(NamedTuple):
+    """One version, for an engine's processes."""
+
+    names: tuple[str, ...]
+    shared: bytes
+    """What `Mapped.tensors` takes."""
+
+
 class Handover:
     """The front process's side. It keeps GPU memory that engines have mapped from being freed."""
 
@@ -49,26 +57,25 @@ class Handover:
         """`wanted`: how the engine's processes want tensors; raises WeightSyncError for what they cannot take."""
         self._wanted = wanted
         self._handles: OrderedDict[int, tuple[torch.UntypedStorage, bytes]] = OrderedDict()
-        self._given: deque[tuple[NamedTensors, bytes]] = deque(maxlen=KEPT)
+        self._given: deque[tuple[NamedTensors, Given]] = deque(maxlen=KEPT)
 
     @contextmanager
-    def of(self, tensors: NamedTensors) -> Iterator[bytes]:
-        """What `Mapped.tensors` takes, on this machine, until the end of the block."""
+    def of(self, tensors: NamedTensors) -> Iterator[Given]:
+        """For processes of this machine, until the end of the block."""
         if any(not tensor.is_cuda for _, tensor in tensors):
             with _copied([(name, tensor.cpu()) for name, tensor in self._wanted(tensors)]) as shared:
-                yield msgspec.msgpack.encode(shared)
+                yield _encoded(shared)
         else:
             yield self._known(tensors)
 
-    def _known(self, tensors: NamedTensors) -> bytes:
+    def _known(self, tensors: NamedTensors) -> Given:
         """The same for the same list."""
-        for given, encoded in self._given:
-            if given is tensors:
-                return encoded
-        in_place = self._in_place([(name, tensor.contiguous()) for name, tensor in self._wanted(tensors)])
-        encoded = msgspec.msgpack.encode(in_place)
-        self._given.append((tensors, encoded))
-        return encoded
+        for known, given in self._given:
+            if known is tensors:
+                return given
+        given = _encoded(self._in_place([(name, tensor.contiguous()) for name, tensor in self._wanted(tensors)]))
+        self._given.append((tensors, given))
+        return given
 
     def _in_place(self, tensors: NamedTensors) -> _Shared:
         buffers: dict[int, int] = {}
@@ -92,6 +99,10 @@ class Handover:
         self._handles.move_to_end(address)
 
 
+def _encoded(shared: _Shared) -> Given:
+    return Given(tuple(place.name for place in shared.places), msgspec.msgpack.encode(shared))
+
+
 @contextmanager
 def _copied(tensors: NamedTensors) -> Iterator[_Shared]:
     ends = list(accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, tensor in tensors))
@@ -110,6 +121,8 @@ class Mapped:
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, Mapping[str, torch.Tensor]] = OrderedDict()
+        self._buffers: dict[bytes, Mapping[bytes, torch.Tensor]] = {}
+        """Of what is known, by handle: parts of a version come through the same memory, which is mapped once."""
 
     def tensors(self, shared: bytes) -> Mapping[str, torch.Tensor]:
         """By name; the same mapping for the same bytes, as far as it is remembered."""
@@ -117,12 +130,15 @@ class Mapped:
             self._known.move_to_end(shared)
             return self._known[shared]
         decoded = msgspec.msgpack.decode(shared, type=_Shared)
-        buffers = [attach(handle) for handle in decoded.handles]
+        mapped = {handle: buffer for buffers in self._buffers.values() for handle, buffer in buffers.items()}
+        buffers = [mapped[handle] if handle in mapped else attach(handle) for handle in decoded.handles]
         tensors = {place.name: _view(buffers[place.buffer], place) for place in decoded.places}
         if decoded.stays:
             self._known[shared] = tensors
+            self._buffers[shared] = dict(zip(decoded.handles, buffers, strict=True))
             while len(self._known) > KEPT:
-                self._known.popitem(last=False)
+                forgotten, _ = self._known.popitem(last=False)
+                del self._buffers[forgotten]
         return tensors
 
 

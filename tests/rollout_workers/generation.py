@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from broker.codec import decode_segment, encode_segment
+from broker.errors import WeightSyncError
 from broker.schema import TrajectoryId, WeightVersion
-from rollout_workers.engines.base import Chunk, Engine, GenerationRequest
+from rollout_workers.engines.base import Check, Chunk, Engine, GenerationRequest, Parts
 from rollout_workers.generation import generate
 from rollout_workers.recorder import Recorder
 
@@ -67,10 +68,45 @@ async def run_all(engine: Engine, prompts: Sequence[Sequence[int]], **changes: o
     return await asyncio.gather(*[run(engine, request(prompt, **changes)) for prompt in prompts])
 
 
-async def hold(engine: Engine, model: PreTrainedModel, *, keep_cache: bool = False) -> WeightVersion:
+async def begin(
+    engine: Engine, prompts: Sequence[Sequence[int]]
+) -> tuple[list[Response], list["asyncio.Task[Response]"]]:
+    """200 tokens each, whatever they are; returns once every one has begun."""
+    responses = [Response(prompt) for prompt in prompts]
+    asked = [request(prompt, temperature=1.0, stop_token_ids=[], max_new_tokens=200) for prompt in prompts]
+    running = [
+        asyncio.create_task(run(engine, one, response=response)) for one, response in zip(asked, responses, strict=True)
+    ]
+    await asyncio.gather(*[response.started.wait() for response in responses])
+    return responses, running
+
+
+async def hold(
+    engine: Engine, model: PreTrainedModel, *, keep_cache: bool = False, check: Check | None = None
+) -> WeightVersion:
     """Give the engine this model's weights under a new version."""
     version = WeightVersion(1, next(_steps))
-    await engine.swap_weights(version, named_tensors(model), keep_cache=keep_cache)
+    await engine.swap_weights(version, named_tensors(model), keep_cache=keep_cache, check=check)
+    return version
+
+
+async def in_parts(model: PreTrainedModel, count: int = 3, *, until: int | None = None) -> Parts:
+    """The model's tensors, so many at a time, in memory that is overwritten once the next ones are asked for. The
+    transfer fails after `until` parts."""
+    tensors = named_tensors(model)
+    for number, first in enumerate(range(0, len(tensors), count)):
+        if number == until:
+            raise WeightSyncError("cut off")
+        part = [(name, tensor.clone()) for name, tensor in tensors[first : first + count]]
+        yield part
+        for _, tensor in part:
+            tensor.fill_(7)
+
+
+async def hold_in_parts(engine: Engine, model: PreTrainedModel, check: Check | None = None) -> WeightVersion:
+    """As `hold`, without room for a second version."""
+    version = WeightVersion(1, next(_steps))
+    await engine.swap_weights(version, in_parts(model), check=check)
     return version
 
 

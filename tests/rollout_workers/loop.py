@@ -1,7 +1,8 @@
 """The parts of a whole loop: a learner moved by hand, and a subscriber that delivers what the test says."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -25,6 +26,8 @@ from .models import Architecture, forward_logprobs, make_model, named_tensors, s
 CAPACITY = 4
 GROUP_SIZE = 2
 PROBE = [3, 14, 15, 9, 2, 6]
+LONG = 240
+"""Tokens of a response that outlasts what is done to its worker."""
 
 
 class Delivery(NamedTuple):
@@ -40,6 +43,7 @@ class Deliveries:
     def __init__(self) -> None:
         self.epoch = 0
         self.joins_groups = True
+        self.is_arriving = False
         self.last_error = ""
         self.queue: asyncio.Queue[Delivery] = asyncio.Queue()
 
@@ -187,6 +191,7 @@ def make_worker(
     segment_tokens: int = 16,
     stop_token_ids: Sequence[int] = (),
     records_experts: bool = False,
+    is_colocated: bool = False,
     weights: WeightsConfig | None = None,
 ) -> Worker:
     """No stop tokens: every response has exactly `max_new_tokens`."""
@@ -203,4 +208,22 @@ def make_worker(
         worker=name,
         engine_kind="embedded",
         records_experts=records_experts,
+        is_colocated=is_colocated,
     )
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not claim():  # noqa: ASYNC110 - watches parts that announce nothing
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(worker: Worker) -> AsyncIterator[asyncio.Task[str]]:
+    """Drained at the end, if it still runs then."""
+    task = asyncio.create_task(worker.run())
+    try:
+        yield task
+    finally:
+        worker.request_drain()
+        await asyncio.wait([task])

@@ -28,7 +28,7 @@ _SHAPE = {
 Architecture = Literal["dense", "moe"]
 
 
-def make_model(architecture: Architecture, seed: int, *, tied: bool = True) -> PreTrainedModel:
+def make_model(architecture: Architecture, seed: int, *, tied: bool = True, expert_width: int = 32) -> PreTrainedModel:
     """A random Qwen3 (MoE) in fp32 whose greedy answers depend on the seed."""
     torch.manual_seed(seed)
     if architecture == "dense":
@@ -36,7 +36,7 @@ def make_model(architecture: Architecture, seed: int, *, tied: bool = True) -> P
     experts = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
+        "moe_intermediate_size": expert_width,
         "norm_topk_prob": True,
     }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **experts, tie_word_embeddings=tied)).eval()

@@ -1,6 +1,7 @@
 """Real weights past vLLM's loader, and what an engine says that it holds."""
 
-from collections.abc import AsyncIterator, Iterable
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,18 @@ from transformers import PreTrainedModel
 from broker.errors import WeightSyncError
 from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
 from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import Engine, HeldTensor
-from rollout_workers.engines.direct_loading import DirectLoading, together
+from rollout_workers.engines import held_rows, open_engine
+from rollout_workers.engines.base import Engine
+from rollout_workers.engines.direct_loading import DirectLoading
+from rollout_workers.engines.held import Held
 from rollout_workers.weights import refuse_other_tensors
+from weightsync.buckets import views
+from weightsync.deadline import Deadline
+from weightsync.deltas import encode, patch
 from weightsync.fingerprint import fingerprint
+from weightsync.staging import stage
 
-from .generation import PROMPTS, difference, hold, run_all
+from .generation import PROMPTS, difference, hold, hold_in_parts, run_all
 from .marks import VLLM
 from .models import Architecture, make_model, named_tensors, save_config
 from .test_placement import Shard, version
@@ -103,6 +109,56 @@ def test_a_loader_that_looks_at_values_is_found_out() -> None:
     assert torch.equal(weight, 2 * given)
 
 
+BLOCK = 4
+"""Columns that share a scale."""
+
+
+class QuantizedMatrix:
+    """An engine's parameters, and its loader, which takes full precision: blocks of fp8, and their scales."""
+
+    def __init__(self) -> None:
+        self.parameters = {
+            "weight": torch.zeros(6, 8, dtype=torch.float8_e4m3fn),
+            "weight_scale": torch.zeros(6, 2),
+            "norm": torch.zeros(8, dtype=torch.bfloat16),
+        }
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name == "norm":
+                self.parameters[name].copy_(tensor)
+            else:
+                blocks = tensor.float().view(6, 2, BLOCK)
+                scales = blocks.abs().amax(2) / 448
+                self.parameters["weight"].copy_((blocks / scales[..., None]).view(6, 8))
+                self.parameters["weight_scale"].copy_(scales)
+
+
+def test_an_engine_that_quantizes_gets_full_precision_by_deltas_and_every_version_through_its_loader() -> None:
+    engine, expected, loads = QuantizedMatrix(), QuantizedMatrix(), 0
+
+    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        nonlocal loads
+        loads += 1
+        engine.load(tensors)
+
+    direct = DirectLoading(load, lambda: engine.parameters)
+    generator = torch.Generator().manual_seed(0)
+    trained = {"weight": torch.randn(6, 8, generator=generator).bfloat16(), "norm": torch.ones(8).bfloat16()}
+    pulled = stage(trained.items(), 1024)
+    for _ in range(3):
+        direct.load(dict(views(pulled.tensors, pulled.data)))
+        expected.load(trained.items())
+        assert all(
+            torch.equal(engine.parameters[name].float(), one.float()) for name, one in expected.parameters.items()
+        )
+        trained["weight"].view(-1)[::7] *= 1.01  # less than fp8 can tell, in part
+        delta = encode(pulled, stage(trained.items(), 1024), Deadline(math.inf))
+        assert delta is not None
+        patch(dict(enumerate(pulled.data)), pulled.tensors, delta)
+    assert (loads, direct.is_direct, direct.held()) == (3, False, None)
+
+
 def test_what_a_loader_derives_is_not_left_as_it_was() -> None:
     """Copying restores the parameter, and not what the loader made of the numbers that it was traced with."""
     weight, derived = torch.zeros(4, 6), torch.zeros(4, 6)
@@ -122,9 +178,18 @@ def test_what_a_loader_derives_is_not_left_as_it_was() -> None:
 
 def test_a_tensor_that_the_engine_does_not_hold_is_missed() -> None:
     manifest = published([("a", torch.ones(8)), ("layers.0.mlp.experts.down_proj", torch.ones(2, 3, 4))])
-    refuse_other_tensors(manifest, {"a": HeldTensor(fingerprint(torch.ones(8)), 8)})
+    refuse_other_tensors(manifest, Held.of({"a": (fingerprint(torch.ones(8)), 8)}))
     with pytest.raises(WeightSyncError, match="holds another a"):
-        refuse_other_tensors(manifest, {})
+        refuse_other_tensors(manifest, Held.of({}))
+
+
+def whole(loadings: Iterable[DirectLoading]) -> Held:
+    shards = [loading.held() for loading in loadings]
+    return Held.together(shard for shard in shards if shard is not None)
+
+
+def elements(held: Held) -> dict[str, int]:
+    return dict(zip(held.names, held.elements_N.tolist(), strict=True))
 
 
 def test_shards_together_hold_what_was_published() -> None:
@@ -132,23 +197,37 @@ def test_shards_together_hold_what_was_published() -> None:
     loadings = [DirectLoading(shard.load, lambda shard=shard: shard.parameters) for shard in shards]  # type: ignore[misc]
     for loading in loadings:
         loading.load(version(torch.bfloat16, 1))
-    held = together(loading.held() or {} for loading in loadings)
+    held = whole(loadings)
     manifest = published(version(torch.bfloat16, 1).items())
-    assert held.keys() == version(torch.bfloat16, 1).keys()
-    assert held["norm"].elements == 2 * 8
+    assert held.names == tuple(version(torch.bfloat16, 1))
+    assert elements(held)["norm"] == 2 * 8
     refuse_other_tensors(manifest, held)
     loadings[1].load(version(torch.bfloat16, 2))
     with pytest.raises(WeightSyncError, match="the engine holds another embed than was published"):
-        refuse_other_tensors(manifest, together(loading.held() or {} for loading in loadings))
+        refuse_other_tensors(manifest, whole(loadings))
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 20, 1 << 21])
+def test_it_does_not_matter_how_many_parameters_are_added_up_together(
+    monkeypatch: pytest.MonkeyPatch, rows_at_once: int
+) -> None:
+    monkeypatch.setattr(held_rows, "ROWS_AT_ONCE", rows_at_once)
+    shard, sent = Shard(0, 1, torch.bfloat16), version(torch.bfloat16, 1)
+    loading = DirectLoading(shard.load, lambda: shard.parameters)
+    loading.load(sent)
+    held = loading.held()
+    assert held is not None
+    assert held.fingerprints_N.tolist() == [fingerprint(tensor) for tensor in sent.values()]
+    assert elements(held) == {name: tensor.numel() for name, tensor in sent.items()}
 
 
 def test_half_a_tensor_is_not_the_tensor() -> None:
     tensor = torch.cat([torch.ones(4), torch.zeros(4)])
     manifest = published([("a", tensor)])
-    refuse_other_tensors(manifest, {"a": HeldTensor(fingerprint(tensor), 8)})
-    for elements in (0, 4, 12):
+    refuse_other_tensors(manifest, Held.of({"a": (fingerprint(tensor), 8)}))
+    for count in (0, 4, 12):
         with pytest.raises(WeightSyncError, match="holds another a"):
-            refuse_other_tensors(manifest, {"a": HeldTensor(fingerprint(tensor), elements)})
+            refuse_other_tensors(manifest, Held.of({"a": (fingerprint(tensor), count)}))
 
 
 @pytest_asyncio.fixture(
@@ -177,13 +256,17 @@ async def case(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_engine_holds_what_it_was_given(case: tuple[Engine, Path, list[PreTrainedModel]]) -> None:
+@pytest.mark.parametrize("give", [hold, hold_in_parts])
+async def test_an_engine_holds_what_it_was_given(
+    case: tuple[Engine, Path, list[PreTrainedModel]], give: Callable[..., Awaitable[WeightVersion]]
+) -> None:
     engine, _, models = case
     for model in models:
-        await hold(engine, model)
-        held = await engine.held()
+        found: list[Held | None] = []
+        await give(engine, model, check=found.append)
+        (held,) = found
         assert held is not None
-        assert held.keys() >= {name for name, _ in named_tensors(model)}
+        assert set(held.names) >= {name for name, _ in named_tensors(model)}
         refuse_other_tensors(published(named_tensors(model)), held)
         for response in await run_all(engine, PROMPTS):
             assert difference(model, response, 1.0).max() < TOLERANCE

@@ -16,9 +16,8 @@ from rollout_workers import turns
 from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig
 
-from .loop import Deliveries, Learner, delivery, make_engine, make_worker
+from .loop import Deliveries, Learner, delivery, make_engine, make_worker, running, until
 from .models import make_model
-from .test_worker import running, until
 
 SWAP_S = 0.1
 """Workers that did not wait for each other would meet in it."""
@@ -38,7 +37,7 @@ class Swapping:
         """Makes its swaps slow, and notes all after the first, which interrupts nothing."""
         swap, swaps = engine.swap_weights, 0
 
-        async def noted(version: WeightVersion, tensors: Any, *, keep_cache: bool) -> None:
+        async def noted(version: WeightVersion, tensors: Any, **how: Any) -> None:
             nonlocal swaps
             swaps += 1
             if swaps > 1:
@@ -46,7 +45,7 @@ class Swapping:
                 self.most = max(self.most, len(self.now))
                 await asyncio.sleep(SWAP_S)
                 await until(lambda: self.most >= self.expected)
-            await swap(version, tensors, keep_cache=keep_cache)
+            await swap(version, tensors, **how)
             self.now.discard(name)
             self.done.append((name, version))
 

@@ -18,9 +18,10 @@ from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import GenerationRequest
-from rollout_workers.engines.vllm import VllmEngine, open_vllm, prepare_environment
-from rollout_workers.engines.vllm_chunks import split
-from rollout_workers.engines.vllm_experts import RoutedLayers, new_rows, routed_layers, take
+from rollout_workers.engines.vllm.chunks import split
+from rollout_workers.engines.vllm.engine import VllmEngine
+from rollout_workers.engines.vllm.experts import RoutedLayers, new_rows, routed_layers, take
+from rollout_workers.engines.vllm.start import open_vllm, prepare_environment
 from rollout_workers.recorder import Recorder
 
 from .generation import PROMPTS, hold, request

@@ -1,7 +1,7 @@
 """Workers that go on where another one ended: real server, real embedded engine, the learner moved by hand."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,9 @@ from broker.schema import Group, Trajectory, WeightVersion
 from rollout_workers.chosen_experts import MissingExpertsError
 from rollout_workers.worker import Worker
 
-from .loop import CAPACITY, Deliveries, Learner, make_engine, make_worker
+from .loop import CAPACITY, LONG, Deliveries, Learner, make_engine, make_worker, until
 from .models import forward_logprobs
 from .test_chosen_experts import chosen_by
-
-LONG = 240
 
 
 @pytest.fixture
@@ -27,12 +25,6 @@ async def brokers(url: str, run_name: str) -> AsyncIterator[tuple[Broker, Broker
     yield opened
     for broker in opened:
         await broker.close()
-
-
-async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not claim():  # noqa: ASYNC110 - watches parts that announce nothing
-            await asyncio.sleep(0.01)
 
 
 async def work_a_while(worker: Worker) -> int:

@@ -15,8 +15,7 @@ import torch
 
 from broker.errors import HeadwayError
 from broker.schema import Experts
-
-from .base import GenerationRequest
+from rollout_workers.engines.base import GenerationRequest
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from broker.errors import HeadwayError
 from broker.schema import Experts, WeightVersion
-
-from .base import Chunk, FinishReason, GenerationRequest
+from rollout_workers.engines.base import Chunk, FinishReason, GenerationRequest
 
 VersionStarts = Sequence[tuple[WeightVersion, int]]
 """Which weights sampled a response, each with the first token that is theirs, or would have been."""
@@ -30,6 +29,7 @@ def sampling(request: GenerationRequest) -> Any:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        skip_clone=True,  # nobody else has them
         **wants_experts,
     )
 

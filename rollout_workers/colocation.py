@@ -1,0 +1,132 @@
+"""An engine that has its device in turns with the learner: it sleeps while the learner trains.
+
+    may generate ──► wake ──► swap (the newest weights) ──► lease, generate
+    may no more  ──► running samples are set aside, as segments ──► sleep ──► the learner is told
+
+The server decides who is awake (`broker/phases.py`). A broker that is away leaves everything as it is.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from broker import BlockingBroker, Broker
+from broker.errors import BrokerError
+from broker.phases import Phases
+
+from .engines.base import Engine
+from .outages import Outages
+from .weights import HeldWeights
+
+POLL_S = 0.01
+"""Between two questions for the phase: each step waits for two answers."""
+AWAKE_S = 10.0
+"""After so long a worker that was not heard of counts as asleep: longer than its event loop ever stands still, since
+the learner then takes the device."""
+FAREWELL_S = 5.0
+"""For telling that the engine is closed."""
+OPENING_S = 30.0
+"""After so long a worker that dies while its engine starts counts as asleep."""
+
+log = logging.getLogger(__name__)
+
+
+class Colocation:
+    """Of one worker, whose engine was opened after `until_engine_may_open`."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        engine: Engine,
+        worker: str,
+        outages: Outages,
+        weights: HeldWeights,
+        set_aside: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`set_aside`: ends what the engine runs, so that it can go on later."""
+        self._phases = broker.phases
+        self._engine = engine
+        self._worker = worker
+        self._outages = outages
+        self._weights = weights
+        self._set_aside = set_aside
+        self._may_generate = True
+        self._asking = asyncio.Lock()
+        self._answered = asyncio.Condition()
+        self.is_awake = True
+        """As the server counts it: from before it takes memory until it has freed it."""
+
+    async def follow(self) -> None:
+        """Sleep and wake in turns, for ever. Raises WeightSyncError, in a group, if the engine cannot."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._ask())
+            while True:
+                await self._until(lambda: not self._may_generate)
+                async with self._weights.engine_away():
+                    await self._set_aside()
+                    await self._engine.sleep()
+                    await self._tell()
+                    await self._until(lambda: self.is_awake)
+                    await self._engine.wake()
+
+    async def leave(self) -> None:
+        """The engine is closed. Without a broker that answers it counts as awake for a while."""
+        with suppress(TimeoutError), self._outages:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._phases.fell_asleep(self._worker)
+
+    async def _ask(self) -> None:
+        """For the phase, again and again: it also says that we live."""
+        while True:
+            async with self._asking:
+                with self._outages:
+                    may = await self._phases.may_generate(self._worker, AWAKE_S, is_awake=self.is_awake)
+                    async with self._answered:
+                        self._may_generate = may
+                        self.is_awake = self.is_awake or may
+                        self._answered.notify_all()
+            await asyncio.sleep(POLL_S)
+
+    async def _tell(self) -> None:
+        """Not while a question is under way: it would say that we are awake after this says that we are not."""
+        async with self._asking:
+            self.is_awake = False
+            await self._outages.ride_out(lambda: self._phases.fell_asleep(self._worker))
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        async with self._answered:
+            await self._answered.wait_for(is_so)
+
+
+async def until_engine_may_open(
+    phases: Phases, worker: str, outages: Outages, is_over: Callable[[], Awaitable[bool]]
+) -> bool:
+    """Before an engine takes memory; the worker then counts as awake. False where the run ended first (`is_over`)."""
+    await outages.ride_out(lambda: phases.fell_asleep(worker))  # of one of its name that died, perhaps
+    while not await outages.ride_out(lambda: phases.may_generate(worker, OPENING_S, is_awake=False)):
+        if await outages.ride_out(is_over):
+            return False
+        await asyncio.sleep(POLL_S)
+    return True
+
+
+@contextmanager
+def staying_awake(url: str, run: str, worker: str) -> Iterator[None]:
+    """Around what starts the engine, which blocks the event loop: a thread says that the worker lives."""
+    done, blocking = threading.Event(), BlockingBroker(url, run)
+
+    def say() -> None:
+        while not done.wait(OPENING_S / 5):
+            with suppress(BrokerError):
+                blocking.call(blocking.broker.phases.may_generate(worker, OPENING_S, is_awake=True))
+
+    thread = threading.Thread(target=say, name="awake", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        blocking.close()

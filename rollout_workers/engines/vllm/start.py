@@ -1,0 +1,109 @@
+"""vLLM started as our engine: its environment, its arguments, and what it cannot do."""
+
+import os
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from broker.errors import HeadwayError
+from rollout_workers.config import EngineConfig
+from rollout_workers.gpus import gpus_of, starting_alone
+
+from .engine import VllmEngine
+from .experts import engine_arguments as arguments_for_experts
+from .experts import routed_layers
+
+STREAM_INTERVAL = 16
+"""Tokens of a request that come together, but for its first and its last. One by one, with 512 requests at once, they
+would take the worker's event loop longer than a GPU takes to sample them."""
+
+
+def prepare_environment(threads: int) -> None:
+    """What vLLM reads when it is imported or starts its processes; the user's own settings stay."""
+    settings = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins every engine of a machine to core 0
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on a CPU: one process beside this one instead of two
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_arguments(
+    config: EngineConfig, model_dir: Path, architecture: str, seed: int, *, sleeps: bool = False
+) -> dict[str, Any]:
+    """Arguments of AsyncEngineArgs; `engine.options` go over ours."""
+    arguments: dict[str, Any] = {
+        "model": str(model_dir),
+        # A bare config.json may not name its class. On a CPU a tied head would keep its packed copy of
+        # the old weights, so no head is tied here: `wanted_tensors` has it.
+        "hf_overrides": {"architectures": [architecture], "tie_word_embeddings": False},
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_concurrent + 1,  # one for `score`, which must not wait until a request ends
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "rollout_workers.engines.vllm.extension.WeightExtension",
+        "weight_transfer_config": {"backend": "headway"},
+        "disable_log_stats": True,
+        "stream_interval": STREAM_INTERVAL,
+    }
+    if torch.cuda.is_available():
+        arguments |= {"enable_sleep_mode": sleeps}
+    else:  # there vLLM's sleep frees nothing, and cannot be enabled
+        executor = "uni" if gpus_of(config) == 1 else "mp"
+        arguments |= {"enforce_eager": True, "distributed_executor_backend": executor}
+    return arguments | config.options
+
+
+def open_vllm(
+    config: EngineConfig, model_dir: Path, *, seed: int, tells_experts: bool = False, sleeps: bool = False
+) -> VllmEngine:
+    """Start vLLM on the config.json in `model_dir`, with random weights; an event loop must be running."""
+    prepare_environment(config.threads)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    check_head_dim(shapes.config)
+    arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed, sleeps=sleeps)
+    routed = None
+    if tells_experts:
+        routed = routed_layers(shapes)
+        arguments |= arguments_for_experts(config.options)
+    others = set(active_children())
+    with starting_alone(_gpu_uuids(gpus_of(config))):
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    return VllmEngine(llm, config, shapes, set(active_children()) - others, routed)
+
+
+def _gpu_uuids(count: int) -> list[str]:
+    """Of the first GPUs that this process sees; none without CUDA."""
+    from vllm.platforms import current_platform
+
+    return [current_platform.get_device_uuid(number) for number in range(count)] if current_platform.is_cuda() else []
+
+
+def check_head_dim(architecture: Any) -> None:
+    """On a CPU vLLM starts with any head size and dies at the first request when it has no kernel for it."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    default = architecture.hidden_size // architecture.num_attention_heads
+    head_dim = getattr(architecture, "head_dim", None) or default
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if current_platform.is_cpu() and head_dim not in sizes:
+        raise HeadwayError(
+            f"vLLM's CPU attention has no kernel for head_dim={head_dim}, only for {sizes}: change the model's "
+            "head_dim or use engine.kind=embedded"
+        )

@@ -1,0 +1,159 @@
+"""How new weights reach vLLM's processes: an engine of ours behind vLLM's own API for weight transfer.
+
+    start_weight_update ─► update_weights(what Handover gave), for every part ─► finish_weight_update ─► headway_outcome
+
+The API answers nothing, and if one of several processes raises, vLLM leaves the answers of the others where the next
+call takes them for its own. So nothing is raised here: what became of an update is asked for (`extension.py`).
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from rollout_workers.engines.direct_loading import DirectLoading
+from rollout_workers.engines.held import Held
+from rollout_workers.engines.shared_tensors import Mapped
+from rollout_workers.engines.sleeping import Kept
+from weightsync.fingerprint import UNSIGNED
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Nothing(WeightTransferInitInfo):
+    """There is no connection to make."""
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """A version, or some tensors of it."""
+
+    shared: bytes
+    """See Handover."""
+    is_whole: bool
+
+
+class HeadwayTransfer(WeightTransferEngine[Nothing, Update]):
+    """Of one of vLLM's processes: its parts of every tensor that `Handover` speaks of, by checkpoint name."""
+
+    init_info_cls = Nothing
+    update_info_cls = Update
+    supports_draft_weight_update = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._mapped = Mapped()
+        self._loading = DirectLoading(
+            self._reload,
+            lambda: dict(self.model.named_parameters()),
+            derived=lambda: derived_tensors(self.model),
+            keeps_packed=current_platform.is_cpu() and keeps_packed(self.model),
+        )
+        self._kept: Kept | None = None
+        self.failure = ""
+        """Of the last version, the first one where several parts of it failed."""
+
+    def init_transfer_engine(self, init_info: Nothing) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Nothing else to do: copies go past the loader, and `_reload` prepares it where it is needed."""
+        self.failure = ""
+        self._loading.begin()
+
+    def finish_weight_update(self) -> None:
+        """All parts are there, or those that came are of no use."""
+        self._noting_failure(self._finish)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """See `failure`. In place of vLLM's, which waits for a GPU even where there is none."""
+        self._noting_failure(lambda: self.receive_weights(self.parse_update_info(update_info)))
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Generation must be paused. Afterwards the memory may be written to."""
+        tensors = self._mapped.tensors(update_info.shared)
+        if update_info.is_whole:
+            self._loading.load(tensors)
+        else:
+            self._loading.load_part(tensors)
+        if not current_platform.is_cpu():
+            torch.cuda.synchronize()
+
+    def held(self) -> Held | None:
+        """What this process holds of every published tensor; None: not known."""
+        return self._loading.held()
+
+    def before_sleep(self) -> None:
+        """Of a GPU's memory; on a CPU vLLM's sleep loses nothing."""
+        if not current_platform.is_cpu():
+            derived = {name: tensor for name, tensor in derived_tensors(self.model).items() if tensor.is_cuda}
+            self._kept = Kept(derived, dict(self.model.named_parameters()), self._loading.loaded_rows())
+
+    def after_wake(self) -> None:
+        """What was there before the sleep and is no weight is there again."""
+        if self._kept is not None:
+            self._kept.restore()
+            self._kept = None
+
+    def shutdown(self) -> None:
+        """Nothing to free."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """vLLM 0.26 wants it defined; versions come through weightsync."""
+        raise NotImplementedError
+
+    def _noting_failure(self, act: Callable[[], None]) -> None:
+        if self.failure:
+            return
+        try:
+            act()
+        except Exception as error:  # see the module's docstring
+            logger.exception("weights not loaded")
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def _finish(self) -> None:
+        self._loading.end()
+        if current_platform.is_cpu():
+            repack_experts(self.model)
+        else:
+            torch.cuda.synchronize()
+
+    def _reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(tensors))
+        finalize_layerwise_reload(self.model, self.model_config)
+
+
+def derived_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers, and tensors that modules keep as mere attributes; not the KV cache, which is none of the loader's."""
+    found = dict(model.named_buffers())
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and name != "kv_cache":
+                found[f"{prefix}.{name}"] = value
+    return {name: tensor for name, tensor in found.items() if tensor.element_size() in UNSIGNED}
+
+
+def keeps_packed(model: torch.nn.Module) -> bool:
+    """Whether vLLM for CPUs packs some of the weights: experts always, other matrices then leave nothing behind."""
+    return any(type(module).__name__ == "RoutedExperts" for module in model.modules()) or any(
+        parameter.numel() == 0 for parameter in model.parameters()
+    )
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """vLLM's CPU experts compute from a packed copy that a reload leaves as it was: pack them again."""
+    for module in model.modules():
+        if type(module).__name__ == "RoutedExperts":
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)  # type: ignore

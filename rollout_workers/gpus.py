@@ -1,0 +1,63 @@
+"""How many GPUs a worker's engine takes, and which ones each worker is given; engines that start on one, one by one."""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from broker.errors import ConfigError
+
+from .config import EngineConfig
+
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+"""vLLM's options, whose product is the number of its processes."""
+
+
+def gpus_of(engine: EngineConfig) -> int:
+    """One for each process of the engine. Raises ConfigError for sizes that are none."""
+    count = 1
+    for option in SIZES if engine.kind == "vllm" else ():
+        size = engine.options.get(option, 1)
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"engine.options.{option} is {size!r}; expected an integer >= 1.")
+        count *= size
+    return count
+
+
+def shares(devices: Sequence[int | str], gpus: int) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of one worker after the other: `gpus` consecutive ones, or what one entry names together.
+
+    Raises ConfigError where that does not come out even.
+    """
+    named = [str(device).split(",") for device in devices]
+    if all(len(one) == 1 for one in named):
+        if len(named) % gpus:
+            raise ConfigError(
+                f"workers.devices names {len(named)} GPUs, and each worker's engine takes {gpus}"
+                f" ({' * '.join(f'engine.options.{size}' for size in SIZES)}): name a multiple of {gpus}; consecutive"
+                " ones go to one worker."
+            )
+        named = [[name for one in named[start : start + gpus] for name in one] for start in range(0, len(named), gpus)]
+    for one in named:
+        if len(one) < gpus:
+            raise ConfigError(
+                f"workers.devices gives {','.join(one)!r} to one worker, whose engine takes {gpus} GPUs"
+                f" ({' * '.join(f'engine.options.{size}' for size in SIZES)}): name {gpus} of them."
+            )
+    return [",".join(one) for one in named]
+
+
+@contextmanager
+def starting_alone(uuids: Iterable[str]) -> Iterator[None]:
+    """Wait until no engine of this user starts on any of these GPUs; the next one waits for the end of the block.
+
+    vLLM measures how much memory is free while it starts, and fails where another engine changes that meanwhile. Who is
+    killed keeps nobody waiting.
+    """
+    with ExitStack() as stack:
+        for uuid in sorted(uuids):  # everybody in the same order
+            path = Path(tempfile.gettempdir(), f"headway-{os.getuid()}-{uuid}.lock")
+            fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,17 @@
+"""Fixtures of tests with a worker."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from broker.client import Broker
+from broker.server import EmbeddedServer
+
+
+@pytest.fixture
+async def brokers(server: EmbeddedServer) -> AsyncIterator[tuple[Broker, Broker]]:
+    """The learner's and the worker's."""
+    pair = Broker(server.url, "run", timeout_s=20), Broker(server.url, "run", timeout_s=0.5)
+    yield pair
+    for broker in pair:
+        await broker.close()

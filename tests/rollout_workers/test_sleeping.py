@@ -1,0 +1,47 @@
+"""What is saved over a sleep that discards everything: all that the next version does not bring."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines.sleeping import Kept, gaps
+from rollout_workers.engines.vllm.start import engine_arguments
+
+
+def test_gaps_are_the_rows_between_runs() -> None:
+    assert list(gaps([(2, 4), (0, 1), (4, 6)], 8)) == [(1, 2), (6, 8)]
+    assert list(gaps([(0, 3), (1, 2), (3, 5)], 5)) == []
+    assert list(gaps([], 2)) == [(0, 2)]
+
+
+def test_a_version_and_what_was_kept_are_everything_there_was() -> None:
+    padded, scale = torch.randn(6, 3), torch.randn(())
+    table = torch.randn(4, 5)
+    parameters = {"padded": padded, "scale": scale}
+    derived = {"table": table, "row": table[1].expand(2, 5), "alias": padded[:2]}
+    before = [tensor.clone() for tensor in (padded, scale, table)]
+    kept = Kept(derived, parameters, {"padded": [(0, 2), (2, 4)]})
+    assert kept.nbytes == 4 * (2 * 3 + 1 + 4 * 5)  # an alias of a parameter is loaded with it
+    for tensor in (padded, scale, table):
+        tensor.fill_(float("nan"))
+    kept.restore()
+    padded[:4] = before[0][:4]  # the version
+    for tensor, expected in zip((padded, scale, table), before, strict=True):
+        assert torch.equal(tensor, expected)
+
+
+def test_what_a_loader_of_its_own_fills_is_not_kept() -> None:
+    parameters = {"weight": torch.randn(4, 4)}
+    assert Kept({}, parameters, None).nbytes == 0
+    assert Kept({}, parameters, {}).nbytes == 4 * 4 * 4  # before the first version nobody knows what one fills
+
+
+@pytest.mark.parametrize(("has_gpu", "sleeps"), [(True, True), (True, False), (False, True)])
+def test_vllm_is_told_from_the_start_that_it_will_sleep(
+    has_gpu: bool, sleeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    arguments = engine_arguments(EngineConfig(kind="vllm"), tmp_path, "Qwen3ForCausalLM", 0, sleeps=sleeps)
+    assert arguments.get("enable_sleep_mode") == (sleeps if has_gpu else None)

@@ -1,0 +1,166 @@
+"""`staging: none` with real engines: what arrives goes over what generates, and nothing is sampled of a mixture."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from broker.client import BlockingBroker, Broker
+from broker.errors import WeightSyncError
+from broker.schema import Trajectory, WeightVersion
+from broker.server import EmbeddedServer
+from rollout_workers.engines.base import NamedTensors, Parts
+from rollout_workers.worker import Worker
+from weightsync import publisher as publisher_module
+from weightsync.config import WeightsConfig
+from weightsync.gathering import Gathering
+from weightsync.publisher import Publisher, PublishReport, _on_the_wire
+from weightsync.subscriber import Subscriber
+
+from .loop import LONG, Learner, delivery, make_engine, make_worker, running, until
+from .models import make_model
+from .test_worker_weights import check_logprobs
+
+CONFIG = WeightsConfig(staging="none", bucket_bytes=1 << 15, broadcast_timeout_s=20)
+
+
+class Publishing:
+    """A learner moved by hand whose versions are really sent."""
+
+    def __init__(self, blocking: BlockingBroker, learner: Learner) -> None:
+        self.blocking = blocking
+        self.learner = learner
+        self.publisher = Publisher(blocking, learner.owner, CONFIG)
+        self.step = -1
+
+    @property
+    def version(self) -> WeightVersion:
+        return self.learner.version(self.step)
+
+    async def publish(self) -> PublishReport:
+        self.step += 1
+        model = self.learner.models[self.version] = make_model("dense", self.step)
+        sent = delivery(self.version, model)
+        gathering = self.publisher.stage(sent.tensors)
+        return await asyncio.to_thread(self.publisher.publish, self.version, gathering, sent.manifest.probe)
+
+    async def publish_to(self, *members: str) -> None:
+        """Version after version until one is broadcast to these."""
+        async with asyncio.timeout(60):
+            while True:
+                if (await self.publish()).members == members:
+                    return
+                await asyncio.sleep(0.2)  # until the heartbeats have told
+
+    async def take(self, batches: int) -> list[Trajectory]:
+        """Of the next steps."""
+        taken = []
+        for step in range(self.step, self.step + batches):
+            for group in await asyncio.to_thread(self.blocking.call, self.learner.take(step)):
+                taken += group.trajectories
+        return taken
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.publisher.close)
+        await asyncio.to_thread(self.blocking.close)
+
+
+@pytest.fixture
+async def learner(server: EmbeddedServer) -> AsyncIterator[Publishing]:
+    blocking = await asyncio.to_thread(BlockingBroker, server.url, "run")
+    moved = await asyncio.to_thread(blocking.call, Learner.start(blocking.broker, groups=200, max_lag=100))
+    publishing = await asyncio.to_thread(Publishing, blocking, moved)
+    yield publishing
+    await publishing.close()
+
+
+def member(broker: Broker, directory: Path, name: str = "worker-1") -> tuple[Worker, Any, Subscriber]:
+    engine, subscriber = make_engine(directory / name, max_model_len=256), Subscriber(broker, name, CONFIG)
+    options = {"name": name, "max_new_tokens": LONG, "heartbeat_s": 0.1, "weights": CONFIG}
+    return make_worker(broker, engine, subscriber, **options), engine, subscriber
+
+
+def is_held(worker: Worker, version: WeightVersion) -> bool:
+    return worker.info().version == version
+
+
+async def test_engines_receive_one_after_the_other_what_they_sample_with(
+    learner: Publishing, brokers: tuple[Broker, Broker], tmp_path: Path
+) -> None:
+    paused: set[str] = set()
+    together: list[set[str]] = []
+    workers = []
+
+    def watch(name: str, engine: Any) -> None:
+        swap = engine.swap_weights
+
+        async def watched(version: WeightVersion, tensors: NamedTensors | Parts, **how: Any) -> None:
+            if not isinstance(tensors, Sequence):
+                paused.add(name)
+                together.append(set(paused))
+            await swap(version, tensors, **how)
+            paused.discard(name)
+
+        engine.swap_weights = watched
+
+    async with AsyncExitStack() as stack:
+        for name in ("worker-1", "worker-2"):
+            worker, engine, _ = member(brokers[1], tmp_path, name)
+            watch(name, engine)
+            await stack.enter_async_context(running(worker))
+            workers.append(worker)
+        await learner.publish()
+        await learner.publish_to("worker-1", "worker-2")
+        await until(lambda: all(is_held(worker, learner.version) for worker in workers))
+        trajectories = await learner.take(3)
+    assert {*map(tuple, together)} == {("worker-1",), ("worker-2",)}
+    assert any(len(trajectory.spans) > 1 for trajectory in trajectories)
+    check_logprobs(learner.learner, trajectories)
+
+
+async def test_an_engine_that_was_left_in_the_middle_samples_nothing_until_it_is_repaired(
+    learner: Publishing, brokers: tuple[Broker, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _, subscriber = member(brokers[1], tmp_path)
+    may_pull = threading.Event()
+    pull = subscriber._puller.pull
+
+    def pull_when_allowed(*arguments: Any) -> Any:
+        may_pull.wait(60)
+        return pull(*arguments)
+
+    def cut_off(version: WeightVersion, gathering: Gathering) -> Iterator[torch.Tensor]:
+        for index, bucket in enumerate(_on_the_wire(version, gathering)):
+            if index == 3:
+                raise WeightSyncError("cut off")
+            yield bucket
+
+    async with running(worker):
+        await learner.publish()
+        await learner.publish_to("worker-1")
+        before = learner.version
+        await until(lambda: is_held(worker, before) and worker.info().active > 0)
+        monkeypatch.setattr(subscriber._puller, "pull", pull_when_allowed)
+        with monkeypatch.context() as patched:
+            patched.setattr(publisher_module, "_on_the_wire", cut_off)
+            assert (await learner.publish()).members == ()
+        await until(lambda: worker.info().state == "paused")
+        info = worker.info()
+        assert (info.version, info.wants_broadcast) == (None, False)
+        assert info.active > 0
+        assert info.last_error
+        await asyncio.sleep(0.3)
+        assert worker.info().generated_tokens == info.generated_tokens
+        may_pull.set()
+        await until(lambda: is_held(worker, learner.version))
+        trajectories = await learner.take(3)
+        repaired = learner.version
+        assert (worker.info().last_error, worker.info().state) == ("", "generating")
+        await learner.publish_to("worker-1")
+    assert [before, repaired] in [[span.version for span in trajectory.spans[-2:]] for trajectory in trajectories]
+    check_logprobs(learner.learner, trajectories)

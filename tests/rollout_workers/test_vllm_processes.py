@@ -1,0 +1,115 @@
+"""vLLM split over two processes (on CPUs, over gloo): swaps, what is held, versions of tokens, and errors in one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from broker.errors import WeightSyncError
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines import open_engine
+from rollout_workers.engines.base import Engine
+from rollout_workers.engines.held import Held
+from rollout_workers.weights import refuse_other_tensors
+
+from .generation import PROMPTS, begin, difference, hold, run_all
+from .marks import VLLM
+from .models import make_model, named_tensors, save_config
+from .test_direct_loading import EXTENSION, elements, published
+
+pytestmark = [*VLLM, pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, perhaps not two")]
+
+TOLERANCE = 1e-4
+
+
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").glob("vllm_dist_*"))
+
+
+@asynccontextmanager
+async def opened(model: Any, directory: Path, **options: object) -> AsyncIterator[Engine]:
+    """On a CPU vLLM's processes leave memory that they shared behind when they are ended."""
+    config = EngineConfig(kind="vllm", max_concurrent=8, max_model_len=512, options=options)
+    before = shared_memory()
+    engine = open_engine(config, save_config(model, directory), seed=0)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+        for left in shared_memory() - before:
+            left.unlink()
+
+
+async def test_shards_are_swapped_proved_and_named_by_their_tokens(tmp_path: Path) -> None:
+    models = [make_model("dense", seed) for seed in range(2)]
+    options = {"tensor_parallel_size": 2, "worker_extension_cls": EXTENSION}
+    async with opened(models[0], tmp_path, **options) as engine:
+        await check_swap_in_flight(engine, models)
+        await check_what_is_held(engine, models)
+        await check_an_error_in_one_process(engine, models)
+
+
+async def check_swap_in_flight(engine: Engine, models: list[Any]) -> None:
+    old_version = await hold(engine, models[0])
+    responses, running = await begin(engine, PROMPTS)
+    new_version = await hold(engine, models[1])
+    await asyncio.gather(*running)
+    for response in responses:
+        switch = response.versions.index(new_version)
+        assert response.versions == [old_version] * switch + [new_version] * (200 - switch)
+        assert difference(models[0], response)[:switch].max() < TOLERANCE
+        assert difference(models[1], response)[switch:].max() < TOLERANCE
+
+
+async def check_what_is_held(engine: Engine, models: list[Any]) -> None:
+    for model in models:
+        found: list[Held | None] = []
+        await hold(engine, model, check=found.append)
+        (held,) = found
+        assert held is not None
+        sent = dict(named_tensors(model))
+        refuse_other_tensors(published(sent.items()), held)
+        norm, matrix = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
+        assert elements(held)[norm] == 2 * sent[norm].numel()
+        assert elements(held)[matrix] == sent[matrix].numel()
+
+
+async def check_an_error_in_one_process(engine: Any, models: list[Any]) -> None:
+    """It is told, and the next swap is not confused by what the other process answered."""
+    await engine._llm.collective_rpc("fail_in_one_process")
+    with pytest.raises(WeightSyncError, match="RuntimeError: told to fail"):
+        await hold(engine, models[0])
+    found: list[Held | None] = []
+    version = await hold(engine, models[0], check=found.append)
+    refuse_other_tensors(published(named_tensors(models[0])), found[0])
+    for response in await run_all(engine, PROMPTS):
+        assert set(response.versions) == {version}
+        assert difference(models[0], response).max() < TOLERANCE
+
+
+async def test_experts_that_are_split_are_swapped(tmp_path: Path) -> None:
+    """vLLM for CPUs pads the halves of narrower ones, and cannot load them twice."""
+    models = [make_model("moe", seed, expert_width=64) for seed in range(2)]
+    async with opened(models[0], tmp_path, tensor_parallel_size=2) as engine:
+        for model in models:
+            await hold(engine, model)
+            for response in await run_all(engine, PROMPTS):
+                assert difference(model, response).max() < TOLERANCE
+
+
+async def test_stages_together_hold_what_was_published(tmp_path: Path) -> None:
+    """vLLM for CPUs 0.32 cannot generate in stages; that they load is what can be seen."""
+    models = [make_model("dense", seed) for seed in range(2)]
+    options = {"pipeline_parallel_size": 2, "worker_extension_cls": EXTENSION}
+    async with opened(models[0], tmp_path, **options) as engine:
+        for model in models:
+            found: list[Held | None] = []
+            await hold(engine, model, check=found.append)
+            (held,) = found
+            assert held is not None
+            assert set(held.names) >= {name for name, _ in named_tensors(model)}
+            refuse_other_tensors(published(named_tensors(model)), held)
