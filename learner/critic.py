@@ -42,7 +42,8 @@ class Critic:
     def __init__(
         self, backend: ValueBackend, ranks: Ranks, *, clip: float, gamma: float, lam: float, learning_rate: float
     ) -> None:
-        self._backend = backend
+        self.backend = backend
+        """The value model."""
         self._ranks = ranks
         self._clip = clip
         self._gamma = gamma
@@ -51,7 +52,7 @@ class Critic:
 
     def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """V of the state in which each token is chosen, under the weights as they are."""
-        return self._backend.values(batches)
+        return self.backend.values(batches)
 
     def returns_and_advantages(
         self, batches: Sequence[PackedBatch], rewards: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
@@ -80,18 +81,18 @@ class Critic:
             losses_T, metrics = clipped_value_loss(values_T, old_values[index], returns[index], mask_T, clip=self._clip)
             return (losses_T * mask_T).sum() / max(tokens, 1.0), {name: float(m) for name, m in metrics.items()}
 
-        total, grad_norm, reports = self._backend.step(batches, loss, self._learning_rate)
+        total, grad_norm, reports = self.backend.step(batches, loss, self._learning_rate)
         reports.append(_nothing())
         whole = Objective.combine_reports(reports, self._ranks.sum, self._ranks.max)
         return {**whole, "value_loss": total, "value_grad_norm": grad_norm}
 
     def stage(self, directory: Path, *, is_copied: bool) -> Staged:
         """What a checkpoint holds of it."""
-        return self._backend.stage(directory, is_copied=is_copied)
+        return self.backend.stage(directory, is_copied=is_copied)
 
     def load(self, directory: Path) -> None:
         """What was staged, bit for bit."""
-        self._backend.load(directory)
+        self.backend.load(directory)
 
     def _whole(self, values: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> Sums:
         """`whitening_sums` over all micro-batches and ranks."""

@@ -47,7 +47,7 @@ class NeedsLearner(Exception):  # noqa: N818 - no error: the loop goes on from h
     """The loop must act before waiting on.
 
     `rewind`: publish this step's weights; `bytes`: commit what was trained; `time`: let the other ranks see that this
-    one lives.
+    one lives; `engines`: leave them the device that they share with the learner.
     """
 
     def __init__(self, what: str) -> None:
@@ -110,24 +110,33 @@ class Experience:
     def feed(self) -> None:
         """Before workers get the first weights: else they begin with whatever the broker holds, not with the oldest."""
         with suppress(Interrupted):
-            self._insist(self._feed.keep_ahead)
+            self.insist(self._feed.keep_ahead)
 
-    def take(self, step: int) -> list[Group] | None:
-        """The batch of `step`, waiting for it; the same one however often it is asked for. None: nothing will come."""
+    def take(
+        self, step: int, meanwhile: Callable[[], None] | None = None, *, may_wait: bool = True
+    ) -> list[Group] | None:
+        """The batch of `step`, waiting for it; the same one however often it is asked for. None: nothing will come.
+
+        `meanwhile` is called again and again while it waits. Without `may_wait`, what is not there needs engines.
+        """
         self._until = time.monotonic() + PATIENCE_S
         try:
-            return self._take(step)
+            return self._take(step, meanwhile, may_wait)
         finally:
             self._until = math.inf
 
-    def _take(self, step: int) -> list[Group] | None:
-        self._insist(self._feed.keep_ahead)
+    def _take(self, step: int, meanwhile: Callable[[], None] | None, may_wait: bool) -> list[Group] | None:
+        self.insist(self._feed.keep_ahead)
         while (groups := self._logged(step)) is None and (groups := self._pinned(step)) is None:
             if self._should_stop():
                 raise Interrupted
             self._ask_for_help(step)
+            if not may_wait:
+                raise NeedsLearner("engines")
+            if meanwhile is not None:
+                meanwhile()
             time.sleep(POLL_S)
-            self._insist(self._feed.keep_ahead)
+            self.insist(self._feed.keep_ahead)
         self._taken[step] = tids_of(groups)
         return groups or None
 
@@ -139,7 +148,7 @@ class Experience:
         done = sorted({tid.group for s, tids in self._taken.items() if s < step for tid in tids})
         watermark = self._saved_watermark
         with suppress(Interrupted):  # the next learner commits what this checkpoint contains when it claims the run
-            self._insist(lambda: self._blocking.broker.batches.commit(self.owner, step, done, watermark))
+            self.insist(lambda: self._blocking.broker.batches.commit(self.owner, step, done, watermark))
         self._taken = {s: tids for s, tids in self._taken.items() if s >= step}
         self._committed.extend(done)
         if (status := self.status()) is not None:
@@ -148,14 +157,14 @@ class Experience:
     def mark_dropped(self) -> None:
         """Before a checkpoint: what the broker has dropped by a stated rule is done with, for the cursor too."""
         with suppress(Interrupted):
-            self._cursor.mark_trained(self._insist(self._blocking.broker.batches.settled_without_training))
+            self._cursor.mark_trained(self.insist(self._blocking.broker.batches.settled_without_training))
         self._saved_watermark = self._cursor.watermark
 
     def publish(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> None:
         """Broadcast and announce `version`; the tensors are iterated once, whatever happens to the server."""
-        staged = self._publisher.stage(tensors)
+        gathering = self._publisher.stage(tensors)
         with suppress(Interrupted):
-            report = self._outlive(lambda: self._publisher.publish(version, staged, probe))
+            report = self._outlive(lambda: self._publisher.publish(version, gathering, probe))
             self._announced, self._is_replay_lost = version, False
             if report.failed:
                 log.warning(
@@ -165,20 +174,20 @@ class Experience:
     def report(self, metrics: StepMetrics) -> None:
         """Show one step to everybody who looks at the run."""
         with suppress(Interrupted):
-            self._insist(lambda: self._blocking.broker.status.report_step(self.owner, metrics))
+            self.insist(lambda: self._blocking.broker.status.report_step(self.owner, metrics))
 
     def set_state(self, state: str) -> None:
         """What the run is doing, for people: training, finished, stopped. After the last two, workers leave."""
         with suppress(Interrupted):
-            self._insist(lambda: self._blocking.broker.status.set_state(self.owner, state))
+            self.insist(lambda: self._blocking.broker.status.set_state(self.owner, state))
 
     def status(self) -> RunStatus | None:
         """One look at the run; None where the server has forgotten it, or is away and the learner was asked to stop."""
         with suppress(Interrupted, RunNotFoundError):
-            return self._insist(self._blocking.broker.status.snapshot)
+            return self.insist(self._blocking.broker.status.snapshot)
         return None
 
-    def _insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Repeat `verb` until the server has answered it. Raises Interrupted when asked to stop during an outage."""
         return self._outlive(lambda: self._blocking.call(verb()))
 
@@ -218,7 +227,7 @@ class Experience:
 
     def _pinned(self, step: int) -> list[Group] | None:
         """The batch that the broker has pinned to `step`, logged; None while there is none, or not all of it."""
-        batch = self._insist(lambda: self._blocking.broker.batches.take(self.owner, step, self._groups_per_step))
+        batch = self.insist(lambda: self._blocking.broker.batches.take(self.owner, step, self._groups_per_step))
         if batch is None:
             return None
         groups = list(batch.groups)
@@ -242,7 +251,7 @@ class Experience:
         if not groups or rounds >= self._replacement_rounds:
             return False
         names = [group.prompt.group for group in groups]
-        self._insist(lambda: self._blocking.broker.batches.drop(self.owner, step, names))
+        self.insist(lambda: self._blocking.broker.batches.drop(self.owner, step, names))
         self._replaced = (step, rounds + 1)
         return True
 
@@ -278,7 +287,7 @@ class Experience:
         self._feed.begin_again()
 
     def _tell_again(self) -> None:
-        self._insist(
+        self.insist(
             lambda: self._blocking.broker.batches.reassert(
                 self.owner, announced=self._announced, committed_groups=list(self._committed), pinned=self._taken
             )

@@ -14,6 +14,7 @@ from broker.schema import Group, WeightVersion
 from .backends.base import Backend
 from .checkpoint import CheckpointStore, LearnerState
 from .checkpoint_writer import CheckpointWriter
+from .colocation import Colocation
 from .experience import Experience, Interrupted, NeedsLearner
 from .probe import measure_probe
 from .prompts.cursor import PromptCursor
@@ -77,6 +78,8 @@ class Learner:
     observer: Observer
     should_stop: Callable[[], bool]
     version: WeightVersion
+    colocation: Colocation | None = None
+    """Where engines have the learner's devices while it waits for a batch."""
 
     def __post_init__(self) -> None:
         self._caught_up_at = self.config.caught_up_at
@@ -125,24 +128,35 @@ class Learner:
     def take(self) -> list[Group]:
         """This step's pinned batch, on every rank; empty when nothing will come or the learner was asked to stop."""
         while True:
-            groups, need = self._take()
-            match self.ranks.share_bytes(need.encode()).decode():
+            groups, need = self._wait(may_wait=self.colocation is None)
+            if need == "engines" and self.colocation is not None:
+                with self.colocation.engines_work():
+                    groups, need = self._wait(may_wait=True)
+            match need:
                 case "rewind":
                     # The batches to replay went with a server's memory: what follows is a branch of its own.
                     self._caught_up_at = 0
                     self.publish()
                 case "bytes":
                     self.commit()
-                case "time":
-                    self.commit_durable(self._writer.look())
                 case _:
                     return self.ranks.share_groups(groups)
 
-    def _take(self) -> tuple[list[Group] | None, str]:
+    def _wait(self, *, may_wait: bool) -> tuple[list[Group] | None, str]:
+        """(on rank 0 the batch, on every rank what is needed first); without the models."""
+        while True:
+            groups, need = self._take(may_wait)
+            need = self.ranks.share_bytes(need.encode()).decode()
+            if need != "time":
+                return groups, need
+            self.commit_durable(self._writer.look())
+
+    def _take(self, may_wait: bool) -> tuple[list[Group] | None, str]:
         if self.experience is None or self.should_stop():
             return None, ""
+        meanwhile = None if self.colocation is None else self.colocation.renew
         try:
-            return self.experience.take(self.version.step), ""
+            return self.experience.take(self.version.step, meanwhile, may_wait=may_wait), ""
         except Interrupted:
             return None, ""
         except NeedsLearner as need:

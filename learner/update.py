@@ -16,7 +16,7 @@ from algorithms.kl import ESTIMATORS
 from algorithms.rewards import kl_shaped
 from broker.schema import Group
 
-from .backends.base import Backend, Staged
+from .backends.base import Backend, Staged, Trained
 from .batch import PackedBatch
 from .composition import open_advantage
 from .config import AlgorithmConfig, LearnerConfig, OptimizerConfig
@@ -117,6 +117,13 @@ class Updater:
         self._max_lag = max_lag
         self._cost = cost
         self._routing = routing
+
+    @property
+    def models(self) -> list[Trained]:
+        """All that it computes with."""
+        critics = [] if self._critic is None else [self._critic.backend]
+        references = [] if self._reference is None else [self._reference]
+        return [self._backend, *references, *critics]
 
     @property
     def beside(self) -> dict[str, Stored]:

@@ -1,6 +1,7 @@
 """The seam between the learner's loop and whatever holds, runs and shards a model: the policy's, or a critic's."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -57,6 +58,11 @@ class Trained(Protocol):
 
     def load(self, directory: Path) -> None:
         """Restore what was written, bit for bit."""
+        ...
+
+    def off_device(self) -> AbstractContextManager[None]:
+        """Its parameters and optimizer lie in host memory within, and it is not to be used; bit for bit the same
+        afterwards. Not collective."""
         ...
 
 

@@ -49,7 +49,11 @@ def run(case: Case, directory: Path) -> None:
     learner.backends.fsdp.sharding.GATHERED_WEIGHT_BYTES = 0 if case.is_large else 1 << 30
     model = model_config(case.architecture)
     backend = open_backend("fsdp", model, OPTIMIZER, seed=3, layout=case.layout, compute=case.compute)
-    results = [step(backend, number) for number in range(len(LENGTHS))]
+    results = []
+    for number in range(len(LENGTHS)):
+        results.append(step(backend, number))
+        with backend.off_device():
+            dist.barrier()
     assert isinstance(backend, FsdpBackend)
     tensors = {name: tensor.clone() for name, tensor in backend.named_tensors()}
     save_file(

@@ -3,7 +3,7 @@
     python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.megatron_rank DIRECTORY CASE...
 
     NUMBER/start, reference ─► one step ─► one, followed ─► broken step ─► broken ─► another step ─► two
-                                            └─ loaded ─► loaded ─► the same step ─► again
+                                            └─ loaded ─► loaded ─► off the device ─► the same step ─► again
 
 Each is a checkpoint beside the exported tensors of that moment. Megatron is patched for a CPU process-wide, so no
 backend is opened in the process of the tests.
@@ -60,6 +60,8 @@ class Result(msgspec.Struct):
     """How often Megatron was patched."""
     gradient_bytes: tuple[int, int]
     """In the buffers of the policy, which was trained, and of the reference."""
+    away_bytes: int
+    """Of the policy's parameters, masters, moments and gradients, while it was off the device."""
 
 
 def run(case: Case, directory: Path) -> None:
@@ -83,12 +85,14 @@ def run(case: Case, directory: Path) -> None:
     policy.load(directory / "one")
     _write(policy, directory / "loaded")
     logprobs.append(_logprobs(policy))
+    with policy.off_device():
+        away_bytes = _held_bytes(policy)
     _step(policy, 1)
     _write(policy, directory / "again")
     refusals = [_refusal(policy, Path(other)) for other in case.others]
     gradient_bytes = _gradient_bytes(policy), _gradient_bytes(reference)
     is_finite, shims = math.isfinite(broken_norm), len(cpu_shim._modes)
-    result = Result(policy.replica, logprobs, is_finite, refusals, shims, gradient_bytes)
+    result = Result(policy.replica, logprobs, is_finite, refusals, shims, gradient_bytes, away_bytes)
     (directory / f"rank_{policy.rank}.msgpack").write_bytes(msgspec.msgpack.encode(result))
 
 
@@ -133,6 +137,11 @@ def _gradient_bytes(backend: Backend) -> int:
     models = backend._adam.models  # type: ignore[attr-defined]
     buffers = [buffer for model in models for buffer in (*model.buffers, *model.expert_parallel_buffers)]
     return sum(buffer.grad_data.untyped_storage().size() for buffer in buffers)
+
+
+def _held_bytes(backend: Backend) -> int:
+    tensors = backend._adam.tensors()  # type: ignore[attr-defined]
+    return _gradient_bytes(backend) + sum(tensor.untyped_storage().size() for tensor in tensors)
 
 
 def _refusal(backend: Backend, checkpoint: Path) -> str:

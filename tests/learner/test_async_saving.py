@@ -115,7 +115,7 @@ class Story:
     def update(self, sequences: object, step: int) -> Any:
         self.events.append(("trained", step))
 
-    def take(self, step: int) -> list[Any]:
+    def take(self, step: int, meanwhile: object = None, *, may_wait: bool = True) -> list[Any]:
         if step == self.asks_for_bytes_at:
             self.asks_for_bytes_at = 99
             raise NeedsLearner("bytes")

@@ -379,6 +379,7 @@ def test_a_reference_follows_by_the_formula(story: Story) -> None:
 def test_a_reference_holds_no_gradients(story: Story) -> None:
     _, _, results = story
     assert all(policy > 0 and reference == 0 for policy, reference in (result.gradient_bytes for result in results))
+    assert {result.away_bytes for result in results} == {0}
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(story: Story) -> None:

@@ -1,7 +1,8 @@
 """What both backends are made of: a module in shards with its optimizer, updated over packed micro-batches."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from broker.errors import ConfigError
 from learner.backends.base import Staged, TokenLoss
+from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
 from learner.backends.replayed_choice import disagreement
 from learner.batch import PackedBatch
@@ -23,7 +25,7 @@ from .layers import prepare_layers
 from .optimizer import open_optimizer
 from .policy import PackedModel
 from .row import placeholder
-from .sharding import clip_gradients, gathering, join_context, shard, sync_gradients
+from .sharding import clip_gradients, gathering, join_context, local, shard, sync_gradients
 from .streaming import allocate_shards, can_stream, fill_shards, meta_model
 from .training_state import StagedState, load_state
 
@@ -56,6 +58,7 @@ class ShardedModel:
         self._module = self._open(kind, model, seed, mesh, context, compute)
         self._parameters = [p for p in self._module.parameters() if p.requires_grad]
         self._max_grad_norm = optimizer.max_grad_norm
+        self._off_device = OffDevice()
         self._optimizer = open_optimizer(
             self._parameters, optimizer, on_cpu=device == "cpu", offload=compute.offload_optimizer
         )
@@ -94,6 +97,16 @@ class ShardedModel:
     def load(self, directory: Path) -> None:
         """Parameters and moments load into any number of ranks."""
         load_state(self._module.state, self._optimizer, directory)
+
+    def off_device(self) -> AbstractContextManager[None]:
+        """This rank's shards; moments that lie in host memory anyway stay."""
+        return self._off_device.away(self._held(), self._device)
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        for parameter in self._module.parameters():
+            yield local(parameter.detach())
+            for state in self._optimizer.state.get(parameter, {}).values():
+                yield local(state)
 
     def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
         """What else belongs into a checkpoint; nothing for a critic."""

@@ -8,6 +8,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from transformers import GenerationConfig
 from broker.errors import ConfigError
 from learner.backends.base import Backend, Staged, TokenLoss
 from learner.backends.hugging_face_files import write_tensors
+from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks
 from learner.backends.rng import load_rng, stage_rng
 from learner.batch import PackedBatch
@@ -75,6 +77,7 @@ class MegatronBackend:
         self._schedule = Schedule(self._adam.models, rotary_module(self._hugging_face), self._layout, self._device)
         self._state = TrainingState(chunks, all_places, self._adam)
         self._exporter = Exporter(chunks, all_places)
+        self._off_device = OffDevice()
         self._take_router_load = functools.partial(take_router_load, chunks)
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
@@ -127,6 +130,11 @@ class MegatronBackend:
         """Collective. Whatever layout wrote it; RNG states rank by rank."""
         self._state.load(directory)
         load_rng(directory, self.rank, self._device)
+
+    def off_device(self) -> AbstractContextManager[None]:
+        """This rank's parameters, masters and moments; gradients are given up, as before every step."""
+        self._adam.free_gradients()
+        return self._off_device.away(self._adam.tensors(), self._device)
 
     def _write_hugging_face(self, directory: Path, tensors: NamedTensors) -> None:
         write_tensors(tensors, directory)

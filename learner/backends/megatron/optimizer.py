@@ -68,9 +68,22 @@ class ShardedAdam:
                 for group in part.optimizer.param_groups:  # one kernel in the place of a dozen passes over the state
                     group["fused"], group["foreach"] = True, False
         self._on_device = overlap
+        self.free_gradients()
+
+    def free_gradients(self) -> None:
+        """Their buffers, until gradients are zeroed."""
         for model in self.models:
             with _silenced():
-                model.offload_grad_buffers(synchronize=overlap, empty_cache=overlap)
+                model.offload_grad_buffers(synchronize=self._on_device, empty_cache=self._on_device)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters, masters and moments: all that is there between two steps, some of it in several views."""
+        for model in self.models:
+            yield from model.parameters()
+        for part in self.parts():
+            for master in part.get_parameters():
+                yield master.detach()
+                yield from part.optimizer.state.get(master, {}).values()
 
     def zero_gradients(self) -> None:
         """Their buffers are there from now on: a model that only computes, as a reference does, never has any."""

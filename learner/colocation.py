@@ -1,0 +1,115 @@
+"""The learner and the engines on the same devices in turns: who has them, and how they change hands.
+
+    train ──► every model leaves the device ──► engines may generate, while the batch is waited for
+      ▲                                                                              │
+      └── every model is back ◄── all engines sleep, or have not been heard of ◄─────┘
+
+A learner that dies stops renewing the engines' phase, so they fall asleep, and its successor finds the devices free.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+from broker import BlockingBroker
+from broker.errors import BrokerError
+from broker.phases import Phases
+
+from .backends.base import Trained
+from .experience import Experience, Interrupted
+from .ranks import Ranks
+
+LENT_S = 30.0
+"""Engines may generate for so long after the learner was last heard of."""
+RENEW_S = LENT_S / 10
+POLL_S = 0.01
+LONGEST_WAIT_S = 300.0
+"""For engines to fall asleep: as long as one may take to start, or to answer."""
+AGAIN_S = 1.0
+"""Between questions to a server that does not answer, or refuses to."""
+
+log = logging.getLogger(__name__)
+
+
+class Colocation:
+    """Of one rank. The first one speaks to the broker (`experience`), for all."""
+
+    def __init__(
+        self, phases: Phases | None, models: Sequence[Trained], ranks: Ranks, experience: Experience | None
+    ) -> None:
+        """`models`: all that this rank has on its device. `phases`, `experience`: None on all ranks but the first."""
+        self._models = models
+        self._ranks = ranks
+        self._phases = phases
+        self._experience = experience
+        self._renewed_s = -math.inf
+
+    @contextmanager
+    def engines_work(self) -> Iterator[None]:
+        """The device is theirs within; no model may be used. Collective. What is raised within leaves it to them."""
+        with ExitStack() as away:
+            for model in self._models:
+                away.enter_context(model.off_device())
+            self._meet()
+            with suppress(Interrupted):
+                self.renew()
+            yield
+            with suppress(Interrupted):
+                self._wait_until_they_sleep()
+            self._meet()
+
+    def renew(self) -> None:
+        """To be called often within: otherwise engines fall asleep."""
+        if self._phases is None or self._experience is None or time.monotonic() - self._renewed_s < RENEW_S:
+            return
+        phases, owner = self._phases, self._experience.owner
+        self._experience.insist(lambda: phases.generate(owner, LENT_S))
+        self._renewed_s = time.monotonic()
+
+    def _wait_until_they_sleep(self) -> None:
+        if self._phases is None or self._experience is None:
+            return
+        self._renewed_s = -math.inf
+        phases, owner, deadline = self._phases, self._experience.owner, time.monotonic() + LONGEST_WAIT_S
+        while awake := self._experience.insist(lambda: phases.train(owner)):
+            if time.monotonic() > deadline:
+                log.warning(
+                    "%s did not leave the device within %.0f s: training beside it, which may take more memory than"
+                    " there is. Restart it.",
+                    ", ".join(awake),
+                    LONGEST_WAIT_S,
+                )
+                return
+            time.sleep(POLL_S)
+
+    def _meet(self) -> None:
+        """No rank goes on before all are here."""
+        self._ranks.any(False)
+
+
+def wait_for_device(url: str, run: str) -> None:
+    """Before a learner takes memory: until the engines of a learner before it have left theirs. Every rank waits."""
+    blocking = BlockingBroker(url, run)
+    deadline, has_said = time.monotonic() + LENT_S + LONGEST_WAIT_S, False
+    try:
+        while _are_engines_awake(blocking):
+            if not has_said:
+                log.info("waiting until engines leave the device")
+                has_said = True
+            if time.monotonic() > deadline:
+                log.warning("engines are still awake: taking the device all the same; stop the other learner, if any.")
+                return
+            time.sleep(POLL_S)
+    finally:
+        blocking.close()
+
+
+def _are_engines_awake(blocking: BlockingBroker) -> bool:
+    try:
+        return blocking.call(blocking.broker.phases.are_engines_awake())
+    except BrokerError as error:
+        log.warning("%s Waiting for it.", error)
+        time.sleep(AGAIN_S)
+        return True

@@ -1,0 +1,136 @@
+"""The learner's side of turns: who is on the device when, and whom the learner waits for."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from broker import BlockingBroker
+from broker.batches import CheckpointMark, Owner
+from broker.schema import RunRules
+from learner import colocation
+from learner.colocation import Colocation, wait_for_device
+from learner.ranks import Ranks
+
+LONG_S = 1000.0
+
+
+@pytest.fixture
+def blocking(url: str, run_name: str) -> Iterator[BlockingBroker]:
+    opened = BlockingBroker(url, run_name)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def owner(blocking: BlockingBroker) -> Owner:
+    rules = RunRules(max_lag=0, groups_per_step=1)
+    claim = blocking.broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=b"", resume=False)
+    return blocking.call(claim).owner
+
+
+class Model:
+    """Says where it is."""
+
+    is_here = True
+
+    @contextmanager
+    def off_device(self) -> Iterator[None]:
+        self.is_here = False
+        yield
+        self.is_here = True
+
+
+def of_one_rank(blocking: BlockingBroker, owner: Owner, *models: Any) -> Colocation:
+    """The experience is only who asks the broker."""
+    experience: Any = SimpleNamespace(owner=owner, insist=lambda verb: blocking.call(verb()))
+    return Colocation(blocking.broker.phases, models, Ranks(0, 1, 0, 1, True), experience)
+
+
+def may_generate(blocking: BlockingBroker, ttl_s: float = LONG_S, *, is_awake: bool = False) -> bool:
+    return blocking.call(blocking.broker.phases.may_generate("w", ttl_s, is_awake=is_awake))
+
+
+@contextmanager
+def soon(act: Callable[[], object]) -> Iterator[None]:
+    """It happens a little later, and within the block."""
+    timer = threading.Timer(0.3, act)
+    timer.start()
+    yield
+    assert not timer.is_alive()
+    timer.join()
+
+
+def test_engines_have_the_device_while_no_model_is_there(blocking: BlockingBroker, owner: Owner) -> None:
+    models, seen = [Model(), Model()], list[bool]()
+    turns = of_one_rank(blocking, owner, *models)
+    assert not may_generate(blocking)
+
+    def fall_asleep() -> None:
+        seen.extend([may_generate(blocking, is_awake=True), any(model.is_here for model in models)])
+        blocking.call(blocking.broker.phases.fell_asleep("w"))
+
+    for _ in range(2):
+        with soon(fall_asleep), turns.engines_work():
+            assert may_generate(blocking)
+            assert not any(model.is_here for model in models)
+        assert all(model.is_here for model in models)
+        assert not may_generate(blocking)
+    assert seen == [False, False] * 2
+
+
+def test_a_worker_that_died_is_waited_for_no_longer_than_it_counts(blocking: BlockingBroker, owner: Owner) -> None:
+    model = Model()
+    with of_one_rank(blocking, owner, model).engines_work():
+        assert may_generate(blocking, 0.3)
+    assert model.is_here
+
+
+def test_one_that_lives_and_hangs_is_not_waited_for_for_ever(
+    blocking: BlockingBroker, owner: Owner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(colocation, "LONGEST_WAIT_S", 0.2)
+    model = Model()
+    with of_one_rank(blocking, owner, model).engines_work():
+        assert may_generate(blocking)
+    assert model.is_here
+    assert "w did not leave the device" in caplog.text
+
+
+def test_a_phase_lasts_as_long_as_it_is_renewed(
+    blocking: BlockingBroker, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(colocation, "LENT_S", 0.5)
+    monkeypatch.setattr(colocation, "RENEW_S", 0.05)
+    turns = of_one_rank(blocking, owner)
+    with turns.engines_work():
+        for _ in range(20):
+            turns.renew()
+            time.sleep(0.05)
+        assert may_generate(blocking)
+        while may_generate(blocking, is_awake=True):
+            time.sleep(0.05)
+        blocking.call(blocking.broker.phases.fell_asleep("w"))
+
+
+def test_a_failure_leaves_the_device_to_engines(blocking: BlockingBroker, owner: Owner) -> None:
+    """There may be no memory to come back to."""
+    model = Model()
+    with pytest.raises(ZeroDivisionError), of_one_rank(blocking, owner, model).engines_work():
+        raise ZeroDivisionError
+    assert not model.is_here
+
+
+def test_a_learner_that_starts_waits_until_the_device_is_free(
+    blocking: BlockingBroker, owner: Owner, url: str, run_name: str
+) -> None:
+    wait_for_device(url, run_name)
+    blocking.call(blocking.broker.phases.generate(owner, 0.2))
+    assert may_generate(blocking)
+    with soon(lambda: blocking.call(blocking.broker.phases.fell_asleep("w"))):
+        wait_for_device(url, run_name)
+    assert not may_generate(blocking)
