@@ -45,7 +45,7 @@ from .supervisor import Supervisor
 WATCH_S = 1.0
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""
-_WORKERS_OWN = ("engine.", "weights.follow=", "weights.pull_bytes_per_s=")
+_WORKERS_OWN = ("engine.", "weights.follow=", "weights.archive=", "weights.pull_bytes_per_s=")
 """Overrides that a worker may choose for itself: what it runs on, and how it is connected."""
 
 
@@ -238,9 +238,9 @@ def _engine_threads(overrides: Sequence[str]) -> int:
     for override in overrides:
         if not override.startswith(_WORKERS_OWN):
             raise ConfigError(
-                f"A worker cannot take the override {override!r}: all but engine.*, weights.follow and"
-                " weights.pull_bytes_per_s comes from the run's configuration, so that learner and workers agree."
-                " Give it to `headway learner` instead."
+                f"A worker cannot take the override {override!r}: all but engine.*, weights.follow,"
+                " weights.archive and weights.pull_bytes_per_s comes from the run's configuration, so that learner and"
+                " workers agree. Give it to `headway learner` instead."
             )
     chosen = apply_overrides({"engine": {}, "weights": {}}, overrides, "override")["engine"]
     return int(chosen.get("threads", 1))

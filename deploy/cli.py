@@ -208,9 +208,9 @@ def learner(
 def workers(overrides: tuple[str, ...], url: str, run: str, count: int) -> int:
     """Run COUNT workers.
 
-    All but engine.*, weights.follow and weights.pull_bytes_per_s is taken from the run's own configuration, which the
-    broker holds. Workers may start before the learner, and leave and join while it trains. Ctrl-C hands their work back
-    and stops.
+    All but engine.*, weights.follow, weights.archive and weights.pull_bytes_per_s is taken from the run's own
+    configuration, which the broker holds. Workers may start before the learner, and leave and join while it trains.
+    Ctrl-C hands their work back and stops.
     """
     from .alone import run_workers
 

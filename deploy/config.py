@@ -11,6 +11,7 @@ from broker.address import without_secrets
 from broker.errors import ConfigError
 from learner.config import AlgorithmConfig, preset_defaults
 
+from .colocation import colocated_defaults
 from .config_checks import check_shape, check_values, explain
 from .config_files import apply_overrides, find_recipe, read_yaml, to_yaml
 from .recipe import Recipe
@@ -65,6 +66,7 @@ def _name_the_run(raw: dict[str, Any], stem: str) -> None:
 
 def _to_recipe(raw: dict[str, Any], source: str) -> Recipe:
     check_shape(raw, Recipe, source)
+    raw = _merge(colocated_defaults(raw), raw)
     raw = {**raw, "algorithm": _with_preset(raw.get("algorithm", {}), source)}
     check_shape(raw, Recipe, source)
     try:

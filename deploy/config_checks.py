@@ -13,7 +13,10 @@ from msgspec import Meta
 from broker.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.layout import check_ranks
+from rollout_workers.gpus import gpus_of, shares
+from weightsync.config import WeightsConfig
 
+from .colocation import impossible_turns
 from .recipe import Recipe
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
@@ -82,6 +85,10 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f" engine.max_model_len ({engine.max_model_len}); lower the one or raise the other."
         )
     yield from _impossible_transfers(recipe)
+    yield from _impossible_shares(recipe)
+    if recipe.run.is_colocated:
+        yield from impossible_turns(recipe)
+    yield from _useless_archives(recipe.weights)
     if 2 * recipe.workers.heartbeat_s > recipe.broker.lease_ttl_s:
         yield (
             f"workers.heartbeat_s ({recipe.workers.heartbeat_s:g}) must be at most half of broker.lease_ttl_s"
@@ -115,6 +122,26 @@ def _impossible_transfers(recipe: Recipe) -> Iterator[str]:
         yield (
             "weights.staging=device keeps versions on the GPUs of learner and engines, and one of them runs on a CPU."
             " Set weights.staging=host."
+        )
+    if weights.staging == "none" and weights.follow == "pull":
+        yield (
+            "weights.staging=none keeps no version beside the engine, and weights.follow=pull keeps one in host memory."
+            " Set weights.staging=host, or weights.follow=broadcast."
+        )
+
+
+def _impossible_shares(recipe: Recipe) -> Iterator[str]:
+    try:
+        shares(recipe.workers.devices, gpus_of(recipe.engine))
+    except ConfigError as error:
+        yield str(error)
+
+
+def _useless_archives(weights: WeightsConfig) -> Iterator[str]:
+    if weights.archive != "http" and not weights.delta_chain:
+        yield (
+            f"weights.archive={weights.archive} holds whole versions and the deltas that follow them, and"
+            " weights.delta_chain=0 makes none. Set weights.delta_chain to 1 or more, or weights.archive=http."
         )
 
 

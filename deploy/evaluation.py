@@ -1,4 +1,7 @@
-"""Pass rate on held-out prompts: the workers' engine and rewards, lent to the learner's process."""
+"""Pass rate on held-out prompts: the workers' engine and rewards, lent to the learner's process.
+
+Between evaluations the engine sleeps: the memory is the learner's.
+"""
 
 import asyncio
 import tempfile
@@ -37,11 +40,14 @@ class Evaluator:
         self._swaps = 0
         self._directory = tempfile.TemporaryDirectory(prefix="headway-eval-")
         self._runner = asyncio.Runner()
+        self._has_weights = not isinstance(model, ModelFiles)
         if isinstance(model, ModelFiles):
             model = write_model(model, Path(self._directory.name) / "model")
         self._decoding = load_decoding(model)
         config = msgspec.structs.replace(recipe.engine, kind="embedded", options={})
         self._engine = open_engine(config, model, seed=recipe.run.seed)
+        if not self._has_weights:
+            self._runner.run(self._engine.sleep())
         self._scorer = open_reward(recipe.rewards)
 
     def measure(
@@ -71,8 +77,9 @@ class Evaluator:
 
         if tensors is not None:
             self._swaps += 1
+            await self._engine.wake()
             await self._engine.swap_weights(WeightVersion(0, self._swaps), tensors)
-        return await evaluate(
+        result = await evaluate(
             self._engine,
             prompts,
             self._scorer,
@@ -81,6 +88,9 @@ class Evaluator:
             self._decoding.stop_token_ids,
             self._recipe.evaluation.pass_reward,
         )
+        if tensors is not None:  # the next ones bring their own
+            await self._engine.sleep()
+        return result
 
     async def _close(self) -> None:
         await self._engine.close()

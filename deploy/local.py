@@ -18,6 +18,7 @@ from rich.table import Table
 from broker.client import BlockingBroker
 from learner.rewind import Rewind
 
+from .colocation import worker_gpus
 from .kept_server import KeptServer
 from .live import watch
 from .processes import Command
@@ -107,7 +108,7 @@ class Local:
                     Path(private),
                     directory / "logs",
                     recipe.engine.threads,
-                    recipe.workers.devices,
+                    worker_gpus(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", "")),
                 ),
                 learner_command(recipe, directory, url, self.resume, self.rewind),
                 recipe.workers.max_restarts,
@@ -260,10 +261,10 @@ def worker_commands(
     private: Path,
     logs: Path,
     worker_threads: int,
-    devices: Sequence[int | str] = (),
+    devices: Sequence[str] = (),
 ) -> list[Command]:
-    """`count` workers, each in an empty directory of its own: they share nothing but the broker, and GPUs if `devices`
-    (see WorkersConfig) are fewer."""
+    """`count` workers, each in an empty directory of its own: they share nothing but the broker, and GPUs if `devices`,
+    of one worker after the other, are fewer."""
     commands = []
     for index in range(count):
         name = f"worker-{index}"
@@ -274,15 +275,15 @@ def worker_commands(
                 argv=(*PYTHON, "worker", "--name", name, *overrides),
                 log=logs / f"{name}.log",
                 cwd=private / name,
-                environment=connection(url, run) | threads(worker_threads) | visible_device(devices, index),
+                environment=connection(url, run) | threads(worker_threads) | visible(devices, index),
             )
         )
     return commands
 
 
-def visible_device(devices: Sequence[int | str], worker: int) -> dict[str, str]:
+def visible(devices: Sequence[str], worker: int) -> dict[str, str]:
     """Set before CUDA is looked at: a process that has seen all GPUs cannot be given one."""
-    return {"CUDA_VISIBLE_DEVICES": str(devices[worker % len(devices)])} if devices else {}
+    return {"CUDA_VISIBLE_DEVICES": devices[worker % len(devices)]} if devices else {}
 
 
 def connection(url: str, run: str) -> dict[str, str]:

@@ -38,6 +38,16 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Where memory is while the engines of a colocated run generate, in bytes."""
+
+    host: int
+    """The state of the largest rank, in host memory."""
+    device: int
+    """Published weights that every GPU keeps; the first one has as much again, for what is being sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What is known before the learner starts."""
 
@@ -49,6 +59,8 @@ class Report:
     changes: list[Change]
     """That save memory, best first."""
     device_bytes: int | None
+    turns: Turns | None = None
+    """None: learner and engines have devices of their own."""
 
     @property
     def fits(self) -> bool | None:
@@ -76,6 +88,15 @@ def report(recipe: Recipe, device_gb: float | None = None) -> Report:
         activations={how: _activations(recipe, planned, how) for how in ("none", "selective", "full")},
         changes=sorted(_changes(recipe, planned, ranks[0].total), key=lambda change: change.largest_bytes),
         device_bytes=None if device_gb is None else round(device_gb * GB),
+        turns=_turns(recipe, planned, ranks) if recipe.run.is_colocated else None,
+    )
+
+
+def _turns(recipe: Recipe, planned: Planned, ranks: list[Held]) -> Turns:
+    version = planned.compute_bytes * planned.shape.num_parameters
+    return Turns(
+        host=max(held.parameters + held.optimizer + held.other_models for held in ranks),
+        device=version if recipe.weights.staging == "device" else 0,
     )
 
 
@@ -122,13 +143,19 @@ def as_builtins(found: Report) -> dict[str, Any]:
         "changes": [asdict(change) for change in found.changes],
         "device_bytes": found.device_bytes,
         "fits": found.fits,
+        "turns": asdict(found.turns) if found.turns else None,
     }
 
 
 def page(found: Report) -> RenderableType:
     """Largest ranks first; those that hold the same in one line."""
     return Group(
-        Text(_headline(found)), _ranks_table(found.ranks), _activations_line(found), *_verdict(found), Text(NOTE)
+        Text(_headline(found)),
+        _ranks_table(found.ranks),
+        _activations_line(found),
+        *_turns_line(found),
+        *_verdict(found),
+        Text(NOTE),
     )
 
 
@@ -171,6 +198,17 @@ def _activations_line(found: Report) -> Text:
     now = found.planned.learner.compute.recompute
     parts = [f"{how} {_amount(number)}" for how, number in found.activations.items()]
     return Text(f"Activations by learner.compute.recompute: {', '.join(parts)}. The recipe's is {now}.")
+
+
+def _turns_line(found: Report) -> Iterator[Text]:
+    if found.turns is not None:
+        kept = (
+            f"published weights, {_amount(found.turns.device)}, the first GPU twice" if found.turns.device else "none"
+        )
+        yield Text(
+            f"While engines generate, {_amount(found.turns.host)} of the largest rank lie in host memory. What each GPU"
+            f" keeps of weights: {kept}; besides there are CUDA's contexts, and an engine's graphs while it sleeps."
+        )
 
 
 def _verdict(found: Report) -> Iterator[Text | Table]:

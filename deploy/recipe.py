@@ -4,7 +4,7 @@ A value that two rooms share is written once here and passed on by deploy. Nothi
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +35,17 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ]
     directory: Annotated[str, Meta(min_length=1, description="the run writes into directory/name")] = "runs"
     seed: Annotated[int, Meta(ge=0, description="of prompts, sampling and initial weights")] = 0
+    placement: Annotated[
+        Literal["separated", "colocated"],
+        Meta(
+            description="separated: learner and engines work at the same time; colocated: they have the same devices in"
+            " turns, each with nearly all of the memory"
+        ),
+    ] = "separated"
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.placement == "colocated"
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

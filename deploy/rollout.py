@@ -1,13 +1,14 @@
 """The worker role: one process, one engine. All it is given is a broker URL and a run name."""
 
 import asyncio
+import gc
 import importlib
 import logging
 import signal
 import tempfile
 import zlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -116,10 +117,11 @@ def _workers_part(stored: bytes) -> tuple[Any, ...]:
     recipe = recipe_from_bytes(stored)
     broker, parts = recipe.broker, (recipe.model, recipe.rewards, recipe.sampling, recipe.engine, recipe.workers)
     leases = broker.lease_ttl_s, broker.payload_ttl_s, broker.payload_shards, broker.replicas
-    return *parts, recipe.weights, recipe.algorithm.router_replay, recipe.run.seed, leases
+    return *parts, recipe.weights, recipe.algorithm.router_replay, recipe.run.seed, recipe.run.placement, leases
 
 
 async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drain: asyncio.Event) -> None:
+    from rollout_workers.colocation import staying_awake
     from rollout_workers.decoding import load_decoding
     from rollout_workers.engines import open_engine
     from rollout_workers.model_files import fetch_model
@@ -130,10 +132,21 @@ async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drai
     model = await _or_drained(fetch_model(broker, private), drain)
     if model is None:
         return
-    records_experts = recipe.algorithm.router_replay
-    # vLLM wants the loop's own thread.
-    engine = open_engine(recipe.engine, model, seed=_seed(recipe, worker), tells_experts=records_experts)
+    is_colocated, records_experts = recipe.run.is_colocated, recipe.algorithm.router_replay
+    if is_colocated and not await _or_drained(_may_open(broker, recipe, worker), drain):
+        return
+    with staying_awake(broker.url, broker.run, worker) if is_colocated else nullcontext():
+        # vLLM wants the loop's own thread.
+        engine = open_engine(
+            recipe.engine,
+            model,
+            seed=_seed(recipe, worker),
+            tells_experts=records_experts,
+            sleeps=is_colocated,
+        )
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)
+    gc.collect()
+    gc.freeze()  # what an engine's packages leave for good is millions of objects, to be looked at ten times a second
     rollout = Worker(
         broker=broker,
         engine=engine,
@@ -147,12 +160,27 @@ async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drai
         worker=worker,
         engine_kind=recipe.engine.kind,
         records_experts=records_experts,
+        is_colocated=is_colocated,
     )
     watch = asyncio.create_task(_drain_when_asked(rollout, drain))
     try:
         log.info("worker %s: %s", worker, await rollout.run())
     finally:
         watch.cancel()
+
+
+async def _may_open(broker: Broker, recipe: Recipe, worker: str) -> bool:
+    """As soon as the learner leaves the device to engines; False where the run is over."""
+    from rollout_workers.colocation import until_engine_may_open
+    from rollout_workers.outages import Outages
+    from rollout_workers.run_end import RunEnd
+
+    run_end = RunEnd(recipe.workers.patience_s)
+
+    async def is_over() -> bool:
+        return run_end.is_over(await broker.status.state())
+
+    return await until_engine_may_open(broker.phases, worker, Outages(broker.url), is_over)
 
 
 async def _drain_when_asked(worker: "Worker", drain: asyncio.Event) -> None:

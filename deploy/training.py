@@ -13,9 +13,11 @@ import torch
 
 from broker import BlockingBroker
 from broker.batches import CheckpointMark, Claim, Contains
+from broker.phases import Phases
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, WeightVersion
 from learner.backends.base import Backend
 from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.colocation import Colocation, wait_for_device
 from learner.composition import needs_critic, needs_reference
 from learner.cost import DEFAULT_COST, CostModel
 from learner.experience import Experience
@@ -74,13 +76,15 @@ class Parts:
 
 def run_learner(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = None) -> None:
     """Train the recipe's run on the server at `url`, to its end or until asked to stop. Every rank calls it."""
+    if recipe.run.is_colocated:
+        wait_for_device(url, recipe.run.name)
     parts = _build(recipe, resume, rewind)
     with ExitStack() as stack:
-        experience, start = None, Start(WeightVersion(0, 0), 0)
+        experience, phases, start = None, None, Start(WeightVersion(0, 0), 0)
         if parts.ranks.is_first:
-            experience, start = stack.enter_context(_connected(parts, url, resume))
+            experience, phases, start = stack.enter_context(_connected(parts, url, resume))
         start = msgspec.msgpack.decode(parts.ranks.share_bytes(msgspec.msgpack.encode(start)), type=Start)
-        learner = _learner(parts, experience, start, stack)
+        learner = _learner(parts, experience, phases, start, stack)
         if experience is not None:
             experience.set_state("training")
         is_finished = learner.run()
@@ -135,7 +139,7 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experience, Start]]:
+def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experience, Phases, Start]]:
     """Rank 0's hold on the run: claimed, with the model's files in the broker for workers to start from."""
     recipe = parts.recipe
     with ExitStack() as stack:
@@ -159,7 +163,7 @@ def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experienc
         )
         if replayed:
             experience.replay(replayed)
-        yield experience, start
+        yield experience, blocking.broker.phases, start
 
 
 def _open_log(parts: Parts, resume: bool) -> ExperienceLog:
@@ -209,7 +213,9 @@ def _claim(
     return claim, start, range(mark.step, replayable_to) if is_replayed else range(0)
 
 
-def _learner(parts: Parts, experience: Experience | None, start: Start, stack: ExitStack) -> Learner:
+def _learner(
+    parts: Parts, experience: Experience | None, phases: Phases | None, start: Start, stack: ExitStack
+) -> Learner:
     recipe = parts.recipe
     writer = evaluator = None
     if experience is not None:
@@ -240,6 +246,7 @@ def _learner(parts: Parts, experience: Experience | None, start: Start, stack: E
         ),
         should_stop=parts.should_stop,
         version=start.version,
+        colocation=Colocation(phases, updater.models, parts.ranks, experience) if recipe.run.is_colocated else None,
     )
 
 

@@ -109,8 +109,8 @@ def test_help_names_every_command_but_the_internal_one(tmp_path: Path) -> None:
         (["broker", "--url", NOWHERE], f"No answer from the broker at {NOWHERE} "),
         (
             ["workers", "staleness.max_lag=3", "--broker", NOWHERE, "--run", "x"],
-            "A worker cannot take the override 'staleness.max_lag=3': all but engine.*, weights.follow and"
-            " weights.pull_bytes_per_s comes from the run's configuration",
+            "A worker cannot take the override 'staleness.max_lag=3': all but engine.*, weights.follow,"
+            " weights.archive and weights.pull_bytes_per_s comes from the run's configuration",
         ),
         (
             ["workers", "weights.follower=pull", "--broker", NOWHERE, "--run", "x"],
@@ -132,10 +132,16 @@ def test_errors_are_one_paragraph_and_exit_1(arguments: list[str], message: str,
 
 
 def test_a_worker_chooses_its_engine_and_how_it_is_connected() -> None:
-    own = ["weights.follow=pull", "weights.pull_bytes_per_s=100000", "engine.threads=3"]
+    own = [
+        "weights.follow=pull",
+        "weights.archive=file:///mnt",
+        "weights.pull_bytes_per_s=100000",
+        "engine.threads=3",
+    ]
     assert _engine_threads(own) == 3
     recipe = with_overrides(load_recipe("arithmetic.yaml"), own)
     assert (recipe.weights.follow, recipe.weights.pull_bytes_per_s) == ("pull", 100_000)
+    assert recipe.weights.archive == "file:///mnt"
 
 
 def test_an_existing_run_is_refused(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
             "rewards=[]",
             "mine.yaml: rewards is []; expected a list, not empty (reward functions; their weighted sum",
         ),
-        ("run=x", "mine.yaml: run is 'x'; expected a section with name, directory, seed."),
+        ("run=x", "mine.yaml: run is 'x'; expected a section with name, directory, seed, placement."),
         ("algorithm=3", "mine.yaml: algorithm is 3; expected a section of keys."),
         (
             "algorithm.preset=gr",
@@ -184,14 +184,29 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
             " learner.device=cuda.",
         ),
         (
+            ["weights.archive=broker", "weights.delta_chain=0"],
+            "weights.archive=broker holds whole versions and the deltas that follow them, and weights.delta_chain=0"
+            " makes none. Set weights.delta_chain to 1 or more, or weights.archive=http.",
+        ),
+        (
             ["weights.staging=device"],
             "weights.staging=device keeps versions on GPUs, and weights.transport=gloo sends host memory. Set"
             " weights.staging=host, or weights.transport=nccl (ipc, where learner and engines share a GPU).",
         ),
         (
+            ["weights.staging=none", "weights.follow=pull"],
+            "weights.staging=none keeps no version beside the engine, and weights.follow=pull keeps one in host memory."
+            " Set weights.staging=host, or weights.follow=broadcast.",
+        ),
+        (
             ["weights.staging=device", "weights.transport=ipc", "learner.device=cuda"],
             "weights.staging=device keeps versions on the GPUs of learner and engines, and one of them runs on a CPU."
             " Set weights.staging=host.",
+        ),
+        (
+            ["workers.devices=[1,2,3]", "engine.kind=vllm", "engine.options.tensor_parallel_size=2"],
+            "workers.devices names 3 GPUs, and each worker's engine takes 2 (engine.options.tensor_parallel_size *"
+            " engine.options.pipeline_parallel_size): name a multiple of 2; consecutive ones go to one worker.",
         ),
         (
             ["workers.heartbeat_s=20"],
@@ -234,6 +249,31 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
             ["learner.compute.offload_optimizer=true", "learner.backend=megatron"],
             "learner.compute.offload_optimizer=true needs learner.backend=fsdp: megatron shards the optimizer's state"
             " over replicas and context ranks; raise learner.processes.",
+        ),
+        (
+            ["run.placement=colocated", "learner.device=cuda", "engine.kind=vllm", "weights.transport=nccl"],
+            "run.placement=colocated has learner and engines on the same GPUs, where weights.transport=nccl has no"
+            " place for two ranks. Set weights.transport=ipc.",
+        ),
+        (
+            ["run.placement=colocated", "learner.device=cuda", "engine.kind=vllm", "workers.count=2"],
+            "run.placement=colocated puts one engine on each of the learner's GPUs, and workers.count=2 engines of 1"
+            " need more than learner.processes=1. Set workers.count=1.",
+        ),
+        (
+            ["run.placement=colocated", "learner.device=cuda"],
+            "run.placement=colocated has learner and engines on the same devices, but learner.device is cuda and"
+            " engine.device is cpu. Set run.placement=separated, or both to the same.",
+        ),
+        (
+            ["run.placement=colocated", "weights.staging=none"],
+            "weights.staging=none receives into the weights that an engine holds, and with run.placement=colocated it"
+            " holds none while the learner trains and publishes. Set weights.staging=host.",
+        ),
+        (
+            ["run.placement=colocated", "engine.options.enable_sleep_mode=false"],
+            "run.placement=colocated needs engines that sleep, and engine.options.enable_sleep_mode is false. Leave it"
+            " out, or set run.placement=separated.",
         ),
         (
             ["algorithm.preset=ppo", "learner.backend=megatron"],

@@ -36,7 +36,7 @@ def test_hints_name_the_runs_own_recipe(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_workers_share_the_gpus_that_they_are_given(tmp_path: Path) -> None:
-    commands = worker_commands("redis://h", "r", 3, (), tmp_path, tmp_path, 1, devices=[1, "2,3"])
+    commands = worker_commands("redis://h", "r", 3, (), tmp_path, tmp_path, 1, devices=["1", "2,3"])
     assert [command.environment["CUDA_VISIBLE_DEVICES"] for command in commands] == ["1", "2,3", "1"]
     (free,) = worker_commands("redis://h", "r", 1, (), tmp_path / "worker-0", tmp_path, 1)
     assert "CUDA_VISIBLE_DEVICES" not in free.environment

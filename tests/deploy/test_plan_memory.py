@@ -102,3 +102,14 @@ def test_help_imports_next_to_nothing(tmp_path: Path) -> None:
     answer = run_main(script, "plan-memory", "--help", cwd=tmp_path)
     assert "--device-memory" in answer.stdout
     assert answer.stdout.endswith("[]\n")
+
+
+def test_what_a_colocated_run_keeps_where(recipe: Path) -> None:
+    settings = ("learner.device=cuda", "engine.kind=vllm")
+    turns = ("run.placement=colocated", *settings)
+    found = as_builtins(report(load_recipe(recipe, [*turns, "weights.staging=device"])))
+    state = max(rank["parameters"] + rank["optimizer"] for rank in found["ranks"])
+    assert found["turns"] == {"host": state, "device": 2 * found["parameters"]}
+    assert "lie in host memory" in shown(recipe, None, *turns)
+    assert as_builtins(report(load_recipe(recipe, turns)))["turns"]["device"] == 0
+    assert as_builtins(report(load_recipe(recipe, settings)))["turns"] is None

@@ -44,11 +44,8 @@ class SlowEngine:
                 finish_reason="length" if position + 1 == start + request.max_new_tokens else None,
             )
 
-    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False) -> None:
+    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors, **how: object) -> None:
         assert version == VERSION
-
-    async def held(self) -> None:
-        raise AssertionError("nobody probes here")
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         raise AssertionError("nobody probes here")
@@ -62,6 +59,7 @@ class OneVersion:
 
     epoch = 0
     joins_groups = True
+    is_arriving = False
     last_error = ""
 
     async def wait_for_version(self, current: WeightVersion | None) -> Delivery:

@@ -21,7 +21,7 @@ from .watching import watching
 
 pytestmark = pytest.mark.slow
 
-RUN, STEPS = "four", 40
+RUN, STEPS = "four", 150
 
 
 def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None:

@@ -1,0 +1,90 @@
+"""What `run.placement=colocated` means for the rest of a recipe: learner and engines on the same devices in turns.
+
+Worker i has the GPUs of the learner's ranks from i * tensor_parallel_size on, so that one engine is on each of them.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from broker.errors import ConfigError
+from rollout_workers.config import EngineConfig
+from rollout_workers.gpus import gpus_of, shares
+
+from .recipe import Recipe
+
+
+def colocated_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that a colocated recipe need not name; {} for any other, or one that is malformed."""
+    if _section(raw, "run").get("placement") != "colocated":
+        return {}
+    learner, engine = _section(raw, "learner"), _section(raw, "engine")
+    weights: dict[str, Any] = {"swaps_at_once": 1.0}
+    workers: dict[str, Any] = {}
+    if learner.get("device") == "cuda":
+        weights |= {"transport": "ipc", "staging": "host"}  # on GPUs there would have to be room for two versions more
+        processes = learner.get("processes", 1)
+        if isinstance(processes, int):
+            workers["count"] = max(1, processes // _gpus_each(engine))
+    return {"weights": weights, "workers": workers}
+
+
+def impossible_turns(recipe: Recipe) -> Iterator[str]:
+    """What contradicts taking turns on the same devices."""
+    learner, engine, workers = recipe.learner, recipe.engine, recipe.workers
+    if engine.kind == "embedded" and (engine.device == "cpu") != (learner.device == "cpu"):
+        yield (
+            f"run.placement=colocated has learner and engines on the same devices, but learner.device is"
+            f" {learner.device} and engine.device is {engine.device}. Set run.placement=separated, or both to the same."
+        )
+    if engine.options.get("enable_sleep_mode") is False:
+        yield (
+            "run.placement=colocated needs engines that sleep, and engine.options.enable_sleep_mode is false. Leave it"
+            " out, or set run.placement=separated."
+        )
+    if recipe.weights.staging == "none":
+        yield (
+            "weights.staging=none receives into the weights that an engine holds, and with run.placement=colocated it"
+            " holds none while the learner trains and publishes. Set weights.staging=host."
+        )
+    if learner.device == "cpu":
+        return
+    if recipe.weights.transport in ("nccl", "ucc"):
+        yield (
+            f"run.placement=colocated has learner and engines on the same GPUs, where weights.transport="
+            f"{recipe.weights.transport} has no place for two ranks. Set weights.transport=ipc."
+        )
+    each = gpus_of(engine)
+    if workers.count * each > learner.processes:
+        yield (
+            f"run.placement=colocated puts one engine on each of the learner's GPUs, and workers.count={workers.count}"
+            f" engines of {each} need more than learner.processes={learner.processes}. Set workers.count="
+            f"{max(1, learner.processes // each)}."
+        )
+
+
+def worker_gpus(recipe: Recipe, visible: str) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of one worker after the other, of those that `visible` names; all if it is empty.
+
+    Versions that are kept on GPUs lie on the learner's first one, from where each worker copies them: it sees that too.
+    """
+    each, learner = gpus_of(recipe.engine), recipe.learner
+    if not recipe.run.is_colocated or learner.device == "cpu":
+        return shares(recipe.workers.devices, each)
+    ranks = visible.split(",") if visible else [str(rank) for rank in range(learner.processes)]
+    own = shares(recipe.workers.devices or ranks[: recipe.workers.count * each], each)
+    first = ranks[0] if recipe.weights.staging == "device" else ""
+    return [gpus if first in ("", *gpus.split(",")) else f"{gpus},{first}" for gpus in own]
+
+
+def _gpus_each(engine: Mapping[str, Any]) -> int:
+    """Of an engine as it is written; what is wrong with it is said later."""
+    options = engine.get("options")
+    try:
+        return gpus_of(EngineConfig(kind=engine.get("kind", ""), options=options if isinstance(options, dict) else {}))
+    except ConfigError:
+        return 1
+
+
+def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = raw.get(name, {})
+    return section if isinstance(section, Mapping) else {}

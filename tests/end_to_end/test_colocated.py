@@ -1,0 +1,146 @@
+"""Learner and engines in turns: never both on the device, whoever is killed or stopped, and the run reaches its end."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.processes import children_left
+
+from . import witness
+from .recipes import write_recipe
+from .records import check_trained, lines, summary
+from .terminals import DEADLINE_S, Terminal, Terminals
+from .test_run import learner_below
+from .witness import FILE, Event, events
+
+pytestmark = pytest.mark.slow
+
+RANKS = 2
+
+
+class Run:
+    """One colocated run with a witness."""
+
+    def __init__(self, terminals: Terminals, *, max_lag: int, steps: int, tokens: int = 16, ranks: int = 1) -> None:
+        self.home = terminals.directory("run")
+        self.directory = self.home / "runs" / "tiny"
+        shutil.copy(witness.__file__, self.home / "my_witness.py")
+        self._terminals = terminals
+        self._max_lag, self._steps = max_lag, steps
+        self._recipe = write_recipe(
+            self.home,
+            run={"placement": "colocated"},
+            staleness={"max_lag": max_lag},
+            learner={"steps": steps, "processes": ranks, "backend": "my_witness:Backend"},
+            engine={"kind": "my_witness:Engine", "max_model_len": 128},
+            sampling={"max_new_tokens": tokens},
+            checkpoint={"every_steps": 3},
+        )
+        self._witnessed = self.home / "none"
+
+    def start(self, *arguments: str) -> Terminal:
+        self._witnessed = self.home / f"events{len(list(self.home.glob('events*')))}"
+        self._witnessed.touch()
+        return self._terminals.open("run", "run", self._recipe, *arguments, **{FILE: str(self._witnessed)})
+
+    def events(self) -> list[Event]:
+        return events(self._witnessed)
+
+    def until(self, is_it: Callable[[Event], bool], after: int = 0) -> Event:
+        """The first event of which it is so, when so many are there already."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            for event in self.events()[after:]:
+                if is_it(event):
+                    return event
+            self._terminals.check()
+            assert time.monotonic() < deadline, self.events()[-20:]
+            time.sleep(0.002)
+
+    def check(self) -> None:
+        """Trained as it should be, and nobody was on the device with anybody else."""
+        check_trained(self.directory, steps=self._steps, trajectories_per_step=16, max_lag=self._max_lag)
+        for path in self.home.glob("events*"):
+            check_turns(events(path))
+
+
+def check_turns(found: list[Event]) -> None:
+    """Engines are there, and sample, only while every rank of the learner has left."""
+    there, asleep = set[int](), set[int]()
+    for event in found:
+        match event.what:
+            case "began" | "back":
+                there.add(event.pid)
+            case "leaves":
+                there.discard(event.pid)
+            case "asleep":
+                asleep.add(event.pid)
+            case "awake":
+                assert not there, event
+                asleep.discard(event.pid)
+            case _:
+                assert not there, event
+                assert event.pid not in asleep, event
+    assert {event.what for event in found} >= {"began", "leaves", "back", "opened", "awake", "sampled", "asleep"}
+
+
+def test_on_policy_over_two_ranks(terminals: Terminals) -> None:
+    run = Run(terminals, max_lag=0, steps=4, ranks=RANKS)
+    run.start().succeeds()
+    run.check()
+    back = [event for event in run.events() if event.what == "back"]
+    assert len(back) == RANKS * 4
+    for step in lines(run.directory / "metrics.jsonl"):
+        assert step["algorithm"]["ratio_max_deviation"] <= 1e-4
+        assert step["mixed_version_trajectories"] == 0
+
+
+def test_what_runs_when_a_batch_is_there_is_set_aside_and_gone_on_with(terminals: Terminals) -> None:
+    run = Run(terminals, max_lag=2, steps=6, tokens=60)
+    run.start().succeeds()
+    run.check()
+    assert summary(run.directory)["resumed_tokens"] > 0
+    assert summary(run.directory)["mixed_version_trajectories"] > 0
+
+
+def test_workers_that_are_killed_asleep_and_at_work_hold_nobody_up(terminals: Terminals) -> None:
+    run = Run(terminals, max_lag=0, steps=8)
+    headway = run.start()
+    sleeper = run.until(lambda event: event.what == "asleep")
+    os.kill(sleeper.pid, signal.SIGKILL)
+    count = len(run.events())
+    at_work = run.until(lambda event: event.what == "sampled" and event.pid != sleeper.pid, after=count)
+    os.kill(at_work.pid, signal.SIGKILL)
+    headway.succeeds()
+    run.check()
+    assert summary(run.directory)["worker_restarts"] == 2
+
+
+def test_a_learner_that_is_killed_while_it_trains_is_resumed(terminals: Terminals) -> None:
+    run = Run(terminals, max_lag=0, steps=7)
+    headway = run.start()
+    run.until(lambda event: sum(other.what == "back" for other in run.events()) == 5)
+    os.kill(learner_below(headway), signal.SIGKILL)
+    assert headway.wait() == 1
+    assert children_left() == []
+    run.start("--resume").succeeds()
+    run.check()
+    assert {line["incarnation"] for line in lines(run.directory / "trained.jsonl")} == {1, 2}
+
+
+@pytest.mark.parametrize("phase", ["sampled", "back"])
+def test_ctrl_c_in_each_phase_ends_in_order(terminals: Terminals, phase: str) -> None:
+    run = Run(terminals, max_lag=0, steps=100)
+    headway = run.start()
+    run.until(lambda event: event.what == "awake")
+    run.until(lambda event: event.what == phase, after=len(run.events()))
+    headway.send(signal.SIGINT)
+    assert headway.wait() == 128 + signal.SIGINT, headway.tail()
+    assert children_left() == []
+    check_turns(run.events())
+    steps = summary(run.directory)["steps"]
+    assert (run.directory / "checkpoints" / "1" / f"step_{steps}" / "learner.json").exists()
