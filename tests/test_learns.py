@@ -19,7 +19,14 @@ RECIPE = "smollm2-reasoning-gym.yaml"
 
 
 def study(output: Path, **changes: Any) -> Study:
-    given = {"recipe": RECIPE, "model": Path("/models/m"), "overrides": (), "control_steps": 3, "timeout_s": 60.0}
+    given = {
+        "recipe": RECIPE,
+        "model": Path("/models/m"),
+        "overrides": (),
+        "control_steps": 3,
+        "timeout_s": 60.0,
+        "learner_gpus": 1,
+    }
     return Study(output=output, **{**given, "gpus": 1, **changes})
 
 
@@ -51,6 +58,16 @@ def test_workers_go_where_the_learner_is_not(tmp_path: Path, gpus: int, devices:
     assert (recipe.workers.devices, recipe.engine.kind) == (devices, engine)
     assert recipe.learner.device == recipe.engine.device == ("cuda" if gpus else "cpu")
     assert recipe.workers.count == max(1, len(devices))
+
+
+def test_a_learner_of_two_gpus_leaves_the_others_to_workers(tmp_path: Path) -> None:
+    on_gpus = ("learner.device=cuda", "engine.kind=vllm", "engine.device=cuda", "weights.transport=nccl")
+    changes = {"recipe": "arithmetic-megatron.yaml", "model": None, "gpus": 4, "learner_gpus": 2, "overrides": on_gpus}
+    warm_up, run = (recipe_of(part, tmp_path, **changes) for part in (SFT, "grpo"))
+    assert warm_up.model.random is not None
+    assert (run.model.path, run.sft.phases) == (str(tmp_path / SFT), ())
+    assert (run.learner.processes, run.learner.layout.expert) == (2, 2)
+    assert (run.workers.devices, run.workers.count) == ((2, 3), 2)
 
 
 def write_run(directory: Path, *, before: float, after: float, clip_fraction: float, max_lag: int = 2) -> None:

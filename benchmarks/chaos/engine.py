@@ -10,7 +10,8 @@ import torch
 
 from broker.schema import TrajectoryId, WeightVersion
 from rollout_workers.config import EngineConfig
-from rollout_workers.engines.base import Chunk, GenerationRequest, HeldTensor, NamedTensors
+from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors
+from rollout_workers.engines.held import Held
 from weightsync.fingerprint import fingerprint
 
 from .backend import token_logprobs
@@ -42,7 +43,7 @@ class SlowEngine:
         self.capacity = config.max_concurrent
         self.max_model_len = config.max_model_len
         self._version: WeightVersion | None = None
-        self._name, self._weights = "", torch.zeros(1)
+        self._weights = torch.zeros(1)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """From wherever the request's tokens end."""
@@ -64,14 +65,15 @@ class SlowEngine:
                 finish_reason="stop" if position == length else None,
             )
 
-    async def swap_weights(self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False) -> None:
+    async def swap_weights(
+        self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False, check: Check | None = None
+    ) -> None:
         """From the next token on."""
-        ((self._name, weights),) = tensors
-        self._version, self._weights = version, weights.clone()
-
-    async def held(self) -> dict[str, HeldTensor]:
-        """Its one tensor."""
-        return {self._name: HeldTensor(fingerprint(self._weights), self._weights.numel())}
+        ((name, weights),) = tensors
+        self._weights = weights.clone()
+        if check is not None:
+            check(Held.of({name: (fingerprint(self._weights), self._weights.numel())}))
+        self._version = version
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """As the learner's double computes it."""

@@ -1,4 +1,5 @@
 """python -m benchmarks.learns --model DIR --output DIR [--parts sft,grpo,gspo,control] [--gpus 1] [key=value ...]
+   python -m benchmarks.learns --recipe arithmetic-megatron.yaml --output DIR --gpus 4 --learner-gpus 2 [key=value ...]
 
 A model that never solves two reasoning-gym tasks learns from worked examples how, then by asynchronous GRPO and GSPO,
 while a control with learning rate 0 stays where it was. `key=value` are overrides of the recipe, for all parts. A part
@@ -26,9 +27,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C does: the part that is running ends too
     study = Study(
         recipe=options.recipe,
-        model=options.model.absolute(),
+        model=options.model and options.model.absolute(),
         output=options.output.absolute(),
         gpus=options.gpus,
+        learner_gpus=options.learner_gpus,
         overrides=options.overrides,
         control_steps=options.control_steps,
         timeout_s=options.timeout_s,
@@ -60,10 +62,11 @@ def _parse() -> argparse.Namespace:
         prog="python -m benchmarks.learns", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, such as learner.steps=40")
-    parser.add_argument("--model", type=Path, required=True, help="see benchmarks.learns.model")
+    parser.add_argument("--model", type=Path, help="see benchmarks.learns.model; default: the recipe's")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--parts", type=_parts, default=PARTS, metavar="PART,...", help=f"default: {','.join(PARTS)}")
     parser.add_argument("--gpus", type=int, default=1, help="0: CPUs; 1: shared; more: workers on all but the first")
+    parser.add_argument("--learner-gpus", type=int, default=1, help="where workers have others")
     parser.add_argument("--recipe", default=RECIPE)
     parser.add_argument("--control-steps", type=int, default=15)
     parser.add_argument("--timeout-s", type=float, default=540.0, help="of one part")

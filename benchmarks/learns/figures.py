@@ -28,6 +28,7 @@ def of_sft(directory: Path) -> dict[str, Any]:
 def of_run(directory: Path) -> dict[str, Any]:
     """Of a finished run. Pass rates are of held-out prompts; seconds with everything's start and end."""
     summary, steps = read_summary(directory), lineage(read_lines(directory / METRICS, StepMetrics))
+    steady = steps[1:] or steps  # the first waits until engines have started
     before, after = summary["eval_before"], summary["eval_after"]
     return {
         "pass_rate_before": before,
@@ -38,8 +39,8 @@ def of_run(directory: Path) -> dict[str, Any]:
         "seconds": seconds_of(directory),
         "training_seconds": round(sum(step.step_s for step in steps), 1),
         "steps": len(steps),
-        "samples_per_s": round(sum(step.trajectories for step in steps) / sum(step.step_s for step in steps), 1),
-        "step_seconds": {phase: _mean(steps, f"{phase}_s") for phase in ("take", "train", "publish", "step")},
+        "samples_per_s": round(sum(step.trajectories for step in steady) / sum(step.step_s for step in steady), 1),
+        "step_seconds": {phase: _mean(steady, f"{phase}_s") for phase in ("take", "train", "publish", "step")},
         "response_tokens": [round(step.response_tokens_mean, 1) for step in (steps[0], steps[-1])],
         "max_lag": summary["max_lag_seen"],
         "max_lag_allowed": summary["max_lag_allowed"],

@@ -25,10 +25,12 @@ class Study:
     """One output directory, and what all its parts share."""
 
     recipe: str
-    model: Path
+    model: Path | None
+    """None: the recipe's own."""
     output: Path
     gpus: int
     """0: on CPUs; 1: learner and worker share it; more: a worker on each but the learner's."""
+    learner_gpus: int
     overrides: Sequence[str]
     """The user's, over the recipe and over where the GPUs put things."""
     control_steps: int
@@ -38,18 +40,7 @@ class Study:
         """Run the part, unless it has ended. Raises CalledProcessError or TimeoutExpired, its output on stderr."""
         if (self.directory(part) / SECONDS).exists() or (part == SFT and is_complete(self.directory(part))):
             return
-        started = time.monotonic()
-        command = (sys.executable, "-m", "deploy", *self._arguments(part))
-        # Not our standard output: that has one JSON object.
-        with subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
-            try:
-                code = process.wait(self.timeout_s)
-            except BaseException:
-                process.terminate()  # it stops its own children in order
-                raise
-        if code:
-            raise subprocess.CalledProcessError(code, command)
-        (self.directory(part) / SECONDS).write_text(json.dumps(round(time.monotonic() - started, 1)))
+        finish(self._arguments(part), self.directory(part), self.timeout_s)
 
     def directory(self, part: str) -> Path:
         """Where the part's results lie."""
@@ -57,7 +48,8 @@ class Study:
 
     def _arguments(self, part: str) -> list[str]:
         if part == SFT:
-            arguments = ["sft", self.recipe, "--output", str(self.directory(SFT)), f"model.path={self.model}"]
+            model = () if self.model is None else (f"model.path={self.model}",)
+            arguments = ["sft", self.recipe, "--output", str(self.directory(SFT)), *model]
         else:
             arguments = ["run", self.recipe, "--overwrite", f"model.path={self.directory(SFT)}"]
             arguments += [f"algorithm.preset={'grpo' if part == CONTROL else part}"]
@@ -65,7 +57,7 @@ class Study:
             *arguments,
             f"run.directory={self.output}",
             f"run.name={part}",
-            *placement(self.gpus),
+            *placement(self.gpus, self.learner_gpus),
             *self.overrides,
             *self._of(part),
         ]
@@ -78,11 +70,35 @@ class Study:
         return ["sft.phases=[]", *control]
 
 
-def placement(gpus: int) -> tuple[str, ...]:
+def finish(arguments: Sequence[str], directory: Path, timeout_s: float) -> None:
+    """Run `headway` with these arguments, which leaves its results in `directory`, and note there how long it took.
+
+    Raises CalledProcessError or TimeoutExpired, its output on stderr.
+    """
+    started = time.monotonic()
+    command = (sys.executable, "-m", "deploy", *arguments)
+    # Not our standard output: that has one JSON object.
+    with subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+        try:
+            code = process.wait(timeout_s)
+        except BaseException:
+            process.terminate()  # it stops its own children in order
+            raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)
+    (directory / SECONDS).write_text(json.dumps(round(time.monotonic() - started, 1)))
+
+
+def placement(gpus: int, learner_gpus: int) -> tuple[str, ...]:
     """Overrides that put learner and workers where there is room."""
     if gpus == 0:
         return CPU
     if gpus == 1:
         return ("workers.count=1",)
-    others = ",".join(str(gpu) for gpu in range(1, gpus))
-    return (f"workers.count={gpus - 1}", f"workers.devices=[{others}]", "engine.options.gpu_memory_utilization=0.8")
+    others = range(learner_gpus, gpus)
+    return (
+        f"learner.processes={learner_gpus}",
+        f"workers.count={len(others)}",
+        f"workers.devices={[*others]}",
+        "engine.options.gpu_memory_utilization=0.8",
+    )

@@ -80,8 +80,10 @@ def seconds(line: dict[str, Any]) -> dict[str, float]:
         return {}
     began = line["began"]
     return {
-        "staged": line["staged"] - began,
         "received": line["received"] - began,
+        "swap_began": line["swap"][0] - began,
+        "swapped": line["swap"][1] - began,
+        "last_old_token": line["last_old_token"] - began,
         "first_new_token": line["first_new_token"] - began,
         "verified": line["verified"] - began,
         "announced": line["announced"] - began,
@@ -142,6 +144,7 @@ def main() -> None:
         engine=arguments.engine,
         requests=arguments.requests,
         new_tokens=arguments.new_tokens,
+        kv_policy=arguments.kv_policy,
         options=options,
     )
     found: dict[str, Any] = {"shape": arguments.shape, "layers": shape.layers, "transport": order.transport}
@@ -149,6 +152,7 @@ def main() -> None:
     of_each = [seconds(line) for line in lines]
     found |= {
         "staging": order.staging,
+        "kv_policy": order.kv_policy,
         "bytes": lines[0]["bytes"] if lines else 0,
         "failed": [x["failed"] for x in lines],
     }
@@ -180,6 +184,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=1000)
     parser.add_argument("--bucket-mib", type=int, default=1024)
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="share of the GPU that vLLM takes")
+    parser.add_argument("--kv-policy", choices=["recompute", "keep"], default="recompute")
     parser.add_argument("--timeout-s", type=float, default=30.0, help="deadline of a broadcast")
     parser.add_argument("--limit-s", type=float, default=240.0, help="for ours")
     parser.add_argument("--native-limit-s", type=float, default=150.0, help="for vLLM's")

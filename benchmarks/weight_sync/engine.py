@@ -72,7 +72,16 @@ async def follow(url: str, run: str, order: Order) -> None:
     subscriber = _Noting(broker, "engine", weights)
     outages, clock = Outages(broker.url), Clock()
     turns = SwapTurns(broker.turns, "engine", outages, share=1.0, ttl_s=5.0)
-    held = HeldWeights(engine, subscriber, outages, turns, keep_cache=False, verify=True, on_swap=lambda: None)
+    swapping = _Swapping(engine)
+    held = HeldWeights(
+        swapping,
+        subscriber,
+        outages,
+        turns,
+        keep_cache=order.kv_policy == "keep",
+        verify=True,
+        on_swap=lambda: None,
+    )
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(held.follow()), tasks.create_task(_beat(broker, subscriber, held))]
         await held.reach(None)
@@ -87,12 +96,13 @@ async def follow(url: str, run: str, order: Order) -> None:
             line = {
                 "version": version.step,
                 "received": subscriber.at.get(version),
+                "swap": swapping.at[version],
                 "last_old_token": before,
                 "first_new_token": clock.first[version],
                 "verified": verified,
                 "longest_pause_s": clock.longest_pause(before),
                 "tokens": clock.tokens,
-                "is_proved": await engine.held() is not None,
+                "is_proved": version in swapping.proved,
             }
             print(json.dumps(line), flush=True)
         for task in background:
@@ -100,6 +110,29 @@ async def follow(url: str, run: str, order: Order) -> None:
     await subscriber.close()
     await engine.close()
     await broker.close()
+
+
+class _Swapping:
+    """The engine, as one that is handed weights sees it; says when a swap began and ended, and if it could be proved
+    what is held."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.at: dict[WeightVersion, tuple[float, float]] = {}
+        self.proved: set[WeightVersion] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def swap_weights(self, version: WeightVersion, *arguments: Any, check: Any, **options: Any) -> None:
+        def noted(held: Any) -> None:
+            check(held)
+            if held is not None:
+                self.proved.add(version)
+
+        began = time.monotonic()
+        await self._engine.swap_weights(version, *arguments, check=noted, **options)
+        self.at[version] = began, time.monotonic()
 
 
 class _Noting(Subscriber):

@@ -44,16 +44,14 @@ def publish(url: str, run: str, order: Order) -> None:
         _finish(device)
         version = WeightVersion(owner.incarnation, number)
         began = time.monotonic()
-        staged = publisher.stage(iter(tensors))
-        _finish(device)
-        staged_at = time.monotonic()
-        report = publisher.publish(version, staged, Probe(token_ids=[1, 2], logprobs=[0.0], tolerance=1e9))
+        report = publisher.publish(
+            version, publisher.stage(iter(tensors)), Probe(token_ids=[1, 2], logprobs=[0.0], tolerance=1e9)
+        )
         line = {
             "version": number,
             "began": began,
-            "staged": staged_at,
             "announced": time.monotonic(),
-            "bytes": staged.nbytes,
+            "bytes": report.nbytes,
             "tensors": len(tensors),
             "members": len(report.members),
             "failed": report.failed,

@@ -19,7 +19,7 @@ from typing import IO, Any
 import msgspec
 import torch
 
-from rollout_workers.engines.vllm import prepare_environment
+from rollout_workers.engines.vllm.start import prepare_environment
 
 from .engine import PROMPT
 from .order import Order

@@ -23,5 +23,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     """That the engine generates all the while."""
     new_tokens: int
+    kv_policy: str
+    """Of the engine: what a swap does to the caches of running requests."""
     options: dict[str, Any]
     """Of the engine."""

@@ -29,6 +29,12 @@ from .workload import Workload, rate, write_model
 RUN = "worker-overhead"
 TARGETS = {"no_updates": 0.97, "updates": 0.93}
 """Of bare vLLM's tokens per second."""
+ON_GPU = {
+    "learner.device": "cuda",
+    "engine.device": "cuda",
+    "weights.transport": "ipc",
+    "weights.staging": "device",
+}
 LOOK_S, FEED_S = 0.02, 0.5
 START_S = 600.0
 """For vLLM to compile and capture, at most."""
@@ -45,6 +51,7 @@ def recipe_of(workload: Workload) -> Recipe:
         "sampling.max_new_tokens": workload.max_new_tokens,
         "learner.group_size": workload.group_size,
         "weights.broadcast_timeout_s": 120,
+        **(ON_GPU if torch.cuda.is_available() else {}),
         "workers.patience_s": START_S,
         "broker.lease_ttl_s": 60,
         "broker.max_bytes": 4 << 30,
@@ -99,7 +106,8 @@ def _watch(
         if worker.poll() is not None or time.monotonic() > began + START_S:
             raise RuntimeError(f"no worker generates after {time.monotonic() - began:.0f} s")
         time.sleep(FEED_S)
-    process, samples, published = psutil.Process(info.pid), [], []
+    process, published = psutil.Process(info.pid), []
+    samples: list[tuple[float, float, float]] = []
     first_swap, first_submitted = info.swaps, info.submitted
     begins = time.monotonic() + workload.warm_up_s
     ends, feeds, updates = begins + workload.seconds, 0.0, begins
@@ -160,7 +168,10 @@ def main() -> None:
 
 
 def _workload(options: argparse.Namespace) -> Workload:
-    paced = {"step_s": options.step_ms / 1000, "mean_tokens": options.mean_tokens}
+    if options.paced:
+        ours = {"step_s": options.step_ms / 1000, "mean_tokens": options.mean_tokens}
+    else:  # on a GPU the learner's stand-in has its weights beside the engine
+        ours = {"gpu_memory_utilization": 0.7} if torch.cuda.is_available() else {}
     return Workload(
         shape=options.shape,
         engine=EngineConfig(
@@ -168,7 +179,7 @@ def _workload(options: argparse.Namespace) -> Workload:
             max_concurrent=options.concurrent,
             max_model_len=options.max_new_tokens + 160,
             dtype="bfloat16" if torch.cuda.is_available() else "float32",
-            options=json.loads(options.engine_options) | (paced if options.paced else {}),
+            options=ours | json.loads(options.engine_options),
         ),
         max_new_tokens=options.max_new_tokens,
         mean_tokens=options.mean_tokens,

@@ -1,6 +1,7 @@
 """vLLM alone: as many tasks as requests at once, each reading one request after the other from AsyncLLM."""
 
 import asyncio
+import gc
 import time
 from contextlib import suppress
 from itertools import count
@@ -14,8 +15,8 @@ from broker.schema import WeightVersion
 from rollout_workers.decoding import stop_token_ids
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import GenerationRequest
-from rollout_workers.engines.vllm import VllmEngine
-from rollout_workers.engines.vllm_chunks import sampling
+from rollout_workers.engines.vllm.chunks import sampling
+from rollout_workers.engines.vllm.engine import VllmEngine
 
 from .workload import Workload, prompts, rate, read_weights
 
@@ -31,6 +32,8 @@ async def _measure(workload: Workload) -> dict[str, Any]:
     engine = open_engine(workload.engine, directory, seed=0)
     assert isinstance(engine, VllmEngine)
     await engine.swap_weights(WeightVersion(1, 0), read_weights(directory, workload.engine.dtype))
+    gc.collect()
+    gc.freeze()  # as vLLM's own server does, and our worker
     llm = engine._llm
     result = {"same_arguments": await _lap(llm, workload, is_default=False)}
     llm.output_processor.stream_interval = 1

@@ -39,7 +39,10 @@ class StandInLearner:
         self._blocking.call(self._broker.versions.put_model(self._owner, files))
         self._publisher = Publisher(self._blocking, self._owner, recipe.weights)
         self._group_size = recipe.learner.group_size
-        self._weights = read_weights(Path(recipe.model.path), recipe.model.dtype)
+        device = "cuda" if recipe.weights.staging == "device" else "cpu"
+        self._weights = [
+            (name, tensor.to(device)) for name, tensor in read_weights(Path(recipe.model.path), recipe.model.dtype)
+        ]
         self._prompts, self._numbers = prompts(), count()
         self._step = -1
         self.taken = 0

@@ -18,7 +18,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from rollout_workers.config import EngineConfig
-from rollout_workers.engines.vllm import VllmEngine, open_vllm, prepare_environment
+from rollout_workers.engines.vllm.engine import VllmEngine
+from rollout_workers.engines.vllm.start import open_vllm, prepare_environment
 
 KIND = "benchmarks.worker_overhead.paced:open_paced"
 """For `engine.kind`; `engine.options` then also has `step_s` and `mean_tokens`."""
@@ -75,8 +76,9 @@ class PacedCore:
     async def reset_mm_cache_async(self) -> None:
         """It has none."""
 
-    async def collective_rpc_async(self, method: str, *rest: object) -> list[None]:
-        return [None]
+    async def collective_rpc_async(self, method: str, *rest: object) -> list[tuple[str, None]]:
+        """As `WeightExtension.headway_outcome` answers."""
+        return [("", None)]
 
     def routed_experts(self, request_id: str) -> Any:
         """Of what was fed for the request's next token; for tests that want them."""
