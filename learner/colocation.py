@@ -28,7 +28,7 @@ POLL_S = 0.01
 LONGEST_WAIT_S = 300.0
 """For engines to fall asleep: as long as one may take to start, or to answer."""
 AGAIN_S = 1.0
-"""Between questions to a server that does not answer, or refuses to."""
+"""Between questions of a learner that starts."""
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,8 @@ class Colocation:
 
 
 def wait_for_device(url: str, run: str) -> None:
-    """Before a learner takes memory: until the engines of a learner before it have left theirs. Every rank waits."""
+    """Before a learner takes memory: until the engines of a learner before it have left theirs. Every rank asks for
+    itself, as ranks meet on their devices."""
     blocking = BlockingBroker(url, run)
     deadline, has_said = time.monotonic() + LENT_S + LONGEST_WAIT_S, False
     try:
@@ -101,7 +102,7 @@ def wait_for_device(url: str, run: str) -> None:
             if time.monotonic() > deadline:
                 log.warning("engines are still awake: taking the device all the same; stop the other learner, if any.")
                 return
-            time.sleep(POLL_S)
+            time.sleep(AGAIN_S)
     finally:
         blocking.close()
 
@@ -111,5 +112,4 @@ def _are_engines_awake(blocking: BlockingBroker) -> bool:
         return blocking.call(blocking.broker.phases.are_engines_awake())
     except BrokerError as error:
         log.warning("%s Waiting for it.", error)
-        time.sleep(AGAIN_S)
         return True
