@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.gpus import gpu_names
 from deploy.sft_output import is_complete
 
 SFT, CONTROL = "sft", "control"
@@ -95,10 +96,10 @@ def placement(gpus: int, learner_gpus: int) -> tuple[str, ...]:
         return CPU
     if gpus == 1:
         return ("workers.count=1",)
-    others = range(learner_gpus, gpus)
+    others = gpu_names(gpus)[learner_gpus:]
     return (
         f"learner.processes={learner_gpus}",
         f"workers.count={len(others)}",
-        f"workers.devices={[*others]}",
+        f"workers.devices=[{','.join(others)}]",
         "engine.options.gpu_memory_utilization=0.8",
     )

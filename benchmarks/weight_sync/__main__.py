@@ -1,9 +1,10 @@
 """Seconds and GB/s from a published step to the first token of its version, in an engine that generates all the while.
 
     python -m benchmarks.weight_sync [--shape qwen3-30b-a3b] [--layers N] [--transport nccl|ipc|gloo]
-        [--staging device|host] [--native] [--versions 5] --output DIR
+        [--staging device|host] [--learner-gpus 1] [--engine-gpus 1] [--native] [--versions 5] --output DIR
 
-One learner and one engine: on GPUs 0 and 1, on one GPU with `--transport ipc`, or on the CPU with `--device cpu`.
+One learner and one engine, each on GPUs of its own, on the same ones with `--transport ipc`, or on the CPU with
+`--device cpu`. A learner of several GPUs has its weights in shards (FSDP2), an engine of several is tensor-parallel.
 `--native` then does the same with vLLM's own NCCL transfer (two GPUs). The first version is pulled and traces the
 engine's loader, the second forms the group; the medians are of the later ones. Lines go to OUTPUT/results.jsonl; the
 last line is one JSON object.
@@ -19,10 +20,11 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from benchmarks.gpus import gpu_names
 from benchmarks.throughput.shapes import SHAPES, shape_of
 from broker.server import EmbeddedServer
 
@@ -33,14 +35,29 @@ WARM_UP = 2
 """Versions that are not counted."""
 
 
-def measure(order: Order, output: Path, limit_s: float) -> list[dict[str, Any]]:
+class Places(NamedTuple):
+    """Which GPUs each end sees, as CUDA_VISIBLE_DEVICES."""
+
+    ranks: int
+    """Of the learner."""
+    learner: str
+    engine: str
+
+    @classmethod
+    def of(cls, learner: int, engine: int, *, are_shared: bool) -> "Places":
+        """The first ones are the learner's."""
+        names = gpu_names(max(learner, engine) if are_shared else learner + engine)
+        return cls(learner, ",".join(names[:learner]), ",".join(names[:engine] if are_shared else names[learner:]))
+
+
+def measure(order: Order, output: Path, places: Places, limit_s: float) -> list[dict[str, Any]]:
     """One line for every version, with what both ends said of it."""
     encoded = msgspec.json.encode(order).decode()
-    shares_gpu = order.transport == "ipc"
     with EmbeddedServer(output / "server") as server:
+        arguments = [server.url, "weight-sync", encoded]
         processes = [
-            _start("learner", [server.url, "weight-sync", encoded], output, gpu="0"),
-            _start("engine", [server.url, "weight-sync", encoded], output, gpu="0" if shares_gpu else "1"),
+            _start("learner", [*_ranks(places.ranks), *_module("learner"), *arguments], output, places.learner),
+            _start("engine", [*_module("engine"), *arguments], output, places.engine),
         ]
         end = time.monotonic() + limit_s
         try:
@@ -55,11 +72,20 @@ def measure(order: Order, output: Path, limit_s: float) -> list[dict[str, Any]]:
     return [{**one, **taken.get(version, {})} for version, one in sent.items()]
 
 
-def _start(name: str, arguments: list[str], output: Path, *, gpu: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+def _start(name: str, arguments: list[str], output: Path, gpus: str, **environment: str) -> subprocess.Popen[bytes]:
+    """Python with these arguments; it sees these GPUs."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, **environment}
+    command = [sys.executable, *arguments]
     with (output / f"{name}.log").open("wb") as log:
-        command = [sys.executable, "-m", f"benchmarks.weight_sync.{name}", *arguments]
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+
+
+def _module(name: str) -> list[str]:
+    return ["-m", f"benchmarks.weight_sync.{name}"]
+
+
+def _ranks(count: int) -> list[str]:
+    return [] if count == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -92,20 +118,16 @@ def seconds(line: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def native(order: Order, output: Path, limit_s: float) -> list[dict[str, Any]]:
+def native(order: Order, output: Path, places: Places, limit_s: float) -> list[dict[str, Any]]:
     """vLLM's own transfer of the same tensors."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "ENGINE_GPU": "1"}
-    command = [sys.executable, "-m", "benchmarks.weight_sync.native", msgspec.json.encode(order).decode()]
-    with (output / "native.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            print(f"vLLM's own transfer had not ended after {limit_s:.0f} s", file=sys.stderr)
-        finally:
-            _end(process)
+    arguments = [*_module("native"), msgspec.json.encode(order).decode()]
+    process = _start("native", arguments, output, places.learner, ENGINE_GPU=places.engine)
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        print(f"vLLM's own transfer had not ended after {limit_s:.0f} s", file=sys.stderr)
+    finally:
+        _end(process)
     return list(_lines(output / "native.log").values())
 
 
@@ -132,6 +154,8 @@ def main() -> None:
     # Tokens are told one by one: their moments are what is measured.
     options: dict[str, Any] = {"stream_interval": 1} if arguments.engine == "vllm" else {}
     options |= {} if is_cpu else {"gpu_memory_utilization": arguments.gpu_memory}
+    options |= {"tensor_parallel_size": arguments.engine_gpus} if arguments.engine_gpus > 1 else {}
+    places = Places.of(arguments.learner_gpus, arguments.engine_gpus, are_shared=arguments.transport == "ipc")
     order = Order(
         model=str(write_config(shape, output / "model")),
         dtype="float32" if is_cpu else "bfloat16",
@@ -148,18 +172,20 @@ def main() -> None:
         options=options,
     )
     found: dict[str, Any] = {"shape": arguments.shape, "layers": shape.layers, "transport": order.transport}
-    lines = measure(order, output, arguments.limit_s)
+    lines = measure(order, output, places, arguments.limit_s)
     of_each = [seconds(line) for line in lines]
     found |= {
         "staging": order.staging,
         "kv_policy": order.kv_policy,
+        "learner_gpus": arguments.learner_gpus,
+        "engine_gpus": arguments.engine_gpus,
         "bytes": lines[0]["bytes"] if lines else 0,
         "failed": [x["failed"] for x in lines],
     }
     found["ours"] = medians(of_each[WARM_UP:])
     found["first_version"] = of_each[0] if of_each else {}
     if arguments.native:
-        theirs = native(msgspec.structs.replace(order, versions=4), output, arguments.native_limit_s)
+        theirs = native(msgspec.structs.replace(order, versions=4), output, places, arguments.native_limit_s)
         found["native"] = medians([native_seconds(line) for line in theirs[1:]])
     for who in ("ours", "native"):
         if found.get(who):
@@ -179,6 +205,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--staging", choices=["device", "host"], default="device")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
+    parser.add_argument("--learner-gpus", type=int, default=1, help="ranks, on a CPU too")
+    parser.add_argument("--engine-gpus", type=int, default=1)
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=1000)

@@ -2,25 +2,30 @@
 
     python -m benchmarks.weight_sync.learner URL RUN ORDER     (ORDER: JSON, see `Order`)
 
-Prints a line of JSON for every version, with moments of the machine's monotonic clock.
+Under torchrun the weights are in shards, and the first rank publishes what all of them gather. Prints a line of JSON
+for every version, with moments of the machine's monotonic clock.
 """
 
 import json
+import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from broker import BlockingBroker
 from broker.batches import CheckpointMark
 from broker.schema import Probe, RunRules, WeightVersion
+from learner.backends.process_group import join_ranks
 from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher
 
 from .order import Order
-from .tensors import random_tensors, step
+from .tensors import Named, Sharded, Whole
 
 LONGEST_S = 400.0
 
@@ -36,31 +41,45 @@ def publish(url: str, run: str, order: Order) -> None:
         broadcast_timeout_s=order.timeout_s,
     )
     publisher = Publisher(blocking, owner, config)
-    device = torch.device(order.device)
-    tensors = random_tensors(Path(order.model), getattr(torch, order.dtype), device)
-    for number in range(order.versions):
-        if number:
-            step(tensors)
-        _finish(device)
+    for number, tensors in _versions(order):
         version = WeightVersion(owner.incarnation, number)
         began = time.monotonic()
-        report = publisher.publish(
-            version, publisher.stage(iter(tensors)), Probe(token_ids=[1, 2], logprobs=[0.0], tolerance=1e9)
-        )
+        probe = Probe(token_ids=[1, 2], logprobs=[0.0], tolerance=1e9)
+        report = publisher.publish(version, publisher.stage(tensors), probe)
         line = {
             "version": number,
             "began": began,
             "announced": time.monotonic(),
             "bytes": report.nbytes,
-            "tensors": len(tensors),
             "members": len(report.members),
             "failed": report.failed,
-            "gpu_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
+            "gpu_gib": torch.cuda.max_memory_allocated() / 2**30 if order.device == "cuda" else 0.0,
         }
         print(json.dumps(line), flush=True)
         _until_held(blocking, version)
     publisher.close()
     blocking.close()
+
+
+def gather(order: Order) -> None:
+    """What a rank that publishes nothing has to do with it."""
+    for _, tensors in _versions(order):
+        for _ in tensors:
+            pass
+
+
+def _versions(order: Order) -> Iterator[tuple[int, Iterator[Named]]]:
+    """Each once its step is done, at the same time on every rank."""
+    device = join_ranks(order.device)
+    kind = Whole if dist.get_world_size() == 1 else Sharded
+    weights = kind(Path(order.model), getattr(torch, order.dtype), device)
+    for number in range(order.versions):
+        if number:
+            weights.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.all_reduce(torch.zeros(()))
+        yield number, weights.named()
 
 
 def _until_held(blocking: BlockingBroker, version: WeightVersion) -> None:
@@ -74,10 +93,13 @@ def _until_held(blocking: BlockingBroker, version: WeightVersion) -> None:
     raise SystemExit(f"no worker held {version} after {LONGEST_S:.0f} s")
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def main(url: str, run: str, encoded: str) -> None:
+    order = msgspec.json.decode(encoded, type=Order)
+    if int(os.environ.get("RANK", 0)):
+        gather(order)
+    else:
+        publish(url, run, order)
 
 
 if __name__ == "__main__":
-    publish(sys.argv[1], sys.argv[2], msgspec.json.decode(sys.argv[3], type=Order))
+    main(*sys.argv[1:])

@@ -1,13 +1,19 @@
-"""A model's tensors by their Hugging Face names, random, on one device: what a learner would publish."""
+"""A model's tensors by their Hugging Face names, random: what a learner would publish, of one GPU or in shards."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.throughput.shapes import Shape
+from learner.backends.fsdp.export import hugging_face_tensors
+from learner.backends.fsdp.sharding import local
 from rollout_workers.engines.loading import one_by_one
 
+Named = tuple[str, torch.Tensor]
 SCALE = 0.02
 _SLAB_BYTES = 1 << 30
 
@@ -19,17 +25,50 @@ def write_config(shape: Shape, directory: Path) -> Path:
     return directory
 
 
+class Whole:
+    """All of them on one device."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._tensors = random_tensors(directory, dtype, device)
+
+    def step(self) -> None:
+        """Other numbers of the same size in every tensor."""
+        step(self._tensors)
+
+    def named(self) -> Iterator[Named]:
+        return iter(self._tensors)
+
+
+class Sharded:
+    """Over the ranks of the default process group, by FSDP2, and gathered layer by layer as the learner does it."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._model = _meta_model(directory, dtype)
+        for layer in self._model.model.layers:
+            fully_shard(layer)
+        fully_shard(self._model)
+        self._model.to_empty(device=device)
+        self._shards = [(name, local(shard.detach())) for name, shard in self._model.named_parameters()]
+        for name, shard in self._shards:
+            shard.normal_(1.0 if "norm" in name else 0.0, SCALE)
+
+    def step(self) -> None:
+        """Other numbers of the same size in every tensor."""
+        step(self._shards)
+
+    def named(self) -> Iterator[Named]:
+        """Collective."""
+        return hugging_face_tensors(self._model, self._dtype)
+
+
 def layout(directory: Path) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes as checkpoints have them: experts one by one, a tied head left out."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
-    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    named = [(name, parameter.detach()) for name, parameter in _meta_model(directory, torch.float32).named_parameters()]
     return [(name, tuple(tensor.shape)) for name, tensor in one_by_one(named)]
 
 
-def random_tensors(directory: Path, dtype: torch.dtype, device: torch.device) -> list[tuple[str, torch.Tensor]]:
+def random_tensors(directory: Path, dtype: torch.dtype, device: torch.device) -> list[Named]:
     """Norms are near 1, all else near 0."""
     torch.manual_seed(0)
     slabs = _Slabs(dtype, device)
@@ -40,7 +79,14 @@ def random_tensors(directory: Path, dtype: torch.dtype, device: torch.device) ->
     return named
 
 
-def step(tensors: list[tuple[str, torch.Tensor]]) -> None:
+def _meta_model(directory: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
+
+
+def step(tensors: list[Named]) -> None:
     """Other numbers of the same size in every tensor: the order of the columns."""
     for _, tensor in tensors:
         tensor.copy_(tensor.flip(-1))

@@ -1,8 +1,9 @@
 """`staging: none` with real engines: what arrives goes over what generates, and nothing is sampled of a mixture."""
 
 import asyncio
+import itertools
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,15 @@ class Publishing:
                     return
                 await asyncio.sleep(0.2)  # until the heartbeats have told
 
-    async def take(self, batches: int) -> list[Trajectory]:
-        """Of the next steps."""
-        taken = []
-        for step in range(self.step, self.step + batches):
-            for group in await asyncio.to_thread(self.blocking.call, self.learner.take(step)):
-                taken += group.trajectories
+    async def take_until(self, is_it: Callable[[Trajectory], bool]) -> list[Trajectory]:
+        """Step after step, until one of the trajectories is what the test looks for."""
+        taken: list[Trajectory] = []
+        async with asyncio.timeout(60):
+            for step in itertools.count(self.step):
+                for group in await asyncio.to_thread(self.blocking.call, self.learner.take(step)):
+                    taken += group.trajectories
+                if any(map(is_it, taken)):
+                    break
         return taken
 
     async def close(self) -> None:
@@ -115,11 +119,11 @@ async def test_engines_receive_one_after_the_other_what_they_sample_with(
             await stack.enter_async_context(running(worker))
             workers.append(worker)
         await learner.publish()
+        await until(lambda: all(worker.info().active > 0 for worker in workers))
         await learner.publish_to("worker-1", "worker-2")
         await until(lambda: all(is_held(worker, learner.version) for worker in workers))
-        trajectories = await learner.take(3)
+        trajectories = await learner.take_until(lambda trajectory: len(trajectory.spans) > 1)
     assert {*map(tuple, together)} == {("worker-1",), ("worker-2",)}
-    assert any(len(trajectory.spans) > 1 for trajectory in trajectories)
     check_logprobs(learner.learner, trajectories)
 
 
@@ -158,9 +162,10 @@ async def test_an_engine_that_was_left_in_the_middle_samples_nothing_until_it_is
         assert worker.info().generated_tokens == info.generated_tokens
         may_pull.set()
         await until(lambda: is_held(worker, learner.version))
-        trajectories = await learner.take(3)
         repaired = learner.version
+        trajectories = await learner.take_until(
+            lambda trajectory: [before, repaired] == [span.version for span in trajectory.spans[-2:]]
+        )
         assert (worker.info().last_error, worker.info().state) == ("", "generating")
         await learner.publish_to("worker-1")
-    assert [before, repaired] in [[span.version for span in trajectory.spans[-2:]] for trajectory in trajectories]
     check_logprobs(learner.learner, trajectories)
