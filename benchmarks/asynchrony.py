@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_use import Utilization, watching
+from benchmarks.gpus import Utilization, gpu_names, watching
 from benchmarks.learns.parts import CPU, SECONDS, SFT, finish
 from broker.schema import StepMetrics
 from deploy.config import load_recipe
@@ -84,12 +84,12 @@ def placement(run: str, gpus: int, learner_gpus: int, workers_per_gpu: int) -> t
         return CPU
     if run == "colocated":
         return (f"learner.processes={gpus}",)
-    devices = [gpu for gpu in range(learner_gpus, gpus) for _ in range(workers_per_gpu)]
+    devices = [gpu for gpu in gpu_names(gpus)[learner_gpus:] for _ in range(workers_per_gpu)]
     share = 0.8 / workers_per_gpu
     return (
         f"learner.processes={learner_gpus}",
         f"workers.count={len(devices)}",
-        f"workers.devices={devices}",
+        f"workers.devices=[{','.join(devices)}]",
         f"engine.options.gpu_memory_utilization={share:.2f}",
         "weights.transport=ipc",  # NCCL has no place for two engines on one GPU
     )
@@ -178,7 +178,7 @@ def finish_part(part: str, options: argparse.Namespace) -> None:
     directory = options.output / part
     if (directory / SECONDS).exists() or (part == SFT and is_complete(directory)):
         return
-    utilization = Utilization(directory / METRICS, FIRST, options.steps)
+    utilization = Utilization(directory / METRICS, FIRST, options.steps, options.gpus)
     with watching(utilization):
         finish(_arguments(part, options), directory, options.timeout_s)
     (directory / GPU_USE).write_text(json.dumps(utilization.mean()))
@@ -228,7 +228,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="what the warm-up begins with; default: the recipe's own")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--recipe", default=RECIPE)
-    parser.add_argument("--runs", type=_runs, default=tuple(RUNS), metavar="RUN,...", help=f"of {', '.join(RUNS)}")
+    parser.add_argument(
+        "--runs",
+        type=_runs,
+        default=tuple(RUNS),
+        metavar="RUN,...",
+        help=f"of {', '.join(RUNS)}; empty: only the warm-up",
+    )
     parser.add_argument("--of", nargs="+", action="append", default=[], metavar=("RUN", "key=value"))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--gpus", type=int, default=4)
@@ -236,6 +242,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--workers-per-gpu", type=int, default=2, help="unless they are shared")
     parser.add_argument("--timeout-s", type=float, default=540.0, help="of one part")
     options = parser.parse_intermixed_args()
+    if unknown := {name for name, *_ in options.of} - set(RUNS):
+        parser.error(f"--of: no run {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
     if options.steps <= FIRST:
         parser.error(f"--steps {options.steps}: the first {FIRST} do not count")
     options.output = options.output.absolute()
@@ -245,7 +253,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _runs(text: str) -> Sequence[str]:
-    asked = text.split(",")
+    asked = text.split(",") if text else []
     if unknown := set(asked) - set(RUNS):
         raise argparse.ArgumentTypeError(f"no run {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
     return asked

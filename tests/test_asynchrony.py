@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import asynchrony, gpu_use
+from benchmarks import asynchrony, gpus
 from benchmarks.learns.parts import SECONDS, SFT
 from benchmarks.long_tailed import FEWEST_TERMS, MOST_TERMS, LongTailedPrompts, worked_examples
 from broker.schema import Prompt, StepMetrics, Trajectory, VersionSpan, WeightVersion
@@ -45,6 +45,14 @@ def test_a_run_has_its_lag_and_its_gpus(run: str) -> None:
         assert recipe.workers.devices == (1, 1, 2, 2, 3, 3)
         assert recipe.workers.count == 6
         assert recipe.engine.options["gpu_memory_utilization"] == 0.4
+
+
+def test_gpus_are_named_as_they_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert recipe_of("separated", learner_gpus=2).workers.devices == (6, 6, 7, 7)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    with pytest.raises(SystemExit, match="4 GPUs are wanted"):
+        recipe_of("separated")
 
 
 def test_all_runs_start_where_the_warm_up_ended() -> None:
@@ -84,9 +92,9 @@ def test_rewards_are_compared_after_equal_samples() -> None:
 
 
 def test_gpus_count_only_while_the_counted_steps_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_use, "gpu_use", lambda: [50.0, 100.0])
+    monkeypatch.setattr(gpus, "gpu_use", lambda names: [50.0, 100.0][: len(names)])
     metrics = tmp_path / "metrics.jsonl"
-    utilization = gpu_use.Utilization(metrics, first=2, steps=4)
+    utilization = gpus.Utilization(metrics, first=2, steps=4, gpus=2)
     for done in (0, 1, 2, 3, 4):
         metrics.write_text("{}\n" * done)
         utilization.look()

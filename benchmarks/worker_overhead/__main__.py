@@ -77,8 +77,8 @@ def worker_process(url: str, profile: Path | None, log: Path) -> Iterator[subpro
         process.wait()
 
 
-def measure_worker(workload: Workload, update_every_s: float, profile: Path | None) -> dict[str, Any]:
-    """From the worker's heartbeats. It holds weights before the warm-up begins."""
+def measure_worker(workload: Workload, laps: dict[str, float], profile: Path | None) -> dict[str, dict[str, Any]]:
+    """One worker's laps, by name: `laps` has the seconds between two updates, 0 for none. It tells by heartbeats."""
     with (
         tempfile.TemporaryDirectory(prefix="headway-") as directory,
         EmbeddedServer(Path(directory), maxmemory_bytes=8 << 30) as server,
@@ -88,7 +88,8 @@ def measure_worker(workload: Workload, update_every_s: float, profile: Path | No
         try:
             with worker_process(server.url, profile, log) as worker:
                 try:
-                    return _watch(learner, worker, workload, update_every_s)
+                    _until_it_generates(learner, worker)
+                    return {name: _lap(learner, workload, every_s) for name, every_s in laps.items()}
                 finally:
                     learner.close()
         except BaseException:
@@ -96,9 +97,7 @@ def measure_worker(workload: Workload, update_every_s: float, profile: Path | No
             raise
 
 
-def _watch(
-    learner: StandInLearner, worker: "subprocess.Popen[bytes]", workload: Workload, update_every_s: float
-) -> dict[str, Any]:
+def _until_it_generates(learner: StandInLearner, worker: "subprocess.Popen[bytes]") -> None:
     learner.feed()
     learner.publish()
     began = time.monotonic()
@@ -106,7 +105,13 @@ def _watch(
         if worker.poll() is not None or time.monotonic() > began + START_S:
             raise RuntimeError(f"no worker generates after {time.monotonic() - began:.0f} s")
         time.sleep(FEED_S)
-    process, published = psutil.Process(info.pid), []
+
+
+def _lap(learner: StandInLearner, workload: Workload, update_every_s: float) -> dict[str, Any]:
+    """From what the worker does after a warm-up."""
+    info = learner.worker()
+    assert info is not None
+    process, published, taken = psutil.Process(info.pid), [], learner.taken
     samples: list[tuple[float, float, float]] = []
     first_swap, first_submitted = info.swaps, info.submitted
     begins = time.monotonic() + workload.warm_up_s
@@ -131,7 +136,7 @@ def _watch(
         "swaps": info.swaps - first_swap,
         "stage_s": round(sum(one for one, _ in published) / len(published), 2) if published else None,
         "publish_s": round(sum(one for _, one in published) / len(published), 2) if published else None,
-        "taken": learner.taken,
+        "taken": learner.taken - taken,
         "last_error": info.last_error,
     }
 
@@ -151,10 +156,8 @@ def main() -> None:
     bare = outcome["result"]
     _tell(f"bare: {bare}")
     result: dict[str, Any] = {"bare": bare}
-    for name, every_s in {"no_updates": 0.0, "updates": options.update_every}.items():
-        if name == "updates" and not every_s:
-            continue
-        worker = measure_worker(workload, every_s, options.profile)
+    laps = {"no_updates": 0.0} | ({"updates": options.update_every} if options.update_every else {})
+    for name, worker in measure_worker(workload, laps, options.profile).items():
         ratio = worker["tokens_per_s"] / bare["same_arguments"]["tokens_per_s"]
         default_ratio = worker["tokens_per_s"] / bare["default_streaming"]["tokens_per_s"]
         result[name] = worker | {
