@@ -33,7 +33,7 @@ model                 string  model files without weights (frame)               
 steps                 list    the last 512 StepMetrics (frames)                  the run         report_step
 worker:W              string  what worker W says of itself (frame)               heartbeat TTL   heartbeat
 workers               set     names of workers                                   a day           heartbeat
-serving               set     names of those that hold weights and do not drain  a day           heartbeat, turn
+serving               set     names of those with a version that do not drain     a day           heartbeat, turn
 turns                 zset    tokens of workers that swap, by deadline           its last turn   turn
 phase                 string  in a colocated run: engines may generate (server's id)  until renewed   phase
 awake                 zset    in a colocated run: workers awake, by deadline     a day           awake, phase

@@ -224,11 +224,12 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["starting", "generating", "idle", "paused", "asleep", "draining"]
     """paused: a version came only in part, over the one before, so it generates nothing until it has a whole one."""
     version: WeightVersion | None
-    """The weights that its engine holds; None: none, or parts of several versions."""
+    """The newest that its engine held, verified. One that is asleep or has just woken has lost these, and is given them
+    again, or newer ones. None: none yet, or parts of several versions."""
     broadcast_epoch: int
     """The broadcast group that it has joined; 0 while it pulls."""
     wants_broadcast: bool
-    """It takes part in broadcast groups as long as it holds weights; False for one that follows by pull, or ends."""
+    """It takes part in broadcast groups as long as it has a version; False for one that follows by pull, or ends."""
     capacity: int
     """Leases that its engine can batch."""
     active: int

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,10 @@ from .turns import SwapTurns
 
 RETRY_S = 0.5
 """Between attempts after a delivery that failed or was refused."""
+
+Contents = Literal["nothing", "version", "part", "away"]
+"""Of an engine: nothing yet, or any more after a sleep; the newest version that was verified; a part of one over the
+one before, so that it is paused; away: it sleeps, and nothing is asked of it."""
 
 log = logging.getLogger(__name__)
 
@@ -51,21 +56,21 @@ class HeldWeights:
         self._on_swap = on_swap
         self._changed = asyncio.Condition()
         self._engine_is_ours = asyncio.Lock()
-        self._is_away = False
-        self._bereft = asyncio.Event()
-        """The engine is there, and has lost its weights."""
+        self._contents: Contents = "nothing"
         self.version: WeightVersion | None = None
         """The newest that was verified, lost since or not."""
-        self.is_paused = False
-        """A version came only in part, over the one before: the engine samples nothing until it has a whole one."""
         self.swaps = 0
         self.last_error = ""
 
     @property
     def usable(self) -> WeightVersion | None:
-        """What the engine holds and may sample with; None before the first version, and after `engine_away`, or what
-        came only in part, until a version is swapped in."""
-        return None if self._is_away or self._bereft.is_set() else self.version
+        """What the engine holds and may sample with, if anything."""
+        return self.version if self._contents == "version" else None
+
+    @property
+    def is_paused(self) -> bool:
+        """A version came only in part: the engine samples nothing until it has a whole one."""
+        return self._contents == "part"
 
     async def follow(self) -> None:
         """Take every newer version, forever. Raises WeightSyncError if the engine cannot hold one."""
@@ -78,10 +83,8 @@ class HeldWeights:
                 taken = await self._load_newest(delivery)
                 if taken is None:
                     continue
-                self._bereft.clear()
-                self.is_paused = False
                 async with self._changed:
-                    self.version = taken.manifest.version
+                    self.version, self._contents = taken.manifest.version, "version"
                     self.swaps += 1
                     self.last_error = ""
                     self._changed.notify_all()
@@ -92,20 +95,24 @@ class HeldWeights:
         """Nothing is swapped meanwhile, or waited for: versions that come are loaded afterwards, and if none has come
         the last one again."""
         async with self._engine_is_ours:
-            self._is_away = True
-            self._bereft.clear()
+            self._contents = "away"
             yield
-            self._bereft.set()
-            self._is_away = False
+            async with self._changed:
+                self._contents = "nothing"
+                self._changed.notify_all()
 
     async def reach(self, version: WeightVersion | None = None) -> WeightVersion:
         """Wait until weights at least as new as `version` (None: any at all) are held and verified."""
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: self.version is not None and (version is None or self.version >= version)
-            )
+        await self._until(lambda: self.version is not None and (version is None or self.version >= version))
         assert self.version is not None
         return self.version
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(is_so)
+
+    def _lacks_weights(self) -> bool:
+        return self._contents in ("nothing", "part")
 
     async def _next_delivery(self) -> Delivery | Arriving:
         """The next delivery that may be loaded; refused and failed ones are logged and waited out."""
@@ -122,14 +129,14 @@ class HeldWeights:
 
     async def _delivery(self) -> Delivery | Arriving:
         """Of a newer version; of any, as soon as the engine has lost the one that it held."""
-        if self._bereft.is_set():
+        if self._lacks_weights():
             return await self._subscriber.wait_for_version(None)
         newer = asyncio.ensure_future(self._subscriber.wait_for_version(self.version))
-        bereft = asyncio.ensure_future(self._bereft.wait())
+        lost = asyncio.ensure_future(self._until(self._lacks_weights))
         try:
-            await asyncio.wait((newer, bereft), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((newer, lost), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            bereft.cancel()
+            lost.cancel()
             if not newer.done():  # which loses nothing
                 newer.cancel()
                 await asyncio.wait((newer,))
@@ -179,8 +186,7 @@ class HeldWeights:
                 log.error(
                     "paused until a whole version is there, as %s came in part: %s", arriving.manifest.version, error
                 )
-                self.is_paused = True
-                self._bereft.set()
+                self._contents = "part"
             else:
                 log.warning("%s did not arrive: %s", arriving.manifest.version, error)
             return False
