@@ -9,7 +9,7 @@ import uvloop
 
 from .archive import ArchivedBlobs
 from .batches import Batches
-from .connection import Connection
+from .connection import ANSWER_S, Connection
 from .leases import Leases
 from .phases import Phases
 from .prompts import PromptFeed
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Broker:
     """One run on one server. Its verbs stand in the parts; all of them retry while the server is away."""
 
-    def __init__(self, url: str, run: str, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, url: str, run: str, *, timeout_s: float = ANSWER_S) -> None:
         self._connection = Connection(url, run, timeout_s)
         self.run = run
         self.url = url
@@ -47,7 +47,7 @@ class Broker:
         await self._connection.close()
 
 
-async def open_broker(url: str, run: str, *, timeout_s: float = 10.0) -> Broker:
+async def open_broker(url: str, run: str, *, timeout_s: float = ANSWER_S) -> Broker:
     """A broker that has answered. Raises BrokerUnavailableError, or BrokerError for a bad URL or run name."""
     broker = Broker(url, run, timeout_s=timeout_s)
     try:
@@ -61,7 +61,7 @@ async def open_broker(url: str, run: str, *, timeout_s: float = 10.0) -> Broker:
 class BlockingBroker:
     """A broker for code that is not asynchronous: coroutines run on an event loop in a thread of its own."""
 
-    def __init__(self, url: str, run: str, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, url: str, run: str, *, timeout_s: float = ANSWER_S) -> None:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="broker", daemon=True)
         self._thread.start()

@@ -5,6 +5,7 @@ when repeated.
 """
 
 import asyncio
+import math
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -41,6 +42,8 @@ __all__ = ["Argument", "Command", "Connection", "script_digest", "script_source"
 
 T = TypeVar("T")
 
+ANSWER_S = 10.0
+"""A server that does not answer for so long is away."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _MOVED_KEY = "access a non local key"
 
@@ -76,6 +79,8 @@ class Connection:
         self.url = without_password(url)
         self.server_id = ""
         """The server that this client claimed the run on; learner verbs are refused by any other one."""
+        self.answered_since_s = -math.inf
+        """On the monotonic clock: nothing has failed or been refused since. Infinite from then to the next answer."""
         self._timeout_s = timeout_s
         self._routes = open_routes(Address.parse(url), self.keys, timeout_s)
 
@@ -164,7 +169,7 @@ class Connection:
         deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
         while True:
             try:
-                return await send()
+                return await self._noted(send)
             except (LostConnectionError, SlowServerError, BusyLoadingError, OSError) as error:
                 if time.monotonic() + pause_s >= deadline or _is_lasting(error):
                     raise self._unavailable(error) from error
@@ -178,6 +183,15 @@ class Connection:
                 ) from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _noted(self, send: Callable[[], Awaitable[T]]) -> T:
+        try:
+            reply = await send()
+        except (RedisError, OSError):
+            self.answered_since_s = math.inf
+            raise
+        self.answered_since_s = min(self.answered_since_s, time.monotonic())
+        return reply
 
     def _unavailable(self, error: Exception) -> BrokerUnavailableError:
         reason = str(error) or type(error).__name__

@@ -4,14 +4,38 @@
     worker    asleep ── may_generate: yes, it counts as awake ── may_generate: no ── engine sleeps ── fell_asleep
 
 Promised: once `train` has been answered no worker becomes awake before the next `generate`, and every one that was is
-named until it has fallen asleep or has not been heard of for its time to live. Engines may generate until a deadline:
-where the learner is gone they fall asleep by themselves. A phase ends with the server that it began on.
+named until it has fallen asleep or has not been heard of for its time to live. Time in which the server was away does
+not count, nor what it has forgotten: after that, `train` says nothing for `AWAKE_S`. Engines may generate until a
+deadline: where the learner is gone they fall asleep by themselves. A phase ends with the server that it began on.
 
-Not promised: that a worker which was stopped for longer than its time to live has left the device.
+Not promised: that a worker has left the device which was stopped, or alone was cut off, for longer than its time to
+live; nor anything about an outage that a learner could not meet, because it stood still itself or had not started.
+
+The times bound each other. A phase outlives a request that fails: RENEW_S + ANSWER_S < LENT_S. Nobody who lives is
+silent for its time to live, whatever becomes of one request: SAY_S + ANSWER_S < AWAKE_S < OPENING_S. No outage of
+AWAKE_S goes unnoticed, as a request of the learner fails in it. And a worker that starts, or has died, is waited for to
+its end: OPENING_S < LONGEST_WAIT_S.
 """
 
-from .connection import Connection
+import time
+
+from .connection import ANSWER_S, Connection
 from .owner import Owner
+
+RENEW_S = 3.0
+"""Between two renewals of a phase by the learner that waits for a batch."""
+LENT_S = 10 * RENEW_S
+"""Engines may generate for so long after the learner was last heard of."""
+SAY_S = 1.0
+"""Between two signs of life of a worker that is awake, at most, where nothing fails."""
+AWAKE_S = SAY_S + ANSWER_S + 4.0
+"""After so long a worker that was not heard of counts as asleep, and the learner takes the device: longer than an event
+loop ever stands still, too."""
+OPENING_S = 2 * AWAKE_S
+"""The same for one whose engine starts, which may keep the whole process from saying anything. After an outage it has
+no longer than the others."""
+LONGEST_WAIT_S = 10 * OPENING_S
+"""For engines to fall asleep: as long as one may take to start, or to answer."""
 
 
 class Phases:
@@ -20,16 +44,19 @@ class Phases:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def generate(self, owner: Owner, ttl_s: float) -> None:
+    async def generate(self, owner: Owner, ttl_s: float = LENT_S) -> None:
         """Engines may generate for `ttl_s` seconds from now. Raises FencedError, ServerRestartedError."""
         await self._connection.learner_script("phase", owner, ttl_s)
 
-    async def train(self, owner: Owner) -> tuple[str, ...]:
-        """They may no more; the workers that are awake still. Ask until there are none. Raises as `generate` does."""
-        names = await self._connection.learner_script("phase", owner, 0)
-        return tuple(name.decode() for name in names)
+    async def train(self, owner: Owner) -> tuple[str, ...] | None:
+        """They may no more; the workers that are awake still. Ask until there are none. Raises as `generate` does.
 
-    async def may_generate(self, worker: str, ttl_s: float, *, is_awake: bool) -> bool:
+        None: nobody can say yet, as the server was away.
+        """
+        names = await self._connection.learner_script("phase", owner, 0)
+        return tuple(name.decode() for name in names) if self._has_heard() else None
+
+    async def may_generate(self, worker: str, ttl_s: float = AWAKE_S, *, is_awake: bool) -> bool:
         """Whether engines may generate now; the worker then counts as awake for `ttl_s` seconds, and else as long as it
         says that it is."""
         return bool(await self._connection.script("awake", worker, ttl_s, int(is_awake)))
@@ -38,7 +65,12 @@ class Phases:
         """It holds nothing on the device any more, or never did. Idempotent."""
         await self._connection.execute("ZREM", self._connection.keys("awake"), worker)
 
-    async def are_engines_awake(self) -> bool:
+    async def are_engines_awake(self) -> bool | None:
         """For a learner that owns nothing yet: whether one before it lets engines generate, or some have not fallen
-        asleep since."""
-        return bool(await self._connection.script("engines"))
+        asleep since. None: as from `train`."""
+        are_awake = bool(await self._connection.script("engines"))
+        return are_awake if self._has_heard() else None
+
+    def _has_heard(self) -> bool:
+        """Whoever is awake has said so since the server was away."""
+        return time.monotonic() - self._connection.answered_since_s >= AWAKE_S

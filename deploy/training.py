@@ -17,7 +17,7 @@ from broker.phases import Phases
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, WeightVersion
 from learner.backends.base import Backend
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.colocation import Colocation, wait_for_device
+from learner.colocation import LentDevice, wait_for_device
 from learner.composition import needs_critic, needs_reference
 from learner.cost import DEFAULT_COST, CostModel
 from learner.experience import Experience
@@ -246,7 +246,7 @@ def _learner(
         ),
         should_stop=parts.should_stop,
         version=start.version,
-        colocation=Colocation(phases, updater.models, parts.ranks, experience) if recipe.run.is_colocated else None,
+        lent_device=LentDevice(phases, updater.models, parts.ranks, experience) if recipe.run.is_colocated else None,
     )
 
 

@@ -15,26 +15,22 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from broker import BlockingBroker
 from broker.errors import BrokerError
-from broker.phases import Phases
+from broker.phases import LENT_S, LONGEST_WAIT_S, RENEW_S, Phases
 
 from .backends.base import Trained
 from .experience import Experience, Interrupted
 from .ranks import Ranks
 
-LENT_S = 30.0
-"""Engines may generate for so long after the learner was last heard of."""
-RENEW_S = LENT_S / 10
 POLL_S = 0.01
-LONGEST_WAIT_S = 300.0
-"""For engines to fall asleep: as long as one may take to start, or to answer."""
 AGAIN_S = 1.0
 """Between questions of a learner that starts."""
 
 log = logging.getLogger(__name__)
 
 
-class Colocation:
-    """Of one rank. The first one speaks to the broker (`experience`), for all."""
+class LentDevice:
+    """One rank's device, which engines have while a batch is waited for. The first rank speaks to the broker
+    (`experience`), for all."""
 
     def __init__(
         self, phases: Phases | None, models: Sequence[Trained], ranks: Ranks, experience: Experience | None
@@ -68,18 +64,21 @@ class Colocation:
         if self._phases is None or self._experience is None or time.monotonic() - self._renewed_s < RENEW_S:
             return
         phases, owner = self._phases, self._experience.owner
-        self._experience.insist(lambda: phases.generate(owner, LENT_S))
+        self._experience.insist(lambda: phases.generate(owner))
         self._renewed_s = time.monotonic()
 
     def _do_they_sleep(self) -> bool:
-        """Once all do, or one has been waited for long enough. False: nobody says, and the learner is to stop."""
+        """Once all do, or one has been waited for long enough, outages not counted. False: nobody says, and the learner
+        is to stop."""
         if self._phases is None or self._experience is None:
             return True
         self._renewed_s = -math.inf
-        phases, owner, deadline = self._phases, self._experience.owner, time.monotonic() + LONGEST_WAIT_S
+        phases, owner, since_s = self._phases, self._experience.owner, time.monotonic()
         with suppress(Interrupted):
-            while awake := self._experience.insist(lambda: phases.train(owner)):
-                if time.monotonic() > deadline:
+            while (awake := self._experience.insist(lambda: phases.train(owner))) != ():
+                if awake is None:
+                    since_s = time.monotonic()
+                elif time.monotonic() > since_s + LONGEST_WAIT_S:
                     log.warning(
                         "%s did not leave the device within %.0f s: training beside it, which may take more memory than"
                         " there is. Restart it.",
@@ -101,13 +100,15 @@ def wait_for_device(url: str, run: str) -> None:
     """Before a learner takes memory: until the engines of a learner before it have left theirs. Every rank asks for
     itself, as ranks meet on their devices."""
     blocking = BlockingBroker(url, run)
-    deadline, has_said = time.monotonic() + LENT_S + LONGEST_WAIT_S, False
+    since_s, has_said = time.monotonic(), False
     try:
-        while _are_engines_awake(blocking):
+        while (are_awake := _are_engines_awake(blocking)) is not False:
             if not has_said:
                 log.info("waiting until engines leave the device")
                 has_said = True
-            if time.monotonic() > deadline:
+            if are_awake is None:
+                since_s = time.monotonic()
+            elif time.monotonic() > since_s + LENT_S + LONGEST_WAIT_S:
                 log.warning("engines are still awake: taking the device all the same; stop the other learner, if any.")
                 return
             time.sleep(AGAIN_S)
@@ -115,9 +116,9 @@ def wait_for_device(url: str, run: str) -> None:
         blocking.close()
 
 
-def _are_engines_awake(blocking: BlockingBroker) -> bool:
+def _are_engines_awake(blocking: BlockingBroker) -> bool | None:
     try:
         return blocking.call(blocking.broker.phases.are_engines_awake())
     except BrokerError as error:
         log.warning("%s Waiting for it.", error)
-        return True
+        return None

@@ -14,7 +14,7 @@ from broker.schema import Group, WeightVersion
 from .backends.base import Backend
 from .checkpoint import CheckpointStore, LearnerState
 from .checkpoint_writer import CheckpointWriter
-from .colocation import Colocation
+from .colocation import LentDevice
 from .experience import Experience, Interrupted, NeedsLearner
 from .probe import measure_probe
 from .prompts.cursor import PromptCursor
@@ -78,7 +78,7 @@ class Learner:
     observer: Observer
     should_stop: Callable[[], bool]
     version: WeightVersion
-    colocation: Colocation | None = None
+    lent_device: LentDevice | None = None
     """Where engines have the learner's devices while it waits for a batch."""
 
     def __post_init__(self) -> None:
@@ -136,9 +136,9 @@ class Learner:
         Raises Interrupted where it was, and engines may keep the device.
         """
         while True:
-            groups, need = self._wait(may_wait=self.colocation is None)
-            if need == "engines" and self.colocation is not None:
-                with self.colocation.engines_work():
+            groups, need = self._wait(may_wait=self.lent_device is None)
+            if need == "engines" and self.lent_device is not None:
+                with self.lent_device.engines_work():
                     groups, need = self._wait(may_wait=True)
             match need:
                 case "rewind":
@@ -162,7 +162,7 @@ class Learner:
     def _take(self, may_wait: bool) -> tuple[list[Group] | None, str]:
         if self.experience is None or self.should_stop():
             return None, ""
-        meanwhile = None if self.colocation is None else self.colocation.renew
+        meanwhile = None if self.lent_device is None else self.lent_device.renew
         try:
             return self.experience.take(self.version.step, meanwhile, may_wait=may_wait), ""
         except Interrupted:

@@ -1,12 +1,17 @@
 """Phases of a colocated run: nobody is awake while the learner trains, whoever died, restarted or forgot."""
 
 import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 
-from broker import Broker
+from broker import Broker, open_broker, phases
 from broker.batches import Owner
-from broker.errors import FencedError, ServerRestartedError
+from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
 from broker.server import EmbeddedServer
 
 from .scenario import FRESH, rules
@@ -18,6 +23,25 @@ LONG_S, A_MOMENT_S = 1000.0, 0.05
 async def claimed(broker: Broker) -> Owner:
     claim = await broker.batches.claim(checkpoint=FRESH, rules=rules(1), config=b"", resume=False)
     return claim.owner
+
+
+@pytest.fixture
+async def impatient(url: str, run_name: str) -> AsyncIterator[Broker]:
+    opened = await open_broker(url, run_name, timeout_s=0.3)
+    yield opened
+    await opened.close()
+
+
+async def insist(broker: Broker, owner: Owner) -> tuple[str, ...] | None:
+    """`train`, as a learner asks."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await broker.phases.train(owner)
+            except ServerRestartedError:
+                await broker.batches.reassert(owner, announced=None, committed_groups=[], pinned={})
+            except BrokerUnavailableError:
+                pass
 
 
 async def until_gone(broker: Broker, owner: Owner) -> None:
@@ -102,3 +126,47 @@ async def test_a_phase_ends_with_the_server_that_it_began_on(broker: Broker, ser
     assert not await broker.phases.may_generate("w", LONG_S, is_awake=False)
     with pytest.raises(ServerRestartedError):
         await broker.phases.generate(owner, LONG_S)
+
+
+async def comes_back(broker: Broker, owner: Owner, server: EmbeddedServer, directory: Path) -> None:
+    kill(server)
+    server.start()
+
+
+async def forgets(broker: Broker, owner: Owner, server: EmbeddedServer, directory: Path) -> None:
+    kill(server)
+    shutil.rmtree(directory / "appendonlydir")
+    server.start()
+
+
+async def stalls(broker: Broker, owner: Owner, server: EmbeddedServer, directory: Path) -> None:
+    os.kill(server.pid, signal.SIGSTOP)
+    with pytest.raises(BrokerUnavailableError):
+        await broker.phases.generate(owner, LONG_S)
+    os.kill(server.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("outage", [comes_back, forgets, stalls])
+async def test_after_an_outage_silence_says_nothing_until_everybody_could_speak(
+    broker: Broker,
+    impatient: Broker,
+    server: EmbeddedServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outage: Callable[..., object],
+) -> None:
+    """Whoever was awake may have been forgotten, or its time to live have passed meanwhile."""
+    owner = await claimed(impatient)
+    await impatient.phases.generate(owner, LONG_S)
+    assert await broker.phases.may_generate("w", A_MOMENT_S, is_awake=False)
+    monkeypatch.setattr(phases, "AWAKE_S", LONG_S)
+    await outage(impatient, owner, server, tmp_path / "server")  # type: ignore[misc]
+    assert await insist(impatient, owner) is None
+    assert await impatient.phases.are_engines_awake() is None
+    assert not await broker.phases.may_generate("w", LONG_S, is_awake=True)
+    assert await insist(impatient, owner) is None  # there may be others
+    monkeypatch.setattr(phases, "AWAKE_S", 0.0)
+    assert await insist(impatient, owner) == ("w",)
+    await broker.phases.fell_asleep("w")
+    assert await insist(impatient, owner) == ()
+    assert await impatient.phases.are_engines_awake() is False

@@ -4,18 +4,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from broker import BlockingBroker
+from broker import BlockingBroker, phases
 from broker.batches import CheckpointMark, Owner
+from broker.phases import Phases
 from broker.schema import RunRules
+from broker.server import EmbeddedServer
 from learner import colocation
-from learner.colocation import Colocation, wait_for_device
+from learner.colocation import LentDevice, wait_for_device
 from learner.experience import Interrupted
 from learner.ranks import Ranks
+
+from .test_experience import experience, forget_everything
 
 LONG_S = 1000.0
 
@@ -46,10 +52,31 @@ class Model:
         self.is_here = True
 
 
-def of_one_rank(blocking: BlockingBroker, owner: Owner, *models: Any) -> Colocation:
+def of_one_rank(blocking: BlockingBroker, owner: Owner, *models: Any) -> LentDevice:
     """The experience is only who asks the broker."""
-    experience: Any = SimpleNamespace(owner=owner, insist=lambda verb: blocking.call(verb()))
-    return Colocation(blocking.broker.phases, models, Ranks(0, 1, 0, 1, True), experience)
+    asks: Any = SimpleNamespace(owner=owner, insist=lambda verb: blocking.call(verb()))
+    return LentDevice(blocking.broker.phases, models, Ranks(0, 1, 0, 1, True), asks)
+
+
+class Clock:
+    """Stands still, but for what sleeps, and for outages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.time_s = 0.0
+        monkeypatch.setattr(colocation, "time", SimpleNamespace(monotonic=lambda: self.time_s, sleep=self.advance))
+
+    def advance(self, seconds: float) -> None:
+        self.time_s += seconds
+
+    def answers(self, left: list[Any]) -> Callable[..., Any]:
+        """A verb that gives one after the other; before None there was a long outage."""
+
+        async def answer(*arguments: Any) -> Any:
+            given = left.pop(0)
+            self.advance(1e6 if given is None else 0)
+            return given
+
+        return answer
 
 
 def interrupted(owner: Owner) -> Any:
@@ -117,10 +144,64 @@ def test_one_that_lives_and_hangs_is_not_waited_for_for_ever(
     assert "w did not leave the device" in caplog.text
 
 
+def test_an_outage_is_no_time_in_which_an_engine_could_have_fallen_asleep(
+    blocking: BlockingBroker, owner: Owner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, answers = Model(), [("w",), None, ("w",), None, ("w",), ()]
+    monkeypatch.setattr(blocking.broker.phases, "train", Clock(monkeypatch).answers(answers))
+    with of_one_rank(blocking, owner, model).engines_work():
+        pass
+    assert model.is_here
+    assert not answers
+    assert not caplog.records
+
+
+def test_engines_that_the_server_has_forgotten_are_waited_for(
+    server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner asks the server that comes back before the worker does."""
+    monkeypatch.setattr(phases, "AWAKE_S", LONG_S)
+    model, answers, seen = Model(), list[object](), list[bool]()
+    was_answered, is_named = threading.Event(), threading.Event()
+
+    def live_on() -> None:
+        was_answered.wait(60)
+        may_generate(worker, is_awake=True)
+        seen.append(model.is_here)
+        monkeypatch.setattr(phases, "AWAKE_S", 0.0)
+        is_named.wait(10)
+        seen.append(model.is_here)
+        worker.call(worker.broker.phases.fell_asleep("w"))
+
+    with experience(server.url, CheckpointMark(0, 0), lambda: False) as (learner, blocking):
+        worker, living = BlockingBroker(server.url, "run"), threading.Thread(target=live_on)
+        train = blocking.broker.phases.train
+
+        async def noted(owner: Owner) -> tuple[str, ...] | None:
+            answer = await train(owner)
+            answers.append(answer)
+            was_answered.set()
+            if answer:
+                is_named.set()
+            return answer
+
+        monkeypatch.setattr(blocking.broker.phases, "train", noted)
+        with LentDevice(blocking.broker.phases, [model], Ranks(0, 1, 0, 1, True), learner).engines_work():
+            assert may_generate(worker)
+            forget_everything(server, tmp_path / "server")
+            living.start()
+        living.join()
+        worker.close()
+    assert seen == [False, False]
+    assert (answers[0], answers[-2:]) == (None, [("w",), ()])
+    assert model.is_here
+
+
 def test_a_phase_lasts_as_long_as_it_is_renewed(
     blocking: BlockingBroker, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(colocation, "LENT_S", 0.5)
+    generate = blocking.broker.phases.generate
+    monkeypatch.setattr(blocking.broker.phases, "generate", partial(generate, ttl_s=0.5))
     monkeypatch.setattr(colocation, "RENEW_S", 0.05)
     turns = of_one_rank(blocking, owner)
     with turns.engines_work():
@@ -167,3 +248,13 @@ def test_a_learner_that_starts_waits_until_the_device_is_free(
     with soon(lambda: blocking.call(blocking.broker.phases.fell_asleep("w"))):
         wait_for_device(url, run_name)
     assert not may_generate(blocking)
+
+
+def test_a_learner_that_starts_waits_where_nobody_can_say_whether_it_is_free(
+    url: str, run_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [None, True, None, True, False]
+    monkeypatch.setattr(Phases, "are_engines_awake", Clock(monkeypatch).answers(answers))
+    wait_for_device(url, run_name)
+    assert not answers
+    assert not caplog.records
