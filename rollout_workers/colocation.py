@@ -10,11 +10,11 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from broker import BlockingBroker, Broker
 from broker.errors import BrokerError
-from broker.phases import Phases
+from broker.phases import OPENING_S, SAY_S, Phases
 
 from .engines.base import Engine
 from .outages import Outages
@@ -22,19 +22,14 @@ from .weights import HeldWeights
 
 POLL_S = 0.01
 """Between two questions for the phase: each step waits for two answers."""
-AWAKE_S = 10.0
-"""After so long a worker that was not heard of counts as asleep: longer than its event loop ever stands still, since
-the learner then takes the device."""
 FAREWELL_S = 5.0
 """For telling that the engine is closed."""
-OPENING_S = 30.0
-"""After so long a worker that dies while its engine starts counts as asleep."""
 
 log = logging.getLogger(__name__)
 
 
-class Colocation:
-    """Of one worker, whose engine was opened after `until_engine_may_open`."""
+class BorrowedDevice:
+    """The learner's, on which one worker's engine generates; it was opened after `until_engine_may_open`."""
 
     def __init__(
         self,
@@ -82,7 +77,7 @@ class Colocation:
         while True:
             async with self._asking:
                 with self._outages:
-                    may = await self._phases.may_generate(self._worker, AWAKE_S, is_awake=self.is_awake)
+                    may = await self._phases.may_generate(self._worker, is_awake=self.is_awake)
                     async with self._answered:
                         self._may_generate = may
                         self.is_awake = self.is_awake or may
@@ -115,18 +110,22 @@ async def until_engine_may_open(
 @contextmanager
 def staying_awake(url: str, run: str, worker: str) -> Iterator[None]:
     """Around what starts the engine, which blocks the event loop: a thread says that the worker lives."""
-    done, blocking = threading.Event(), BlockingBroker(url, run)
-
-    def say() -> None:
-        while not done.wait(OPENING_S / 5):
-            with suppress(BrokerError):
-                blocking.call(blocking.broker.phases.may_generate(worker, OPENING_S, is_awake=True))
-
-    thread = threading.Thread(target=say, name="awake", daemon=True)
+    done = threading.Event()
+    thread = threading.Thread(target=_say_awake, args=(url, run, worker, done), name="awake", daemon=True)
     thread.start()
     try:
         yield
     finally:
         done.set()
         thread.join()
-        blocking.close()
+
+
+def _say_awake(url: str, run: str, worker: str, done: threading.Event) -> None:
+    with ExitStack() as closing:
+        blocking: BlockingBroker | None = None
+        while not done.wait(SAY_S):
+            with suppress(BrokerError):
+                if blocking is None:
+                    blocking = BlockingBroker(url, run)
+                    closing.callback(blocking.close)
+                blocking.call(blocking.broker.phases.may_generate(worker, OPENING_S, is_awake=True))

@@ -18,7 +18,7 @@ from broker.schema import Lease, Segment, Trajectory, WorkerInfo
 from weightsync.config import WeightsConfig
 from weightsync.subscriber import Subscriber
 
-from .colocation import Colocation
+from .colocation import BorrowedDevice
 from .config import SamplingConfig, WorkersConfig
 from .decoding import Decoding, response_text
 from .engines.base import Engine, GenerationRequest
@@ -92,9 +92,9 @@ class Worker:
             verify=config.probe_swaps,
             on_swap=self._wake.set,
         )
-        self._colocation: Colocation | None = None
+        self._device: BorrowedDevice | None = None
         if is_colocated:
-            self._colocation = Colocation(broker, engine, worker, self._outages, self._weights, self._set_aside)
+            self._device = BorrowedDevice(broker, engine, worker, self._outages, self._weights, self._set_aside)
         self._admitting = asyncio.Lock()
         self._generated = Throughput()
         self._run_end = RunEnd(config.patience_s)
@@ -109,8 +109,8 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 parts = [self._beat(), self._confirm(), self._weights.follow()]
-                if self._colocation is not None:
-                    parts.append(self._colocation.follow())
+                if self._device is not None:
+                    parts.append(self._device.follow())
                 background = [tasks.create_task(part) for part in parts]
                 await self._keep_engine_full(tasks)
                 await self._wind_down()
@@ -266,7 +266,7 @@ class Worker:
             return "paused"
         if self._weights.version is None:
             return "starting"
-        if self._colocation is not None and not self._colocation.is_awake:
+        if self._device is not None and not self._device.is_awake:
             return "asleep"
         return "generating" if len(self._held) else "idle"
 
@@ -305,8 +305,8 @@ class Worker:
         async with AsyncExitStack() as closing:
             for part in (self._scorer, self._subscriber):
                 closing.push_async_callback(part.close)
-            if self._colocation is not None:
-                closing.push_async_callback(self._colocation.leave)
+            if self._device is not None:
+                closing.push_async_callback(self._device.leave)
             closing.push_async_callback(self._engine.close)  # first: a colocated learner waits for its memory
             with suppress(TimeoutError), self._outages:
                 async with asyncio.timeout(FAREWELL_S):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from broker.client import Broker
+from broker.server import EmbeddedServer
 from rollout_workers import colocation
 from rollout_workers.colocation import staying_awake, until_engine_may_open
 from rollout_workers.outages import Outages
@@ -210,6 +211,7 @@ async def test_a_worker_counts_as_awake_while_its_engine_starts(
     brokers: tuple[Broker, Broker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(colocation, "OPENING_S", 0.5)
+    monkeypatch.setattr(colocation, "SAY_S", 0.1)
     learner = await Learner.start(brokers[0], groups=2)
     await learner.broker.phases.generate(learner.owner, LONG_S)
     assert await brokers[1].phases.may_generate("w", 0.5, is_awake=False)
@@ -217,3 +219,16 @@ async def test_a_worker_counts_as_awake_while_its_engine_starts(
         await asyncio.sleep(1.5)
         assert await learner.broker.phases.train(learner.owner) == ("w",)
     await all_asleep(learner)
+
+
+async def test_an_engine_starts_while_the_broker_is_away(
+    server: EmbeddedServer, brokers: tuple[Broker, Broker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(colocation, "SAY_S", 0.1)
+    server.stop()
+    with staying_awake(server.url, "run", "w"):
+        server.start()
+        connection, names = brokers[0]._connection, list[bytes]()
+        async with asyncio.timeout(60):
+            while names != [b"w"]:  # it says so once it can
+                names = await connection.execute("ZRANGE", connection.keys("awake"), 0, -1)
