@@ -19,7 +19,7 @@ from broker.schema import Archived, BroadcastGroup, Probe, TensorSpec, WeightMan
 
 from .addresses import learner_addresses
 from .archives import open_archive
-from .archiving import Archiver
+from .archives.archiver import Archiver
 from .chain import Delta, DeltaChain
 from .config import WeightsConfig, broadcast_device
 from .deadline import Deadline

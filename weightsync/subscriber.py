@@ -19,6 +19,7 @@ from broker.errors import WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
 
 from .archives import open_reader
+from .archives.pull import ArchivePull
 from .config import WeightsConfig, broadcast_device
 from .deadline import Deadline
 from .deliveries import Arriving, Delivery
@@ -28,7 +29,6 @@ from .pace import Pace
 from .puller import Pulled, Puller
 from .receiver import JoinedGroup
 from .threads import BoundedThreads
-from .transports.archived import ArchivePull
 from .transports.base import PullTransport, SupersededError
 from .transports.pull import HttpPull
 

@@ -15,12 +15,12 @@ from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, announced, wei
 from tests.weightsync.worker_process import fingerprint
 from weightsync.archives import open_reader
 from weightsync.archives.base import ArchiveReader
+from weightsync.archives.pull import ArchivePull
 from weightsync.buckets import views
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
 from weightsync.puller import Pulled, Puller
 from weightsync.staging import stage
-from weightsync.transports.archived import ArchivePull
 from weightsync.transports.base import UnreachableError
 from weightsync.transports.pull import HttpPull
 

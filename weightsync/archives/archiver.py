@@ -1,5 +1,5 @@
-"""What of each version goes into the archive, and for how long it stays: all deltas of the chain, and from time to time
-an anchor, a whole version, so that some anchor is always the base of one of them.
+"""The learner's end: what of each version goes into the archive, and for how long it stays: all deltas of the chain,
+and from time to time an anchor, a whole version, so that some anchor is always the base of one of them.
 
 A learner never waits for more than the deltas, and for those not longer than for a broadcast. An anchor is written
 beside training, from memory that is kept until then, and named from the next version on. What cannot be archived costs
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 from broker.errors import HeadwayError
 from broker.schema import Archived, WeightVersion
+from weightsync.buckets import as_bytes, digest_bytes
+from weightsync.chain import Delta
+from weightsync.deadline import Deadline
+from weightsync.staging import StagedWeights
 
-from .archives.base import Archive, anchor_name, anchor_names, delta_name
-from .buckets import as_bytes, digest_bytes
-from .chain import Delta
-from .deadline import Deadline
-from .staging import StagedWeights
+from .base import Archive, anchor_name, anchor_names, delta_name
 
 logger = logging.getLogger(__name__)
 NOTHING = Archived(None, ())

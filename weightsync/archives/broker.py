@@ -20,7 +20,7 @@ _LOOK_S = 0.2
 T = TypeVar("T")
 
 
-class BlobArchive:
+class BrokerArchive:
     """Takes at most half of `broker.max_bytes`, and an anchor of at most half of that: a second one is on its way while
     the first is still of use."""
 
@@ -74,7 +74,7 @@ class BlobArchive:
         self._sizes = sizes
 
 
-class BlobReader:
+class BrokerReader:
     """Asks the broker from other threads than that of its event loop, the one that this is made in."""
 
     def __init__(self, broker: Broker) -> None:

@@ -1,5 +1,5 @@
-"""Pull from an archive: a bucket is the anchor's, brought up to date by the deltas that follow. What is not to be had
-there comes from the learner.
+"""A worker's end: a bucket is the anchor's, brought up to date by the deltas that follow. What is not to be had in the
+archive comes from the learner.
 """
 
 import logging
@@ -11,13 +11,14 @@ import torch
 
 from broker.errors import NoRoomError, WeightSyncError
 from broker.schema import Archived, DeltaSpec, WeightManifest, WeightVersion
-from weightsync.archives.base import ArchiveReader, anchor_names, delta_name
 from weightsync.buckets import allocate, as_bytes, digest_bytes, verify
 from weightsync.chain import chain_from
 from weightsync.deadline import Deadline
 from weightsync.deltas import by_bucket, patch
 from weightsync.pace import Pace
 from weightsync.transports.base import PullTransport, SupersededError
+
+from .base import ArchiveReader, anchor_names, delta_name
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
