@@ -145,6 +145,8 @@ class Publisher:
         """(what the next ones are told from, those to this version, what is archived): encoded once the group has its
         buckets, and only while some worker has a use for them."""
         if not any(map(follows_by_pull, self._workers())):
+            if self._archiver is not None:
+                self._archiver.rest()
             return None if self._keeps_one else staged, (), None
         base = staged.on_cpu()
         deltas = self._chain.extended(version, base, Deadline(self._config.broadcast_timeout_s))
