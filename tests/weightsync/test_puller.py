@@ -58,10 +58,9 @@ class Line:
             deltas=tuple(self._spec(link) for link in range(step - chain + 1, step + 1)),
         )
 
-    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> int:
+    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
         self._ask(str(index))
         bucket.copy_(self.versions[manifest.version.step].data[index])
-        return bucket.numel()
 
     def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
         self._ask(f"delta {delta.version.step}")

@@ -38,11 +38,11 @@ class ArchivePull:
         """Those to the version that is being fetched, each by bucket."""
         self._fetching_deltas = threading.Lock()
 
-    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> int:
+    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
         """See PullTransport."""
 
-        def ask_learner() -> int:
-            return self._learner.pull_bucket(manifest, index, bucket, deadline)
+        def ask_learner() -> None:
+            self._learner.pull_bucket(manifest, index, bucket, deadline)
 
         archived = manifest.archived
         if archived is None or archived.anchor is None:
@@ -90,7 +90,7 @@ class ArchivePull:
 
     def _patched_anchor(
         self, manifest: WeightManifest, archived: Archived, index: int, bucket: torch.Tensor, deadline: Deadline
-    ) -> int:
+    ) -> None:
         assert archived.anchor is not None
         chain = chain_from(archived.anchor, manifest)
         names = anchor_names(archived)
@@ -98,29 +98,23 @@ class ArchivePull:
             raise WeightSyncError(f"the anchor {archived.anchor} does not lead to {manifest.version}")
         fetched = bucket if bucket.device.type == "cpu" else allocate([bucket.numel()])[0]
         self._read(names[index], as_bytes(fetched), archived.digests[index], deadline)
-        nbytes = fetched.numel()
         tensors = [spec for spec in manifest.tensors if spec.bucket == index]
         for delta in chain:
-            parts, came = self._kept_delta(manifest, delta, deadline)
+            parts = self._kept_delta(manifest, delta, deadline)
             patch({index: fetched}, tensors, parts.get(index, b""))
-            nbytes += came
         if fetched is not bucket:
             bucket.copy_(fetched)
         verify(manifest, {index: bucket})
-        return nbytes
 
-    def _kept_delta(
-        self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline
-    ) -> tuple[dict[int, memoryview], int]:
-        """(the delta, how many bytes it took to have it now)"""
+    def _kept_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> dict[int, memoryview]:
+        """Fetched for the first of the buckets that need it."""
         with self._fetching_deltas:
-            if delta in self._deltas:
-                return self._deltas[delta], 0
-            deadline.check("pull")
-            data = self._delta(manifest, delta, deadline)
-            parts = by_bucket(manifest.tensors, data)
-            self._deltas[delta] = parts
-            return parts, len(data)
+            parts = self._deltas.get(delta)
+            if parts is None:
+                deadline.check("pull")
+                parts = by_bucket(manifest.tensors, self._delta(manifest, delta, deadline))
+                self._deltas[delta] = parts
+            return parts
 
     def _read(self, name: str, data: memoryview, digest: str, deadline: Deadline) -> None:
         self._reader.read(name, data, self._pace, deadline)

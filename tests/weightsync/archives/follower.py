@@ -44,12 +44,27 @@ class NoLearner:
         """Nothing is kept."""
 
 
+class CountingPace(Pace):
+    """As fast as it can be; tells how much that was."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._pieces: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._pieces)
+
+    def keep(self, moved: int, deadline: Deadline) -> None:
+        self._pieces.append(moved)
+
+
 class Follower:
     """Pulls when it is told to."""
 
     def __init__(self, broker: Broker, archive: str, *, keeps_base: bool = True, only_archive: bool = True) -> None:
         self._broker = broker
-        self.pace = Pace(None)
+        self.pace = CountingPace()
         reader = open_reader(archive, broker)
         assert reader is not None
         self.reader: ArchiveReader = reader
@@ -60,9 +75,9 @@ class Follower:
     async def pull(self, manifest: WeightManifest | None = None) -> Pulled:
         """The announced version, or this one, whose tensors must be right."""
         manifest = manifest or await announced(self._broker)
-        before = self._puller.fetched_bytes
+        before = self.pace.nbytes
         pulled = await asyncio.to_thread(self._puller.pull, manifest, Deadline(math.inf))
-        self.nbytes = self._puller.fetched_bytes - before
+        self.nbytes = self.pace.nbytes - before
         assert fingerprint(views(manifest.tensors, pulled.buckets)) == fingerprint(weights(manifest.version.step))
         return pulled
 
