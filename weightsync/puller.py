@@ -7,8 +7,9 @@ are fetched in the same call; and what comes out is compared with the manifest's
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from .buckets import allocate, check_manifest, verify
 from .chain import chain_from
 from .deadline import Deadline
 from .deltas import patch
+from .threads import DaemonPool
 from .transports.base import PullTransport, SupersededError, UnreachableError
 
 AT_ONCE = 4
@@ -91,17 +93,20 @@ class Puller:
                 self._transport.pull_bucket(manifest, index, bucket, deadline)
                 yield index
             return
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            fetching = [
-                threads.submit(self._transport.pull_bucket, manifest, index, bucket, deadline)
-                for index, bucket in missing.items()
-            ]
-            done, _ = wait(fetching, return_when=FIRST_EXCEPTION)
-            if any(fetched.exception() for fetched in done):
-                deadline.cancel()  # the others' bytes are of no more use
-                threads.shutdown(cancel_futures=True)
-            for fetched in done:
-                fetched.result()
+        threads = DaemonPool("pull", AT_ONCE)
+        fetching = [
+            threads.submit(partial(self._transport.pull_bucket, manifest, index, bucket, deadline))
+            for index, bucket in missing.items()
+        ]
+        threads.close()
+        done, rest = wait(fetching, return_when=FIRST_EXCEPTION)
+        failures = [error for fetched in done if (error := fetched.exception()) is not None]
+        if failures:
+            deadline.cancel()  # the others' bytes are of no more use
+            for fetched in rest:
+                fetched.cancel()
+            wait(rest)  # whoever gets these buckets next must be alone with them
+            raise failures[0]
         yield from missing
 
     def _chain_to(self, manifest: WeightManifest) -> tuple[DeltaSpec, ...]:

@@ -291,7 +291,7 @@ class Subscriber:
 def _open_pull(broker: Broker, config: WeightsConfig) -> PullTransport:
     pace = Pace(config.pull_bytes_per_s)
     learner = HttpPull(config.broadcast_timeout_s, pace)
-    reader = open_reader(config.archive, broker)
+    reader = open_reader(config.archive, broker, config.broadcast_timeout_s)
     return learner if reader is None else ArchivePull(reader, learner, pace)
 
 

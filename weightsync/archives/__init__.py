@@ -34,18 +34,19 @@ def open_archive(archive: str, broker: BlockingBroker, owner: Owner) -> Archive 
     return DirectoryArchive(_directory(archive), broker.broker.run, owner.incarnation)
 
 
-def open_reader(archive: str, broker: Broker) -> ArchiveReader | None:
-    """A worker's end. Call it where the broker's event loop runs; what it reads, it reads from other threads."""
+def open_reader(archive: str, broker: Broker, timeout_s: float) -> ArchiveReader | None:
+    """A worker's end, which waits so long for each piece. Call it where the broker's event loop runs; what it reads, it
+    reads from other threads."""
     match archive:
         case "http":
             return None
         case "broker":
             from .broker import BrokerReader
 
-            return BrokerReader(broker)
+            return BrokerReader(broker, timeout_s)
     from .directory import DirectoryReader
 
-    return DirectoryReader(_directory(archive), broker.run)
+    return DirectoryReader(_directory(archive), broker.run, timeout_s)
 
 
 def _directory(url: str) -> Path:

@@ -16,7 +16,7 @@ from weightsync.chain import chain_from
 from weightsync.deadline import Deadline
 from weightsync.deltas import by_bucket, patch
 from weightsync.pace import Pace
-from weightsync.transports.base import PullTransport, SupersededError
+from weightsync.transports.base import PullTransport, SupersededError, UnreachableError
 
 from .base import ArchiveReader, anchor_names, delta_name
 
@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 class ArchivePull:
     """What is missing in the archive may only have been superseded, so it is looked for once more under the newest
-    manifest; if that is the same one, the learner is asked."""
+    manifest; if that is the same one, the learner is asked. Once the archive does not answer, the learner is asked for
+    the rest of that pull."""
 
     def __init__(self, reader: ArchiveReader, learner: PullTransport, pace: Pace) -> None:
         self._reader = reader
@@ -37,6 +38,8 @@ class ArchivePull:
         self._deltas: dict[DeltaSpec, dict[int, memoryview]] = {}
         """Those to the version that is being fetched, each by bucket."""
         self._fetching_deltas = threading.Lock()
+        self._is_given_up = False
+        """It did not answer in this pull."""
 
     def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
         """See PullTransport."""
@@ -57,7 +60,7 @@ class ArchivePull:
 
     def forget(self) -> None:
         """See PullTransport."""
-        self._deltas = {}
+        self._deltas, self._is_given_up = {}, False
 
     def _delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
         def ask_learner() -> memoryview:
@@ -70,6 +73,8 @@ class ArchivePull:
     def _first(
         self, from_archive: Callable[[], T], from_learner: Callable[[], T], manifest: WeightManifest, deadline: Deadline
     ) -> T:
+        if self._is_given_up:
+            return from_learner()
         try:
             return from_archive()
         except NoRoomError:
@@ -80,6 +85,7 @@ class ArchivePull:
                 raise
         except WeightSyncError as error:
             deadline.check("pull")
+            self._is_given_up |= isinstance(error, UnreachableError)
             logger.warning("%s comes from the learner, not from the archive: %s", manifest.version, error)
         return from_learner()
 

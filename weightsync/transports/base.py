@@ -19,7 +19,7 @@ class SupersededError(WeightSyncError):
 
 
 class UnreachableError(WeightSyncError):
-    """The learner did not answer, or stopped in the middle; asking again may do."""
+    """Who was asked, the learner or an archive, did not answer, or stopped in the middle; asking again may do."""
 
 
 class BroadcastGroupTransport(Protocol):

@@ -65,7 +65,7 @@ class Follower:
     def __init__(self, broker: Broker, archive: str, *, keeps_base: bool = True, only_archive: bool = True) -> None:
         self._broker = broker
         self.pace = CountingPace()
-        reader = open_reader(archive, broker)
+        reader = open_reader(archive, broker, TIMEOUT_S)
         assert reader is not None
         self.reader: ArchiveReader = reader
         learner = NoLearner() if only_archive else HttpPull(TIMEOUT_S, self.pace)
