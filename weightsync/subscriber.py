@@ -61,6 +61,9 @@ class Subscriber:
         self._staged: Delivery | Arriving | None = None
         self._lent: Delivery | Arriving | None = None
         """The last one handed over: its buckets are free again once the next one is waited for."""
+        self._kept: Delivery | None = None
+        """The last one that the caller held. It is handed over once more, instead of pulled, until its buckets are
+        needed."""
         self._known: WeightManifest | None = None
         """Of the last version that arrived: most offers name it instead of telling the same again."""
         self._arrived = asyncio.Event()
@@ -88,8 +91,10 @@ class Subscriber:
         Raises what the broker raises; failed transfers are retried or pulled and never raise.
         """
         self._held = current
-        self._give_back(self._lent)
-        self._lent = None
+        lent, self._lent = self._lent, None
+        if isinstance(lent, Delivery) and lent.may_be_reused and lent.manifest.version == current:
+            lent, self._kept = self._kept, lent
+        self._give_back(lent)
         while True:
             staged = self._staged
             self._staged = None
@@ -170,6 +175,7 @@ class Subscriber:
         self._stop_pull()  # what it fetches is about to be superseded, and the group waits for us
         staged, self._staged = self._staged, None  # so is what waits for the engine, and its memory is needed
         self._give_back(staged)
+        self._let_go()
         cancelled = threading.Event()
         try:
             if self._window is not None:
@@ -233,6 +239,11 @@ class Subscriber:
         manifest = await self._broker.versions.announced()
         if manifest is None or not self._is_newer(manifest.version):
             return
+        if self._kept is not None and self._kept.manifest.version == manifest.version:
+            kept, self._kept = self._kept, None
+            self._stage(kept)
+            return
+        self._let_go()
         cancelled = threading.Event()
         try:
             landed, pulled = await self._threads.run(
@@ -283,6 +294,11 @@ class Subscriber:
         if isinstance(delivery, Delivery) and delivery.may_be_reused:
             self._landing.give_back(delivery.landed)
 
+    def _let_go(self) -> None:
+        """Of what is kept: its buckets are needed."""
+        self._give_back(self._kept)
+        self._kept = None
+
     def _note(self, what: str, version: WeightVersion, error: WeightSyncError | str) -> None:
         self.last_error = f"{what} of {version.incarnation}.{version.step}: {error}"
         logger.warning("%s: %s", self._worker, self.last_error)
@@ -290,7 +306,7 @@ class Subscriber:
 
 def _open_pull(broker: Broker, config: WeightsConfig) -> PullTransport:
     pace = Pace(config.pull_bytes_per_s)
-    learner = HttpPull(config.broadcast_timeout_s, pace)
+    learner = HttpPull(config.broadcast_timeout_s, pace, starts_over=config.follow == "broadcast")
     reader = open_reader(config.archive, broker, config.broadcast_timeout_s)
     return learner if reader is None else ArchivePull(reader, learner, pace)
 

@@ -278,6 +278,7 @@ async def test_a_swap_that_finds_no_room_waits_and_the_engine_goes_on(
             await until(lambda: worker.info().generated_tokens > generated)
             assert worker.info().version == learner.version(0)
             await learner.publish(2, deliveries)
+            await until(deliveries.queue.empty)  # it is tried in the place of version 1
         await until(lambda: worker.info().version == learner.version(2))
         assert (worker.info().swaps, worker.info().last_error) == (2, "")
 

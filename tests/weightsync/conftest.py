@@ -20,6 +20,7 @@ from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker
 from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher, PublishReport
 from weightsync.subscriber import Subscriber
+from weightsync.transports.pull_server import Found
 
 TIMEOUT_S = 2.0
 PATIENCE_S = 40.0
@@ -92,14 +93,14 @@ class Learner:
         self.until_workers(lambda infos: all(w in infos and infos[w].version == self.version for w in workers))
 
 
-def served(learner: Learner) -> list[int]:
+def served_bytes(learner: Learner) -> list[int]:
     """How many bytes each request gets that this learner answers from now on."""
     find, sizes = learner.publisher._pulls.find, list[int]()
 
-    def noted(path: str) -> memoryview | None:
-        data = find(path)
-        sizes.append(0 if data is None else len(data))
-        return data
+    def noted(path: str) -> Found | None:
+        found = find(path)
+        sizes.append(0 if found is None else len(found.data))
+        return found
 
     learner.publisher._pulls.find = noted  # type: ignore[method-assign]
     return sizes

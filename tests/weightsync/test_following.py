@@ -19,7 +19,7 @@ from tests.weightsync.conftest import (
     Learner,
     WorkerProcess,
     announced,
-    served,
+    served_bytes,
     weights,
 )
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker_info
@@ -42,7 +42,7 @@ class Follower:
 
     def __init__(self, broker: Broker, learner: Learner) -> None:
         self._broker = broker
-        self._served = served(learner)
+        self._served = served_bytes(learner)
         self._puller = Puller(HttpPull(TIMEOUT_S), keeps_base=True)
         self.nbytes = 0
         """What the last pull got from the learner."""
@@ -78,7 +78,7 @@ async def follower(learner: Learner, broker: Broker) -> Follower:
 
 @pytest.mark.slow
 def test_a_process_follows_twenty_versions(learner: Learner, start_worker: Callable[..., WorkerProcess]) -> None:
-    sizes = served(learner)
+    sizes = served_bytes(learner)
     near, far = start_worker("near"), start_worker("far", "pull")
     learner.publish()
     for worker in (near, far):
@@ -200,7 +200,7 @@ async def test_a_damaged_delta_falls_back_to_the_whole_version(
     assert damaged.is_set()
     assert "deltas were of no use, all of it was fetched: the delta to" in worker.subscriber.last_error
     assert "arrived damaged" in caplog.text
-    sizes = served(learner)
+    sizes = served_bytes(learner)
     await publish(learner)
     await worker.next()
     assert worker.subscriber.last_error == ""
@@ -210,7 +210,7 @@ async def test_a_damaged_delta_falls_back_to_the_whole_version(
 def _damage_next_delta(learner: Learner) -> threading.Event:
     """One bit of it, on the way into the server."""
     pulls, damaged = learner.publisher._pulls, threading.Event()
-    stage_deltas, keep_only = pulls.stage_deltas, pulls.keep_only
+    serve_deltas, keep_only = pulls.serve_deltas, pulls.keep_only
 
     def spoil(deltas: dict[WeightVersion, bytes]) -> dict[WeightVersion, bytes]:
         damaged.set()
@@ -219,9 +219,9 @@ def _damage_next_delta(learner: Learner) -> threading.Event:
 
     def keep(version: WeightVersion, deltas: dict[WeightVersion, bytes]) -> None:
         keep_only(version, spoil(deltas))
-        del pulls.stage_deltas, pulls.keep_only  # type: ignore[method-assign]
+        del pulls.serve_deltas, pulls.keep_only  # type: ignore[method-assign]
 
-    pulls.stage_deltas = lambda deltas: stage_deltas(spoil(dict(deltas)))  # type: ignore[method-assign]
+    pulls.serve_deltas = lambda deltas: serve_deltas(spoil(dict(deltas)))  # type: ignore[method-assign]
     pulls.keep_only = keep  # type: ignore[method-assign,assignment]
     return damaged
 
@@ -245,7 +245,7 @@ async def test_a_joiner_whose_line_is_slower_than_the_learner_arrives(learner: L
             super().pull_bucket(manifest, index, bucket, deadline)
             learner.publish()
 
-    sizes = served(learner)
+    sizes = served_bytes(learner)
     await publish(learner)
     await broker.status.heartbeat(worker_info("far", None, 0, joins_groups=False), HEARTBEAT_TTL_S)
     puller = Puller(SlowPull(TIMEOUT_S), keeps_base=True)
