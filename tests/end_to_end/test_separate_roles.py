@@ -65,7 +65,7 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
 
 
 def learners_recipe(terminals: Terminals) -> Path:
-    """Engines much smaller than a batch: they are hardly ever idle, so a worker most likely holds leases when it dies."""
+    """Engines much smaller than a batch are hardly ever idle: a worker most likely holds leases when it dies."""
     return write_recipe(
         terminals.directory("learner"),
         learner={"steps": STEPS, "groups_per_step": 4, "group_size": 4},
