@@ -8,13 +8,14 @@ this worker the versions in between and nobody else anything. Where there is no 
 import asyncio
 import logging
 import threading
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import torch
 from msgspec.structs import replace
 
 from broker import Broker
-from broker.errors import WeightSyncError
+from broker.errors import BrokerUnavailableError, WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
 
 from .config import WeightsConfig, broadcast_device
@@ -46,7 +47,7 @@ class Subscriber:
         self._held: WeightVersion | None = None
         """The newest version that the caller holds or was handed."""
         self._tried: WeightVersion | None = None
-        """The last offer acted upon; a failed one is not received again but pulled."""
+        """The last offer that was read in full; one whose transfer failed is not received again but pulled."""
         self._landing = Landing(torch.device("cuda" if config.staging == "device" else "cpu"))
         self._window = Window(torch.device(broadcast_device(config))) if config.staging == "none" else None
         # A base for deltas must stay as it is, and without room for two versions what was pulled must not stay.
@@ -58,6 +59,8 @@ class Subscriber:
         self._known: WeightManifest | None = None
         """Of the last version that arrived: most offers name it instead of telling the same again."""
         self._arrived = asyncio.Event()
+        """A version, or `_outage`."""
+        self._outage: BrokerUnavailableError | None = None
         self._offer = asyncio.Event()
         """There is one: whoever is in a group does not wait for its next look at the broker."""
         self.last_error = ""
@@ -118,8 +121,10 @@ class Subscriber:
         self._staged = None
 
     async def _news(self) -> None:
-        """Until a version was staged; raises what ended the background work, which is then started anew."""
+        """Until a version was staged; raises what keeps the background work from the broker, and what ended it: it is
+        then started anew."""
         self._arrived.clear()
+        self._outage = None
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
         arrival = asyncio.create_task(self._arrived.wait())
@@ -130,15 +135,28 @@ class Subscriber:
         if self._following.done():
             ended, self._following = self._following, None
             ended.result()
+        if self._outage is not None:
+            raise self._outage
 
     async def _follow(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self.joins_groups:
-                    tasks.create_task(self._groups.follow())
-                tasks.create_task(self._follow_versions())
+                    tasks.create_task(self._outlive_outages(self._groups.follow))
+                tasks.create_task(self._outlive_outages(self._follow_versions))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
+
+    async def _outlive_outages(self, follow: Callable[[], Awaitable[None]]) -> None:
+        """A broker that is away ends nothing else: bytes of a broadcast do not come through it, and the group waits for
+        whoever does not receive them, also while the caller is busy with its engine."""
+        while True:
+            try:
+                await follow()
+            except BrokerUnavailableError as error:
+                self._outage = error
+                self._arrived.set()
+                await asyncio.sleep(self._config.poll_s)
 
     async def _follow_versions(self) -> None:
         while True:
@@ -146,7 +164,6 @@ class Subscriber:
             # Once announced, a broadcast is over: who missed it pulls.
             is_under_way = self.joins_groups and offered is not None and offered != announced
             if offered is not None and is_under_way and offered != self._tried and self._is_newer(offered):
-                self._tried = offered
                 await self._receive(offered)
             elif announced is not None and self._is_newer(announced):
                 self._pulls.start()
@@ -161,6 +178,7 @@ class Subscriber:
 
     async def _receive(self, offered: WeightVersion) -> None:
         joined, offer = await self._invitation(offered)
+        self._tried = offered  # not before: what the broker did not answer is asked again
         if joined is None or offer is None:
             return
         # What it fetches is about to be superseded, and beside its memory there is no room for a third version.
