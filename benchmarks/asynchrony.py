@@ -1,4 +1,4 @@
-"""What asynchrony pays: one recipe on the same GPUs asynchronously, and synchronously in both ways.
+"""What asynchrony pays where responses are long-tailed: a recipe asynchronously, and synchronously in both ways.
 
     python -m benchmarks.asynchrony --model DIR --output DIR [--gpus 4] [--learner-gpus 2] [--workers-per-gpu 2]
         [--runs asynchronous,separated,colocated] [--of RUN key=value ...] [key=value ...]
@@ -7,30 +7,64 @@ asynchronous   learner and engines on GPUs of their own, samples as old as the r
 separated      the same, and nothing is generated while the learner trains: max_lag 0
 colocated      all GPUs to both in turns, max_lag 0; one engine on each
 
-`key=value` are overrides of the recipe for all runs, `--of` of one run, so that each has the batch sizes that suit it
-best. A run that has ended is not run again. Steps count from the third on, when engines are up and everything is
-compiled. Without GPUs (`--gpus 0`) it is a rehearsal. The last line is one JSON object.
+The recipe is long_tailed.yaml, DIR SmolLM2-135M-Instruct (see benchmarks.learns.model). First comes the warm-up, into
+OUTPUT/sft, from where all runs start; `sft.phases=[]` leaves it out, for a model that has had it. `key=value` are
+overrides of the recipe for all parts, `--of` of one run, so that each has the batch sizes that suit it best. Each part
+may take `--timeout-s`. What has ended is not run again: give the same output to go on. So, on four GPUs, in commands of
+less than ten minutes each:
+
+    python -m benchmarks.asynchrony --model DIR --output DIR --runs asynchronous --timeout-s 240   # after the warm-up
+    python -m benchmarks.asynchrony --model DIR --output DIR --runs separated
+    python -m benchmarks.asynchrony --model DIR --output DIR --runs colocated
+    python -m benchmarks.asynchrony --model DIR --output DIR                                       # all figures
+
+Steps count from the eleventh on: engines are up, everything is compiled, and samples are as old as they get. Without
+GPUs (`--gpus 0`) it is a rehearsal, and without a model one of a toy. The last line is one JSON object.
 """
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.learns.parts import CPU, SECONDS, finish
-from broker.schema import StepMetrics
-from deploy.report import METRICS, lineage, read_lines, read_summary
+import numpy as np
 
-RECIPE = "smollm2-reasoning-gym.yaml"
+from benchmarks.gpus import Utilization, gpu_names, watching
+from benchmarks.learns.parts import CPU, SECONDS, SFT, finish
+from broker.schema import StepMetrics
+from deploy.config import load_recipe
+from deploy.report import EDGE_STEPS, METRICS, lineage, read_lines, read_summary
+from deploy.run_directory import EXPERIENCE
+from deploy.sft_output import is_complete
+from learner.experience_log import ExperienceLog
+
+RECIPE = str(Path(__file__).with_name("long_tailed.yaml"))
+TOY = (
+    "model.dtype=float32",
+    """model.random={architecture: qwen3, alphabet: "0123456789+-*=,#^", config: {hidden_size: 64, num_hidden_layers: 2,
+    num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, intermediate_size: 128, max_position_embeddings: 256,
+    tie_word_embeddings: true, initializer_range: 0.05}}""",
+    'model.path=""',
+    "prompts.path=arithmetic",
+    "prompts.options.most_terms=30",
+    'prompts.system_prompt=""',
+    "rewards=[{kind: arithmetic}]",
+    """sft.phases=[{kind: "benchmarks.long_tailed:worked_examples", path: arithmetic, options: {most_terms: 30},
+    learning_rate: 5e-3, max_steps: 300}]""",
+    "learner.group_size=8",
+    "learner.micro_batch_tokens=8192",
+    "optimizer.learning_rate=5e-4",
+    "sampling.max_new_tokens=128",
+    "engine.dtype=float32",
+    "engine.max_concurrent=64",
+    "engine.max_model_len=192",
+)
+"""Overrides of the recipe: other chains, a model of 100,000 weights that learns them on a CPU."""
 ON_POLICY = ("staleness.max_lag=0", "weights.swaps_at_once=1")
 RUNS = {
     "asynchronous": (),
@@ -39,9 +73,9 @@ RUNS = {
 }
 TARGET = 2.0
 """Times the samples per second of the better synchronous run."""
-FIRST = 2
-"""Steps that are not counted."""
-LOOK_S = 0.2
+FIRST = 10
+"""Steps that are not counted. At first short responses are trained, as they end first."""
+GPU_USE = "gpu_use.json"
 
 
 def placement(run: str, gpus: int, learner_gpus: int, workers_per_gpu: int) -> tuple[str, ...]:
@@ -50,64 +84,20 @@ def placement(run: str, gpus: int, learner_gpus: int, workers_per_gpu: int) -> t
         return CPU
     if run == "colocated":
         return (f"learner.processes={gpus}",)
-    devices = [gpu for gpu in range(learner_gpus, gpus) for _ in range(workers_per_gpu)]
+    devices = [gpu for gpu in gpu_names(gpus)[learner_gpus:] for _ in range(workers_per_gpu)]
     share = 0.8 / workers_per_gpu
     return (
         f"learner.processes={learner_gpus}",
         f"workers.count={len(devices)}",
-        f"workers.devices={devices}",
+        f"workers.devices=[{','.join(devices)}]",
         f"engine.options.gpu_memory_utilization={share:.2f}",
         "weights.transport=ipc",  # NCCL has no place for two engines on one GPU
     )
 
 
-@dataclass
-class Utilization:
-    """Of each GPU, the share of the time in which any kernel ran, while the counted steps were made."""
-
-    metrics: Path
-    steps: int
-    seen: list[list[float]] = field(default_factory=list)
-
-    def look(self) -> None:
-        """Nothing where there is no GPU, or the counted steps have not begun."""
-        done = self.metrics.read_text().count("\n") if self.metrics.exists() else 0
-        if FIRST <= done < self.steps:
-            self.seen.append(gpu_use())
-
-    def mean(self) -> list[float]:
-        """By GPU."""
-        return [round(fmean(of_one) / 100, 3) for of_one in zip(*self.seen, strict=True)]
-
-
-def gpu_use() -> list[float]:
-    """Per cent, by GPU; [] without any."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ("nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits")
-    return [float(line) for line in subprocess.run(query, capture_output=True, text=True).stdout.splitlines()]
-
-
-@contextmanager
-def watching(utilization: Utilization) -> Iterator[None]:
-    """Look at it until the end of the block."""
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(LOOK_S):
-            utilization.look()
-
-    thread = threading.Thread(target=watch, name="utilization")
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
-
-def figures(directory: Path) -> dict[str, Any]:
+def figures(run: str, directory: Path, learner_gpus: int) -> dict[str, Any]:
     """Of a run that has ended."""
+    gpu_use = json.loads((directory / GPU_USE).read_text())
     summary, steps = read_summary(directory), lineage(read_lines(directory / METRICS, StepMetrics))
     counted = steps[FIRST:]
     seconds = sum(step.step_s for step in counted)
@@ -127,56 +117,105 @@ def figures(directory: Path) -> dict[str, Any]:
         "pass_rate_after": summary["eval_after"],
         "lag_mean": round(fmean(step.lag_mean for step in counted), 3),
         "max_lag": summary["max_lag_seen"],
-        "response_tokens_mean": round(fmean(step.response_tokens_mean for step in counted), 1),
+        "response_tokens": lengths(directory, [step.step for step in counted]),
+        "gpu_use": gpu_use,
+        "engines_idle": engines_idle(run, gpu_use, learner_gpus),
     }
 
 
+def lengths(directory: Path, steps: Sequence[int]) -> dict[str, float]:
+    """Of the responses that these steps trained."""
+    log = ExperienceLog(directory / EXPERIENCE)
+    groups = [group for step in steps for group in log.read(step) or ()]
+    tokens = [len(sample.response_tokens) for group in groups for sample in group.trajectories]
+    if not tokens:
+        return {}
+    of_rank = {f"p{rank}": float(np.percentile(tokens, rank)) for rank in (50, 95, 99)}
+    return {"mean": round(fmean(tokens), 1), **of_rank, "max": max(tokens)}
+
+
+def engines_idle(run: str, gpu_use: Sequence[float], learner_gpus: int) -> float | None:
+    """The share of the time in which no kernel ran on the GPUs that only engines have; None: there are no such."""
+    own = [] if run == "colocated" else gpu_use[learner_gpus:]
+    return round(1 - fmean(own), 3) if own else None
+
+
 def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The asynchronous run over the better synchronous one, as far as they have been run."""
+    """The asynchronous run over the better synchronous one, and rewards, as far as they have been run."""
+    steps = min((len(one["rewards"]) for one in found.values()), default=0)
+    rewards = {name: round(fmean(one["rewards"][:steps][-EDGE_STEPS:]), 3) for name, one in found.items() if steps}
+    equal = {"reward_after_equal_samples": rewards}
     synchronous = [one["samples_per_s"] for name, one in found.items() if name != "asynchronous"]
     if "asynchronous" not in found or not synchronous:
-        return {}
+        return equal
     times = found["asynchronous"]["samples_per_s"] / max(synchronous)
-    return {"times_faster": round(times, 2), "target": TARGET, "met": times >= TARGET}
+    return {"times_faster": round(times, 2), "target": TARGET, "met": times >= TARGET, **equal}
 
 
 def main() -> int:
-    """The exit code: 1 if a run failed."""
+    """The exit code: 1 if a part failed."""
     options = _parse()
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
-    for run in options.runs:
-        directory = options.output / run
-        utilization = Utilization(directory / METRICS, options.steps)
-        print(f"{time.strftime('%H:%M:%S')} {run}", file=sys.stderr, flush=True)
+    for part in (*([SFT] if warms_up(options) else []), *options.runs):
+        print(f"{time.strftime('%H:%M:%S')} {part}", file=sys.stderr, flush=True)
         try:
-            if not (directory / SECONDS).exists():
-                with watching(utilization):
-                    finish(_arguments(run, options), directory, options.timeout_s)
-                (directory / "gpu_use.json").write_text(json.dumps(utilization.mean()))
+            finish_part(part, options)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            failed[run] = str(error)[-200:]
+            failed[part] = str(error)[-200:]
+            if part == SFT:
+                break
             continue
-        found[run] = figures(directory) | {"gpu_use": json.loads((directory / "gpu_use.json").read_text())}
-        print(json.dumps({run: found[run]}), file=sys.stderr, flush=True)
+        if part in RUNS:
+            found[part] = figures(part, options.output / part, options.learner_gpus)
+            print(json.dumps({part: found[part]}), file=sys.stderr, flush=True)
     print(json.dumps({"gpus": options.gpus, **found, **compared(found), "failed": failed}))
     return int(bool(failed))
 
 
-def _arguments(run: str, options: argparse.Namespace) -> list[str]:
+def finish_part(part: str, options: argparse.Namespace) -> None:
+    """Run the part, unless it has ended. Raises CalledProcessError or TimeoutExpired."""
+    directory = options.output / part
+    if (directory / SECONDS).exists() or (part == SFT and is_complete(directory)):
+        return
+    utilization = Utilization(directory / METRICS, FIRST, options.steps, options.gpus)
+    with watching(utilization):
+        finish(_arguments(part, options), directory, options.timeout_s)
+    (directory / GPU_USE).write_text(json.dumps(utilization.mean()))
+
+
+def warms_up(options: argparse.Namespace) -> bool:
+    """Whether the recipe, as it is overridden, has a warm-up."""
+    return bool(load_recipe(options.recipe, [*_of_recipe(options), *options.overrides]).sft.phases)
+
+
+def _arguments(part: str, options: argparse.Namespace) -> list[str]:
+    """Of `headway`. Later overrides win: a run starts where the warm-up ended, whatever the user says."""
+    output, common = options.output, _of_recipe(options)
+    if part == SFT:
+        where = CPU if options.gpus == 0 else ()
+        return ["sft", options.recipe, "--output", str(output / SFT), *common, *where, *options.overrides]
     return [
         "run",
         options.recipe,
         "--overwrite",
-        *([f"model.path={options.model}", "sft.phases=[]"] if options.model else []),
-        f"run.directory={options.output}",
-        f"run.name={run}",
+        *common,
+        f"run.directory={output}",
+        f"run.name={part}",
         f"learner.steps={options.steps}",
-        *placement(run, options.gpus, options.learner_gpus, options.workers_per_gpu),
-        *RUNS[run],
+        *placement(part, options.gpus, options.learner_gpus, options.workers_per_gpu),
+        *RUNS[part],
         *options.overrides,
-        *(value for name, *values in options.of for value in values if name == run),
+        *(value for name, *values in options.of for value in values if name == part),
+        *([f"model.path={output / SFT}", "sft.phases=[]"] if warms_up(options) else []),
     ]
+
+
+def _of_recipe(options: argparse.Namespace) -> list[str]:
+    """Overrides that make it the one that is asked for, with its model."""
+    if options.model:
+        return [f"model.path={options.model}"]
+    return [*TOY] if options.gpus == 0 and options.recipe == RECIPE else []
 
 
 def _parse() -> argparse.Namespace:
@@ -185,18 +224,28 @@ def _parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, for all runs")
-    parser.add_argument("--model", type=Path, help="one that has been warmed up; default: the recipe's own, with it")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, for all parts")
+    parser.add_argument("--model", type=Path, help="what the warm-up begins with; default: the recipe's own")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--recipe", default=RECIPE)
-    parser.add_argument("--runs", type=_runs, default=tuple(RUNS), metavar="RUN,...", help=f"of {', '.join(RUNS)}")
+    parser.add_argument(
+        "--runs",
+        type=_runs,
+        default=tuple(RUNS),
+        metavar="RUN,...",
+        help=f"of {', '.join(RUNS)}; empty: only the warm-up",
+    )
     parser.add_argument("--of", nargs="+", action="append", default=[], metavar=("RUN", "key=value"))
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--learner-gpus", type=int, default=2, help="unless they are shared")
     parser.add_argument("--workers-per-gpu", type=int, default=2, help="unless they are shared")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="of one run")
+    parser.add_argument("--timeout-s", type=float, default=540.0, help="of one part")
     options = parser.parse_intermixed_args()
+    if unknown := {name for name, *_ in options.of} - set(RUNS):
+        parser.error(f"--of: no run {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
+    if options.steps <= FIRST:
+        parser.error(f"--steps {options.steps}: the first {FIRST} do not count")
     options.output = options.output.absolute()
     options.output.mkdir(parents=True, exist_ok=True)
     options.model = options.model and options.model.absolute()
@@ -204,7 +253,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _runs(text: str) -> Sequence[str]:
-    asked = text.split(",")
+    asked = text.split(",") if text else []
     if unknown := set(asked) - set(RUNS):
         raise argparse.ArgumentTypeError(f"no run {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
     return asked

@@ -228,7 +228,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     broadcast_epoch: int
     """The broadcast group that it has joined; 0 while it pulls."""
     wants_broadcast: bool
-    """True once it holds weights and can take part in the next broadcast group; never for one that follows by pull."""
+    """It takes part in broadcast groups as long as it holds weights; False for one that follows by pull, or ends."""
     capacity: int
     """Leases that its engine can batch."""
     active: int

@@ -12,8 +12,9 @@ from broker.errors import ConfigError
 from learner.config import AlgorithmConfig, preset_defaults
 
 from .colocation import colocated_defaults
-from .config_checks import check_shape, check_values, explain
+from .config_checks import check_values
 from .config_files import apply_overrides, find_recipe, read_yaml, to_yaml
+from .config_words import check_shape, explain
 from .recipe import Recipe
 
 

@@ -1,8 +1,9 @@
 """What `headway plan-memory` prints: each rank's memory, and which setting would save most of it."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -15,6 +16,8 @@ from learner.composition import needs_critic, needs_reference
 from learner.memory_plan import Held, Planned, plan_memory
 from learner.model import load_config
 from learner.model_shape import shape_of
+from rollout_workers.gpus import gpus_of
+from weightsync.config import broadcast_device
 
 from .config import with_overrides
 from .recipe import Recipe
@@ -44,7 +47,7 @@ class Turns:
     host: int
     """The state of the largest rank, in host memory."""
     device: int
-    """Published weights that every GPU keeps; the first one has as much again, for what is being sent."""
+    """Published weights, on the GPU that keeps most of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,7 @@ def report(recipe: Recipe, device_gb: float | None = None) -> Report:
         dtype=recipe.model.dtype,
         has_reference=needs_reference(recipe.algorithm),
         has_critic=needs_critic(recipe.algorithm),
+        versions=_versions(recipe),
     )
     ranks = plan_memory(planned)
     return Report(
@@ -88,15 +92,22 @@ def report(recipe: Recipe, device_gb: float | None = None) -> Report:
         activations={how: _activations(recipe, planned, how) for how in ("none", "selective", "full")},
         changes=sorted(_changes(recipe, planned, ranks[0].total), key=lambda change: change.largest_bytes),
         device_bytes=None if device_gb is None else round(device_gb * GB),
-        turns=_turns(recipe, planned, ranks) if recipe.run.is_colocated else None,
+        turns=_turns(ranks) if recipe.run.is_colocated else None,
     )
 
 
-def _turns(recipe: Recipe, planned: Planned, ranks: list[Held]) -> Turns:
-    version = planned.compute_bytes * planned.shape.num_parameters
+def _versions(recipe: Recipe) -> dict[int, int]:
+    """By rank: the first one's GPU has what is sent, and the first one of each colocated engine what has come."""
+    weights, each = recipe.weights, gpus_of(recipe.engine)
+    sent = [0] if broadcast_device(weights) == "cuda" else []
+    is_beside = recipe.run.is_colocated and weights.staging == "device"
+    return Counter([*sent, *(engine * each for engine in range(recipe.workers.count) if is_beside)])
+
+
+def _turns(ranks: list[Held]) -> Turns:
     return Turns(
         host=max(held.parameters + held.optimizer + held.other_models for held in ranks),
-        device=version if recipe.weights.staging == "device" else 0,
+        device=max(held.published for held in ranks),
     )
 
 
@@ -108,10 +119,10 @@ def _activations(recipe: Recipe, planned: Planned, recompute: str) -> int:
 def _changes(recipe: Recipe, planned: Planned, largest: int) -> Iterator[Change]:
     for setting in _settings(recipe):
         try:
-            changed = replace(planned, learner=with_overrides(recipe, setting.split()).learner)
-            total = plan_memory(changed)[0].total
+            changed = with_overrides(recipe, setting.split())
+            total = plan_memory(replace(planned, learner=changed.learner, versions=_versions(changed)))[0].total
         except ConfigError:
-            continue  # a layout that this model or number of ranks does not allow
+            continue  # what this model, number of ranks or transport does not allow
         if total < largest:
             yield Change(setting=setting, largest_bytes=total)
 
@@ -121,6 +132,7 @@ def _settings(recipe: Recipe) -> Iterator[str]:
     learner = recipe.learner
     yield from ("learner.compute.recompute=selective", "learner.compute.recompute=full")
     yield "learner.compute.offload_optimizer=true"
+    yield "weights.staging=host"
     yield f"learner.micro_batch_tokens={max(1, learner.micro_batch_tokens // 2)}"
     yield f"learner.processes={2 * learner.processes}"
     for size in ("tensor", "pipeline", "context", "expert"):
@@ -177,8 +189,8 @@ def _sizes(planned: Planned) -> dict[str, int]:
 
 def _ranks_table(ranks: list[Held]) -> Table:
     table = Table(box=SIMPLE_HEAD)
-    columns = ("parameters", "gradients", "optimizer", "gathered", "activations", "head", "other_models", "total")
-    used = [name for name in columns if any(getattr(held, name) for held in ranks)]
+    columns = [field.name for field in fields(Held) if field.name not in ("rank", "part")]
+    used = [name for name in (*columns, "total") if any(getattr(held, name) for held in ranks)]
     for heading in ("ranks", "of the model", *used):
         table.add_column(heading.replace("_", " "), justify="right" if heading in used else "left")
     for same, members in itertools.groupby(ranks, key=lambda held: replace(held, rank=0)):
@@ -201,14 +213,17 @@ def _activations_line(found: Report) -> Text:
 
 
 def _turns_line(found: Report) -> Iterator[Text]:
-    if found.turns is not None:
-        kept = (
-            f"published weights, {_amount(found.turns.device)}, the first GPU twice" if found.turns.device else "none"
-        )
-        yield Text(
-            f"While engines generate, {_amount(found.turns.host)} of the largest rank lie in host memory. What each GPU"
-            f" keeps of weights: {kept}; besides there are CUDA's contexts, and an engine's graphs while it sleeps."
-        )
+    if found.turns is None:
+        return
+    kept = found.turns.device
+    yield Text(
+        f"While engines generate, {_amount(found.turns.host)} of the largest rank lie in host memory. A GPU keeps up to"
+        f" {_amount(kept)} of published weights; besides there are CUDA's contexts, and an engine's graphs while it"
+        " sleeps."
+    )
+    if found.device_bytes is not None:
+        left = max(0, round(USABLE * found.device_bytes) - kept)
+        yield Text(f"That leaves an engine {_amount(left)} of {_amount(found.device_bytes)}.")
 
 
 def _verdict(found: Report) -> Iterator[Text | Table]:

@@ -28,7 +28,7 @@ POLL_S = 0.01
 LONGEST_WAIT_S = 300.0
 """For engines to fall asleep: as long as one may take to start, or to answer."""
 AGAIN_S = 1.0
-"""Between questions to a server that does not answer, or refuses to."""
+"""Between questions of a learner that starts."""
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,11 @@ class Colocation:
 
     @contextmanager
     def engines_work(self) -> Iterator[None]:
-        """The device is theirs within; no model may be used. Collective. What is raised within leaves it to them."""
+        """The device is theirs within; no model may be used. Collective. What is raised within leaves it to them.
+
+        Raises Interrupted itself, on every rank, where the learner is to stop and the broker is away: nobody says
+        whether engines sleep, and as long as they cannot ask either they do not.
+        """
         with ExitStack() as away:
             for model in self._models:
                 away.enter_context(model.off_device())
@@ -56,9 +60,8 @@ class Colocation:
             with suppress(Interrupted):
                 self.renew()
             yield
-            with suppress(Interrupted):
-                self._wait_until_they_sleep()
-            self._meet()
+            if self._ranks.any(not self._do_they_sleep()):
+                raise Interrupted
 
     def renew(self) -> None:
         """To be called often within: otherwise engines fall asleep."""
@@ -68,21 +71,26 @@ class Colocation:
         self._experience.insist(lambda: phases.generate(owner, LENT_S))
         self._renewed_s = time.monotonic()
 
-    def _wait_until_they_sleep(self) -> None:
+    def _do_they_sleep(self) -> bool:
+        """Once all do, or one has been waited for long enough. False: nobody says, and the learner is to stop."""
         if self._phases is None or self._experience is None:
-            return
+            return True
         self._renewed_s = -math.inf
         phases, owner, deadline = self._phases, self._experience.owner, time.monotonic() + LONGEST_WAIT_S
-        while awake := self._experience.insist(lambda: phases.train(owner)):
-            if time.monotonic() > deadline:
-                log.warning(
-                    "%s did not leave the device within %.0f s: training beside it, which may take more memory than"
-                    " there is. Restart it.",
-                    ", ".join(awake),
-                    LONGEST_WAIT_S,
-                )
-                return
-            time.sleep(POLL_S)
+        with suppress(Interrupted):
+            while awake := self._experience.insist(lambda: phases.train(owner)):
+                if time.monotonic() > deadline:
+                    log.warning(
+                        "%s did not leave the device within %.0f s: training beside it, which may take more memory than"
+                        " there is. Restart it.",
+                        ", ".join(awake),
+                        LONGEST_WAIT_S,
+                    )
+                    break
+                time.sleep(POLL_S)
+            return True
+        log.warning("Engines may still be on the device: stopping without a checkpoint of the last steps.")
+        return False
 
     def _meet(self) -> None:
         """No rank goes on before all are here."""
@@ -90,7 +98,8 @@ class Colocation:
 
 
 def wait_for_device(url: str, run: str) -> None:
-    """Before a learner takes memory: until the engines of a learner before it have left theirs. Every rank waits."""
+    """Before a learner takes memory: until the engines of a learner before it have left theirs. Every rank asks for
+    itself, as ranks meet on their devices."""
     blocking = BlockingBroker(url, run)
     deadline, has_said = time.monotonic() + LENT_S + LONGEST_WAIT_S, False
     try:
@@ -101,7 +110,7 @@ def wait_for_device(url: str, run: str) -> None:
             if time.monotonic() > deadline:
                 log.warning("engines are still awake: taking the device all the same; stop the other learner, if any.")
                 return
-            time.sleep(POLL_S)
+            time.sleep(AGAIN_S)
     finally:
         blocking.close()
 
@@ -111,5 +120,4 @@ def _are_engines_awake(blocking: BlockingBroker) -> bool:
         return blocking.call(blocking.broker.phases.are_engines_awake())
     except BrokerError as error:
         log.warning("%s Waiting for it.", error)
-        time.sleep(AGAIN_S)
         return True

@@ -87,7 +87,8 @@ class Learner:
         self._writer = CheckpointWriter(self.checkpoints, self.ranks, asynchronous=self.config.asynchronous)
 
     def run(self) -> bool:
-        """Train to the last step or the last prompt, or until asked to stop (False); the end is a checkpoint."""
+        """Train to the last step or the last prompt, or until asked to stop (False); the end is a checkpoint, if the
+        models can be had."""
         if self.config.is_branch:
             self.commit()
         if self.experience is not None:
@@ -101,7 +102,11 @@ class Learner:
             watch.lap("checkpoint")
             self.observer.on_weights(self.version, self.backend, is_last=False)
             watch.lap("evaluate")
-            groups = self.take()
+            try:
+                groups = self.take()
+            except Interrupted:  # the models are not here: steps that no checkpoint contains are trained again
+                self.commit_durable(self._writer.wait())
+                return False
             watch.lap("take")
             if not groups:
                 break
@@ -126,7 +131,10 @@ class Learner:
         self.observer.on_step(Step(version=before, groups=groups, judged=judged, update=update, seconds=watch.seconds))
 
     def take(self) -> list[Group]:
-        """This step's pinned batch, on every rank; empty when nothing will come or the learner was asked to stop."""
+        """This step's pinned batch, on every rank; empty when nothing will come or the learner was asked to stop.
+
+        Raises Interrupted where it was, and engines may keep the device.
+        """
         while True:
             groups, need = self._wait(may_wait=self.colocation is None)
             if need == "engines" and self.colocation is not None:

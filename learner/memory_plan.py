@@ -12,8 +12,8 @@ Parameters, gradients and optimizer state are exact but for the padding of buffe
 experts, norms and routers as they are, in the layers of its pipeline stage. An fsdp rank has besides what it gathers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -45,11 +45,13 @@ class Held:
     """Of the output head: a chunk of logits, and the gradient of its weight while that is summed."""
     other_models: int
     """The reference of the KL penalty, and the critic of gae, which holds about what the policy holds."""
+    published: int
+    """Whole versions of the weights that lie beside it, for engines."""
 
     @property
     def total(self) -> int:
         states = self.parameters + self.gradients + self.optimizer
-        return states + self.gathered + self.activations + self.head + self.other_models
+        return states + self.gathered + self.activations + self.head + self.other_models + self.published
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,8 @@ class Planned:
     """`model.dtype`, of the forward and backward pass."""
     has_reference: bool = False
     has_critic: bool = False
+    versions: Mapping[int, int] = field(default_factory=dict)
+    """How many whole versions of the weights lie on the device of which rank."""
 
     @property
     def compute_bytes(self) -> int:
@@ -112,6 +116,7 @@ def _fsdp_rank(planned: Planned, rank: int) -> Held:
         activations=_activation_bytes(planned, range(planned.shape.layers), in_flight=1.0),
         head=_head_bytes(planned),
         other_models=reference + critic,
+        published=_published_bytes(planned, rank),
     )
 
 
@@ -168,6 +173,7 @@ def _megatron_rank(planned: Planned, rank: int) -> Held:
         activations=_activation_bytes(planned, layers, _in_flight(planned, stage)),
         head=_head_bytes(planned) if stage == layout.pipeline - 1 else 0,
         other_models=reference + critic,
+        published=_published_bytes(planned, rank),
     )
 
 
@@ -226,6 +232,10 @@ def _in_flight(planned: Planned, stage: int) -> float:
     pipeline, runs = planned.learner.layout.pipeline, planned.learner.layout.virtual_pipeline
     after = pipeline - stage - 1
     return after + 1 if runs == 1 else (2 * after + (runs - 1) * pipeline + 1) / runs
+
+
+def _published_bytes(planned: Planned, rank: int) -> int:
+    return planned.versions.get(rank, 0) * planned.compute_bytes * planned.shape.num_parameters
 
 
 def _activation_bytes(planned: Planned, layers: Sequence[int], in_flight: float) -> int:

@@ -249,7 +249,7 @@ class Worker:
             state=self._state(),
             version=version,
             broadcast_epoch=self._subscriber.epoch,
-            wants_broadcast=self._subscriber.joins_groups and version is not None and not self._end,
+            wants_broadcast=self._subscriber.joins_groups and not self._end,
             capacity=self._engine.capacity,
             active=len(self._held),
             generated_tokens=self._generated.total,

@@ -29,7 +29,7 @@ def _takes_part(info: WorkerInfo) -> bool:
 
 
 def follows_by_pull(info: WorkerInfo) -> bool:
-    """True for one that has a use for deltas: it is in no group, or, as long as it holds nothing, may never be."""
+    """True for one that is in no group for as long as it runs: it has a use for deltas."""
     return not info.wants_broadcast and info.state != "draining"
 
 

@@ -53,7 +53,7 @@ class Publisher:
         self._config = config
         device = torch.device(broadcast_device(config))
         self._keeps_one = device.type == "cuda"
-        """On a GPU there is room for one version: the one before cannot be pulled any more, and who tries waits."""
+        """On a GPU there is room for one version: of the one before there is what those who pull it had copied."""
         self._staging = Staging(config.bucket_bytes, device, reuses_memory=self._keeps_one)
         self._token = secrets.token_urlsafe(24)
         self._offered: WeightVersion | None = None
@@ -71,7 +71,7 @@ class Publisher:
             config,
             self._put_group,
         )
-        self._pulls = PullServer(address, self._token, config.broadcast_timeout_s)
+        self._pulls = PullServer(address, self._token, config.broadcast_timeout_s, memory_is_reused=self._keeps_one)
         self._chain = DeltaChain(config.delta_chain)
         self._archiver = None if archive is None else Archiver(archive, config.delta_chain, config.broadcast_timeout_s)
 
@@ -111,7 +111,7 @@ class Publisher:
         # Members that took a version refuse it the second time, so a repeated publication is only announced.
         is_repeated = self._offered == version
         if self._keeps_one and self._announced is not None:
-            self._pulls.forget_buckets(self._announced)
+            self._pulls.release(self._announced)
         layout = gathering.layout()
         epoch, failed = (0, "repeated") if is_repeated else self._sender.prepare(self._workers, version)
         offer = self._manifest(version, layout.tensors, layout.buckets, probe, epoch)
@@ -124,7 +124,7 @@ class Publisher:
             members, failure = self._sender.send(version, lambda: _on_the_wire(version, gathering))
             failed = "; ".join(filter(None, (failed, failure)))
         staged = gathering.finish()
-        self._pulls.stage(version, staged.data)
+        self._pulls.serve(version, staged.data)
         base, deltas, archived = self._deltas(version, staged)
         announced = msgspec.structs.replace(
             self._manifest(version, staged.tensors, staged.buckets, probe, epoch),
@@ -134,7 +134,7 @@ class Publisher:
         )
         self._blocking.call(self._versions.announce(self._owner, announced))
         self._known = staged.tensors
-        # Those in the middle of the version before get 404 for its next bucket and look for this one.
+        # Those in the middle of the version before who can go on with this one get 404 for its next bucket.
         self._pulls.keep_only(version, _by_version(deltas))
         self._chain.advance(version, base, deltas)
         return PublishReport(0.0, staged.nbytes, members, failed)
@@ -143,12 +143,14 @@ class Publisher:
         self, version: WeightVersion, staged: StagedWeights
     ) -> tuple[StagedWeights | None, tuple[Delta, ...], Archived | None]:
         """(what the next ones are told from, those to this version, what is archived): encoded once the group has its
-        buckets, and only while some worker has a use for them."""
-        if not any(map(follows_by_pull, self._workers())):
+        buckets, and only while some worker has a use for them. An archive is also for those that hold nothing yet."""
+        workers = self._workers()
+        reads_archive = self._archiver is not None and any(info.version is None for info in workers)
+        if not (reads_archive or any(map(follows_by_pull, workers))):
             return None if self._keeps_one else staged, (), None
         base = staged.on_cpu()
         deltas = self._chain.extended(version, base, Deadline(self._config.broadcast_timeout_s))
-        self._pulls.stage_deltas(_by_version(deltas))
+        self._pulls.serve_deltas(_by_version(deltas))
         return base, deltas, None if self._archiver is None else self._archiver.add(version, base, deltas)
 
     def _manifest(

@@ -114,7 +114,7 @@ class Pulls:
 
 def _open_pull(broker: Broker, config: WeightsConfig) -> PullTransport:
     pace = Pace(config.pull_bytes_per_s)
-    learner = HttpPull(config.broadcast_timeout_s, pace)
+    learner = HttpPull(config.broadcast_timeout_s, pace, starts_over=config.follow == "broadcast")
     reader = open_reader(config.archive, broker)
     return learner if reader is None else ArchivePull(reader, learner, pace)
 

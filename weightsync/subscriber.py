@@ -56,6 +56,9 @@ class Subscriber:
         self._staged: Delivery | Arriving | None = None
         self._lent: Delivery | Arriving | None = None
         """The last one handed over: its buckets are free again once the next one is waited for."""
+        self._kept: Delivery | None = None
+        """The last one that the caller held. It is handed over once more, instead of pulled, until its buckets are
+        needed."""
         self._known: WeightManifest | None = None
         """Of the last version that arrived: most offers name it instead of telling the same again."""
         self._arrived = asyncio.Event()
@@ -90,8 +93,10 @@ class Subscriber:
         Raises what the broker raises; failed transfers are retried or pulled and never raise.
         """
         self._held = current
-        self._give_back(self._lent)
-        self._lent = None
+        lent, self._lent = self._lent, None
+        if isinstance(lent, Delivery) and lent.may_be_reused and lent.manifest.version == current:
+            lent, self._kept = self._kept, lent
+        self._give_back(lent)
         while True:
             staged = self._staged
             self._staged = None
@@ -166,7 +171,7 @@ class Subscriber:
             if offered is not None and is_under_way and offered != self._tried and self._is_newer(offered):
                 await self._receive(offered)
             elif announced is not None and self._is_newer(announced):
-                self._pulls.start()
+                self._fetch(announced)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.poll_s):
                     await self._offer.wait()
@@ -175,6 +180,14 @@ class Subscriber:
     def _is_newer(self, version: WeightVersion) -> bool:
         known = [self._held, None if self._staged is None else self._staged.manifest.version]
         return all(other is None or version > other for other in known)
+
+    def _fetch(self, announced: WeightVersion) -> None:
+        if self._kept is not None and self._kept.manifest.version == announced:
+            kept, self._kept = self._kept, None
+            self._stage(kept)
+        else:
+            self._let_go()
+            self._pulls.start()
 
     async def _receive(self, offered: WeightVersion) -> None:
         joined, offer = await self._invitation(offered)
@@ -185,6 +198,7 @@ class Subscriber:
         await self._pulls.stop(_STOP_SHARE * joined.group.timeout_s)
         staged, self._staged = self._staged, None  # so is what waits for the engine, and its memory is needed
         self._give_back(staged)
+        self._let_go()
         cancelled = threading.Event()
         try:
             if self._window is not None:
@@ -250,6 +264,11 @@ class Subscriber:
     def _give_back(self, delivery: Delivery | Arriving | None) -> None:
         if isinstance(delivery, Delivery) and delivery.may_be_reused:
             self._landing.give_back(delivery.landed)
+
+    def _let_go(self) -> None:
+        """Of what is kept: its buckets are needed."""
+        self._give_back(self._kept)
+        self._kept = None
 
     def _note(self, what: str, version: WeightVersion, error: WeightSyncError | str) -> None:
         self.last_error = f"{what} of {version.incarnation}.{version.step}: {error}"

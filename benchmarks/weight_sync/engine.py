@@ -177,7 +177,7 @@ async def _beat(broker: Broker, subscriber: Subscriber, held: HeldWeights) -> No
             "state": "generating",
             "version": held.version,
             "broadcast_epoch": subscriber.epoch,
-            "wants_broadcast": held.version is not None,
+            "wants_broadcast": True,
             "capacity": 1,
             "active": 1,
             "generated_tokens": 0,

@@ -87,7 +87,7 @@ def _until_held(blocking: BlockingBroker, version: WeightVersion) -> None:
     end = time.monotonic() + LONGEST_S
     while time.monotonic() < end:
         workers = blocking.call(blocking.broker.status.workers())
-        if any(info.version == version and info.wants_broadcast for info in workers):
+        if any(info.version == version for info in workers):
             return
         time.sleep(0.05)
     raise SystemExit(f"no worker held {version} after {LONGEST_S:.0f} s")

@@ -109,7 +109,36 @@ def test_what_a_colocated_run_keeps_where(recipe: Path) -> None:
     turns = ("run.placement=colocated", *settings)
     found = as_builtins(report(load_recipe(recipe, [*turns, "weights.staging=device"])))
     state = max(rank["parameters"] + rank["optimizer"] for rank in found["ranks"])
-    assert found["turns"] == {"host": state, "device": 2 * found["parameters"]}
+    assert found["turns"] == {"host": state, "device": 4 * found["parameters"]}
     assert "lie in host memory" in shown(recipe, None, *turns)
+    assert "leaves an engine 0.95 GB of 1.00 GB" in shown(recipe, 1.0, *turns)
     assert as_builtins(report(load_recipe(recipe, turns)))["turns"]["device"] == 0
     assert as_builtins(report(load_recipe(recipe, settings)))["turns"] is None
+
+
+def test_versions_that_lie_on_gpus_are_counted_where_they_lie(recipe: Path) -> None:
+    """The learner's first GPU has the one that it sends, and the first one of each engine beside it that which came."""
+    on_gpus = ("learner.device=cuda", "engine.kind=vllm", "weights.staging=device")
+    turns = (*on_gpus, "run.placement=colocated", "engine.options.tensor_parallel_size=2", "workers.count=3")
+    alone = published(recipe, *on_gpus, "weights.transport=nccl")
+    assert alone == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert published(recipe, *turns) == [2, 0, 1, 0, 1, 0, 0, 0]
+    assert published(recipe, *turns, "weights.staging=host") == [0] * 8
+
+
+def published(recipe: Path, *settings: str) -> list[float]:
+    """Versions in bfloat16, by rank."""
+    found = as_builtins(report(load_recipe(recipe, settings)))
+    ranks = sorted(found["ranks"], key=lambda rank: rank["rank"])
+    return [rank["published"] / (2 * found["parameters"]) for rank in ranks]
+
+
+def test_the_verdict_counts_versions_that_lie_beside_the_learner(recipe: Path) -> None:
+    turns = ("run.placement=colocated", "learner.device=cuda", "engine.kind=vllm")
+    without = report(load_recipe(recipe, turns))
+    device_gb = without.ranks[0].total / 0.9 / 1e9
+    assert "fits a device" in shown(recipe, device_gb, *turns)
+    text = shown(recipe, device_gb, *turns, "weights.staging=device")
+    assert "does not fit" in text
+    change = next(line for line in text.splitlines() if "weights.staging=host" in line)
+    assert "fits" in change

@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
+from broker.server import EmbeddedServer
+from tests.broker.test_restart import kill
 from tests.processes import children_left
 
 from . import witness
 from .recipes import write_recipe
 from .records import check_trained, lines, summary
-from .terminals import DEADLINE_S, Terminal, Terminals
+from .terminals import DEADLINE_S, Terminal, Terminals, paused
 from .test_run import learner_below
 from .witness import FILE, Event, events
 
@@ -25,7 +27,16 @@ RANKS = 2
 class Run:
     """One colocated run with a witness."""
 
-    def __init__(self, terminals: Terminals, *, max_lag: int, steps: int, tokens: int = 16, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        terminals: Terminals,
+        *,
+        max_lag: int,
+        steps: int,
+        tokens: int = 16,
+        ranks: int = 1,
+        url: str = "embedded",
+    ) -> None:
         self.home = terminals.directory("run")
         self.directory = self.home / "runs" / "tiny"
         shutil.copy(witness.__file__, self.home / "my_witness.py")
@@ -39,6 +50,7 @@ class Run:
             engine={"kind": "my_witness:Engine", "max_model_len": 128},
             sampling={"max_new_tokens": tokens},
             checkpoint={"every_steps": 3},
+            broker={"url": url},
         )
         self._witnessed = self.home / "none"
 
@@ -144,3 +156,24 @@ def test_ctrl_c_in_each_phase_ends_in_order(terminals: Terminals, phase: str) ->
     check_turns(run.events())
     steps = summary(run.directory)["steps"]
     assert (run.directory / "checkpoints" / "1" / f"step_{steps}" / "learner.json").exists()
+
+
+def test_a_learner_that_is_stopped_while_the_broker_is_away_leaves_the_device_to_engines(
+    terminals: Terminals, server: EmbeddedServer
+) -> None:
+    """They stay awake then, as long as the broker is away."""
+    run = Run(terminals, max_lag=0, steps=4, tokens=60, ranks=RANKS, url=server.url)
+    headway = run.start()
+    run.until(lambda event: event.what == "back")
+    at_work = run.until(lambda event: event.what == "sampled", after=len(run.events()))
+    with paused(at_work.pid):  # the batch must not be complete before the broker is away
+        kill(server)
+    headway.send(signal.SIGINT)
+    assert headway.wait() == 128 + signal.SIGINT, headway.tail()
+    assert "back" not in {event.what for event in run.events() if event.at_s > at_work.at_s}
+    server.start()
+    run.start("--resume").succeeds()
+    run.check()
+    trained = lines(run.directory / "trained.jsonl")
+    assert [(line["incarnation"], line["step"]) for line in trained] == [(1, 0), *((2, step) for step in range(4))]
+    assert trained[0]["tids"] == trained[1]["tids"]

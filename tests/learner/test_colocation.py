@@ -14,6 +14,7 @@ from broker.batches import CheckpointMark, Owner
 from broker.schema import RunRules
 from learner import colocation
 from learner.colocation import Colocation, wait_for_device
+from learner.experience import Interrupted
 from learner.ranks import Ranks
 
 LONG_S = 1000.0
@@ -51,6 +52,15 @@ def of_one_rank(blocking: BlockingBroker, owner: Owner, *models: Any) -> Colocat
     return Colocation(blocking.broker.phases, models, Ranks(0, 1, 0, 1, True), experience)
 
 
+def interrupted(owner: Owner) -> Any:
+    """An experience that was asked to stop while the broker is away."""
+
+    def insist(verb: Callable[[], object]) -> object:
+        raise Interrupted
+
+    return SimpleNamespace(owner=owner, insist=insist)
+
+
 def may_generate(blocking: BlockingBroker, ttl_s: float = LONG_S, *, is_awake: bool = False) -> bool:
     return blocking.call(blocking.broker.phases.may_generate("w", ttl_s, is_awake=is_awake))
 
@@ -58,10 +68,16 @@ def may_generate(blocking: BlockingBroker, ttl_s: float = LONG_S, *, is_awake: b
 @contextmanager
 def soon(act: Callable[[], object]) -> Iterator[None]:
     """It happens a little later, and within the block."""
-    timer = threading.Timer(0.3, act)
+    begun = threading.Event()
+
+    def begin() -> None:
+        begun.set()
+        act()
+
+    timer = threading.Timer(0.3, begin)
     timer.start()
     yield
-    assert not timer.is_alive()
+    assert begun.is_set()
     timer.join()
 
 
@@ -122,6 +138,23 @@ def test_a_failure_leaves_the_device_to_engines(blocking: BlockingBroker, owner:
     model = Model()
     with pytest.raises(ZeroDivisionError), of_one_rank(blocking, owner, model).engines_work():
         raise ZeroDivisionError
+    assert not model.is_here
+
+
+def test_a_learner_that_stops_without_a_broker_leaves_the_device_to_engines(
+    blocking: BlockingBroker, owner: Owner
+) -> None:
+    """Nobody says whether they sleep, and to wait would not make them."""
+    model = Model()
+    turns = of_one_rank(blocking, owner, model)
+
+    def be_interrupted() -> None:
+        with turns.engines_work():
+            assert may_generate(blocking)
+            turns._experience = interrupted(owner)
+
+    with pytest.raises(Interrupted):
+        be_interrupted()
     assert not model.is_here
 
 

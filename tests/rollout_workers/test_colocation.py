@@ -142,7 +142,7 @@ async def test_without_a_learner_it_falls_asleep_and_leaves_when_it_is_told(
     async with at_work(brokers[1], engine, deliveries) as worker:
         await until(lambda: engine.sleeps)
         async with asyncio.timeout(60):  # it tells so only then
-            while await learner.broker.phases.are_engines_awake():
+            while await learner.broker.phases.are_engines_awake():  # noqa: ASYNC110 - nothing announces it
                 await asyncio.sleep(0.01)
         assert worker.info().state == "starting"
     assert await learner.broker.phases.train(learner.owner) == ()

@@ -155,7 +155,7 @@ async def test_an_engine_that_was_left_in_the_middle_samples_nothing_until_it_is
             assert (await learner.publish()).members == ()
         await until(lambda: worker.info().state == "paused")
         info = worker.info()
-        assert (info.version, info.wants_broadcast) == (None, False)
+        assert (info.version, info.wants_broadcast) == (None, True)
         assert info.active > 0
         assert info.last_error
         await asyncio.sleep(0.3)

@@ -232,7 +232,7 @@ async def test_a_worker_waits_for_its_learner_and_reports_all_the_while(
         async with asyncio.timeout(60):
             while not (alive := await brokers[0].status.workers()):  # noqa: ASYNC110 - the broker is asked
                 await asyncio.sleep(0.01)
-        assert (alive[0].state, alive[0].version, alive[0].wants_broadcast) == ("starting", None, False)
+        assert (alive[0].state, alive[0].version, alive[0].wants_broadcast) == ("starting", None, True)
         learner = await Learner.start(brokers[0], groups=2)
         await learner.publish(0, deliveries)
         assert len(await learner.take(0)) == 2

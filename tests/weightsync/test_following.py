@@ -200,7 +200,7 @@ async def test_a_damaged_delta_falls_back_to_the_whole_version(
 def _damage_next_delta(learner: Learner) -> threading.Event:
     """One bit of it, on the way into the server."""
     pulls, damaged = learner.publisher._pulls, threading.Event()
-    stage_deltas, keep_only = pulls.stage_deltas, pulls.keep_only
+    serve_deltas, keep_only = pulls.serve_deltas, pulls.keep_only
 
     def spoil(deltas: dict[WeightVersion, bytes]) -> dict[WeightVersion, bytes]:
         damaged.set()
@@ -209,9 +209,9 @@ def _damage_next_delta(learner: Learner) -> threading.Event:
 
     def keep(version: WeightVersion, deltas: dict[WeightVersion, bytes]) -> None:
         keep_only(version, spoil(deltas))
-        del pulls.stage_deltas, pulls.keep_only  # type: ignore[method-assign]
+        del pulls.serve_deltas, pulls.keep_only  # type: ignore[method-assign]
 
-    pulls.stage_deltas = lambda deltas: stage_deltas(spoil(dict(deltas)))  # type: ignore[method-assign]
+    pulls.serve_deltas = lambda deltas: serve_deltas(spoil(dict(deltas)))  # type: ignore[method-assign]
     pulls.keep_only = keep  # type: ignore[method-assign,assignment]
     return damaged
 

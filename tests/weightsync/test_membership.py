@@ -24,8 +24,8 @@ def test_those_who_hold_a_version_take_part_in_order_of_their_names() -> None:
 
 def test_who_is_in_no_group_and_stays_follows_by_pull() -> None:
     assert follows_by_pull(info("far", wants_broadcast=False))
-    assert follows_by_pull(info("joiner", None, wants_broadcast=False))
     assert not follows_by_pull(info("near"))
+    assert not follows_by_pull(info("joiner", None))
     assert not follows_by_pull(info("leaving", wants_broadcast=False, state="draining"))
 
 

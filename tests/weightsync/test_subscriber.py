@@ -13,9 +13,11 @@ from broker import Broker
 from broker.errors import BrokerUnavailableError, FencedError, VersionRegressionError
 from broker.schema import Probe, WeightManifest, WeightVersion
 from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, weights
+from tests.weightsync.interruptions import damaged_bucket
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
+from weightsync import puller
 
-StartInside = Callable[[str], InProcessWorker]
+StartInside = Callable[..., InProcessWorker]
 
 
 async def test_a_newcomer_pulls_then_receives(learner: Learner, start_inside: StartInside) -> None:
@@ -25,6 +27,20 @@ async def test_a_newcomer_pulls_then_receives(learner: Learner, start_inside: St
     assert (await asyncio.to_thread(learner.publish)).members == ("w",)
     assert await worker.next() == WeightVersion(1, 1)
     assert worker.subscriber.epoch == learner.epoch() > 0
+
+
+async def test_a_newcomer_whose_pull_outlasts_a_step_gets_a_version(
+    learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(puller, "AT_ONCE", 1)  # or each bucket would be on its way at once
+    worker = start_inside("w", replace(CONFIG, pull_bytes_per_s=200_000))  # it takes more than a second
+    await asyncio.to_thread(learner.publish)
+    first = asyncio.create_task(worker.next())
+    while not first.done():
+        await asyncio.to_thread(learner.publish)
+        await asyncio.sleep(0.1)
+    assert await first < learner.version
+    assert (await asyncio.to_thread(learner.publish)).members == ("w",)
 
 
 async def test_receiving_does_not_wait_for_the_engine(learner: Learner, start_inside: StartInside) -> None:
@@ -51,6 +67,49 @@ async def test_a_version_that_the_engine_did_not_take_comes_again(learner: Learn
     await worker.next()
     worker.version = None
     assert await worker.next() == WeightVersion(1, 0)
+
+
+async def test_a_version_that_the_engine_has_lost_is_not_pulled_again(
+    learner: Learner, start_inside: StartInside
+) -> None:
+    worker = start_inside("w")
+    for step in range(3):
+        await asyncio.to_thread(learner.publish)
+        assert await worker.next() == WeightVersion(1, step)
+        pulled = worker.subscriber.pulled_bytes
+        for _ in range(2):
+            await lose(worker)
+            assert await worker.next() == WeightVersion(1, step)
+        assert worker.subscriber.pulled_bytes == pulled
+
+
+async def test_it_is_once_another_one_was_received_in_its_place(
+    learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start_inside("w")
+    await asyncio.to_thread(learner.publish)
+    await worker.next()
+    pulled = worker.subscriber.pulled_bytes
+    waiting = asyncio.create_task(worker.next())
+
+    async def fail(manifest: WeightManifest) -> None:
+        raise BrokerUnavailableError("away")
+
+    monkeypatch.setattr(learner.publisher._versions, "announce", lambda owner, manifest: fail(manifest))
+    with damaged_bucket(1), pytest.raises(BrokerUnavailableError):
+        await asyncio.to_thread(learner.publish)
+    await worker.until_error("broadcast of 1.1")
+    waiting.cancel()
+    worker.version = None
+    assert await worker.next() == WeightVersion(1, 0)
+    assert worker.subscriber.pulled_bytes == 2 * pulled
+
+
+async def lose(worker: InProcessWorker) -> None:
+    """What it held until then, as it says by waiting for the next one."""
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(worker.subscriber.wait_for_version(worker.version), 0.1)
+    worker.version = None
 
 
 async def test_regressions_are_refused(learner: Learner, start_inside: StartInside) -> None:
@@ -84,14 +143,14 @@ async def test_a_superseded_version_is_looked_up_again(
 
 async def test_damaged_bytes_are_never_delivered(learner: Learner, start_inside: StartInside) -> None:
     await asyncio.to_thread(learner.publish)
-    bucket = learner.publisher._pulls.find("/1/0/1")
-    assert bucket is not None
-    bucket[5] ^= 64
+    found = learner.publisher._pulls.find("/1/0/1")
+    assert found is not None
+    found.data[5] ^= 64
     worker = start_inside("w")
     waiting = asyncio.create_task(worker.next())
     await worker.until_error("bucket 1 arrived damaged")
     assert not waiting.done()
-    bucket[5] ^= 64
+    found.data[5] ^= 64
     assert await waiting == WeightVersion(1, 0)
     assert worker.subscriber.last_error == ""
 

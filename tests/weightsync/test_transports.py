@@ -27,7 +27,7 @@ from weightsync.puller import Puller
 from weightsync.receiver import join
 from weightsync.sender import Sender
 from weightsync.staging import stage
-from weightsync.transports import collective
+from weightsync.transports import collective, served
 from weightsync.transports.base import SupersededError
 from weightsync.transports.collective import ProcessGroupTransport
 from weightsync.transports.forming import check_transport
@@ -35,7 +35,7 @@ from weightsync.transports.pull import HttpPull
 from weightsync.transports.pull_server import PullServer
 from weightsync.transports.rendezvous import Rendezvous, connect_store, host_store
 
-V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
+V0, V1, V2 = (WeightVersion(1, step) for step in range(3))
 LOCAL = "127.0.0.1"
 CPU = torch.device("cpu")
 WEIGHTS = stage([("a", torch.full((5_000_000,), 1, dtype=torch.uint8)), ("b", torch.full((17,), 2.0))], 1024)
@@ -266,8 +266,9 @@ def pulls() -> Iterator[PullServer]:
     server.close()
 
 
-def pull(promised: WeightManifest) -> tuple[torch.Tensor, ...]:
-    return Puller(HttpPull(TIMEOUT_S), keeps_base=False).pull(promised, Deadline(math.inf)).buckets
+def pull(promised: WeightManifest, *, starts_over: bool = False) -> tuple[torch.Tensor, ...]:
+    transport = HttpPull(TIMEOUT_S, starts_over=starts_over)
+    return Puller(transport, keeps_base=False).pull(promised, Deadline(math.inf)).buckets
 
 
 def fetch(server: PullServer, path: str, token: str = "secret") -> int:
@@ -278,8 +279,8 @@ def fetch(server: PullServer, path: str, token: str = "secret") -> int:
 
 
 def test_pull_is_exact_and_ends_when_superseded(pulls: PullServer) -> None:
-    pulls.stage(V0, DATA)
-    pulls.stage(V1, DATA)
+    pulls.serve(V0, DATA)
+    pulls.serve(V1, DATA)
     for version in (V0, V1):
         got = pull(manifest(version, pulls.url))
         assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
@@ -288,17 +289,60 @@ def test_pull_is_exact_and_ends_when_superseded(pulls: PullServer) -> None:
         pull(manifest(V0, pulls.url))
 
 
+@pytest.mark.parametrize("memory_is_reused", [False, True])
+def test_who_would_start_over_gets_a_version_to_its_end(
+    memory_is_reused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulls = PullServer(LOCAL, "secret", TIMEOUT_S, memory_is_reused=memory_is_reused)
+    memory = tuple(bucket.clone() for bucket in DATA)
+    pulls.serve(V0, memory)
+    pull(manifest(V0, pulls.url), starts_over=True)  # each bucket was read, so each was copied
+    if memory_is_reused:
+        pulls.release(V0)
+        for bucket in memory:
+            bucket.fill_(7)
+    pulls.serve(V1, memory)
+    pulls.keep_only(V1, {})
+    got = pull(manifest(V0, pulls.url), starts_over=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
+    monkeypatch.setattr(served, "PATIENCE_S", 0.0)
+    pulls.keep_only(V1, {})
+    with pytest.raises(SupersededError):
+        pull(manifest(V0, pulls.url), starts_over=True)
+    pulls.close()
+
+
+def test_of_older_versions_one_is_kept_for_those_who_read(pulls: PullServer) -> None:
+    for version in (V0, V1):
+        pulls.serve(version, DATA)
+        pull(manifest(version, pulls.url), starts_over=True)
+    pulls.serve(V2, DATA)
+    pulls.keep_only(V2, {})
+    pull(manifest(V0, pulls.url))
+    with pytest.raises(SupersededError):
+        pull(manifest(V1, pulls.url))
+
+
+def test_what_was_not_copied_in_time_is_served_no_more() -> None:
+    pulls = PullServer(LOCAL, "secret", TIMEOUT_S, memory_is_reused=True)
+    pulls.serve(V0, DATA)
+    pulls.release(V0)
+    with pytest.raises(SupersededError):
+        pull(manifest(V0, pulls.url), starts_over=True)
+    pulls.close()
+
+
 def test_pull_verifies(pulls: PullServer) -> None:
-    pulls.stage(V0, (DATA[0], DATA[1] + 1))
+    pulls.serve(V0, (DATA[0], DATA[1] + 1))
     with pytest.raises(WeightSyncError, match="b in bucket 1 arrived damaged"):
         pull(manifest(V0, pulls.url))
-    pulls.stage(V0, (DATA[0], DATA[0]))
+    pulls.serve(V0, (DATA[0], DATA[0]))
     with pytest.raises(WeightSyncError, match="with 5000192 bytes instead of 256"):
         pull(manifest(V0, pulls.url))
 
 
 def test_the_pull_server_answers_its_own_only(pulls: PullServer) -> None:
-    pulls.stage(V0, DATA)
+    pulls.serve(V0, DATA)
     assert fetch(pulls, "/1/0/0") == 200
     assert fetch(pulls, "/1/0/0", token="guess") == 401
     for path in (
@@ -315,7 +359,7 @@ def test_the_pull_server_answers_its_own_only(pulls: PullServer) -> None:
 
 
 def test_a_pull_from_a_dead_learner_fails_with_its_address(pulls: PullServer) -> None:
-    pulls.stage(V0, DATA)
+    pulls.serve(V0, DATA)
     pulls.close()
     with pytest.raises(WeightSyncError, match=pulls.url):
         pull(manifest(V0, pulls.url))

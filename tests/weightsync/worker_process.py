@@ -30,7 +30,7 @@ def worker_info(worker: str, version: WeightVersion | None, epoch: int, joins_gr
         state="idle",
         version=version,
         broadcast_epoch=epoch,
-        wants_broadcast=joins_groups and version is not None,
+        wants_broadcast=joins_groups,
         capacity=1,
         active=0,
         generated_tokens=0,

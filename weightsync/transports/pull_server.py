@@ -3,27 +3,44 @@
 import hmac
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
 
 import torch
 
 from broker.schema import WeightVersion
-from weightsync.buckets import as_bytes
 from weightsync.transports.rendezvous import listen
+from weightsync.transports.served import ServedVersion
 
 logger = logging.getLogger(__name__)
 DELTA = "delta"
+STARTS_OVER = "Headway-Starts-Over"
+"""Header of a reader who keeps nothing of a version that is cut off."""
 _CHUNK_BYTES = 1 << 20
 """At most so many are handed to the system at once; the timeout is for any of them."""
 
 
-class PullServer:
-    """Serves a few versions' buckets, on a CPU or a GPU, and deltas, in threads of its own."""
+class Found(NamedTuple):
+    """What a path names."""
 
-    def __init__(self, address: str, token: str, timeout_s: float) -> None:
-        self._buckets: dict[WeightVersion, tuple[torch.Tensor, ...]] = {}
+    data: memoryview
+    need: Callable[[], None]
+    """To be called again and again while it is read by somebody who would have to start over."""
+
+
+class PullServer:
+    """Serves the newest version's buckets, on a CPU or a GPU, and deltas, in threads of its own.
+
+    An older version is served as long as somebody reads it who would have to start over: steps may be shorter than it
+    takes to fetch a version, and such a worker would never get one. Of others than the newest there is at most one.
+    """
+
+    def __init__(self, address: str, token: str, timeout_s: float, *, memory_is_reused: bool = False) -> None:
+        """`memory_is_reused`: the next version's buckets lie where those of the newest do."""
+        self._memory_is_reused = memory_is_reused
+        self._versions: dict[WeightVersion, ServedVersion] = {}
         self._deltas: dict[WeightVersion, bytes] = {}
         self._token = token
         self._is_closing = threading.Event()
@@ -34,41 +51,47 @@ class PullServer:
         )
         self._thread.start()
 
-    def stage(self, version: WeightVersion, buckets: tuple[torch.Tensor, ...]) -> None:
-        """Serve `buckets`, beside the versions served so far."""
-        self._buckets = {**self._buckets, version: buckets}
+    def serve(self, version: WeightVersion, buckets: tuple[torch.Tensor, ...]) -> None:
+        """Beside the versions served so far."""
+        served = ServedVersion(buckets, memory_is_reused=self._memory_is_reused)
+        self._versions = {**self._versions, version: served}
 
-    def stage_deltas(self, deltas: Mapping[WeightVersion, bytes]) -> None:
-        """Serve `deltas`, by the versions that they lead to, beside those served so far."""
+    def serve_deltas(self, deltas: Mapping[WeightVersion, bytes]) -> None:
+        """By the versions that they lead to, beside those served so far."""
         self._deltas = {**self._deltas, **deltas}
 
     def keep_only(self, version: WeightVersion, deltas: Mapping[WeightVersion, bytes]) -> None:
-        """Forget all other versions and deltas; whoever is fetching a bucket of one gets it to its end, then 404."""
-        self._buckets = {version: self._buckets[version]}
+        """Forget all other versions but one that is needed, and other deltas; whoever is fetching a bucket of one gets
+        it to its end, then 404."""
+        needed = [(other, served) for other, served in self._versions.items() if other != version and served.is_needed]
+        self._versions = dict([*needed[:1], (version, self._versions[version])])
         self._deltas = dict(deltas)
 
     def forget(self, version: WeightVersion) -> None:
         """Serve `version` no more."""
-        self._buckets = {other: data for other, data in self._buckets.items() if other != version}
+        self._versions = {other: served for other, served in self._versions.items() if other != version}
         self._deltas = {other: data for other, data in self._deltas.items() if other != version}
 
-    def forget_buckets(self, version: WeightVersion) -> None:
-        """Serve of `version` the deltas only."""
-        self._buckets = {other: data for other, data in self._buckets.items() if other != version}
+    def release(self, version: WeightVersion) -> None:
+        """Its buckets are about to be overwritten: it is served on only if it is needed and lies elsewhere by now."""
+        served = self._versions.get(version)
+        if served is not None and not (served.release() and served.is_needed):
+            self._versions = {other: one for other, one in self._versions.items() if other != version}
 
-    def find(self, path: str) -> memoryview | None:
-        """The bytes of the bucket or delta that `path` names, if it is still served."""
+    def find(self, path: str) -> Found | None:
+        """The bucket or delta that `path` names, if it is still served."""
         match path.split("/"):
             case ["", incarnation, step, name] if _is_number(incarnation) and _is_number(step):
                 return self._find(WeightVersion(int(incarnation), int(step)), name)
         return None
 
-    def _find(self, version: WeightVersion, name: str) -> memoryview | None:
+    def _find(self, version: WeightVersion, name: str) -> Found | None:
         if name == DELTA:
             delta = self._deltas.get(version)
-            return None if delta is None else memoryview(delta)
-        buckets = self._buckets.get(version, ())
-        return as_bytes(buckets[int(name)].cpu()) if _is_number(name) and int(name) < len(buckets) else None
+            return None if delta is None else Found(memoryview(delta), _nothing)
+        served = self._versions.get(version)
+        data = served.read(int(name)) if served is not None and _is_number(name) else None
+        return None if served is None or data is None else Found(data, served.need)
 
     def is_authorized(self, header: str | None) -> bool:
         """Compares in constant time."""
@@ -84,7 +107,11 @@ class PullServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-        self._buckets, self._deltas = {}, {}
+        self._versions, self._deltas = {}, {}
+
+
+def _nothing() -> None:
+    """Nobody would have to start over."""
 
 
 def _is_number(part: str) -> bool:
@@ -114,17 +141,18 @@ def _handler_for(server: PullServer, timeout_s: float) -> type[BaseHTTPRequestHa
         def do_GET(self) -> None:
             if not server.is_authorized(self.headers["Authorization"]):
                 return self.send_error(HTTPStatus.UNAUTHORIZED)
-            data = server.find(self.path)
-            if data is None:
+            found = server.find(self.path)
+            if found is None:
                 return self.send_error(HTTPStatus.NOT_FOUND)
-            return self._send(data)
+            return self._send(found.data, found.need if STARTS_OVER in self.headers else _nothing)
 
-        def _send(self, data: memoryview) -> None:
+        def _send(self, data: memoryview, need: Callable[[], None]) -> None:
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             sent = 0
             while sent < len(data) and not server.is_closing():
+                need()
                 try:
                     sent += self.connection.send(data[sent : sent + _CHUNK_BYTES])
                 except OSError:  # the worker went away or stopped reading; it is its business to come again

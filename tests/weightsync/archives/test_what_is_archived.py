@@ -136,7 +136,7 @@ async def test_real_workers_follow_by_the_archive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await publish(learner, 2)
-    monkeypatch.setattr(pulls, "HttpPull", lambda *_: NoLearner())
+    monkeypatch.setattr(pulls, "HttpPull", lambda *_, **__: NoLearner())
     worker = start_inside("far", replace(config, follow="pull", pull_bytes_per_s=1 << 30))
     for _ in range(6):
         await worker.next()

@@ -1,0 +1,175 @@
+"""What a recipe says against its keys and types, in words: the key's full path, its value, what is expected and why."""
+
+import difflib
+import re
+import typing
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from broker.errors import ConfigError
+
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict: "a mapping",
+    tuple: "a list",
+}
+
+
+def check_shape(raw: dict[str, Any], struct: type[msgspec.Struct], source: str) -> None:
+    """Raise ConfigError on the first unknown key, with the nearest valid one."""
+    for path, fields in _unknown(raw, struct, ""):
+        nearest = _nearest(path, fields, struct)
+        hint = f"; did you mean {nearest}?" if nearest else f". Valid here: {', '.join(fields)}."
+        raise ConfigError(f"{source}: unknown key {path}{hint}")
+    if not isinstance(raw.get("algorithm", {}), dict):
+        raise ConfigError(f"{source}: algorithm is {raw['algorithm']!r}; expected a section of keys.")
+
+
+def explain(error: msgspec.ValidationError, raw: Any, struct: type[msgspec.Struct], source: str) -> str:
+    """msgspec's complaint as one paragraph."""
+    text, _, where = str(error).partition(" - at `$")
+    path = where.rstrip("`").lstrip(".")
+    if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
+        path = f"{path}.{missing[1]}".lstrip(".")
+        return f"{source}: {path} is missing; expected {_expected(path, struct)}."
+    value = _look_up(raw, path)
+    quote = " (quote it to make it a text: '\"...\"')" if _wants_text(path, struct, value) else ""
+    return f"{source}: {path} is {value!r}; expected {_expected(path, struct)}{quote}."
+
+
+def _unknown(raw: Any, annotation: Any, path: str) -> Iterator[tuple[str, list[str]]]:
+    """(path of an unknown key, valid keys beside it), depth first."""
+    kind = _plain(annotation)
+    if get_origin(kind) is tuple and isinstance(raw, list | tuple):
+        for index, item in enumerate(raw):
+            yield from _unknown(item, get_args(kind)[0], f"{path}[{index}]")
+    if not _is_struct(kind) or not isinstance(raw, dict):
+        return
+    fields = _fields(kind)
+    for key, value in raw.items():
+        below = f"{path}.{key}".lstrip(".")
+        if key in fields:
+            yield from _unknown(value, fields[key], below)
+        else:
+            yield below, list(fields)
+
+
+def _nearest(path: str, fields: list[str], struct: type[msgspec.Struct]) -> str:
+    """A sibling spelled alike, else a key of that name elsewhere, else ''."""
+    parent, _, leaf = path.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    if close := difflib.get_close_matches(leaf, fields, n=1, cutoff=0.6):
+        return prefix + close[0]
+    everywhere = {path.rpartition(".")[2]: path for path in _all_paths(struct, "")}
+    close = difflib.get_close_matches(leaf, everywhere, n=1, cutoff=0.75)
+    return everywhere[close[0]] if close else ""
+
+
+def _all_paths(annotation: Any, path: str) -> Iterator[str]:
+    kind = _plain(annotation)
+    if path:
+        yield path
+    if _is_struct(kind):
+        for name, below in _fields(kind).items():
+            yield from _all_paths(below, f"{path}.{name}".lstrip("."))
+
+
+def _expected(path: str, struct: type[msgspec.Struct]) -> str:
+    """Type, bounds and meaning of the key at `path`."""
+    annotation = _annotation(path, struct)
+    metas = list(_metas(annotation))
+    words = _type_words(_plain(annotation))
+    words += " and".join(f" {sign} {bound:g}" for meta in metas for sign, bound in _bounds(meta))
+    if any(meta.min_length for meta in metas):
+        words += ", not empty"
+    if _allows_null(annotation):
+        words += ", or null"
+    meaning = next((meta.description for meta in metas if meta.description), "")
+    return f"{words} ({meaning})" if meaning else words
+
+
+def _bounds(meta: Meta) -> Iterator[tuple[str, float]]:
+    for sign, bound in ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt)):
+        if bound is not None:
+            yield sign, bound
+
+
+def _type_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if _is_struct(kind):
+        return f"a section with {', '.join(_fields(kind))}"
+    return WORDS.get(get_origin(kind) or kind, str(kind))
+
+
+def _wants_text(path: str, struct: type[msgspec.Struct], value: Any) -> bool:
+    return _plain(_annotation(path, struct)) is str and isinstance(value, int | float | bool)
+
+
+def _annotation(path: str, struct: type[msgspec.Struct]) -> Any:
+    """The annotation of the field at a path such as `sft.phases[0].max_steps`."""
+    annotation: Any = struct
+    for step in _steps(path):
+        kind = _plain(annotation)
+        if isinstance(step, int):
+            annotation = get_args(kind)[0]
+        elif _is_struct(kind):
+            annotation = _fields(kind)[step]
+        else:
+            return annotation
+    return annotation
+
+
+def _look_up(raw: Any, path: str) -> Any:
+    for step in _steps(path):
+        raw = raw[step]
+    return raw
+
+
+def _steps(path: str) -> list[str | int]:
+    return [
+        int(index) if index else name for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path) if name or index
+    ]
+
+
+def _plain(annotation: Any) -> Any:
+    """Without Annotated and without `| None`."""
+    if get_origin(annotation) is Annotated:
+        return _plain(get_args(annotation)[0])
+    if _is_union(annotation):
+        return _plain(next(kind for kind in get_args(annotation) if kind is not NoneType))
+    return annotation
+
+
+def _metas(annotation: Any) -> Iterator[Meta]:
+    """All that is said of one value, outermost first."""
+    if get_origin(annotation) is Annotated:
+        yield from (item for item in get_args(annotation) if isinstance(item, Meta))
+        yield from _metas(get_args(annotation)[0])
+    elif _is_union(annotation):
+        yield from (meta for kind in get_args(annotation) for meta in _metas(kind))
+
+
+def _allows_null(annotation: Any) -> bool:
+    if get_origin(annotation) is Annotated:
+        return _allows_null(get_args(annotation)[0])
+    return _is_union(annotation) and NoneType in get_args(annotation)
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (UnionType, typing.Union)
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _fields(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return typing.get_type_hints(struct, include_extras=True)
