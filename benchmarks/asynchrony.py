@@ -130,7 +130,7 @@ def lengths(directory: Path, steps: Sequence[int]) -> dict[str, float]:
     tokens = [len(sample.response_tokens) for group in groups for sample in group.trajectories]
     if not tokens:
         return {}
-    of_rank = {f"p{rank}": float(np.percentile(tokens, rank)) for rank in (50, 95, 99)}
+    of_rank = {f"p{rank}": round(float(np.percentile(tokens, rank)), 1) for rank in (50, 95, 99)}
     return {"mean": round(fmean(tokens), 1), **of_rank, "max": max(tokens)}
 
 
