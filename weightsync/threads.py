@@ -50,8 +50,13 @@ class BoundedThreads:
         finally:
             cancelled.set()
 
-    async def close(self, timeout_s: float) -> None:
-        """Stop all and join those that end in time."""
+    @property
+    def are_idle(self) -> bool:
+        """Nothing runs, not even what nobody waits for any more."""
+        return all(entry.future.done() for entry in self._running)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Tell all to stop, and join those that end in time."""
         running = [entry for entry in self._running if entry.thread.is_alive()]
         for entry in running:
             entry.cancelled.set()
@@ -61,6 +66,7 @@ class BoundedThreads:
         for entry in running:
             if entry.future.done():
                 entry.thread.join(_JOIN_S)
+        self._running = [entry for entry in self._running if entry.thread.is_alive()]  # nor any result kept
 
 
 class DaemonPool:

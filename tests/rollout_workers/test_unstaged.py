@@ -132,7 +132,7 @@ async def test_an_engine_that_was_left_in_the_middle_samples_nothing_until_it_is
 ) -> None:
     worker, _, subscriber = member(brokers[1], tmp_path)
     may_pull = threading.Event()
-    pull = subscriber._puller.pull
+    pull = subscriber._pulls._puller.pull
 
     def pull_when_allowed(*arguments: Any) -> Any:
         may_pull.wait(60)
@@ -149,7 +149,7 @@ async def test_an_engine_that_was_left_in_the_middle_samples_nothing_until_it_is
         await learner.publish_to("worker-1")
         before = learner.version
         await until(lambda: is_held(worker, before) and worker.info().active > 0)
-        monkeypatch.setattr(subscriber._puller, "pull", pull_when_allowed)
+        monkeypatch.setattr(subscriber._pulls._puller, "pull", pull_when_allowed)
         with monkeypatch.context() as patched:
             patched.setattr(publisher_module, "_on_the_wire", cut_off)
             assert (await learner.publish()).members == ()

@@ -22,11 +22,8 @@ from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher, PublishReport
 from weightsync.subscriber import Subscriber
 
-from .loop import CAPACITY, LONG, Deliveries, Learner, delivery, make_engine, make_worker, running, until
+from .loop import CAPACITY, LONG, LONGER, Deliveries, Learner, delivery, make_engine, make_worker, running, until
 from .models import forward_logprobs, make_model
-
-LONGER = 900
-"""Tokens of a response in which a swap begins, however busy the machine is."""
 
 
 def check_logprobs(learner: Learner, trajectories: Sequence[Trajectory]) -> None:
@@ -222,7 +219,7 @@ async def test_samples_of_weights_that_fail_their_probe_are_not_submitted(
 ) -> None:
     learner = await Learner.start(brokers[0], groups=2)
     deliveries = Deliveries()
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, max_new_tokens=LONG)
+    worker = make_worker(brokers[1], make_engine(tmp_path, max_model_len=1024), deliveries, max_new_tokens=LONGER)
     await learner.publish(0, deliveries)
     running_worker = asyncio.create_task(worker.run())
     await until(lambda: worker.info().generated_tokens > 0)
