@@ -85,7 +85,8 @@ class ArchivePull:
                 raise
         except WeightSyncError as error:
             deadline.check("pull")
-            self._is_given_up |= isinstance(error, UnreachableError)
+            if isinstance(error, UnreachableError):
+                self._is_given_up = True
             logger.warning("%s comes from the learner, not from the archive: %s", manifest.version, error)
         return from_learner()
 
