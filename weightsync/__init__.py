@@ -32,7 +32,7 @@
              staging.py         tensors into buckets, and where they go there
              gathering.py       the same while the first buckets are sent
              sender.py          forms groups and sends to them; membership.py says who is in one
-             archiving.py       what goes into an archive (`archives/`), and for how long it stays
+             archives/archiver.py   what goes into an archive, and for how long it stays
     worker   subscriber.py      hears of versions, receives or pulls them, hands them over (`deliveries.py`)
              groups.py          stays in the groups that name it; receiver.py: what it does in one
              pulls.py           pulls in the background, again where one fails; puller.py: what one of them fetches

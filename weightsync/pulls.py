@@ -11,6 +11,7 @@ from broker.errors import WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
 
 from .archives import open_reader
+from .archives.pull import ArchivePull
 from .config import WeightsConfig
 from .deadline import Deadline
 from .deliveries import Delivery
@@ -18,7 +19,6 @@ from .landing import Landed, Landing
 from .pace import Pace
 from .puller import Pulled, Puller
 from .threads import BoundedThreads
-from .transports.archived import ArchivePull
 from .transports.base import PullTransport, SupersededError
 from .transports.pull import HttpPull
 
@@ -51,11 +51,6 @@ class Pulls:
         self._threads = BoundedThreads()
         self._pulling: asyncio.Task[None] | None = None
         self._failures = 0
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Since the beginning."""
-        return self._puller.fetched_bytes
 
     def start(self) -> None:
         """Pull the newest announced version, unless a pull is under way. Raises what the broker raised in the last."""
@@ -115,7 +110,7 @@ class Pulls:
 def _open_pull(broker: Broker, config: WeightsConfig) -> PullTransport:
     pace = Pace(config.pull_bytes_per_s)
     learner = HttpPull(config.broadcast_timeout_s, pace, starts_over=config.follow == "broadcast")
-    reader = open_reader(config.archive, broker)
+    reader = open_reader(config.archive, broker, config.broadcast_timeout_s)
     return learner if reader is None else ArchivePull(reader, learner, pace)
 
 

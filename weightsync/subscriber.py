@@ -76,11 +76,6 @@ class Subscriber:
         return self._groups.epoch
 
     @property
-    def pulled_bytes(self) -> int:
-        """Fetched by pull since the start."""
-        return self._pulls.fetched_bytes
-
-    @property
     def is_arriving(self) -> bool:
         """A version waits to be taken as it arrives, and the others of a group with it: no time for anything else."""
         return isinstance(self._staged, Arriving)
