@@ -62,7 +62,7 @@ async def test_a_broadcast_under_way_goes_on(
         assert (await asyncio.to_thread(learner.publish)).members == members
         await worker.next()
         await asyncio.to_thread(learner.until_held, "other", "w")
-    pulled = served_bytes(learner)
+    served = served_bytes(learner)
     group = FailsOnce(worker, "group", BrokerUnavailableError("away"), monkeypatch, is_receiving)
 
     def interrupted(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -79,7 +79,7 @@ async def test_a_broadcast_under_way_goes_on(
     report = await publishing
     assert (report.members, report.failed) == (("other", "w"), "")
     assert await waiting == WeightVersion(1, 2)
-    assert pulled == []
+    assert served == []
     await asyncio.to_thread(other.expect, learner.version)
 
 
