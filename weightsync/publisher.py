@@ -75,7 +75,7 @@ class Publisher:
         self._chain = DeltaChain(config.delta_chain)
         self._archiver = None if archive is None else Archiver(archive, config.delta_chain, config.broadcast_timeout_s)
 
-    def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
+    def gather(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
         """What is to be published next; `publish` takes the tensors. Raises NoRoomError."""
         return self._staging.begin(tensors)
 

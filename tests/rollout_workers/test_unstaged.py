@@ -47,7 +47,7 @@ class Publishing:
         self.step += 1
         model = self.learner.models[self.version] = make_model("dense", self.step)
         sent = delivery(self.version, model)
-        gathering = self.publisher.stage(sent.tensors)
+        gathering = self.publisher.gather(sent.tensors)
         return await asyncio.to_thread(self.publisher.publish, self.version, gathering, sent.manifest.probe)
 
     async def publish_to(self, *members: str) -> None:

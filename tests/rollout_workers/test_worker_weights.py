@@ -64,8 +64,8 @@ async def test_published_weights_reach_the_engine_by_pull_and_then_by_broadcast(
 
     async def publish(step: int) -> PublishReport:
         sent = delivery(learner.version(step), make_model("dense", step))
-        staged = publisher.stage(sent.tensors)
-        return await asyncio.to_thread(publisher.publish, sent.manifest.version, staged, sent.manifest.probe)
+        gathering = publisher.gather(sent.tensors)
+        return await asyncio.to_thread(publisher.publish, sent.manifest.version, gathering, sent.manifest.probe)
 
     try:
         async with running(worker):
@@ -107,9 +107,9 @@ async def test_a_worker_that_follows_by_pull_is_in_no_group(
         async with running(worker):
             for step in range(2):
                 sent = delivery(learner.version(step), make_model("dense", step))
-                staged = publisher.stage(sent.tensors)
+                gathering = publisher.gather(sent.tensors)
                 version, probe = sent.manifest.version, sent.manifest.probe
-                report = await asyncio.to_thread(publisher.publish, version, staged, probe)
+                report = await asyncio.to_thread(publisher.publish, version, gathering, probe)
                 assert (report.members, report.failed) == ((), "")
                 info = await heartbeat(version)
                 assert (info.wants_broadcast, info.broadcast_epoch, info.last_error) == (False, 0, "")

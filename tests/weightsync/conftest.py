@@ -66,7 +66,7 @@ class Learner:
     def publish_as(self, version: WeightVersion) -> PublishReport:
         probe = Probe(token_ids=[1], logprobs=[], tolerance=0.0)
         tensors = iter(self.weights(version.step))
-        report = self.publisher.publish(version, self.publisher.stage(tensors), probe)
+        report = self.publisher.publish(version, self.publisher.gather(tensors), probe)
         assert next(tensors, None) is None  # other ranks gather them too, whatever becomes of a broadcast
         return report
 

@@ -268,7 +268,7 @@ async def test_a_publication_that_the_broker_did_not_answer_is_repeated(
 
     monkeypatch.setattr(versions, verb, fail_once)
     tensors = iter(weights(2))
-    gathering = learner.publisher.stage(tensors)
+    gathering = learner.publisher.gather(tensors)
     with pytest.raises(BrokerUnavailableError):
         await asyncio.to_thread(learner.publisher.publish, version, gathering, probe)
     assert next(tensors, None) is None  # other ranks do not wait for the broker
