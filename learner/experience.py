@@ -162,7 +162,7 @@ class Experience:
 
     def publish(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> None:
         """Broadcast and announce `version`; the tensors are iterated once, whatever happens to the server."""
-        gathering = self._publisher.stage(tensors)
+        gathering = self._publisher.gather(tensors)
         with suppress(Interrupted):
             report = self._outlive(lambda: self._publisher.publish(version, gathering, probe))
             self._announced, self._is_replay_lost = version, False

@@ -18,7 +18,8 @@ from .outages import Outages
 POLL_S = 0.05
 """Between two requests for a turn."""
 LONGEST_WAIT_S = 300.0
-"""For a turn: as long as an engine may take to swap, since one that hangs keeps renewing its turn."""
+"""For a turn: many times what a swap takes. The turn of an engine that hangs is renewed until the deadline of its call,
+and those of all its calls together come to much more than the others should wait."""
 GIVE_BACK_S = 1.0
 """What a broker that is away may delay the end of a turn, which then ends by itself."""
 

@@ -173,7 +173,7 @@ class HeldWeights:
         """Swap in what arrives. Where that fails in the middle nothing is sampled until another version is there."""
         try:
             async with arriving.taken() as parts:
-                await self._engine.swap_weights(
+                await self._engine.swap_in_parts(
                     arriving.manifest.version,
                     parts,
                     keep_cache=self._keep_cache,

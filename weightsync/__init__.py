@@ -28,6 +28,24 @@
 
     heartbeats ─► membership: the next epoch's members (newcomers, and who missed a deadline, pull first)
 
+    learner  publisher.py       one version after another: offer, broadcast, announce, serve
+             staging.py         tensors into buckets, and where they go there
+             gathering.py       the same while the first buckets are sent
+             sender.py          forms groups and sends to them; membership.py says who is in one
+    worker   subscriber.py      hears of versions, receives or pulls them, hands them over (`deliveries.py`)
+             groups.py          stays in the groups that name it; receiver.py: what it does in one
+             pulls.py           pulls in the background, again where one fails; puller.py: what one of them fetches
+             pace.py            keeps that under a rate
+             landing.py         memory in which versions arrive
+             threads.py         blocking calls beside the event loop
+    both     buckets.py         where tensors lie, and whether they are the published ones (`fingerprint.py`)
+             deltas.py          what changed from one version to the next; chain.py: those that lead to the newest
+             pipeline.py        bucket after bucket through a transport (`transports/`)
+             doorbell.py        tells members of an offer at once
+             shared_memory.py   memory that processes of one machine share
+             archives/          where versions lie besides the learner's memory
+             deadline.py        how long anything may take; config.py: what users can choose
+
 Invariant: what an engine samples with is exactly one complete version, verified tensor by tensor; versions never
 regress; nobody waits for ever: every step above has a deadline, after which it goes on without whoever
 missed it, who pulls.

@@ -4,6 +4,7 @@ Every tensor begins at a multiple of `ALIGNMENT` bytes, so views of received buc
 and a bucket is rows of so many bytes, of which all its tensors' fingerprints are made at once.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,6 @@ from broker.schema import TensorSpec, WeightManifest
 from .fingerprint import MODULUS, UNSIGNED, Parts, fingerprint_parts
 
 ALIGNMENT = 256
-_REMEMBERED = 3
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -119,22 +119,9 @@ class _Run(NamedTuple):
     parts: Parts
 
 
-_Known = tuple[tuple[TensorSpec, ...], torch.device, Mapping[int, Sequence[_Run]]]
-_known: tuple[_Known, ...] = ()
-
-
+@functools.lru_cache(maxsize=4)
 def _runs(specs: tuple[TensorSpec, ...], device: torch.device) -> Mapping[int, Sequence[_Run]]:
-    """By bucket; made once for all versions of a model."""
-    global _known  # looked up by identity: to hash 18,867 specs takes longer than to check a bucket
-    for known, of_device, runs in _known:
-        if known is specs and of_device == device:
-            return runs
-    found = _made_runs(specs, device)
-    _known = ((specs, device, found), *_known[:_REMEMBERED])
-    return found
-
-
-def _made_runs(specs: tuple[TensorSpec, ...], device: torch.device) -> Mapping[int, Sequence[_Run]]:
+    """By bucket; the same for all versions of a model."""
     places: dict[tuple[int, int], list[int]] = {}
     for place, spec in enumerate(specs):
         places.setdefault((spec.bucket, DTYPES[spec.dtype].itemsize), []).append(place)

@@ -8,43 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from broker.errors import WeightSyncError
-from broker.schema import TensorSpec
 
-from .buckets import Fingerprints, aligned, allocate, views
-from .staging import StagedWeights, stage
+from .buckets import Fingerprints, allocate
+from .staging import Named, Places, StagedWeights, stage
 
-Named = tuple[str, torch.Tensor]
 _OTHER = "other tensors are published than in the version before"
 
 
 class OtherTensorsError(WeightSyncError):
     """The tensors are not those of the version before."""
-
-
-class Places:
-    """Buckets to be filled, and where the tensors go in them."""
-
-    def __init__(self, tensors: tuple[TensorSpec, ...], data: tuple[torch.Tensor, ...]) -> None:
-        self.tensors = tensors
-        self.data = data
-        self._specs = {index: tuple(some) for index, some in itertools.groupby(tensors, lambda spec: spec.bucket)}
-        self._views: dict[int, list[Named]] = {}
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """Their sizes in bytes."""
-        return tuple(bucket.numel() for bucket in self.data)
-
-    def of(self, index: int) -> list[Named]:
-        """Views of what goes into one bucket, in order."""
-        if index not in self._views:
-            specs, bucket = self._specs[index], self.data[index]
-            for spec in specs:
-                end = spec.offset + spec.nbytes
-                if end % aligned(1):
-                    bucket[end : aligned(end)] = 0  # padding belongs to the rows that are fingerprinted
-            self._views[index] = views(specs, self.data)
-        return self._views[index]
 
 
 class Gathering:
@@ -61,7 +33,7 @@ class Gathering:
         self._has_begun = False
         self._filling = self._fill(places) if places is not None else iter(())
 
-    def layout(self) -> Places | StagedWeights:
+    def layout(self) -> Places:
         """What will be there; everything is gathered first where that is not known."""
         return self._staged or self._places or self.finish()
 
@@ -151,6 +123,5 @@ class Staging:
 
     def stage(self, tensors: Iterable[Named]) -> StagedWeights:
         """Of whatever names and shapes, into other memory; the next version is expected to have the same."""
-        staged = stage(tensors, self._bucket_bytes, self._device)
-        self._places = Places(staged.tensors, staged.data)
+        self._places = staged = stage(tensors, self._bucket_bytes, self._device)
         return staged

@@ -39,7 +39,7 @@ class GroupFollower:
         return 0 if self._joined is None else self._joined.group.epoch
 
     async def follow(self) -> None:
-        """Never ends; broker errors pass."""
+        """Ends only by what the broker raises, and may be called again then: a joined group stays joined."""
         while True:
             group = await self._broker.versions.group()
             if group is not None and group != self._seen:

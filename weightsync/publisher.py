@@ -19,7 +19,7 @@ from broker.schema import Archived, BroadcastGroup, Probe, TensorSpec, WeightMan
 
 from .addresses import learner_addresses
 from .archives import open_archive
-from .archiving import Archiver
+from .archives.archiver import Archiver
 from .chain import Delta, DeltaChain
 from .config import WeightsConfig, broadcast_device
 from .deadline import Deadline
@@ -75,7 +75,7 @@ class Publisher:
         self._chain = DeltaChain(config.delta_chain)
         self._archiver = None if archive is None else Archiver(archive, config.delta_chain, config.broadcast_timeout_s)
 
-    def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
+    def gather(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
         """What is to be published next; `publish` takes the tensors. Raises NoRoomError."""
         return self._staging.begin(tensors)
 
@@ -147,6 +147,8 @@ class Publisher:
         workers = self._workers()
         reads_archive = self._archiver is not None and any(info.version is None for info in workers)
         if not (reads_archive or any(map(follows_by_pull, workers))):
+            if self._archiver is not None:
+                self._archiver.rest()
             return None if self._keeps_one else staged, (), None
         base = staged.on_cpu()
         deltas = self._chain.extended(version, base, Deadline(self._config.broadcast_timeout_s))

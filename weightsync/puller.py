@@ -7,8 +7,9 @@ are fetched in the same call; and what comes out is compared with the manifest's
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from .buckets import allocate, check_manifest, verify
 from .chain import chain_from
 from .deadline import Deadline
 from .deltas import patch
+from .threads import DaemonPool
 from .transports.base import PullTransport, SupersededError, UnreachableError
 
 AT_ONCE = 4
@@ -52,8 +54,6 @@ class Puller:
         self._transport = transport
         self._keeps_base = keeps_base
         self._held: _Held | None = None
-        self.fetched_bytes = 0
-        """Since the start, deltas that turned out useless included."""
 
     def pull(
         self, manifest: WeightManifest, deadline: Deadline, landing: Sequence[torch.Tensor] | None = None
@@ -77,34 +77,37 @@ class Puller:
             for index, nbytes in enumerate(manifest.buckets)
             if index not in buckets
         }
-        for index, nbytes in self._fetch(manifest, missing, deadline):
+        for index in self._fetch(manifest, missing, deadline):
             buckets[index] = missing[index]
-            self.fetched_bytes += nbytes
             self._keep(manifest, buckets)
         whole = tuple(buckets[index] for index in range(len(manifest.buckets)))
         return Pulled(whole, 0 if failure else len(chain), failure)
 
     def _fetch(
         self, manifest: WeightManifest, missing: Mapping[int, torch.Tensor], deadline: Deadline
-    ) -> Iterator[tuple[int, int]]:
+    ) -> Iterator[int]:
         """Fill these buckets, one after another or, where nothing is kept of a version that is cut off, several at a
-        time; yields each that is there, and what that took in bytes."""
+        time; yields each that is there."""
         if self._keeps_base:
             for index, bucket in missing.items():
-                yield index, self._transport.pull_bucket(manifest, index, bucket, deadline)
+                self._transport.pull_bucket(manifest, index, bucket, deadline)
+                yield index
             return
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            fetching = [
-                threads.submit(self._transport.pull_bucket, manifest, index, bucket, deadline)
-                for index, bucket in missing.items()
-            ]
-            done, _ = wait(fetching, return_when=FIRST_EXCEPTION)
-            if any(fetched.exception() for fetched in done):
-                deadline.cancel()  # the others' bytes are of no more use
-                threads.shutdown(cancel_futures=True)
-            for fetched in done:
-                fetched.result()
-        yield from ((index, fetched.result()) for index, fetched in zip(missing, fetching, strict=True))
+        threads = DaemonPool("pull", AT_ONCE)
+        fetching = [
+            threads.submit(partial(self._transport.pull_bucket, manifest, index, bucket, deadline))
+            for index, bucket in missing.items()
+        ]
+        threads.close()
+        done, rest = wait(fetching, return_when=FIRST_EXCEPTION)
+        failures = [error for fetched in done if (error := fetched.exception()) is not None]
+        if failures:
+            deadline.cancel()  # the others' bytes are of no more use
+            for fetched in rest:
+                fetched.cancel()
+            wait(rest)  # whoever gets these buckets next must be alone with them
+            raise failures[0]
+        yield from missing
 
     def _chain_to(self, manifest: WeightManifest) -> tuple[DeltaSpec, ...]:
         """The deltas from what is held. Where none lead on from it, or they would save nothing, it is forgotten."""
@@ -128,7 +131,7 @@ class Puller:
         buckets = {index: _copy(bucket) if chain else bucket for index, bucket in self._held.buckets.items()}
         try:
             for delta in chain:
-                patch(buckets, manifest.tensors, self._fetched(manifest, delta, deadline))
+                patch(buckets, manifest.tensors, self._transport.pull_delta(manifest, delta, deadline))
             verify(manifest, buckets)
         except (SupersededError, UnreachableError):
             raise  # nothing is wrong with what is held
@@ -139,11 +142,6 @@ class Puller:
             self._held = None
             return {}, f"deltas were of no use, all of it was fetched: {error}"
         return buckets, ""
-
-    def _fetched(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
-        data = self._transport.pull_delta(manifest, delta, deadline)
-        self.fetched_bytes += len(data)
-        return data
 
     def _keep(self, manifest: WeightManifest, buckets: dict[int, torch.Tensor]) -> None:
         """After every bucket, as the next one may be superseded."""

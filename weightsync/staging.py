@@ -1,30 +1,59 @@
 """Named tensors into bounded flat byte buckets, bit for bit: what the learner publishes."""
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from broker.errors import WeightSyncError
 from broker.schema import TensorSpec
 
-from .buckets import DTYPES, aligned, allocate, fingerprints, view
+from .buckets import DTYPES, aligned, allocate, fingerprints, view, views
+
+Named = tuple[str, torch.Tensor]
 
 
 @dataclass
-class StagedWeights:
-    """One version's tensors as bytes, with what a manifest says of them."""
+class Places:
+    """Buckets, and where a version's tensors go in them."""
 
     tensors: tuple[TensorSpec, ...]
     data: tuple[torch.Tensor, ...]
     """uint8, one flat tensor per bucket, all on one device."""
-    fingerprints: tuple[int, ...]
-    """One per tensor."""
 
     @property
     def buckets(self) -> tuple[int, ...]:
         """Their sizes in bytes."""
         return tuple(bucket.numel() for bucket in self.data)
+
+    def of(self, index: int) -> list[Named]:
+        """Views of what goes into one bucket, in order."""
+        if index not in self._views:
+            specs, bucket = self._specs[index], self.data[index]
+            for spec in specs:
+                end = spec.offset + spec.nbytes
+                if end % aligned(1):
+                    bucket[end : aligned(end)] = 0  # padding belongs to the rows that are fingerprinted
+            self._views[index] = views(specs, self.data)
+        return self._views[index]
+
+    @cached_property
+    def _views(self) -> dict[int, list[Named]]:
+        return {}
+
+    @cached_property
+    def _specs(self) -> dict[int, tuple[TensorSpec, ...]]:
+        return {index: tuple(some) for index, some in itertools.groupby(self.tensors, lambda spec: spec.bucket)}
+
+
+@dataclass
+class StagedWeights(Places):
+    """One version's tensors as bytes in their places, with what a manifest says of them."""
+
+    fingerprints: tuple[int, ...]
+    """One per tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -74,9 +103,7 @@ class BucketFiller:
         return StagedWeights(tuple(self.specs), data, tuple(of_each[place] for place in range(len(self.specs))))
 
 
-def stage(
-    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int, device: torch.device | str = "cpu"
-) -> StagedWeights:
+def stage(tensors: Iterable[Named], bucket_bytes: int, device: torch.device | str = "cpu") -> StagedWeights:
     """Copy named tensors, from any device, into buckets on `device`; only a single tensor exceeds `bucket_bytes`."""
     filler = BucketFiller(bucket_bytes, torch.device(device))
     names: set[str] = set()

@@ -7,34 +7,29 @@ this worker the versions in between and nobody else anything. Where there is no 
 
 import asyncio
 import logging
-import math
 import threading
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import torch
 from msgspec.structs import replace
 
 from broker import Broker
-from broker.errors import WeightSyncError
+from broker.errors import BrokerUnavailableError, WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
 
-from .archives import open_reader
 from .config import WeightsConfig, broadcast_device
-from .deadline import Deadline
 from .deliveries import Arriving, Delivery
 from .groups import GroupFollower
-from .landing import Landed, Landing, Window
-from .pace import Pace
-from .puller import Pulled, Puller
+from .landing import Landing, Window
+from .pulls import Pulls
 from .receiver import JoinedGroup
 from .threads import BoundedThreads
-from .transports.archived import ArchivePull
-from .transports.base import PullTransport, SupersededError
-from .transports.pull import HttpPull
 
 logger = logging.getLogger(__name__)
-_RETRY_S = (0.2, 0.5, 1.0, 2.0)
 _OVERDUE_S = 1.0
+_STOP_SHARE = 0.25
+"""Of a broadcast's deadline: what a pull gets to give its memory back, while the group waits for us."""
 
 
 class Subscriber:
@@ -47,17 +42,17 @@ class Subscriber:
         self._groups = GroupFollower(broker, worker, self._threads, config.poll_s, lambda: self._offer.set())
         self.joins_groups = config.follow == "broadcast"
         """False: it follows by pull, and keeps what it pulled as the base for deltas."""
-        self._puller = Puller(_open_pull(broker, config), keeps_base=not self.joins_groups)
         self._worker = worker
         self._following: asyncio.Task[None] | None = None
-        self._pulling: asyncio.Task[None] | None = None
-        self._pull_failures = 0
         self._held: WeightVersion | None = None
         """The newest version that the caller holds or was handed."""
         self._tried: WeightVersion | None = None
-        """The last offer acted upon; a failed one is not received again but pulled."""
+        """The last offer that was read in full; one whose transfer failed is not received again but pulled."""
         self._landing = Landing(torch.device("cuda" if config.staging == "device" else "cpu"))
         self._window = Window(torch.device(broadcast_device(config))) if config.staging == "none" else None
+        # A base for deltas must stay as it is, and without room for two versions what was pulled must not stay.
+        shared = self._landing if self.joins_groups and self._window is None else None
+        self._pulls = Pulls(broker, worker, config, shared, self._stage, self._note)
         self._staged: Delivery | Arriving | None = None
         self._lent: Delivery | Arriving | None = None
         """The last one handed over: its buckets are free again once the next one is waited for."""
@@ -67,6 +62,8 @@ class Subscriber:
         self._known: WeightManifest | None = None
         """Of the last version that arrived: most offers name it instead of telling the same again."""
         self._arrived = asyncio.Event()
+        """A version, or `_outage`."""
+        self._outage: BrokerUnavailableError | None = None
         self._offer = asyncio.Event()
         """There is one: whoever is in a group does not wait for its next look at the broker."""
         self.last_error = ""
@@ -77,11 +74,6 @@ class Subscriber:
     def epoch(self) -> int:
         """The broadcast group that this worker has joined, 0 if none."""
         return self._groups.epoch
-
-    @property
-    def pulled_bytes(self) -> int:
-        """Fetched by pull since the start."""
-        return self._puller.fetched_bytes
 
     @property
     def is_arriving(self) -> bool:
@@ -120,17 +112,19 @@ class Subscriber:
 
     async def close(self) -> None:
         """Leave the group and stop; a receive under way ends by its deadline at the latest. Idempotent."""
-        tasks = [task for task in (self._following, self._pulling) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         self._groups.leave()
-        await self._threads.close(self._config.broadcast_timeout_s + _OVERDUE_S)
+        patience_s = self._config.broadcast_timeout_s + _OVERDUE_S
+        await asyncio.gather(self._pulls.stop(patience_s), self._threads.stop(patience_s))
         self._staged = None
 
     async def _news(self) -> None:
-        """Until a version was staged; raises what ended the background work, which is then started anew."""
+        """Until a version was staged; raises what keeps the background work from the broker, and what ended it: it is
+        then started anew."""
         self._arrived.clear()
+        self._outage = None
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
         arrival = asyncio.create_task(self._arrived.wait())
@@ -141,15 +135,28 @@ class Subscriber:
         if self._following.done():
             ended, self._following = self._following, None
             ended.result()
+        if self._outage is not None:
+            raise self._outage
 
     async def _follow(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self.joins_groups:
-                    tasks.create_task(self._groups.follow())
-                tasks.create_task(self._follow_versions())
+                    tasks.create_task(self._outlive_outages(self._groups.follow))
+                tasks.create_task(self._outlive_outages(self._follow_versions))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
+
+    async def _outlive_outages(self, follow: Callable[[], Awaitable[None]]) -> None:
+        """A broker that is away ends nothing else: bytes of a broadcast do not come through it, and the group waits for
+        whoever does not receive them, also while the caller is busy with its engine."""
+        while True:
+            try:
+                await follow()
+            except BrokerUnavailableError as error:
+                self._outage = error
+                self._arrived.set()
+                await asyncio.sleep(self._config.poll_s)
 
     async def _follow_versions(self) -> None:
         while True:
@@ -157,10 +164,9 @@ class Subscriber:
             # Once announced, a broadcast is over: who missed it pulls.
             is_under_way = self.joins_groups and offered is not None and offered != announced
             if offered is not None and is_under_way and offered != self._tried and self._is_newer(offered):
-                self._tried = offered
                 await self._receive(offered)
             elif announced is not None and self._is_newer(announced):
-                self._start_pull()
+                self._fetch(announced)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.poll_s):
                     await self._offer.wait()
@@ -170,14 +176,21 @@ class Subscriber:
         known = [self._held, None if self._staged is None else self._staged.manifest.version]
         return all(other is None or version > other for other in known)
 
+    def _fetch(self, announced: WeightVersion) -> None:
+        if self._kept is not None and self._kept.manifest.version == announced:
+            kept, self._kept = self._kept, None
+            self._stage(kept)
+        else:
+            self._let_go()
+            self._pulls.start()
+
     async def _receive(self, offered: WeightVersion) -> None:
-        offer = await self._broker.versions.offered()
-        if offer is None or offer.version != offered or not offer.group_epoch:
-            return
-        joined, offer = await self._groups.joined_for(offer), await self._in_full(offer)
+        joined, offer = await self._invitation(offered)
+        self._tried = offered  # not before: what the broker did not answer is asked again
         if joined is None or offer is None:
             return
-        self._stop_pull()  # what it fetches is about to be superseded, and the group waits for us
+        # What it fetches is about to be superseded, and beside its memory there is no room for a third version.
+        await self._pulls.stop(_STOP_SHARE * joined.group.timeout_s)
         staged, self._staged = self._staged, None  # so is what waits for the engine, and its memory is needed
         self._give_back(staged)
         self._let_go()
@@ -217,6 +230,13 @@ class Subscriber:
             if self._staged is arriving:
                 self._staged = None  # nobody has taken any
 
+    async def _invitation(self, offered: WeightVersion) -> tuple[JoinedGroup | None, WeightManifest | None]:
+        """The group in which this worker is to receive that version, and all that is said of it."""
+        offer = await self._broker.versions.offered()
+        if offer is None or offer.version != offered or not offer.group_epoch:
+            return None, None
+        return await self._groups.joined_for(offer), await self._in_full(offer)
+
     async def _in_full(self, offer: WeightManifest) -> WeightManifest | None:
         """With what it says by naming another version; None: that one is not to be found."""
         if offer.like is None:
@@ -226,65 +246,6 @@ class Subscriber:
         if self._known is None or self._known.version != offer.like:
             return None
         return replace(offer, tensors=self._known.tensors, buckets=self._known.buckets, like=None)
-
-    def _start_pull(self) -> None:
-        if self._pulling is not None:
-            if not self._pulling.done():
-                return
-            ended, self._pulling = self._pulling, None  # also if it raises: the next one is a new attempt
-            ended.result()
-        self._pulling = asyncio.create_task(self._pull())
-
-    def _stop_pull(self) -> None:
-        if self._pulling is not None:
-            self._pulling.cancel()
-            self._pulling = None
-
-    async def _pull(self) -> None:
-        manifest = await self._broker.versions.announced()
-        if manifest is None or not self._is_newer(manifest.version):
-            return
-        if self._kept is not None and self._kept.manifest.version == manifest.version:
-            kept, self._kept = self._kept, None
-            self._stage(kept)
-            return
-        self._let_go()
-        cancelled = threading.Event()
-        try:
-            landed, pulled = await self._threads.run(
-                "pull",
-                lambda: self._pull_into(manifest, Deadline(math.inf, cancelled)),
-                cancelled,
-                overdue_s=None,
-            )
-            self._stage(Delivery(manifest, landed, may_be_reused=self._reuses_memory))
-            self._pull_failures = 0
-            logger.info("%s: %s pulled %s", self._worker, manifest.version, _how(pulled))
-            if pulled.failure:
-                self._note("pull", manifest.version, pulled.failure)
-        except SupersededError:
-            logger.info("%s: %s was superseded while it was pulled", self._worker, manifest.version)
-            await asyncio.sleep(_RETRY_S[0])  # the newer one's manifest may still be on its way
-        except WeightSyncError as error:
-            self._note("pull", manifest.version, error)
-            self._pull_failures += 1
-            await asyncio.sleep(_RETRY_S[min(self._pull_failures, len(_RETRY_S)) - 1])
-
-    def _pull_into(self, manifest: WeightManifest, deadline: Deadline) -> tuple[Landed, Pulled]:
-        if not self._reuses_memory:
-            pulled = self._puller.pull(manifest, deadline)
-            return Landed(pulled.buckets), pulled
-        landed = self._landing.take(manifest.buckets)
-        try:
-            return landed, self._puller.pull(manifest, deadline, landed.buckets)
-        except WeightSyncError:
-            self._landing.give_back(landed)
-            raise
-
-    @property
-    def _reuses_memory(self) -> bool:
-        """Later versions may lie where this one does; not if it is kept for deltas, or there is no room for both."""
-        return self.joins_groups and self._window is None
 
     def _stage(self, delivery: Delivery | Arriving) -> None:
         if self._is_newer(delivery.manifest.version):
@@ -307,14 +268,3 @@ class Subscriber:
     def _note(self, what: str, version: WeightVersion, error: WeightSyncError | str) -> None:
         self.last_error = f"{what} of {version.incarnation}.{version.step}: {error}"
         logger.warning("%s: %s", self._worker, self.last_error)
-
-
-def _open_pull(broker: Broker, config: WeightsConfig) -> PullTransport:
-    pace = Pace(config.pull_bytes_per_s)
-    learner = HttpPull(config.broadcast_timeout_s, pace, starts_over=config.follow == "broadcast")
-    reader = open_reader(config.archive, broker)
-    return learner if reader is None else ArchivePull(reader, learner, pace)
-
-
-def _how(pulled: Pulled) -> str:
-    return f"by {pulled.deltas} deltas" if pulled.deltas else "whole"

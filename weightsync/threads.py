@@ -1,7 +1,10 @@
-"""Blocking calls for coroutines: a thread each, told to stop, waited for, and never beyond its time."""
+"""Blocking calls in daemon threads, never waited for beyond their time: not by coroutines, nor by other threads, nor by
+the interpreter at its end, as those of a ThreadPoolExecutor are.
+"""
 
 import asyncio
 import concurrent.futures
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +12,12 @@ from typing import Any, TypeVar
 
 from broker.errors import WeightSyncError
 
+from .deadline import Deadline
+from .transports.base import UnreachableError
+
 T = TypeVar("T")
 _JOIN_S = 1.0
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,8 @@ class _Running:
 
 
 class BoundedThreads:
-    """Daemon threads: a frozen learner's host can hold one in a system call for longer than anybody waits."""
+    """For coroutines, a thread for each call: a frozen learner's host can hold one in a system call for longer than
+    anybody waits."""
 
     def __init__(self) -> None:
         self._running: list[_Running] = []
@@ -42,8 +50,13 @@ class BoundedThreads:
         finally:
             cancelled.set()
 
-    async def close(self, timeout_s: float) -> None:
-        """Stop all and join those that end in time."""
+    @property
+    def are_idle(self) -> bool:
+        """Nothing runs, not even what nobody waits for any more."""
+        return all(entry.future.done() for entry in self._running)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Tell all to stop, and join those that end in time."""
         running = [entry for entry in self._running if entry.thread.is_alive()]
         for entry in running:
             entry.cancelled.set()
@@ -53,6 +66,52 @@ class BoundedThreads:
         for entry in running:
             if entry.future.done():
                 entry.thread.join(_JOIN_S)
+        self._running = [entry for entry in self._running if entry.thread.is_alive()]  # nor any result kept
+
+
+class DaemonPool:
+    """So many threads for calls that are made in the order in which they come."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._calls: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
+        self._calls = queue.SimpleQueue()
+        self._count = count
+        for number in range(count):
+            threading.Thread(target=self._run, name=f"weights-{name}-{number}", daemon=True).start()
+
+    def submit(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Its result or error, to come."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._calls.put((future, work))
+        return future
+
+    def close(self) -> None:
+        """The threads end after all that was submitted. Waits for none."""
+        for _ in range(self._count):
+            self._calls.put(None)
+
+    def _run(self) -> None:
+        while call := self._calls.get():
+            future, work = call
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # noqa: BLE001 - it belongs to who asked
+                    future.set_exception(error)
+
+
+def in_time(future: concurrent.futures.Future[T], timeout_s: float, deadline: Deadline, what: str) -> T:
+    """Its result or error. Raises UnreachableError after `timeout_s`, and WeightSyncError once the deadline is over,
+    either with `what` it was waited for."""
+    patience = Deadline(timeout_s)
+    try:
+        while not concurrent.futures.wait([future], min(_LOOK_S, patience.remaining())).done:
+            deadline.check(what)
+            if patience.is_over():
+                raise UnreachableError(f"{what}: nothing came for {timeout_s:g} s")
+        return future.result()
+    finally:
+        future.cancel()
 
 
 async def _ended(future: concurrent.futures.Future[Any]) -> None:

@@ -45,7 +45,7 @@ def publish(url: str, run: str, order: Order) -> None:
         version = WeightVersion(owner.incarnation, number)
         began = time.monotonic()
         probe = Probe(token_ids=[1, 2], logprobs=[0.0], tolerance=1e9)
-        report = publisher.publish(version, publisher.stage(tensors), probe)
+        report = publisher.publish(version, publisher.gather(tensors), probe)
         line = {
             "version": number,
             "began": began,

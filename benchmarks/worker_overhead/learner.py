@@ -1,6 +1,5 @@
 """The learner's stand-in: it owns the run, keeps it fed, takes what is ready, publishes weights, and trains nothing."""
 
-import time
 from itertools import count, islice
 from pathlib import Path
 
@@ -64,15 +63,13 @@ class StandInLearner:
         ]
         self._blocking.call(self._broker.prompts.feed(new, self._owner))
 
-    def publish(self) -> tuple[PublishReport, float]:
-        """The next version, which differs in one tensor; and the seconds in which it was staged."""
+    def publish(self) -> PublishReport:
+        """The next version, which differs in one tensor."""
         self._step += 1
-        began = time.monotonic()
         name, last = self._weights[-1]
         self._weights[-1] = name, torch.nextafter(last, torch.full_like(last, torch.inf))
-        staged = self._publisher.stage(self._weights)
-        took_s = time.monotonic() - began
-        return self._publisher.publish(WeightVersion(self._owner.incarnation, self._step), staged, PROBE), took_s
+        gathering = self._publisher.gather(self._weights)
+        return self._publisher.publish(WeightVersion(self._owner.incarnation, self._step), gathering, PROBE)
 
     def take(self) -> None:
         """All that is ready, for the step of the newest version, and commit it. Once before each version but the

@@ -79,7 +79,7 @@ class Engine(Protocol):
     async def swap_weights(
         self,
         version: WeightVersion,
-        tensors: NamedTensors | Parts,
+        tensors: NamedTensors,
         *,
         keep_cache: bool = False,
         check: Check | None = None,
@@ -94,10 +94,17 @@ class Engine(Protocol):
 
         `check` is called, in any thread, before a token is sampled with the tensors. If it raises, so does this, and
         the engine samples nothing until a later swap succeeds; requests wait.
+        """
+        ...
 
-        Parts go over the weights that are held, without room for a second version: from the first one on nothing is
-        sampled. If the parts raise, or together are not what an earlier swap loaded, so does this, and again nothing is
-        sampled until a later swap succeeds.
+    async def swap_in_parts(
+        self, version: WeightVersion, parts: Parts, *, keep_cache: bool = False, check: Check | None = None
+    ) -> None:
+        """As `swap_weights`, without room for a second version: parts go over the weights that are held, and from the
+        first one on nothing is sampled.
+
+        If the parts raise, or together are not what an earlier `swap_weights` loaded, so does this, and nothing is
+        sampled until a later swap succeeds. NoRoomError: there was none for the first part.
         """
         ...
 

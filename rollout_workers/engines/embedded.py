@@ -126,17 +126,20 @@ class EmbeddedEngine:
     async def swap_weights(
         self,
         version: WeightVersion,
-        tensors: NamedTensors | Parts,
+        tensors: NamedTensors,
         *,
         keep_cache: bool = False,
         check: Check | None = None,
     ) -> None:
         """See Engine."""
-        if isinstance(tensors, Sequence):
-            await self._ask(lambda: self._swap(version, tensors, keep_cache, check))
-            return
+        await self._ask(lambda: self._swap(version, tensors, keep_cache, check))
+
+    async def swap_in_parts(
+        self, version: WeightVersion, parts: Parts, *, keep_cache: bool = False, check: Check | None = None
+    ) -> None:
+        """See Engine."""
         filling = Filling(self._decoder.model)
-        async for part in tensors:
+        async for part in parts:
             await self._ask(functools.partial(self._load_part, filling, part))
         await self._ask(lambda: self._finish_swap(version, filling, keep_cache, check))
 

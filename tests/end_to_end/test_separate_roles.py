@@ -49,8 +49,9 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
 
         watch.until("the next victim holds leases", lambda status: is_busy(status, killed))
         killed.send(signal.SIGKILL)
-        status = watch.until("its leases expire", lambda status: status.queues.expired_leases > 0)
-        assert status.state == "training"
+        with paused(learner.pid):  # or the run might be over before
+            watch.until("it is missed", lambda status: info_of(status, killed) is None)
+        # What it held, it holds for as long as a lease lasts: without it no run would come to its end.
         watch.until("the run is over", lambda status: status.state == "finished")
     learner.succeeds()
     joined.succeeds()
@@ -64,7 +65,7 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
 
 
 def learners_recipe(terminals: Terminals) -> Path:
-    """Engines much smaller than a batch: they are never idle, so a worker holds leases whenever it is killed."""
+    """Engines much smaller than a batch are hardly ever idle: a worker most likely holds leases when it dies."""
     return write_recipe(
         terminals.directory("learner"),
         learner={"steps": STEPS, "groups_per_step": 4, "group_size": 4},

@@ -106,7 +106,7 @@ async def in_parts(model: PreTrainedModel, count: int = 3, *, until: int | None 
 async def hold_in_parts(engine: Engine, model: PreTrainedModel, check: Check | None = None) -> WeightVersion:
     """As `hold`, without room for a second version."""
     version = WeightVersion(1, next(_steps))
-    await engine.swap_weights(version, in_parts(model), check=check)
+    await engine.swap_in_parts(version, in_parts(model), check=check)
     return version
 
 

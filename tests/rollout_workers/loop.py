@@ -28,6 +28,8 @@ GROUP_SIZE = 2
 PROBE = [3, 14, 15, 9, 2, 6]
 LONG = 240
 """Tokens of a response that outlasts what is done to its worker."""
+LONGER = 900
+"""Tokens of a response in which a swap begins, however busy the machine is."""
 
 
 class Delivery(NamedTuple):

@@ -187,13 +187,13 @@ async def test_weights_in_parts_that_fail_once_stop_it_until_a_whole_version_is_
     old_version = await hold(case.engine, case.old)
     responses, running = await begin(case.engine, PROMPTS)
     with pytest.raises(WeightSyncError, match="cut off"):  # nothing of it was loaded
-        await case.engine.swap_weights(WeightVersion(2, 0), in_parts(case.new, until=0))
+        await case.engine.swap_in_parts(WeightVersion(2, 0), in_parts(case.new, until=0))
     counted = sum(len(response.tokens) for response in responses)
     async with asyncio.timeout(60):
         while sum(len(response.tokens) for response in responses) == counted:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.01)
     with pytest.raises(WeightSyncError, match="cut off"):
-        await case.engine.swap_weights(WeightVersion(2, 0), in_parts(case.new, until=2))
+        await case.engine.swap_in_parts(WeightVersion(2, 0), in_parts(case.new, until=2))
     await asyncio.sleep(0.1)  # what was sampled before is on its way
     counted = sum(len(response.tokens) for response in responses)
     await asyncio.sleep(0.3)
@@ -215,7 +215,7 @@ async def test_parts_without_a_tensor_are_no_version(case: Case) -> None:
         yield named_tensors(case.new)[1:]
 
     with pytest.raises(WeightSyncError, match=r"did not come|were sent"):
-        await case.engine.swap_weights(WeightVersion(2, 0), but_one())
+        await case.engine.swap_in_parts(WeightVersion(2, 0), but_one())
     await hold(case.engine, case.new)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from broker.client import BlockingBroker, Broker
 from broker.errors import WeightSyncError
 from broker.schema import Trajectory, WeightVersion
 from broker.server import EmbeddedServer
-from rollout_workers.engines.base import NamedTensors, Parts
+from rollout_workers.engines.base import Parts
 from rollout_workers.worker import Worker
 from weightsync import publisher as publisher_module
 from weightsync.config import WeightsConfig
@@ -47,7 +47,7 @@ class Publishing:
         self.step += 1
         model = self.learner.models[self.version] = make_model("dense", self.step)
         sent = delivery(self.version, model)
-        gathering = self.publisher.stage(sent.tensors)
+        gathering = self.publisher.gather(sent.tensors)
         return await asyncio.to_thread(self.publisher.publish, self.version, gathering, sent.manifest.probe)
 
     async def publish_to(self, *members: str) -> None:
@@ -85,7 +85,7 @@ async def learner(server: EmbeddedServer) -> AsyncIterator[Publishing]:
 
 def member(broker: Broker, directory: Path, name: str = "worker-1") -> tuple[Worker, Any, Subscriber]:
     engine, subscriber = make_engine(directory / name, max_model_len=256), Subscriber(broker, name, CONFIG)
-    options = {"name": name, "max_new_tokens": LONG, "heartbeat_s": 0.1, "weights": CONFIG}
+    options = {"name": name, "max_new_tokens": LONG, "heartbeat_s": 0.3, "weights": CONFIG}
     return make_worker(broker, engine, subscriber, **options), engine, subscriber
 
 
@@ -101,16 +101,15 @@ async def test_engines_receive_one_after_the_other_what_they_sample_with(
     workers = []
 
     def watch(name: str, engine: Any) -> None:
-        swap = engine.swap_weights
+        swap = engine.swap_in_parts
 
-        async def watched(version: WeightVersion, tensors: NamedTensors | Parts, **how: Any) -> None:
-            if not isinstance(tensors, Sequence):
-                paused.add(name)
-                together.append(set(paused))
-            await swap(version, tensors, **how)
+        async def watched(version: WeightVersion, parts: Parts, **how: Any) -> None:
+            paused.add(name)
+            together.append(set(paused))
+            await swap(version, parts, **how)
             paused.discard(name)
 
-        engine.swap_weights = watched
+        engine.swap_in_parts = watched
 
     async with AsyncExitStack() as stack:
         for name in ("worker-1", "worker-2"):
@@ -132,7 +131,7 @@ async def test_an_engine_that_was_left_in_the_middle_samples_nothing_until_it_is
 ) -> None:
     worker, _, subscriber = member(brokers[1], tmp_path)
     may_pull = threading.Event()
-    pull = subscriber._puller.pull
+    pull = subscriber._pulls._puller.pull
 
     def pull_when_allowed(*arguments: Any) -> Any:
         may_pull.wait(60)
@@ -149,10 +148,12 @@ async def test_an_engine_that_was_left_in_the_middle_samples_nothing_until_it_is
         await learner.publish_to("worker-1")
         before = learner.version
         await until(lambda: is_held(worker, before) and worker.info().active > 0)
-        monkeypatch.setattr(subscriber._puller, "pull", pull_when_allowed)
+        monkeypatch.setattr(subscriber._pulls._puller, "pull", pull_when_allowed)
         with monkeypatch.context() as patched:
             patched.setattr(publisher_module, "_on_the_wire", cut_off)
-            assert (await learner.publish()).members == ()
+            # On a busy machine its heartbeat may have lapsed, and the first ones are sent to nobody.
+            while "cut off" not in (await learner.publish()).failed:
+                pass
         await until(lambda: worker.info().state == "paused")
         info = worker.info()
         assert (info.version, info.wants_broadcast) == (None, True)

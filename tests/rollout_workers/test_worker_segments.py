@@ -13,7 +13,7 @@ from broker.schema import Group, Trajectory, WeightVersion
 from rollout_workers.chosen_experts import MissingExpertsError
 from rollout_workers.worker import Worker
 
-from .loop import CAPACITY, LONG, Deliveries, Learner, make_engine, make_worker, until
+from .loop import CAPACITY, LONG, LONGER, Deliveries, Learner, make_engine, make_worker, until
 from .models import forward_logprobs
 from .test_chosen_experts import chosen_by
 
@@ -134,7 +134,7 @@ async def test_segments_of_weights_that_fail_their_probe_are_not_stored(
 ) -> None:
     learner = await Learner.start(brokers[0], groups=2)
     deliveries = Deliveries()
-    engine = make_engine(tmp_path)
+    engine = make_engine(tmp_path, max_model_len=1024)
     held: list[WeightVersion] = []
 
     async def score(token_ids: list[int]) -> list[float]:
@@ -146,7 +146,7 @@ async def test_segments_of_weights_that_fail_their_probe_are_not_stored(
         return await verified(token_ids)
 
     verified, engine.score = engine.score, score
-    worker = make_worker(brokers[1], engine, deliveries, max_new_tokens=LONG, segment_tokens=1)
+    worker = make_worker(brokers[1], engine, deliveries, max_new_tokens=LONGER, segment_tokens=1)
     await learner.publish(0, deliveries)
     task = asyncio.create_task(worker.run())
     await until(lambda: worker.info().generated_tokens > CAPACITY * 10)

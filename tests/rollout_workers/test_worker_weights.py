@@ -22,11 +22,8 @@ from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher, PublishReport
 from weightsync.subscriber import Subscriber
 
-from .loop import CAPACITY, LONG, Deliveries, Learner, delivery, make_engine, make_worker, running, until
+from .loop import CAPACITY, LONG, LONGER, Deliveries, Learner, delivery, make_engine, make_worker, running, until
 from .models import forward_logprobs, make_model
-
-LONGER = 900
-"""Tokens of a response in which a swap begins, however busy the machine is."""
 
 
 def check_logprobs(learner: Learner, trajectories: Sequence[Trajectory]) -> None:
@@ -67,8 +64,8 @@ async def test_published_weights_reach_the_engine_by_pull_and_then_by_broadcast(
 
     async def publish(step: int) -> PublishReport:
         sent = delivery(learner.version(step), make_model("dense", step))
-        staged = publisher.stage(sent.tensors)
-        return await asyncio.to_thread(publisher.publish, sent.manifest.version, staged, sent.manifest.probe)
+        gathering = publisher.gather(sent.tensors)
+        return await asyncio.to_thread(publisher.publish, sent.manifest.version, gathering, sent.manifest.probe)
 
     try:
         async with running(worker):
@@ -110,9 +107,9 @@ async def test_a_worker_that_follows_by_pull_is_in_no_group(
         async with running(worker):
             for step in range(2):
                 sent = delivery(learner.version(step), make_model("dense", step))
-                staged = publisher.stage(sent.tensors)
+                gathering = publisher.gather(sent.tensors)
                 version, probe = sent.manifest.version, sent.manifest.probe
-                report = await asyncio.to_thread(publisher.publish, version, staged, probe)
+                report = await asyncio.to_thread(publisher.publish, version, gathering, probe)
                 assert (report.members, report.failed) == ((), "")
                 info = await heartbeat(version)
                 assert (info.wants_broadcast, info.broadcast_epoch, info.last_error) == (False, 0, "")
@@ -222,7 +219,7 @@ async def test_samples_of_weights_that_fail_their_probe_are_not_submitted(
 ) -> None:
     learner = await Learner.start(brokers[0], groups=2)
     deliveries = Deliveries()
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, max_new_tokens=LONG)
+    worker = make_worker(brokers[1], make_engine(tmp_path, max_model_len=1024), deliveries, max_new_tokens=LONGER)
     await learner.publish(0, deliveries)
     running_worker = asyncio.create_task(worker.run())
     await until(lambda: worker.info().generated_tokens > 0)

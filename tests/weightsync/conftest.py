@@ -20,6 +20,7 @@ from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker
 from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher, PublishReport
 from weightsync.subscriber import Subscriber
+from weightsync.transports.pull_server import Found
 
 TIMEOUT_S = 2.0
 PATIENCE_S = 40.0
@@ -65,7 +66,7 @@ class Learner:
     def publish_as(self, version: WeightVersion) -> PublishReport:
         probe = Probe(token_ids=[1], logprobs=[], tolerance=0.0)
         tensors = iter(self.weights(version.step))
-        report = self.publisher.publish(version, self.publisher.stage(tensors), probe)
+        report = self.publisher.publish(version, self.publisher.gather(tensors), probe)
         assert next(tensors, None) is None  # other ranks gather them too, whatever becomes of a broadcast
         return report
 
@@ -90,6 +91,19 @@ class Learner:
     def until_held(self, *workers: str) -> None:
         """Wait until all of `workers` say that they hold the newest version."""
         self.until_workers(lambda infos: all(w in infos and infos[w].version == self.version for w in workers))
+
+
+def served_bytes(learner: Learner) -> list[int]:
+    """How many bytes each request gets that this learner answers from now on."""
+    find, sizes = learner.publisher._pulls.find, list[int]()
+
+    def noted(path: str) -> Found | None:
+        found = find(path)
+        sizes.append(0 if found is None else len(found.data))
+        return found
+
+    learner.publisher._pulls.find = noted  # type: ignore[method-assign]
+    return sizes
 
 
 class WorkerProcess(ForkedProcess):

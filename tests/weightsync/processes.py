@@ -59,6 +59,11 @@ class ForkedProcess:
         self._process.join(_PATIENCE_S)
         assert self._process.exitcode == -signal.SIGKILL
 
+    def until_ended(self) -> None:
+        """Wait until it has, by itself and without an error."""
+        self._process.join(_PATIENCE_S)
+        assert self._process.exitcode == 0
+
     def close(self) -> None:
         self._process.kill()
         self._process.join()

@@ -1,4 +1,4 @@
-"""What the CPU cannot show: fingerprints by the kernel, buckets on a GPU."""
+"""What the CPU cannot show: fingerprints by the kernel, buckets on a GPU, copies of them."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from weightsync.buckets import fingerprints
 from weightsync.fingerprint import Parts, fingerprint, fingerprint_parts
 from weightsync.staging import stage
+from weightsync.transports.served import ServedVersion
 
 from .test_buckets import awkward_tensors
 
@@ -39,3 +40,13 @@ def test_buckets_on_a_gpu_hold_the_same_bits() -> None:
     assert (on_gpu.tensors, on_gpu.fingerprints) == (on_cpu.tensors, on_cpu.fingerprints)
     back = on_gpu.on_cpu()
     assert fingerprints(back.tensors, dict(enumerate(back.data))) == dict(enumerate(on_cpu.fingerprints))
+
+
+def test_what_is_read_of_a_version_on_a_gpu_outlives_its_memory() -> None:
+    buckets = tuple(torch.full((1 << 20,), number, dtype=torch.uint8, device="cuda") for number in range(3))
+    served = ServedVersion(buckets, memory_is_reused=True)
+    assert [bytes(served.read(index) or b"")[:1] for index in range(3)] == [b"\0", b"\1", b"\2"]
+    assert served.release()
+    for bucket in buckets:
+        bucket.fill_(7)
+    assert bytes(served.read(2) or b"") == b"\2" * (1 << 20)

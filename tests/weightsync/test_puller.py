@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import threading
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from msgspec.structs import replace
 
 from broker.errors import WeightSyncError
 from broker.schema import DeltaSpec, Probe, WeightManifest, WeightVersion
+from tests.weightsync.processes import ForkedProcess
 from weightsync.buckets import digest_bytes
 from weightsync.deadline import Deadline
 from weightsync.deltas import encode
@@ -58,10 +61,9 @@ class Line:
             deltas=tuple(self._spec(link) for link in range(step - chain + 1, step + 1)),
         )
 
-    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> int:
+    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
         self._ask(str(index))
         bucket.copy_(self.versions[manifest.version.step].data[index])
-        return bucket.numel()
 
     def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
         self._ask(f"delta {delta.version.step}")
@@ -193,3 +195,25 @@ def test_specs_that_lie_outside_of_their_buckets_are_refused() -> None:
     with pytest.raises(WeightSyncError, match="lies outside of its bucket"):
         Puller(line, keeps_base=True).pull(beyond, FOREVER)
     assert line.asked == []
+
+
+def end_while_it_pulls(connection: Connection) -> None:
+    """The life of a process whose pull hangs."""
+    line, is_asked = Line(1), threading.Event()
+
+    def hang(*_: object) -> None:
+        is_asked.set()
+        threading.Event().wait()
+
+    line.pull_bucket = hang  # type: ignore[method-assign]
+    puller = Puller(line, keeps_base=False)
+    threading.Thread(target=puller.pull, args=(line.manifest(0, 0), FOREVER), daemon=True).start()
+    is_asked.wait()
+
+
+def test_a_pull_that_hangs_does_not_keep_its_process() -> None:
+    process = ForkedProcess(end_while_it_pulls)
+    try:
+        process.until_ended()
+    finally:
+        process.close()

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from broker import Broker
 from broker.errors import BrokerUnavailableError, FencedError, VersionRegressionError
 from broker.schema import Probe, WeightManifest, WeightVersion
-from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, weights
+from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, served_bytes, weights
 from tests.weightsync.interruptions import damaged_bucket
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
 from weightsync import puller
@@ -76,20 +76,20 @@ async def test_a_version_that_the_engine_has_lost_is_not_pulled_again(
     for step in range(3):
         await asyncio.to_thread(learner.publish)
         assert await worker.next() == WeightVersion(1, step)
-        pulled = worker.subscriber.pulled_bytes
+        served = served_bytes(learner)
         for _ in range(2):
             await lose(worker)
             assert await worker.next() == WeightVersion(1, step)
-        assert worker.subscriber.pulled_bytes == pulled
+        assert served == []
 
 
 async def test_it_is_once_another_one_was_received_in_its_place(
     learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = start_inside("w")
+    worker, served = start_inside("w"), served_bytes(learner)
     await asyncio.to_thread(learner.publish)
     await worker.next()
-    pulled = worker.subscriber.pulled_bytes
+    once = sum(served)
     waiting = asyncio.create_task(worker.next())
 
     async def fail(manifest: WeightManifest) -> None:
@@ -102,7 +102,7 @@ async def test_it_is_once_another_one_was_received_in_its_place(
     waiting.cancel()
     worker.version = None
     assert await worker.next() == WeightVersion(1, 0)
-    assert worker.subscriber.pulled_bytes == 2 * pulled
+    assert sum(served) == 2 * once
 
 
 async def lose(worker: InProcessWorker) -> None:
@@ -268,7 +268,7 @@ async def test_a_publication_that_the_broker_did_not_answer_is_repeated(
 
     monkeypatch.setattr(versions, verb, fail_once)
     tensors = iter(weights(2))
-    gathering = learner.publisher.stage(tensors)
+    gathering = learner.publisher.gather(tensors)
     with pytest.raises(BrokerUnavailableError):
         await asyncio.to_thread(learner.publisher.publish, version, gathering, probe)
     assert next(tensors, None) is None  # other ranks do not wait for the broker

@@ -94,7 +94,6 @@ async def follow(url: str, run: str, worker: str, config: WeightsConfig, connect
                 "version": [held.manifest.version.incarnation, held.manifest.version.step],
                 "fingerprint": fingerprint(held.tensors),
                 "last_error": subscriber.last_error,
-                "pulled_bytes": subscriber.pulled_bytes,
             }
             connection.send(event)
 

@@ -4,9 +4,11 @@
                       broker             small weights, in the server's memory
                       http               none: all that is pulled comes from the learner (`transports/pull_server.py`)
 
+    learner ──► archiver.py ──► Archive │ directory.py, broker.py │ ArchiveReader ──► pull.py ──► worker
+
 What is archived is blobs, named by version and digest: an anchor, which is a whole version, bucket by bucket, and the
 deltas that lead on from it. The learner serves every version by itself too, so an archive may fail at any time: what a
-worker does not find there, or finds damaged, it fetches from the learner (`transports/archived.py`).
+worker does not find there, or finds damaged, it fetches from the learner.
 """
 
 from pathlib import Path
@@ -24,26 +26,27 @@ def open_archive(archive: str, broker: BlockingBroker, owner: Owner) -> Archive 
         case "http":
             return None
         case "broker":
-            from .blobs import BlobArchive
+            from .broker import BrokerArchive
 
-            return BlobArchive(broker, owner)
+            return BrokerArchive(broker, owner)
     from .directory import DirectoryArchive
 
     return DirectoryArchive(_directory(archive), broker.broker.run, owner.incarnation)
 
 
-def open_reader(archive: str, broker: Broker) -> ArchiveReader | None:
-    """A worker's end. Call it where the broker's event loop runs; what it reads, it reads from other threads."""
+def open_reader(archive: str, broker: Broker, timeout_s: float) -> ArchiveReader | None:
+    """A worker's end, which waits so long for each piece. Call it where the broker's event loop runs; what it reads, it
+    reads from other threads."""
     match archive:
         case "http":
             return None
         case "broker":
-            from .blobs import BlobReader
+            from .broker import BrokerReader
 
-            return BlobReader(broker)
+            return BrokerReader(broker, timeout_s)
     from .directory import DirectoryReader
 
-    return DirectoryReader(_directory(archive), broker.run)
+    return DirectoryReader(_directory(archive), broker.run, timeout_s)
 
 
 def _directory(url: str) -> Path:

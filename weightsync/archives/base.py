@@ -30,11 +30,12 @@ class Archive(Protocol):
 
 
 class ArchiveReader(Protocol):
-    """A worker's end. Calls block; from any thread."""
+    """A worker's end. Calls block, from any thread, and may be made at the same time."""
 
     def read(self, name: str, data: memoryview, pace: Pace, deadline: Deadline) -> None:
-        """Fill `data` with the blob. Raises SupersededError where it is gone, and WeightSyncError where it has another
-        size, or nothing can be read there."""
+        """Fill `data` with the blob. Raises SupersededError where it is gone, UnreachableError where nothing comes for
+        so long that the archive may hang, and WeightSyncError where it has another size, or cannot be read.
+        Leaves `data` alone from then on."""
         ...
 
 

@@ -8,18 +8,20 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Set
+from collections.abc import Callable, Generator, Set
+from concurrent.futures import Future
 from pathlib import Path
 from typing import BinaryIO
 
 from broker.errors import WeightSyncError
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
-from weightsync.transports.base import SupersededError
+from weightsync.threads import DaemonPool, in_time
+from weightsync.transports.base import SupersededError, UnreachableError
 
 _NAME = re.compile(r"(?:anchor|delta)-(\d+)\.\d+(?:-\d+)?-[0-9a-f]{32}")
 _UNFINISHED = ".part"
-_CHUNK_BYTES = 1 << 22
+_PIECE_BYTES = 1 << 20
 _GONE = (errno.ENOENT, errno.ESTALE)
 """ESTALE: of a network file system, for a file that was removed while we read it."""
 
@@ -81,35 +83,69 @@ class DirectoryArchive:
 
 
 class DirectoryReader:
-    """Reads what a learner has put there, from its own host or another one."""
+    """Reads what a learner has put there, from its own host or another one.
 
-    def __init__(self, directory: Path, run: str) -> None:
+    A file system may hang in any call. Calls are therefore made in threads that may be left in them, into memory of
+    their own, and none is made while one that was left has not come back.
+    """
+
+    def __init__(self, directory: Path, run: str, timeout_s: float) -> None:
         self._folder = directory / run
+        self._timeout_s = timeout_s
+        self._left: set[Future[bytes]] = set()
 
     def read(self, name: str, data: memoryview, pace: Pace, deadline: Deadline) -> None:
         """See ArchiveReader."""
-        path = self._folder / name
         if not _NAME.fullmatch(name):
             raise WeightSyncError(f"{name!r} is no name of anything in an archive")
+        thread, done = DaemonPool("archive", 1), 0
+        pieces = _pieces(self._folder / name, len(data), pace.piece(_PIECE_BYTES))
         try:
-            with path.open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != len(data):
-                    raise WeightSyncError(f"{path} has {size} bytes instead of {len(data)}")
-                done = pace.fill(data, file.readinto, deadline)
-        except OSError as error:
-            if error.errno in _GONE and self._folder.is_dir():
-                raise SupersededError(f"{path} is there no longer") from error
-            raise _failed(path, error) from error
+            while piece := self._in_time(thread, lambda: next(pieces, b""), deadline):
+                data[done : done + len(piece)] = piece
+                done += len(piece)
+                pace.keep(len(piece), deadline)
+        finally:
+            thread.submit(pieces.close)
+            thread.close()
         if done < len(data):
-            raise WeightSyncError(f"{path} ended after {done} of {len(data)} bytes")
+            raise WeightSyncError(f"{self._folder / name} ended after {done} of {len(data)} bytes")
+
+    def _in_time(self, thread: DaemonPool, read: Callable[[], bytes], deadline: Deadline) -> bytes:
+        what = f"reading in {self._folder}"
+        deadline.check(what)
+        if self._left:
+            raise UnreachableError(f"{what}: an earlier call hangs there")
+        reading = thread.submit(read)
+        try:
+            return in_time(reading, self._timeout_s, deadline, what)
+        finally:
+            if not reading.done():
+                self._left.add(reading)
+                reading.add_done_callback(self._left.discard)
+
+
+def _pieces(path: Path, nbytes: int, piece_bytes: int) -> Generator[bytes]:
+    """Of a file of that size, to its end."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != nbytes:
+                raise WeightSyncError(f"{path} has {size} bytes instead of {nbytes}")
+            while piece := file.read(min(piece_bytes, nbytes)):
+                nbytes -= len(piece)
+                yield piece
+    except OSError as error:
+        if error.errno in _GONE and path.parent.is_dir():
+            raise SupersededError(f"{path} is there no longer") from error
+        raise _failed(path, error) from error
 
 
 def _write(file: BinaryIO, data: memoryview, deadline: Deadline) -> None:
     done = 0
     while done < len(data):
         deadline.check(f"writing {done} of {len(data)} bytes")
-        done += file.write(data[done : done + _CHUNK_BYTES])
+        done += file.write(data[done : done + _PIECE_BYTES])
 
 
 def _failed(path: Path, error: OSError) -> WeightSyncError:

@@ -19,7 +19,7 @@ class SupersededError(WeightSyncError):
 
 
 class UnreachableError(WeightSyncError):
-    """The learner did not answer, or stopped in the middle; asking again may do."""
+    """Who was asked, the learner or an archive, did not answer, or stopped in the middle; asking again may do."""
 
 
 class BroadcastGroupTransport(Protocol):
@@ -41,9 +41,9 @@ class BroadcastGroupTransport(Protocol):
 class PullTransport(Protocol):
     """Fetches a version that is already complete, from any number of workers at their own pace."""
 
-    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> int:
-        """Fill `bucket`, on any device, and verify it; how many bytes that took. Raises SupersededError,
-        UnreachableError, or WeightSyncError for a damaged one."""
+    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
+        """Fill `bucket`, on any device, and verify it. Raises SupersededError, UnreachableError, or WeightSyncError for
+        a damaged one."""
         ...
 
     def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:

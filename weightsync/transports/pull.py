@@ -29,14 +29,13 @@ class HttpPull:
         self._headers = {STARTS_OVER: "yes"} if starts_over else {}
         self._pace = pace or Pace(None)
 
-    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> int:
+    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
         """See PullTransport."""
         fetched = bucket if bucket.device.type == "cpu" else torch.empty_like(bucket, device="cpu")
         self._fetch(manifest, manifest.version, str(index), as_bytes(fetched), deadline)
         if fetched is not bucket:
             bucket.copy_(fetched)
         verify(manifest, {index: bucket})
-        return bucket.numel()
 
     def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
         """See PullTransport."""

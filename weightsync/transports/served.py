@@ -4,6 +4,7 @@ import logging
 import math
 import threading
 import time
+from concurrent.futures import Future
 
 import torch
 
@@ -20,10 +21,11 @@ class ServedVersion:
     def __init__(self, buckets: tuple[torch.Tensor, ...], *, memory_is_reused: bool) -> None:
         self._buckets = buckets
         self._memory_is_reused = memory_is_reused
-        self._copies: dict[int, torch.Tensor] = {}
-        self._copying = threading.Condition()
-        self._copier: threading.Thread | None = None
-        self._are_all_tried = False
+        self._copies: list[Future[torch.Tensor | None]] = [Future() for _ in buckets]
+        self._begin = threading.Lock()
+        """Taken by the first reader, who has the copies made."""
+        self._copying = threading.Lock()
+        """Held while the buckets' memory is read."""
         self._is_released = False
         self._needed_at = -math.inf
 
@@ -37,39 +39,40 @@ class ServedVersion:
         self._needed_at = time.monotonic()
 
     def read(self, index: int) -> memoryview | None:
-        """Of one bucket; None if there is none. Waits for its copy."""
+        """One bucket; None if there is none, or no more. Waits for its copy; raises what kept it from being made."""
         if not 0 <= index < len(self._buckets):
             return None
         if not self._memory_is_reused:
             return as_bytes(self._buckets[index].cpu())
-        with self._copying:
-            if self._copier is None and not self._is_released:
-                self._copier = threading.Thread(target=self._copy_all, name="weights-copy", daemon=True)
-                self._copier.start()
-            self._copying.wait_for(lambda: index in self._copies or self._are_all_tried or self._is_released)
-            if index in self._copies:
-                return as_bytes(self._copies[index])
-            return None if self._is_released else as_bytes(self._buckets[index].cpu())
+        if self._begin.acquire(blocking=False):
+            threading.Thread(target=self._copy_all, name="weights-copy", daemon=True).start()
+        copied = self._copies[index].result()
+        return None if copied is None else as_bytes(copied)
 
     def release(self) -> bool:
         """The buckets are about to be overwritten. False: not all of them have been copied, so no more is served."""
-        with self._copying:
-            self._is_released = True
-            self._copying.notify_all()
-            return not self._memory_is_reused or len(self._copies) == len(self._buckets)
+        self._is_released = True
+        with self._copying:  # at most one more is being copied
+            return not self._memory_is_reused or all(map(_is_made, self._copies))
 
     def _copy_all(self) -> None:
-        """In the order in which they are read. The lock keeps a bucket from being overwritten while it is copied."""
-        try:
-            for index, bucket in enumerate(self._buckets):
-                with self._copying:
-                    if self._is_released:
-                        return
-                    self._copies[index] = bucket.to("cpu", copy=True)
-                    self._copying.notify_all()
-        except (MemoryError, RuntimeError) as error:  # torch says so in either way
-            logger.warning("no memory to copy weights for those who pull, who get them bucket by bucket: %s", error)
-        finally:
-            with self._copying:
-                self._are_all_tried = True
-                self._copying.notify_all()
+        """In the order in which they are read; None for those that are released first."""
+        for index, copied in enumerate(self._copies):
+            try:
+                copied.set_result(self._copy(self._buckets[index]))
+            except (MemoryError, RuntimeError) as error:  # torch says so in either way
+                logger.warning("no memory to copy weights for those who pull: %s", error)
+                copied.set_exception(error)
+
+    def _copy(self, bucket: torch.Tensor) -> torch.Tensor | None:
+        with self._copying:
+            if self._is_released:
+                return None
+            # A stream of its own keeps it from waiting for the training that goes on, and that for it.
+            own = torch.cuda.Stream(bucket.device) if bucket.is_cuda else None  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(own):
+                return bucket.to("cpu", copy=True)
+
+
+def _is_made(copied: "Future[torch.Tensor | None]") -> bool:
+    return copied.done() and copied.exception() is None and copied.result() is not None

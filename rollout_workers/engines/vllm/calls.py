@@ -21,10 +21,13 @@ DISCARD = 2
 overwritten later: a learner that trains has newer ones."""
 
 
+Load = Callable[[bytes, bool], Awaitable[None]]
+"""Takes what `Handover` gave, and whether that is a whole version."""
+
+
 @asynccontextmanager
-async def loading(llm: Any) -> AsyncIterator[Callable[[bytes, bool], Awaitable[None]]]:
-    """Yields what puts tensors, by what `Handover` gave, into every process of a paused AsyncLLM, by vLLM's API for
-    weight transfer; the flag says whether they are a whole version.
+async def loading(llm: Any) -> AsyncIterator[Load]:
+    """Yields what puts tensors into every process of a paused AsyncLLM, by vLLM's API for weight transfer.
 
     Whether they could be taken is found out by `prove`.
     """

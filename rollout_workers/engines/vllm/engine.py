@@ -13,7 +13,7 @@ import asyncio
 import functools
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -26,7 +26,7 @@ from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedT
 from rollout_workers.engines.shared_tensors import Handover
 
 from .arrival import Arrival
-from .calls import answered, loading, prove, sleep, vllm_errors, wake
+from .calls import Load, answered, loading, prove, sleep, vllm_errors, wake
 from .chunks import VersionStarts, ending, sampling, split
 from .experts import RoutedLayers, new_rows, take
 from .names import renamed, tied_head, wanted_tensors
@@ -89,16 +89,44 @@ class VllmEngine:
     async def swap_weights(
         self,
         version: WeightVersion,
-        tensors: NamedTensors | Parts,
+        tensors: NamedTensors,
         *,
         keep_cache: bool = False,
         check: Check | None = None,
     ) -> None:
         """See Engine. If vLLM itself fails in between, it stays paused until a swap succeeds too."""
+        async with self._swap(version, check):
+            with ExitStack() as until_loaded:
+                given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
+                async with self._paused(keep_cache) as load:
+                    self._given = given.names
+                    await load(given.shared, True)
+
+    async def swap_in_parts(
+        self, version: WeightVersion, parts: Parts, *, keep_cache: bool = False, check: Check | None = None
+    ) -> None:
+        """See Engine, and `swap_weights`."""
+        async with self._swap(version, check), AsyncExitStack() as until_all_are:
+            load: Load | None = None
+            async for part in parts:
+                with ExitStack() as until_loaded:
+                    try:
+                        given = await asyncio.to_thread(until_loaded.enter_context, self._handover_of_parts.of(part))
+                    except NoRoomError as error:
+                        if load is None:
+                            raise
+                        raise WeightSyncError(str(error)) from error  # some of it is loaded
+                    if load is None:
+                        load = await until_all_are.enter_async_context(self._paused(keep_cache))
+                    await load(given.shared, False)
+
+    @asynccontextmanager
+    async def _swap(self, version: WeightVersion, check: Check | None) -> AsyncIterator[None]:
+        """Around what loads the tensors: once they are proved, generation goes on with them."""
         if self._llm is None:
             raise HeadwayError("the engine was closed")
         async with self._swapping:
-            await self._load(tensors, keep_cache)
+            yield
             await prove(self._llm, self._given, check)
             self._version = version
             self._swaps += 1
@@ -106,29 +134,13 @@ class VllmEngine:
                 starts.append((version, self._sampled(collector)))
             await answered("resume", self._llm.resume_generation())
 
-    async def _load(self, tensors: NamedTensors | Parts, keep_cache: bool) -> None:
-        """Pauses once there is something to load."""
-        is_whole = isinstance(tensors, Sequence)
-        handover = self._handover if is_whole else self._handover_of_parts
-        async with AsyncExitStack() as until_loaded:
-            load = None
-            async for part in _in_one(tensors) if isinstance(tensors, Sequence) else tensors:
-                with ExitStack() as until_taken:
-                    try:
-                        given = await asyncio.to_thread(until_taken.enter_context, handover.of(part))
-                    except NoRoomError as error:
-                        if load is None:
-                            raise
-                        raise WeightSyncError(str(error)) from error  # some of it is loaded
-                    if load is None:
-                        await answered(
-                            "pause for new weights", self._llm.pause_generation(mode="keep", clear_cache=not keep_cache)
-                        )
-                        await answered("hand over what it sampled with", self._arrival.of_everything())
-                        load = await until_loaded.enter_async_context(loading(self._llm))
-                    if is_whole:
-                        self._given = given.names
-                    await load(given.shared, is_whole)
+    @asynccontextmanager
+    async def _paused(self, keep_cache: bool) -> AsyncIterator[Load]:
+        """Pause, for as long as it takes until a swap has succeeded; yields what loads."""
+        await answered("pause for new weights", self._llm.pause_generation(mode="keep", clear_cache=not keep_cache))
+        await answered("hand over what it sampled with", self._arrival.of_everything())
+        async with loading(self._llm) as load:
+            yield load
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See Engine. One token shorter than the longest sequence, since vLLM insists on generating one."""
@@ -220,7 +232,3 @@ class VllmEngine:
             )
         if min(prompt) < 0 or max(prompt) >= self._vocabulary:
             raise HeadwayError(f"token ids must lie in [0, {self._vocabulary}): another model's tokenizer?")
-
-
-async def _in_one(tensors: NamedTensors) -> Parts:
-    yield tensors

@@ -15,12 +15,12 @@ from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, announced, wei
 from tests.weightsync.worker_process import fingerprint
 from weightsync.archives import open_reader
 from weightsync.archives.base import ArchiveReader
+from weightsync.archives.pull import ArchivePull
 from weightsync.buckets import views
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
 from weightsync.puller import Pulled, Puller
 from weightsync.staging import stage
-from weightsync.transports.archived import ArchivePull
 from weightsync.transports.base import UnreachableError
 from weightsync.transports.pull import HttpPull
 
@@ -44,13 +44,28 @@ class NoLearner:
         """Nothing is kept."""
 
 
+class CountingPace(Pace):
+    """As fast as it can be; tells how much that was."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._pieces: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._pieces)
+
+    def keep(self, moved: int, deadline: Deadline) -> None:
+        self._pieces.append(moved)
+
+
 class Follower:
     """Pulls when it is told to."""
 
     def __init__(self, broker: Broker, archive: str, *, keeps_base: bool = True, only_archive: bool = True) -> None:
         self._broker = broker
-        self.pace = Pace(None)
-        reader = open_reader(archive, broker)
+        self.pace = CountingPace()
+        reader = open_reader(archive, broker, TIMEOUT_S)
         assert reader is not None
         self.reader: ArchiveReader = reader
         learner = NoLearner() if only_archive else HttpPull(TIMEOUT_S, self.pace)
@@ -60,9 +75,9 @@ class Follower:
     async def pull(self, manifest: WeightManifest | None = None) -> Pulled:
         """The announced version, or this one, whose tensors must be right."""
         manifest = manifest or await announced(self._broker)
-        before = self._puller.fetched_bytes
+        before = self.pace.nbytes
         pulled = await asyncio.to_thread(self._puller.pull, manifest, Deadline(math.inf))
-        self.nbytes = self._puller.fetched_bytes - before
+        self.nbytes = self.pace.nbytes - before
         assert fingerprint(views(manifest.tensors, pulled.buckets)) == fingerprint(weights(manifest.version.step))
         return pulled
 

@@ -22,7 +22,7 @@ from tests.weightsync.archives.follower import (
     in_directory,
     publish,
 )
-from tests.weightsync.conftest import Learner
+from tests.weightsync.conftest import TIMEOUT_S, Learner
 from weightsync.archives import directory
 from weightsync.archives.base import anchor_names, delta_name
 from weightsync.archives.directory import DirectoryArchive, DirectoryReader
@@ -183,7 +183,7 @@ def test_names_lead_out_of_no_folder(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"x")
     (tmp_path / "run").mkdir()
     with pytest.raises(WeightSyncError, match="is no name of anything in an archive"):
-        DirectoryReader(tmp_path, "run").read("../secret", memoryview(bytearray(1)), Pace(None), FOREVER)
+        DirectoryReader(tmp_path, "run", TIMEOUT_S).read("../secret", memoryview(bytearray(1)), Pace(None), FOREVER)
 
 
 def test_a_device_that_is_full_keeps_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.weightsync.archives.follower import (
     in_broker,
     publish,
 )
-from tests.weightsync.conftest import Learner
+from tests.weightsync.conftest import TIMEOUT_S, Learner
 from weightsync.archives import open_archive, open_reader
 from weightsync.config import WeightsConfig
 from weightsync.pace import Pace
@@ -78,7 +78,7 @@ async def test_large_blobs_come_in_pieces(learner: Learner, broker: Broker) -> N
     data = torch.randint(0, 256, (2 * PIECE_BYTES + 17,), dtype=torch.uint8).numpy().data
     await asyncio.to_thread(archive.put, NAME, data, FOREVER)
     assert await asyncio.to_thread(archive.keep_only, {NAME}) == {NAME}
-    reader = open_reader("broker", broker)
+    reader = open_reader("broker", broker, TIMEOUT_S)
     assert reader is not None
     found = memoryview(bytearray(len(data)))
     await asyncio.to_thread(reader.read, NAME, found, Pace(None), FOREVER)

@@ -23,7 +23,7 @@ from tests.weightsync.archives.follower import (
     publish,
 )
 from tests.weightsync.conftest import InProcessWorker, Learner, WorkerProcess
-from weightsync import subscriber
+from weightsync import pulls
 from weightsync.archives.base import anchor_names, delta_name
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
@@ -123,10 +123,10 @@ async def test_a_slow_line_is_kept_under_its_rate(learner: Learner, config: Weig
 
     await publish(learner, 2)
     rate, manifest = 1 << 16, await announced(broker)
-    transport = subscriber._open_pull(broker, replace(config, pull_bytes_per_s=rate))
+    transport = pulls._open_pull(broker, replace(config, pull_bytes_per_s=rate))
     bucket = torch.empty(manifest.buckets[0], dtype=torch.uint8)
-    nbytes = await asyncio.to_thread(transport.pull_bucket, manifest, 0, bucket, Clock(math.inf))
-    assert paused > nbytes / rate / 2 > 0.25
+    await asyncio.to_thread(transport.pull_bucket, manifest, 0, bucket, Clock(math.inf))
+    assert paused > bucket.numel() / rate / 2 > 0.25
 
 
 async def test_real_workers_follow_by_the_archive(
@@ -136,7 +136,7 @@ async def test_real_workers_follow_by_the_archive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await publish(learner, 2)
-    monkeypatch.setattr(subscriber, "HttpPull", lambda *_, **__: NoLearner())
+    monkeypatch.setattr(pulls, "HttpPull", lambda *_, **__: NoLearner())
     worker = start_inside("far", replace(config, follow="pull", pull_bytes_per_s=1 << 30))
     for _ in range(6):
         await worker.next()

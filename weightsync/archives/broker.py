@@ -3,8 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine, Set
-from concurrent.futures import wait
-from typing import Any, TypeVar
+from typing import Any
 
 from broker import BlockingBroker, Broker
 from broker.archive import PIECE_BYTES
@@ -12,15 +11,14 @@ from broker.errors import BrokerError, WeightSyncError
 from broker.owner import Owner
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
+from weightsync.threads import in_time
 from weightsync.transports.base import SupersededError, UnreachableError
 
 _SHARE = 2
 """Of `broker.max_bytes`, one in so many bytes at most."""
-_LOOK_S = 0.2
-T = TypeVar("T")
 
 
-class BlobArchive:
+class BrokerArchive:
     """Takes at most half of `broker.max_bytes`, and an anchor of at most half of that: a second one is on its way while
     the first is still of use."""
 
@@ -74,11 +72,12 @@ class BlobArchive:
         self._sizes = sizes
 
 
-class BlobReader:
+class BrokerReader:
     """Asks the broker from other threads than that of its event loop, the one that this is made in."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, timeout_s: float) -> None:
         self._archive = broker.archive
+        self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
 
     def read(self, name: str, data: memoryview, pace: Pace, deadline: Deadline) -> None:
@@ -95,13 +94,9 @@ class BlobReader:
         if pace.fill(data, read_into, deadline) < len(data):
             raise SupersededError(f"{name} is in the broker no longer, after {done} of {len(data)} bytes")
 
-    def _ask(self, coroutine: Coroutine[Any, Any, T], deadline: Deadline) -> T:
+    def _ask(self, coroutine: Coroutine[Any, Any, bytes], deadline: Deadline) -> bytes:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        while not wait([future], _LOOK_S).done:
-            if deadline.is_over():
-                future.cancel()
-            deadline.check("waiting for the broker")
         try:
-            return future.result()
+            return in_time(future, self._timeout_s, deadline, "waiting for the broker")
         except BrokerError as error:
             raise UnreachableError(str(error)) from error

@@ -1,5 +1,5 @@
-"""What of each version goes into the archive, and for how long it stays: all deltas of the chain, and from time to time
-an anchor, a whole version, so that some anchor is always the base of one of them.
+"""The learner's end: what of each version goes into the archive, and for how long it stays: all deltas of the chain,
+and from time to time an anchor, a whole version, so that some anchor is always the base of one of them.
 
 A learner never waits for more than the deltas, and for those not longer than for a broadcast. An anchor is written
 beside training, from memory that is kept until then, and named from the next version on. What cannot be archived costs
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 from broker.errors import HeadwayError
 from broker.schema import Archived, WeightVersion
+from weightsync.buckets import as_bytes, digest_bytes
+from weightsync.chain import Delta
+from weightsync.deadline import Deadline
+from weightsync.staging import StagedWeights
 
-from .archives.base import Archive, anchor_name, anchor_names, delta_name
-from .buckets import as_bytes, digest_bytes
-from .chain import Delta
-from .deadline import Deadline
-from .staging import StagedWeights
+from .base import Archive, anchor_name, anchor_names, delta_name
 
 logger = logging.getLogger(__name__)
 NOTHING = Archived(None, ())
@@ -32,7 +32,8 @@ class Archiver:
         self._every = max(1, longest_chain // 2)
         """So many versions are between anchors, which leaves as many to write the next one."""
         self._timeout_s = timeout_s
-        self._closed = threading.Event()
+        self._is_empty = False
+        """Known to be: a learner before may have left something."""
         self._anchor = NOTHING
         self._named: frozenset[str] = frozenset()
         """What the version before consists of: some worker may still be reading it."""
@@ -45,6 +46,7 @@ class Archiver:
 
     def add(self, version: WeightVersion, staged: StagedWeights, deltas: Sequence[Delta]) -> Archived | None:
         """What of `version` is archived; None: not all of its deltas. `staged` is on a CPU, and stays as it is."""
+        self._is_empty = False
         self._finish_anchor()
         bases = [delta.spec.base for delta in deltas]
         if self._anchor.anchor not in bases:
@@ -54,15 +56,28 @@ class Archiver:
         is_there = self._put(deltas)
         is_due = self._anchor.anchor is None or len(bases) - bases.index(self._anchor.anchor) >= self._every
         if is_due and self._writing is None and is_there:
-            self._writing = _Job("anchor", lambda: self._write_anchor(version, staged))
+            self._writing = _Job(
+                "anchor", Deadline(math.inf), lambda deadline: self._write_anchor(version, staged, deadline)
+            )
         return self._anchor if is_there and deltas else None
+
+    def rest(self) -> None:
+        """Nobody pulls: keep nothing, until the next `add`. Costs nothing where nothing is there."""
+        if self._is_empty:
+            return
+        if self._writing is not None:
+            self._writing.stop()
+        self._finish_anchor()
+        self._anchor, self._named = NOTHING, frozenset()
+        self._is_empty = self._put(()) and self._writing is None
 
     def close(self) -> None:
         """Stop writing; what is there stays for those who are reading it."""
-        self._closed.set()
-        for job in (self._putting, self._writing):
-            if job is not None:
-                job.join(self._timeout_s)
+        jobs = [job for job in (self._putting, self._writing) if job is not None]
+        for job in jobs:
+            job.stop()
+        for job in jobs:
+            job.join(self._timeout_s)
 
     def _put(self, deltas: Sequence[Delta]) -> bool:
         """Whether all of them are there in time. Forgets the anchor where that has got lost."""
@@ -72,8 +87,9 @@ class Archiver:
         anchor = frozenset(anchor_names(self._anchor))
         named = anchor | {delta_name(delta.spec) for delta in deltas}
         there: set[str] = set()
-        deadline = Deadline(self._timeout_s, self._closed)
-        self._putting = _Job("deltas", lambda: self._put_missing(deltas, named, there, deadline))
+        self._putting = _Job(
+            "deltas", Deadline(self._timeout_s), lambda deadline: self._put_missing(deltas, named, there, deadline)
+        )
         self._putting.join(self._timeout_s)
         failure = "not done in time" if self._putting.is_alive() else self._putting.failure
         self._named = named
@@ -91,7 +107,7 @@ class Archiver:
             if name not in there:
                 self._archive.put(name, memoryview(delta.data), deadline)
 
-    def _write_anchor(self, version: WeightVersion, staged: StagedWeights) -> Archived:
+    def _write_anchor(self, version: WeightVersion, staged: StagedWeights, deadline: Deadline) -> Archived:
         self._archive.reserve(staged.nbytes)
         digests: list[str] = []
         for index, bucket in enumerate(staged.data):
@@ -100,7 +116,7 @@ class Archiver:
             name = anchor_name(version, index, digests[-1])
             with self._lock:
                 self._written.append(name)
-            self._archive.put(name, data, Deadline(math.inf, self._closed))
+            self._archive.put(name, data, deadline)
         return Archived(version, tuple(digests))
 
     def _finish_anchor(self) -> None:
@@ -108,6 +124,8 @@ class Archiver:
         if job is None or job.is_alive():
             return
         self._writing, self._written = None, []
+        if not job.is_wanted:
+            return
         if job.result is not None:
             self._anchor = job.result
         self._tell(job.failure)
@@ -122,16 +140,28 @@ class Archiver:
 class _Job(threading.Thread):
     """Runs by itself, as a file system may hang; nobody waits for it at the end."""
 
-    def __init__(self, name: str, work: Callable[[], Archived | None]) -> None:
+    def __init__(self, name: str, deadline: Deadline, work: Callable[[Deadline], Archived | None]) -> None:
         super().__init__(name=f"weights-archive-{name}", daemon=True)
+        self._deadline = deadline
         self._work = work
         self.result: Archived | None = None
         self.failure = ""
         """Empty, or why it was not done."""
+        self.is_wanted = True
         self.start()
+
+    def stop(self) -> None:
+        """It ends at its next piece, and what has come of it nobody wants."""
+        self.is_wanted = False
+        self._deadline.cancel()
 
     def run(self) -> None:
         try:
-            self.result = self._work()
+            self.result = self._work(self._deadline)
         except HeadwayError as error:
             self.failure = str(error)
+        except BaseException as error:
+            self.failure = repr(error)
+            raise  # a bug: its traceback must be seen
+        finally:
+            del self._work  # it holds a whole version

@@ -1,5 +1,5 @@
-"""Pull from an archive: a bucket is the anchor's, brought up to date by the deltas that follow. What is not to be had
-there comes from the learner.
+"""A worker's end: a bucket is the anchor's, brought up to date by the deltas that follow. What is not to be had in the
+archive comes from the learner.
 """
 
 import logging
@@ -11,13 +11,14 @@ import torch
 
 from broker.errors import NoRoomError, WeightSyncError
 from broker.schema import Archived, DeltaSpec, WeightManifest, WeightVersion
-from weightsync.archives.base import ArchiveReader, anchor_names, delta_name
 from weightsync.buckets import allocate, as_bytes, digest_bytes, verify
 from weightsync.chain import chain_from
 from weightsync.deadline import Deadline
 from weightsync.deltas import by_bucket, patch
 from weightsync.pace import Pace
-from weightsync.transports.base import PullTransport, SupersededError
+from weightsync.transports.base import PullTransport, SupersededError, UnreachableError
+
+from .base import ArchiveReader, anchor_names, delta_name
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -25,7 +26,8 @@ T = TypeVar("T")
 
 class ArchivePull:
     """What is missing in the archive may only have been superseded, so it is looked for once more under the newest
-    manifest; if that is the same one, the learner is asked."""
+    manifest; if that is the same one, the learner is asked. Once the archive does not answer, the learner is asked for
+    the rest of that pull."""
 
     def __init__(self, reader: ArchiveReader, learner: PullTransport, pace: Pace) -> None:
         self._reader = reader
@@ -36,12 +38,14 @@ class ArchivePull:
         self._deltas: dict[DeltaSpec, dict[int, memoryview]] = {}
         """Those to the version that is being fetched, each by bucket."""
         self._fetching_deltas = threading.Lock()
+        self._is_given_up = False
+        """It did not answer in this pull."""
 
-    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> int:
+    def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
         """See PullTransport."""
 
-        def ask_learner() -> int:
-            return self._learner.pull_bucket(manifest, index, bucket, deadline)
+        def ask_learner() -> None:
+            self._learner.pull_bucket(manifest, index, bucket, deadline)
 
         archived = manifest.archived
         if archived is None or archived.anchor is None:
@@ -56,7 +60,7 @@ class ArchivePull:
 
     def forget(self) -> None:
         """See PullTransport."""
-        self._deltas = {}
+        self._deltas, self._is_given_up = {}, False
 
     def _delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
         def ask_learner() -> memoryview:
@@ -69,6 +73,8 @@ class ArchivePull:
     def _first(
         self, from_archive: Callable[[], T], from_learner: Callable[[], T], manifest: WeightManifest, deadline: Deadline
     ) -> T:
+        if self._is_given_up:
+            return from_learner()
         try:
             return from_archive()
         except NoRoomError:
@@ -79,6 +85,8 @@ class ArchivePull:
                 raise
         except WeightSyncError as error:
             deadline.check("pull")
+            if isinstance(error, UnreachableError):
+                self._is_given_up = True
             logger.warning("%s comes from the learner, not from the archive: %s", manifest.version, error)
         return from_learner()
 
@@ -89,7 +97,7 @@ class ArchivePull:
 
     def _patched_anchor(
         self, manifest: WeightManifest, archived: Archived, index: int, bucket: torch.Tensor, deadline: Deadline
-    ) -> int:
+    ) -> None:
         assert archived.anchor is not None
         chain = chain_from(archived.anchor, manifest)
         names = anchor_names(archived)
@@ -97,29 +105,23 @@ class ArchivePull:
             raise WeightSyncError(f"the anchor {archived.anchor} does not lead to {manifest.version}")
         fetched = bucket if bucket.device.type == "cpu" else allocate([bucket.numel()])[0]
         self._read(names[index], as_bytes(fetched), archived.digests[index], deadline)
-        nbytes = fetched.numel()
         tensors = [spec for spec in manifest.tensors if spec.bucket == index]
         for delta in chain:
-            parts, came = self._kept_delta(manifest, delta, deadline)
+            parts = self._kept_delta(manifest, delta, deadline)
             patch({index: fetched}, tensors, parts.get(index, b""))
-            nbytes += came
         if fetched is not bucket:
             bucket.copy_(fetched)
         verify(manifest, {index: bucket})
-        return nbytes
 
-    def _kept_delta(
-        self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline
-    ) -> tuple[dict[int, memoryview], int]:
-        """(the delta, how many bytes it took to have it now)"""
+    def _kept_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> dict[int, memoryview]:
+        """Fetched for the first of the buckets that need it."""
         with self._fetching_deltas:
-            if delta in self._deltas:
-                return self._deltas[delta], 0
-            deadline.check("pull")
-            data = self._delta(manifest, delta, deadline)
-            parts = by_bucket(manifest.tensors, data)
-            self._deltas[delta] = parts
-            return parts, len(data)
+            parts = self._deltas.get(delta)
+            if parts is None:
+                deadline.check("pull")
+                parts = by_bucket(manifest.tensors, self._delta(manifest, delta, deadline))
+                self._deltas[delta] = parts
+            return parts
 
     def _read(self, name: str, data: memoryview, digest: str, deadline: Deadline) -> None:
         self._reader.read(name, data, self._pace, deadline)

@@ -1,0 +1,118 @@
+"""A worker's pulls of announced versions: in the background, one at a time, tried again when they fail."""
+
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import Callable
+
+from broker import Broker
+from broker.errors import WeightSyncError
+from broker.schema import WeightManifest, WeightVersion
+
+from .archives import open_reader
+from .archives.pull import ArchivePull
+from .config import WeightsConfig
+from .deadline import Deadline
+from .deliveries import Delivery
+from .landing import Landed, Landing
+from .pace import Pace
+from .puller import Pulled, Puller
+from .threads import BoundedThreads
+from .transports.base import PullTransport, SupersededError
+from .transports.pull import HttpPull
+
+logger = logging.getLogger(__name__)
+_RETRY_S = (0.2, 0.5, 1.0, 2.0)
+
+
+class Pulls:
+    """Work in the broker's event loop from the first `start` until `stop`, after which they may be started again."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        worker: str,
+        config: WeightsConfig,
+        landing: Landing | None,
+        on_pulled: Callable[[Delivery], None],
+        on_failure: Callable[[str, WeightVersion, WeightSyncError | str], None],
+    ) -> None:
+        """What is pulled lies in `landing`'s memory, to be given back; None: in memory of its own.
+
+        `on_failure` is told what failed, also if a version was fetched whole where deltas should have done.
+        """
+        self._broker = broker
+        self._worker = worker
+        self._landing = landing
+        self._on_pulled = on_pulled
+        self._on_failure = on_failure
+        self._puller = Puller(_open_pull(broker, config), keeps_base=config.follow == "pull")
+        self._threads = BoundedThreads()
+        self._pulling: asyncio.Task[None] | None = None
+        self._failures = 0
+
+    def start(self) -> None:
+        """Pull the newest announced version, unless a pull is under way. Raises what the broker raised in the last."""
+        if self._pulling is not None:
+            if not self._pulling.done():
+                return
+            ended, self._pulling = self._pulling, None  # also if it raises: the next one is a new attempt
+            ended.result()
+        if self._threads.are_idle:  # one that was stopped may still be on its way out
+            self._pulling = asyncio.create_task(self._pull())
+
+    async def stop(self, patience_s: float) -> None:
+        """Give up the pull under way; its memory has been given back by the end, unless that takes longer than
+        `patience_s`."""
+        if self._pulling is not None:
+            pulling, self._pulling = self._pulling, None
+            pulling.cancel()
+            await asyncio.gather(pulling, return_exceptions=True)
+        await self._threads.stop(patience_s)
+
+    async def _pull(self) -> None:
+        manifest = await self._broker.versions.announced()
+        if manifest is None:
+            return
+        cancelled = threading.Event()
+        try:
+            landed, pulled = await self._threads.run(
+                "pull", lambda: self._land(manifest, Deadline(math.inf, cancelled)), cancelled, overdue_s=None
+            )
+            self._on_pulled(Delivery(manifest, landed, may_be_reused=self._landing is not None))
+            self._failures = 0
+            logger.info("%s: %s pulled %s", self._worker, manifest.version, _how(pulled))
+            if pulled.failure:
+                self._on_failure("pull", manifest.version, pulled.failure)
+        except SupersededError:
+            logger.info("%s: %s was superseded while it was pulled", self._worker, manifest.version)
+            await asyncio.sleep(_RETRY_S[0])  # the newer one's manifest may still be on its way
+        except WeightSyncError as error:
+            self._on_failure("pull", manifest.version, error)
+            self._failures += 1
+            await asyncio.sleep(_RETRY_S[min(self._failures, len(_RETRY_S)) - 1])
+
+    def _land(self, manifest: WeightManifest, deadline: Deadline) -> tuple[Landed, Pulled]:
+        if self._landing is None:
+            pulled = self._puller.pull(manifest, deadline)
+            return Landed(pulled.buckets), pulled
+        landed = self._landing.take(manifest.buckets)
+        try:
+            pulled = self._puller.pull(manifest, deadline, landed.buckets)
+            deadline.check("pull")  # stopped at its last byte: nobody takes it any more
+        except WeightSyncError:
+            self._landing.give_back(landed)
+            raise
+        return landed, pulled
+
+
+def _open_pull(broker: Broker, config: WeightsConfig) -> PullTransport:
+    pace = Pace(config.pull_bytes_per_s)
+    learner = HttpPull(config.broadcast_timeout_s, pace, starts_over=config.follow == "broadcast")
+    reader = open_reader(config.archive, broker, config.broadcast_timeout_s)
+    return learner if reader is None else ArchivePull(reader, learner, pace)
+
+
+def _how(pulled: Pulled) -> str:
+    return f"by {pulled.deltas} deltas" if pulled.deltas else "whole"
