@@ -13,7 +13,7 @@ class Pace:
     """A token bucket: after each piece, a pause until the pieces so far may have come."""
 
     def __init__(self, bytes_per_s: int | None) -> None:
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._due = time.monotonic()
 
     def fill(self, data: memoryview, read_into: Callable[[memoryview], int | None], deadline: Deadline) -> int:
@@ -33,12 +33,12 @@ class Pace:
 
     def piece(self, most: int) -> int:
         """How many bytes to move before the next pause, at most `most`."""
-        return most if self._bytes_per_s is None else max(1, min(most, int(_PIECE_S * self._bytes_per_s)))
+        return most if self.bytes_per_s is None else max(1, min(most, int(_PIECE_S * self.bytes_per_s)))
 
     def keep(self, moved: int, deadline: Deadline) -> None:
         """Pause until `moved` more bytes are due; ends with the deadline, which the caller checks."""
-        if self._bytes_per_s is not None:
+        if self.bytes_per_s is not None:
             now = time.monotonic()
             # What an idle time left unused is lost but for a piece, or a burst would fill the line.
-            self._due = max(self._due, now - _PIECE_S) + moved / self._bytes_per_s
+            self._due = max(self._due, now - _PIECE_S) + moved / self.bytes_per_s
             deadline.pause(self._due - now)

@@ -109,7 +109,7 @@ class Pulls:
 
 def _open_pull(broker: Broker, config: WeightsConfig) -> PullTransport:
     pace = Pace(config.pull_bytes_per_s)
-    learner = HttpPull(config.broadcast_timeout_s, pace, starts_over=config.follow == "broadcast")
+    learner = HttpPull(config.broadcast_timeout_s, pace)
     reader = open_reader(config.archive, broker, config.broadcast_timeout_s)
     return learner if reader is None else ArchivePull(reader, learner, pace)
 

@@ -49,6 +49,7 @@ class BoundedThreads:
             raise WeightSyncError(f"{name}: no answer within {overdue_s:g} s; its thread is left") from error
         finally:
             cancelled.set()
+            del future  # an error's traceback holds this frame, and all that the call did
 
     @property
     def are_idle(self) -> bool:
@@ -128,3 +129,5 @@ def _complete(future: concurrent.futures.Future[T], work: Callable[[], T]) -> No
         raise  # a bug: its traceback must be seen even if nobody waits for the result
     else:
         future.set_result(result)
+    finally:
+        del future, work  # as in `run`

@@ -2,8 +2,9 @@
 
 import http.client
 import math
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -35,7 +36,7 @@ from weightsync.transports.pull import HttpPull
 from weightsync.transports.pull_server import PullServer
 from weightsync.transports.rendezvous import Rendezvous, connect_store, host_store
 
-V0, V1, V2 = (WeightVersion(1, step) for step in range(3))
+V0, V1, V2, V3 = (WeightVersion(1, step) for step in range(4))
 LOCAL = "127.0.0.1"
 CPU = torch.device("cpu")
 WEIGHTS = stage([("a", torch.full((5_000_000,), 1, dtype=torch.uint8)), ("b", torch.full((17,), 2.0))], 1024)
@@ -266,9 +267,15 @@ def pulls() -> Iterator[PullServer]:
     server.close()
 
 
-def pull(promised: WeightManifest, *, starts_over: bool = False) -> tuple[torch.Tensor, ...]:
-    transport = HttpPull(TIMEOUT_S, starts_over=starts_over)
-    return Puller(transport, keeps_base=False).pull(promised, Deadline(math.inf)).buckets
+def pull(promised: WeightManifest) -> tuple[torch.Tensor, ...]:
+    return Puller(HttpPull(TIMEOUT_S), keeps_base=False).pull(promised, Deadline(math.inf)).buckets
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = Deadline(20)
+    while not is_so():
+        deadline.check("what the test waits for")
+        deadline.pause(0.01)
 
 
 def fetch(server: PullServer, path: str, token: str = "secret") -> int:
@@ -281,46 +288,61 @@ def fetch(server: PullServer, path: str, token: str = "secret") -> int:
 def test_pull_is_exact_and_ends_when_superseded(pulls: PullServer) -> None:
     pulls.serve(V0, DATA)
     pulls.serve(V1, DATA)
-    for version in (V0, V1):
-        got = pull(manifest(version, pulls.url))
-        assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
+    got = pull(manifest(V1, pulls.url))
+    assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
     pulls.keep_only(V1, {})
     with pytest.raises(SupersededError):
         pull(manifest(V0, pulls.url))
 
 
 @pytest.mark.parametrize("memory_is_reused", [False, True])
-def test_who_would_start_over_gets_a_version_to_its_end(
+def test_who_is_in_the_middle_of_a_version_gets_it_to_its_end(
     memory_is_reused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pulls = PullServer(LOCAL, "secret", TIMEOUT_S, memory_is_reused=memory_is_reused)
     memory = tuple(bucket.clone() for bucket in DATA)
     pulls.serve(V0, memory)
-    pull(manifest(V0, pulls.url), starts_over=True)  # each bucket was read, so each was copied
+    pull(manifest(V0, pulls.url))  # each bucket was read, so each was copied
     if memory_is_reused:
         pulls.release(V0)
         for bucket in memory:
             bucket.fill_(7)
     pulls.serve(V1, memory)
     pulls.keep_only(V1, {})
-    got = pull(manifest(V0, pulls.url), starts_over=True)
+    got = pull(manifest(V0, pulls.url))
     assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
     monkeypatch.setattr(served, "PATIENCE_S", 0.0)
+    until(lambda: not pulls._versions[V0].is_needed)
     pulls.keep_only(V1, {})
     with pytest.raises(SupersededError):
-        pull(manifest(V0, pulls.url), starts_over=True)
+        pull(manifest(V0, pulls.url))
     pulls.close()
 
 
-def test_of_older_versions_one_is_kept_for_those_who_read(pulls: PullServer) -> None:
-    for version in (V0, V1):
+def test_a_few_older_versions_are_kept_for_those_who_read(pulls: PullServer) -> None:
+    for version in (V0, V1, V2):
         pulls.serve(version, DATA)
-        pull(manifest(version, pulls.url), starts_over=True)
-    pulls.serve(V2, DATA)
-    pulls.keep_only(V2, {})
-    pull(manifest(V0, pulls.url))
+        pull(manifest(version, pulls.url))
+    pulls.serve(V3, DATA)
+    pulls.keep_only(V3, {})
+    for version in (V0, V1):
+        pull(manifest(version, pulls.url))
     with pytest.raises(SupersededError):
-        pull(manifest(V1, pulls.url))
+        pull(manifest(V2, pulls.url))
+
+
+def test_a_version_is_needed_until_a_slow_reader_has_all_of_it(
+    pulls: PullServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "PATIENCE_S", 0.0)
+    pulls.serve(V0, DATA)
+    with socket.create_connection((LOCAL, urlsplit(pulls.url).port or 0)) as reader:
+        reader.sendall(b"GET /1/0/1 HTTP/1.0\r\nAuthorization: Bearer secret\r\n\r\n")
+        until(lambda: b"\r\n\r\n" in reader.recv(1 << 20, socket.MSG_PEEK))  # it lies in the system's buffers whole
+        pulls.serve(V1, DATA)
+        pulls.keep_only(V1, {})
+        assert pulls._versions[V0].is_needed
+    until(lambda: not pulls._versions[V0].is_needed)
 
 
 def test_what_was_not_copied_in_time_is_served_no_more() -> None:
@@ -328,7 +350,7 @@ def test_what_was_not_copied_in_time_is_served_no_more() -> None:
     pulls.serve(V0, DATA)
     pulls.release(V0)
     with pytest.raises(SupersededError):
-        pull(manifest(V0, pulls.url), starts_over=True)
+        pull(manifest(V0, pulls.url))
     pulls.close()
 
 

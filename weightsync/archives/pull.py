@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from broker.errors import NoRoomError, WeightSyncError
-from broker.schema import Archived, DeltaSpec, WeightManifest, WeightVersion
+from broker.schema import Archived, DeltaSpec, WeightManifest
 from weightsync.buckets import allocate, as_bytes, digest_bytes, verify
 from weightsync.chain import chain_from
 from weightsync.deadline import Deadline
@@ -26,15 +26,14 @@ T = TypeVar("T")
 
 class ArchivePull:
     """What is missing in the archive may only have been superseded, so it is looked for once more under the newest
-    manifest; if that is the same one, the learner is asked. Once the archive does not answer, the learner is asked for
-    the rest of that pull."""
+    manifest, and then asked of the learner. Once the archive does not answer, so is the rest of that pull."""
 
     def __init__(self, reader: ArchiveReader, learner: PullTransport, pace: Pace) -> None:
         self._reader = reader
         self._learner = learner
         self._pace = pace
-        self._missed: WeightVersion | None = None
-        """The last version of which something was missing."""
+        self._has_missed = False
+        """Something was missing in the last pull but one at most, and nothing has come from the archive since."""
         self._deltas: dict[DeltaSpec, dict[int, memoryview]] = {}
         """Those to the version that is being fetched, each by bucket."""
         self._fetching_deltas = threading.Lock()
@@ -76,12 +75,14 @@ class ArchivePull:
         if self._is_given_up:
             return from_learner()
         try:
-            return from_archive()
+            found = from_archive()
+            self._has_missed = False
+            return found
         except NoRoomError:
             raise
         except SupersededError:
-            if self._missed != manifest.version:
-                self._missed = manifest.version
+            if not self._has_missed:
+                self._has_missed = True
                 raise
         except WeightSyncError as error:
             deadline.check("pull")

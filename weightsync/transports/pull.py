@@ -5,6 +5,7 @@ bearer token. 404: superseded, look for the newer one.
 """
 
 import http.client
+import socket
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
@@ -16,17 +17,14 @@ from weightsync.buckets import as_bytes, digest_bytes, verify
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
 from weightsync.transports.base import SupersededError, UnreachableError
-from weightsync.transports.pull_server import DELTA, STARTS_OVER
+from weightsync.transports.pull_server import DELTA
 
 
 class HttpPull:
-    """Fetches a manifest's buckets and deltas from the learner's server."""
+    """Fetches a manifest's buckets and deltas from the learner's server. `timeout_s` bounds every wait for bytes."""
 
-    def __init__(self, timeout_s: float, pace: Pace | None = None, *, starts_over: bool = False) -> None:
-        """`timeout_s` bounds every wait for bytes. `starts_over`: nothing is kept of a version that is cut off, so the
-        learner is asked not to."""
+    def __init__(self, timeout_s: float, pace: Pace | None = None) -> None:
         self._timeout_s = timeout_s
-        self._headers = {STARTS_OVER: "yes"} if starts_over else {}
         self._pace = pace or Pace(None)
 
     def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
@@ -57,8 +55,10 @@ class HttpPull:
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=self._timeout_s)
         try:
             path = f"/{version.incarnation}/{version.step}/{name}"
-            headers = {"Authorization": f"Bearer {manifest.pull_token}", **self._headers}
-            connection.request("GET", path, headers=headers)
+            connection.connect()
+            if self._pace.bytes_per_s is not None:  # or the system takes megabytes ahead, which the learner waits for
+                connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._pace.bytes_per_s)
+            connection.request("GET", path, headers={"Authorization": f"Bearer {manifest.pull_token}"})
             with connection.getresponse() as response:
                 _check_response(response, manifest.pull_url, version, len(data))
                 self._read_into(response, data, deadline)

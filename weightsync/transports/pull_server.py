@@ -2,8 +2,10 @@
 
 import hmac
 import logging
+import socket
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
@@ -16,8 +18,10 @@ from weightsync.transports.served import ServedVersion
 
 logger = logging.getLogger(__name__)
 DELTA = "delta"
-STARTS_OVER = "Headway-Starts-Over"
-"""Header of a reader who keeps nothing of a version that is cut off."""
+OLDER = 2
+"""Versions that are kept for those in the middle of them: one that a slow line reads keeps nobody else out."""
+_SEND_BUFFER_BYTES = 1 << 20
+"""What the system holds of a bucket, which a slow line takes long to read when all of it has been sent."""
 _CHUNK_BYTES = 1 << 20
 """At most so many are handed to the system at once; the timeout is for any of them."""
 
@@ -26,15 +30,15 @@ class Found(NamedTuple):
     """What a path names."""
 
     data: memoryview
-    need: Callable[[], None]
-    """To be called again and again while it is read by somebody who would have to start over."""
+    being_read: Callable[[], AbstractContextManager[None]]
+    """To be entered around what it takes to read it."""
 
 
 class PullServer:
     """Serves the newest version's buckets, on a CPU or a GPU, and deltas, in threads of its own.
 
-    An older version is served as long as somebody reads it who would have to start over: steps may be shorter than it
-    takes to fetch a version, and such a worker would never get one. Of others than the newest there is at most one.
+    An older version is served as long as somebody is in the middle of it: steps may be shorter than it takes to fetch
+    a version, and who starts over with each would never get one. There are at most `OLDER` of them.
     """
 
     def __init__(self, address: str, token: str, timeout_s: float, *, memory_is_reused: bool = False) -> None:
@@ -61,10 +65,10 @@ class PullServer:
         self._deltas = {**self._deltas, **deltas}
 
     def keep_only(self, version: WeightVersion, deltas: Mapping[WeightVersion, bytes]) -> None:
-        """Forget all other versions but one that is needed, and other deltas; whoever is fetching a bucket of one gets
-        it to its end, then 404."""
+        """Forget all other versions but those that are needed, and other deltas; whoever is fetching a bucket of one
+        gets it to its end, then 404."""
         needed = [(other, served) for other, served in self._versions.items() if other != version and served.is_needed]
-        self._versions = dict([*needed[:1], (version, self._versions[version])])
+        self._versions = dict([*needed[:OLDER], (version, self._versions[version])])
         self._deltas = dict(deltas)
 
     def forget(self, version: WeightVersion) -> None:
@@ -88,10 +92,10 @@ class PullServer:
     def _find(self, version: WeightVersion, name: str) -> Found | None:
         if name == DELTA:
             delta = self._deltas.get(version)
-            return None if delta is None else Found(memoryview(delta), _nothing)
+            return None if delta is None else Found(memoryview(delta), nullcontext)
         served = self._versions.get(version)
         data = served.read(int(name)) if served is not None and _is_number(name) else None
-        return None if served is None or data is None else Found(data, served.need)
+        return None if served is None or data is None else Found(data, served.being_read)
 
     def is_authorized(self, header: str | None) -> bool:
         """Compares in constant time."""
@@ -108,10 +112,6 @@ class PullServer:
         self._server.server_close()
         self._thread.join()
         self._versions, self._deltas = {}, {}
-
-
-def _nothing() -> None:
-    """Nobody would have to start over."""
 
 
 def _is_number(part: str) -> bool:
@@ -140,23 +140,27 @@ def _handler_for(server: PullServer, timeout_s: float) -> type[BaseHTTPRequestHa
 
         def do_GET(self) -> None:
             if not server.is_authorized(self.headers["Authorization"]):
-                return self.send_error(HTTPStatus.UNAUTHORIZED)
+                self.send_error(HTTPStatus.UNAUTHORIZED)
+                return
             found = server.find(self.path)
             if found is None:
-                return self.send_error(HTTPStatus.NOT_FOUND)
-            return self._send(found.data, found.need if STARTS_OVER in self.headers else _nothing)
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            with found.being_read():
+                self._send(found.data)
 
-        def _send(self, data: memoryview, need: Callable[[], None]) -> None:
+        def _send(self, data: memoryview) -> None:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             sent = 0
-            while sent < len(data) and not server.is_closing():
-                need()
-                try:
+            with suppress(OSError):  # the worker went away or stopped reading; it is its business to come again
+                while sent < len(data) and not server.is_closing():
                     sent += self.connection.send(data[sent : sent + _CHUNK_BYTES])
-                except OSError:  # the worker went away or stopped reading; it is its business to come again
-                    break
+                # It may be on its way for long; whoever has all of it closes the connection.
+                self.connection.shutdown(socket.SHUT_WR)
+                self.connection.recv(1)
 
         def log_message(self, format: str, *args: object) -> None:
             """Silence: one line per bucket would drown the log."""

@@ -4,7 +4,9 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 
@@ -12,7 +14,7 @@ from weightsync.buckets import as_bytes
 
 logger = logging.getLogger(__name__)
 PATIENCE_S = 10.0
-"""After so long a reader has everything or is gone: between two buckets it copies and verifies one."""
+"""After so long whoever reads nothing has everything or is gone: between two buckets one is copied and verified."""
 
 
 class ServedVersion:
@@ -27,16 +29,26 @@ class ServedVersion:
         self._copying = threading.Lock()
         """Held while the buckets' memory is read."""
         self._is_released = False
-        self._needed_at = -math.inf
+        self._counting = threading.Lock()
+        self._readers = 0
+        self._left_at = -math.inf
 
     @property
     def is_needed(self) -> bool:
-        """Somebody reads it who would have to start over with a newer one."""
-        return time.monotonic() - self._needed_at < PATIENCE_S
+        """Somebody is in the middle of it."""
+        return self._readers > 0 or time.monotonic() - self._left_at < PATIENCE_S
 
-    def need(self) -> None:
-        """To be called again and again by such a reader."""
-        self._needed_at = time.monotonic()
+    @contextmanager
+    def being_read(self) -> Iterator[None]:
+        """Around what somebody takes to read a part of it."""
+        with self._counting:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._readers -= 1
+                self._left_at = time.monotonic()
 
     def read(self, index: int) -> memoryview | None:
         """One bucket; None if there is none, or no more. Waits for its copy; raises what kept it from being made."""

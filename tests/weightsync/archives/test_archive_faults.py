@@ -166,6 +166,22 @@ async def test_a_file_removed_in_mid_read_is_superseded_then_the_learners(
 
 
 @in_directory
+async def test_a_worker_whose_copy_of_the_archive_lags_asks_the_learner(
+    learner: Learner, config: WeightsConfig, broker: Broker
+) -> None:
+    def missing(name: str, *_: object) -> None:
+        raise SupersededError(f"{name} is not there yet")
+
+    follower = Follower(broker, config.archive, only_archive=False)
+    follower.reader.read = missing  # type: ignore[method-assign]
+    await publish(learner, 3)
+    with pytest.raises(SupersededError):
+        await follower.pull()
+    await publish(learner)  # there is a newer one at every attempt
+    await follower.pull()
+
+
+@in_directory
 async def test_a_worker_without_the_directory_asks_the_learner(
     learner: Learner, broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
