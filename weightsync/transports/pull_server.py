@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from broker.schema import WeightVersion
+from weightsync.deadline import Deadline
 from weightsync.transports.rendezvous import listen
 from weightsync.transports.served import ServedVersion
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 DELTA = "delta"
 OLDER = 2
 """Versions that are kept for those in the middle of them: one that a slow line reads keeps nobody else out."""
+_LOOK_S = 0.2
 _SEND_BUFFER_BYTES = 1 << 20
 """What the system holds of a bucket, which a slow line takes long to read when all of it has been sent."""
 _CHUNK_BYTES = 1 << 20
@@ -158,9 +160,17 @@ def _handler_for(server: PullServer, timeout_s: float) -> type[BaseHTTPRequestHa
             with suppress(OSError):  # the worker went away or stopped reading; it is its business to come again
                 while sent < len(data) and not server.is_closing():
                     sent += self.connection.send(data[sent : sent + _CHUNK_BYTES])
-                # It may be on its way for long; whoever has all of it closes the connection.
-                self.connection.shutdown(socket.SHUT_WR)
-                self.connection.recv(1)
+                self._until_it_is_there()
+
+        def _until_it_is_there(self) -> None:
+            """What was sent may be on its way for long; whoever has all of it closes the connection."""
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(_LOOK_S)
+            deadline = Deadline(timeout_s)
+            while not (server.is_closing() or deadline.is_over()):
+                with suppress(TimeoutError):
+                    self.connection.recv(1)
+                    return
 
         def log_message(self, format: str, *args: object) -> None:
             """Silence: one line per bucket would drown the log."""
