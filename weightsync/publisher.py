@@ -134,7 +134,6 @@ class Publisher:
         )
         self._blocking.call(self._versions.announce(self._owner, announced))
         self._known = staged.tensors
-        # Those in the middle of the version before who can go on with this one get 404 for its next bucket.
         self._pulls.keep_only(version, _by_version(deltas))
         self._chain.advance(version, base, deltas)
         return PublishReport(0.0, staged.nbytes, members, failed)

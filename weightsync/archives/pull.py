@@ -32,8 +32,8 @@ class ArchivePull:
         self._reader = reader
         self._learner = learner
         self._pace = pace
-        self._has_missed = False
-        """Something was missing in the last pull but one at most, and nothing has come from the archive since."""
+        self._has_missed = self._is_missing = False
+        """Something was missing in the pull before, and in this one."""
         self._deltas: dict[DeltaSpec, dict[int, memoryview]] = {}
         """Those to the version that is being fetched, each by bucket."""
         self._fetching_deltas = threading.Lock()
@@ -60,6 +60,7 @@ class ArchivePull:
     def forget(self) -> None:
         """See PullTransport."""
         self._deltas, self._is_given_up = {}, False
+        self._has_missed, self._is_missing = self._is_missing, False
 
     def _delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
         def ask_learner() -> memoryview:
@@ -75,14 +76,12 @@ class ArchivePull:
         if self._is_given_up:
             return from_learner()
         try:
-            found = from_archive()
-            self._has_missed = False
-            return found
+            return from_archive()
         except NoRoomError:
             raise
         except SupersededError:
+            self._is_missing = True
             if not self._has_missed:
-                self._has_missed = True
                 raise
         except WeightSyncError as error:
             deadline.check("pull")

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.weightsync.archives.follower import (
     publish,
 )
 from tests.weightsync.conftest import TIMEOUT_S, Learner
+from weightsync import puller
 from weightsync.archives import directory
 from weightsync.archives.base import anchor_names, delta_name
 from weightsync.archives.directory import DirectoryArchive, DirectoryReader
@@ -166,14 +168,21 @@ async def test_a_file_removed_in_mid_read_is_superseded_then_the_learners(
 
 
 @in_directory
+@pytest.mark.parametrize("late", [r".*", r"anchor-.*-1-.*"])
 async def test_a_worker_whose_copy_of_the_archive_lags_asks_the_learner(
-    learner: Learner, config: WeightsConfig, broker: Broker
+    learner: Learner, config: WeightsConfig, broker: Broker, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    def missing(name: str, *_: object) -> None:
-        raise SupersededError(f"{name} is not there yet")
+    """`late`: the names of what is not there yet; the first bucket may be."""
+    monkeypatch.setattr(puller, "AT_ONCE", 1)
+    follower = Follower(broker, config.archive, keeps_base=False, only_archive=False)
+    read = follower.reader.read
 
-    follower = Follower(broker, config.archive, only_archive=False)
-    follower.reader.read = missing  # type: ignore[method-assign]
+    def lagging(name: str, *rest: object) -> None:
+        if re.fullmatch(late, name):
+            raise SupersededError(f"{name} is not there yet")
+        read(name, *rest)  # type: ignore[arg-type]
+
+    follower.reader.read = lagging  # type: ignore[method-assign]
     await publish(learner, 3)
     with pytest.raises(SupersededError):
         await follower.pull()
