@@ -164,6 +164,13 @@ class InProcessWorker:
         await self._broker.status.heartbeat(info, HEARTBEAT_TTL_S)
 
 
+async def pull_then_receive(learner: Learner, worker: InProcessWorker) -> None:
+    """Two versions: who holds the first one is in the group that the second one is sent to."""
+    for _ in range(2):
+        await asyncio.to_thread(learner.publish)
+        await worker.next()
+
+
 async def announced(broker: Broker) -> WeightManifest:
     manifest = await broker.versions.announced()
     assert manifest is not None

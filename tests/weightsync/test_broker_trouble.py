@@ -11,7 +11,16 @@ from msgspec.structs import replace
 
 from broker.errors import BrokerError, BrokerUnavailableError
 from broker.schema import WeightVersion
-from tests.weightsync.conftest import CONFIG, PATIENCE_S, InProcessWorker, Learner, WorkerProcess, served_bytes, weights
+from tests.weightsync.conftest import (
+    CONFIG,
+    PATIENCE_S,
+    InProcessWorker,
+    Learner,
+    WorkerProcess,
+    pull_then_receive,
+    served_bytes,
+    weights,
+)
 
 StartInside = Callable[[str], InProcessWorker]
 StartWorker = Callable[[str], WorkerProcess]
@@ -88,9 +97,7 @@ async def test_a_worker_that_is_busy_with_its_engine_goes_on_listening(
     learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     worker = start_inside("w")
-    for _ in range(2):
-        await asyncio.to_thread(learner.publish)
-        await worker.next()
+    await pull_then_receive(learner, worker)
     failing = FailsOnce(worker, verb, BrokerUnavailableError("away"), monkeypatch)
     assert await asyncio.to_thread(failing.was_repeated.wait, PATIENCE_S)
     assert (await asyncio.to_thread(learner.publish)).members == ("w",)
@@ -102,9 +109,7 @@ async def test_an_offer_that_could_not_be_read_is_read_again(
     learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     worker = start_inside("w")
-    for _ in range(2):
-        await asyncio.to_thread(learner.publish)
-        await worker.next()
+    await pull_then_receive(learner, worker)
     worker.subscriber._known = None  # so that it needs what the announced version says
     failing = FailsOnce(worker, verb, BrokerUnavailableError("away"), monkeypatch)
     assert (await asyncio.to_thread(learner.publish)).members == ("w",)

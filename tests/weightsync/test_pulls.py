@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from broker.schema import WeightManifest, WeightVersion
-from tests.weightsync.conftest import CONFIG, PATIENCE_S, InProcessWorker, Learner
+from tests.weightsync.conftest import CONFIG, PATIENCE_S, InProcessWorker, Learner, pull_then_receive
 from weightsync.deadline import Deadline
 
 StartInside = Callable[[str], InProcessWorker]
@@ -28,9 +28,7 @@ async def pulling_again(
     learner: Learner, worker: InProcessWorker, pull: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until a member of a group, whose engine has lost the version, is to pull it by `pull`."""
-    for _ in range(2):
-        await asyncio.to_thread(learner.publish)
-        await worker.next()
+    await pull_then_receive(learner, worker)
     monkeypatch.setattr(worker.subscriber._pulls._puller, "pull", pull)
     worker.version = None
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from broker import Broker
 from broker.errors import BrokerUnavailableError, FencedError, VersionRegressionError
 from broker.schema import Probe, WeightManifest, WeightVersion
-from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, served_bytes, weights
+from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, pull_then_receive, served_bytes, weights
 from tests.weightsync.interruptions import damaged_bucket
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
 from weightsync import puller
@@ -173,9 +173,7 @@ async def test_a_new_learner_takes_over_running_workers(
     learner: Learner, url: str, run_name: str, start_inside: StartInside
 ) -> None:
     worker = start_inside("w")
-    for _ in range(2):
-        await asyncio.to_thread(learner.publish)
-        await worker.next()
+    await pull_then_receive(learner, worker)
     old_epoch = learner.epoch()
     successor = await asyncio.to_thread(Learner, url, run_name, resume=True)
     try:
@@ -196,9 +194,7 @@ async def test_the_group_of_a_dead_learner_is_ignored(
     learner: Learner, url: str, run_name: str, start_inside: StartInside
 ) -> None:
     worker = start_inside("w")
-    for _ in range(2):
-        await asyncio.to_thread(learner.publish)
-        await worker.next()
+    await pull_then_receive(learner, worker)
     await worker.subscriber.close()
     await asyncio.to_thread(learner.publisher.close)  # its store and its pull server are gone, its records are not
     restarted = start_inside("w")
@@ -215,9 +211,7 @@ async def test_the_group_of_a_dead_learner_is_ignored(
 
 async def test_closing_leaves_no_threads(learner: Learner, start_inside: StartInside) -> None:
     worker = start_inside("w")
-    for _ in range(2):
-        await asyncio.to_thread(learner.publish)
-        await worker.next()
+    await pull_then_receive(learner, worker)
     waiting = asyncio.create_task(worker.next())
     await asyncio.sleep(0.1)
     waiting.cancel()
@@ -251,9 +245,7 @@ async def test_a_publication_that_the_broker_did_not_answer_is_repeated(
     learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     worker = start_inside("w")
-    for _ in range(2):
-        await asyncio.to_thread(learner.publish)
-        await worker.next()
+    await pull_then_receive(learner, worker)
     versions, version, probe = (
         learner.publisher._versions,
         WeightVersion(1, 2),
@@ -282,9 +274,7 @@ async def test_an_offer_does_not_repeat_what_the_announced_version_says(
     learner: Learner, broker: Broker, start_inside: StartInside, has_forgotten: bool
 ) -> None:
     worker = start_inside("w")
-    for _ in range(2):
-        await asyncio.to_thread(learner.publish)
-        await worker.next()
+    await pull_then_receive(learner, worker)
     if has_forgotten:
         worker.subscriber._known = None
     assert (await asyncio.to_thread(learner.publish)).members == ("w",)
@@ -299,9 +289,7 @@ async def test_an_offer_does_not_repeat_what_the_announced_version_says(
 
 async def test_a_member_is_told_of_an_offer(learner: Learner, start_inside: StartInside) -> None:
     worker = start_inside("w")
-    for _ in range(2):
-        await asyncio.to_thread(learner.publish)
-        await worker.next()
+    await pull_then_receive(learner, worker)
     worker.subscriber._config = replace(CONFIG, poll_s=3600)
     waiting = asyncio.create_task(worker.next())
     await asyncio.sleep(3 * CONFIG.poll_s)  # from now on it does not look again by itself
