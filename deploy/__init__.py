@@ -14,6 +14,7 @@
     replay.py         headway replay                comparison.py  a replay beside its original
     acl.py            headway acl                   algorithm_pages.py  headway algorithms
     memory_pages.py   headway plan-memory           recipes/       the YAML files that ship
+    ending.py         how each of these processes ends
 
 Invariant: roles share nothing but the broker. Only the learner's process writes into the run's directory
 while the run lasts, and no worker ever reads from it.

@@ -12,6 +12,8 @@ import click
 
 from broker.errors import HeadwayError
 
+from .ending import Ending
+
 if TYPE_CHECKING:
     from learner.rewind import Rewind
 
@@ -22,6 +24,7 @@ DEFAULT_PORT = 6380
 
 def main() -> None:
     """`headway`. Every error is one paragraph on stderr; --debug, anywhere, adds the traceback."""
+    ending = Ending()
     sys.path.append(os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()))  # rewards and sources of the user's own
     if not sys.stderr.isatty():  # in a log or a pipe, transformers' progress bars are noise
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -38,7 +41,7 @@ def main() -> None:
         code = _complain(str(error), debug)
     except Exception as error:  # noqa: BLE001 - the outermost edge: what is no HeadwayError is a bug of ours
         code = _confess(error, debug)
-    sys.exit(code or 0)
+    ending.exit(code or 0)
 
 
 def _complain(message: str, debug: bool) -> int:
