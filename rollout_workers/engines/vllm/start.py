@@ -70,6 +70,9 @@ def open_vllm(
 ) -> VllmEngine:
     """Start vLLM on the config.json in `model_dir`, with random weights; an event loop must be running."""
     prepare_environment(config.threads)
+    if config.dtype == "float32":
+        # Triton would multiply it as TF32, with which a router chooses other experts than the learner's does.
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
