@@ -6,6 +6,7 @@ Prints a line of JSON for every version, with moments of the machine's monotonic
 """
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -69,6 +70,8 @@ async def follow(url: str, run: str, order: Order) -> None:
         options=order.options,
     )
     engine = open_engine(config, Path(order.model), seed=0)
+    gc.collect()
+    gc.freeze()  # as a worker does
     weights = WeightsConfig(staging=order.staging, broadcast_timeout_s=order.timeout_s)  # type: ignore[arg-type]
     subscriber = _Noting(broker, "engine", weights)
     outages, clock = Outages(broker.url), Clock()
