@@ -1,7 +1,7 @@
 """Do engine and learner give a sampled token the same logprob? In bfloat16, dense and with experts.
 
-    python -m benchmarks.agreement [--shape qwen3-0.6b,moe-2.4b] [--engine embedded,vllm] [--backend fsdp,megatron]
-        [--prompts 64] [--tokens 256] [--device cuda|cpu]
+    python -m benchmarks.agreement [--shape qwen3-0.6b,moe-2.4b] [--layers N] [--engine embedded,vllm]
+        [--backend fsdp,megatron] [--prompts 64] [--tokens 256] [--device cuda|cpu]
 
 Each engine samples the same prompts at temperature 1 and each backend computes the logprobs of what it sampled, as the
 product does, in processes of their own; with experts twice, with the engine's choices replayed and without. Weights are
@@ -181,7 +181,7 @@ def main() -> int:
     results: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for shape_name in options.shape:
-        shape = shape_of(shape_name)
+        shape = shape_of(shape_name, options.layers)
         directory = checkpoint.folder(options.models, f"wide-{shape_name}", shape)
         checkpoint.write_isolated(shape, directory, options.device, options.timeout_s, SCALE)
         for engine in options.engine:
@@ -217,6 +217,7 @@ def _parse() -> argparse.Namespace:
     has_megatron = importlib.util.find_spec("megatron") is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=_names, default="qwen3-0.6b,moe-2.4b" if on_gpu else "toy,toy-moe")
+    parser.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
     parser.add_argument("--engine", type=_names, default="embedded,vllm" if on_gpu else "embedded")
     parser.add_argument("--backend", type=_names, default="fsdp,megatron" if has_megatron else "fsdp")
     parser.add_argument("--prompts", type=int, default=64)

@@ -4,14 +4,15 @@
 #
 # SMOLLM2 is SmolLM2-135M-Instruct (see benchmarks.learns.model). Each measurement has GPUs and a limit, and leaves its
 # result in OUTPUT/NAME.json (of tests: .txt) and its words in NAME.log. One whose result is there is not made again.
-# `first` and `second` take less than ten minutes each, `third` eight; they come in this order. What stands behind a "|"
-# only goes first: it may have failed.
+# Each of the three takes about ten minutes, whatever the other two left. What stands behind a "|" only goes first: it may
+# have failed.
 PYTHON ?= python3
 D := $(abspath $(OUTPUT))
 $(shell mkdir -p $(D))
 
 comma := ,
 PAIR := 0,1
+THREE := 0,1,2
 ALL := 0,1,2,3
 
 # $(call measure,GPUs,seconds,arguments of Python): the last line that it prints is its result.
@@ -23,46 +24,54 @@ tests = -CUDA_VISIBLE_DEVICES=$(1) timeout -k 20 $(2) $(PYTHON) -m pytest -q -p 
 sync = -m benchmarks.weight_sync --output $(basename $@)
 learns = -m benchmarks.learns weights.transport=nccl weights.staging=device
 smollm2 = $(learns) --model $(SMOLLM2) --output $(D)/smollm2
-asynchrony = -m benchmarks.asynchrony --model $(SMOLLM2) --output $(D)/asynchrony
+megatron = $(learns) --recipe arithmetic-vllm.yaml --output $(D)/megatron --gpus 4 --learner-gpus 2 learner.backend=megatron \
+	learner.layout.expert=2 learner.device=cuda engine.device=cuda engine.options.gpu_memory_utilization=0.2
+asynchrony = -m benchmarks.asynchrony --gpus 3 --model $(SMOLLM2) --output $(D)/asynchrony
+faults = tests/weightsync/test_faults.py
 
 .PHONY: first second third
-first: $(addprefix $(D)/,sync.json sync_moe.json warm_up.json long_tailed.json engines.txt worker.json agreement.json)
-second: $(addprefix $(D)/,grpo.json megatron.json faults.txt asynchronous.json sync_sharded.json)
-third: $(addprefix $(D)/,separated.json colocated.json)
+first: $(addprefix $(D)/,grpo.json megatron.json faults.txt more_faults.txt)
+second: $(addprefix $(D)/,asynchronous.json separated.json colocated.json worker.json)
+third: $(addprefix $(D)/,sync.json engines.txt agreement_moe.json agreement.json sync_moe.json sync_sharded.json)
+
+# All warm-ups and faults at once, then both runs that learn at once: each needs little. An engine does not start beside
+# a process that gives memory back.
+$(D)/warm_up.json:
+	$(call measure,0,180,$(smollm2) --timeout-s 165 --parts sft)
+$(D)/megatron_warm_up.json:
+	$(call measure,$(ALL),180,$(megatron) --timeout-s 165 --parts sft)
+$(D)/faults.txt:
+	$(call tests,$(ALL),160,$(faults) tests/weightsync/test_gpu.py -k 'gpu or nccl and not killed_and_stopped')
+$(D)/more_faults.txt:
+	$(call tests,$(ALL),160,$(faults) -k 'nccl and killed_and_stopped')
+FAULTS := $(addprefix $(D)/,faults.txt more_faults.txt)
+$(D)/grpo.json: $(D)/warm_up.json | $(D)/megatron_warm_up.json $(FAULTS)
+	$(call measure,$(ALL),330,$(smollm2) --timeout-s 315 --parts grpo --gpus 4 --learner-gpus 2 engine.options.gpu_memory_utilization=0.3)
+$(D)/megatron.json: $(D)/megatron_warm_up.json | $(D)/warm_up.json $(FAULTS)
+	$(call measure,$(ALL),330,$(megatron) --timeout-s 315 --parts grpo)
+
+# Three GPUs for asynchrony, one for what a worker costs.
+$(D)/long_tailed.json:
+	$(call measure,0,180,$(asynchrony) --timeout-s 165 --runs "")
+$(D)/asynchronous.json: $(D)/long_tailed.json
+	$(call measure,$(THREE),180,$(asynchrony) --timeout-s 165 --runs asynchronous --steps 30)
+$(D)/separated.json: $(D)/long_tailed.json | $(D)/asynchronous.json
+	$(call measure,$(THREE),200,$(asynchrony) --timeout-s 185 --runs separated --steps 18)
+$(D)/colocated.json: $(D)/long_tailed.json | $(D)/separated.json
+	$(call measure,$(THREE),220,$(asynchrony) --timeout-s 205 --runs colocated --steps 16 \
+		--of colocated engine.max_concurrent=256 engine.options.gpu_memory_utilization=0.7)
+$(D)/worker.json:
+	$(call measure,3,540,-m benchmarks.worker_overhead --seconds 25)
 
 $(D)/sync.json:
-	$(call measure,$(PAIR),400,$(sync) --native --versions 7)
+	$(call measure,$(PAIR),400,$(sync) --native --versions 12)
+$(D)/engines.txt:
+	$(call tests,2,300,tests/rollout_workers/test_engine_contract.py -k vllm)
+$(D)/agreement_moe.json:
+	$(call measure,3,300,-m benchmarks.agreement --shape moe-2.4b --layers 4 --engine vllm)
+$(D)/agreement.json: | $(D)/agreement_moe.json
+	$(call measure,3,200,-m benchmarks.agreement --shape qwen3-0.6b --engine vllm)
 $(D)/sync_moe.json: | $(D)/sync.json
 	$(call measure,$(PAIR),180,$(sync) --limit-s 170 --shape moe-2.4b --kv-policy keep)
-
-$(D)/warm_up.json:
-	$(call measure,2,180,$(smollm2) --timeout-s 165 --parts sft)
-$(D)/long_tailed.json: | $(D)/warm_up.json
-	$(call measure,2,180,$(asynchrony) --timeout-s 165 --runs "")
-$(D)/engines.txt: | $(D)/long_tailed.json
-	$(call tests,2,220,tests/rollout_workers/test_engine_contract.py -k vllm)
-
-$(D)/worker.json:
-	$(call measure,3,380,-m benchmarks.worker_overhead --seconds 30)
-$(D)/agreement.json: | $(D)/worker.json
-	$(call measure,3,200,-m benchmarks.agreement --shape qwen3-0.6b --engine vllm)
-
-# Side by side on the same GPUs, where each of the three needs little.
-$(D)/grpo.json: $(D)/warm_up.json
-	$(call measure,$(ALL),320,$(smollm2) --timeout-s 300 --parts grpo --gpus 4 --learner-gpus 2 engine.options.gpu_memory_utilization=0.3)
-$(D)/megatron.json:
-	$(call measure,$(ALL),320,$(learns) --timeout-s 150 --recipe arithmetic-vllm.yaml --output $(D)/megatron --parts sft$(comma)grpo \
-		--gpus 4 --learner-gpus 2 learner.backend=megatron learner.layout.expert=2 learner.device=cuda \
-		engine.device=cuda engine.options.gpu_memory_utilization=0.2)
-$(D)/faults.txt:
-	$(call tests,$(ALL),300,tests/weightsync/test_gpu.py tests/weightsync/test_faults.py -k 'nccl or gpu')
-
-$(D)/asynchronous.json: $(D)/long_tailed.json | $(D)/grpo.json $(D)/megatron.json $(D)/faults.txt
-	$(call measure,$(ALL),180,$(asynchrony) --timeout-s 165 --runs asynchronous --steps 30)
-$(D)/sync_sharded.json: | $(D)/asynchronous.json
+$(D)/sync_sharded.json: | $(D)/sync_moe.json $(D)/engines.txt $(D)/agreement.json
 	$(call measure,$(ALL),150,$(sync) --limit-s 140 --shape moe-2.4b --learner-gpus 2 --engine-gpus 2)
-$(D)/separated.json: $(D)/long_tailed.json
-	$(call measure,$(ALL),200,$(asynchrony) --timeout-s 185 --runs separated --steps 18)
-$(D)/colocated.json: $(D)/long_tailed.json | $(D)/separated.json
-	$(call measure,$(ALL),300,$(asynchrony) --timeout-s 285 --runs colocated --steps 16 \
-		--of colocated engine.options.gpu_memory_utilization=0.7)

@@ -44,7 +44,8 @@ def test_a_run_has_its_lag_and_its_gpus(run: str) -> None:
     if run != "colocated":
         assert recipe.workers.devices == (1, 1, 2, 2, 3, 3)
         assert recipe.workers.count == 6
-        assert recipe.engine.options["gpu_memory_utilization"] == 0.4
+        assert recipe.engine.options["kv_cache_memory_bytes"] == asynchrony.KV_CACHE_BYTES
+    assert recipe.weights.staging == "device"
 
 
 def test_gpus_are_named_as_they_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Prints a line of JSON for every version, with moments of the machine's monotonic
 """
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ from rollout_workers.weights import HeldWeights
 from weightsync.config import WeightsConfig
 from weightsync.subscriber import Delivery, Subscriber
 
-from .order import Order
+from .order import REST_S, Order
 
 HEARTBEAT_S = 0.2
 PROMPT = list(range(3, 19))
@@ -54,8 +55,9 @@ class Clock:
             self.pauses.append((now, now - self._latest))
         self._latest = now
 
-    def longest_pause(self, since: float) -> float:
-        return max((length for end, length in self.pauses if end >= since), default=0.0)
+    def pauses_since(self, since: float) -> list[tuple[float, float]]:
+        """The longest three, the longest first."""
+        return sorted((pause for pause in self.pauses if pause[0] >= since), key=lambda pause: -pause[1])[:3]
 
 
 async def follow(url: str, run: str, order: Order) -> None:
@@ -68,9 +70,12 @@ async def follow(url: str, run: str, order: Order) -> None:
         options=order.options,
     )
     engine = open_engine(config, Path(order.model), seed=0)
+    gc.collect()
+    gc.freeze()  # as a worker does
     weights = WeightsConfig(staging=order.staging, broadcast_timeout_s=order.timeout_s)  # type: ignore[arg-type]
     subscriber = _Noting(broker, "engine", weights)
     outages, clock = Outages(broker.url), Clock()
+    verified: dict[WeightVersion | None, float] = {}
     turns = SwapTurns(broker.turns, "engine", outages, share=1.0, ttl_s=5.0)
     swapping = _Swapping(engine)
     held = HeldWeights(
@@ -80,7 +85,7 @@ async def follow(url: str, run: str, order: Order) -> None:
         turns,
         keep_cache=order.kv_policy == "keep",
         verify=True,
-        on_swap=lambda: None,
+        on_swap=lambda: verified.setdefault(held.version, time.monotonic()),
     )
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(held.follow()), tasks.create_task(_beat(broker, subscriber, held))]
@@ -88,19 +93,20 @@ async def follow(url: str, run: str, order: Order) -> None:
         background += [tasks.create_task(_generate(engine, order, number, clock)) for number in range(order.requests)]
         for version in _versions(order, await held.reach(None)):
             await held.reach(version)
-            verified = time.monotonic()
             while version not in clock.first:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-            before = max((at for other, at in clock.last.items() if other < version), default=verified)
-            await asyncio.sleep(0.5)
+            before = max((at for other, at in clock.last.items() if other < version), default=verified[version])
+            await asyncio.sleep(REST_S / 2)
+            pauses = clock.pauses_since(before)
             line = {
                 "version": version.step,
                 "received": subscriber.at.get(version),
                 "swap": swapping.at[version],
                 "last_old_token": before,
                 "first_new_token": clock.first[version],
-                "verified": verified,
-                "longest_pause_s": clock.longest_pause(before),
+                "verified": verified[version],
+                "longest_pause_s": pauses[0][1] if pauses else 0.0,
+                "pauses": pauses,
                 "tokens": clock.tokens,
                 "is_proved": version in swapping.proved,
             }

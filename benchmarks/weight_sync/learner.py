@@ -24,7 +24,7 @@ from learner.backends.process_group import join_ranks
 from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher
 
-from .order import Order
+from .order import REST_S, Order
 from .tensors import Named, Sharded, Whole
 
 LONGEST_S = 400.0
@@ -57,6 +57,7 @@ def publish(url: str, run: str, order: Order) -> None:
         }
         print(json.dumps(line), flush=True)
         _until_held(blocking, version)
+        time.sleep(REST_S)
     publisher.close()
     blocking.close()
 

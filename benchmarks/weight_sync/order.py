@@ -4,6 +4,9 @@ from typing import Any
 
 import msgspec
 
+REST_S = 2.0
+"""Between a version that is held and the next one: caches are computed anew, and requests begin and end."""
+
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """One way of sending one model's weights."""

@@ -43,7 +43,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CAPACITY = 8
 MAX_LEN = 512
 TOLERANCE = 1e-2 if torch.cuda.is_available() else 1e-4
-"""On a GPU vLLM's attention multiplies fp32 numbers as TF32."""
+ON_GPU = {"gpu_memory_utilization": 0.4} if torch.cuda.is_available() else {}
+"""Of vLLM: one test has two engines at once."""
 
 
 @dataclass
@@ -58,7 +59,8 @@ class Case:
 
 
 def configured(kind: str) -> EngineConfig:
-    return EngineConfig(kind=kind, max_concurrent=CAPACITY, max_model_len=MAX_LEN)
+    options = ON_GPU if kind == "vllm" else {}
+    return EngineConfig(kind=kind, max_concurrent=CAPACITY, max_model_len=MAX_LEN, options=options)
 
 
 @pytest_asyncio.fixture(

@@ -9,6 +9,7 @@ import pytest
 
 from broker.errors import ConfigError
 from rollout_workers.config import EngineConfig
+from rollout_workers.engines.vllm.start import measured_gpus
 from rollout_workers.gpus import gpus_of, shares, starting_alone
 
 
@@ -78,3 +79,21 @@ with starting_alone(["b", "a"]):
         first.kill()
     second.join(60)
     assert order == ["elsewhere", "killed", "second"]
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+def test_engines_that_are_told_their_cache_start_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", Cuda())
+    assert measured_gpus({}, 2) == ["GPU-0", "GPU-1"]
+    assert measured_gpus({"kv_cache_memory_bytes": 1 << 30}, 2) == []
+
+
+class Cuda:
+    """vLLM's platform, as far as it is asked."""
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def get_device_uuid(self, number: int) -> str:
+        return f"GPU-{number}"

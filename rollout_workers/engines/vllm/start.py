@@ -1,6 +1,7 @@
 """vLLM started as our engine: its environment, its arguments, and what it cannot do."""
 
 import os
+from collections.abc import Mapping
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,9 @@ def open_vllm(
 ) -> VllmEngine:
     """Start vLLM on the config.json in `model_dir`, with random weights; an event loop must be running."""
     prepare_environment(config.threads)
+    if config.dtype == "float32":
+        # Triton would multiply it as TF32, with which a router chooses other experts than the learner's does.
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -82,16 +86,19 @@ def open_vllm(
         routed = routed_layers(shapes)
         arguments |= arguments_for_experts(config.options)
     others = set(active_children())
-    with starting_alone(_gpu_uuids(gpus_of(config))):
+    with starting_alone(measured_gpus(arguments, gpus_of(config))):
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     return VllmEngine(llm, config, shapes, set(active_children()) - others, routed)
 
 
-def _gpu_uuids(count: int) -> list[str]:
-    """Of the first GPUs that this process sees; none without CUDA."""
+def measured_gpus(arguments: Mapping[str, Any], count: int) -> list[str]:
+    """The GPUs, of the first `count` that this process sees, whose free memory vLLM measures: none where it is told how
+    much its KV cache takes, and none without CUDA."""
     from vllm.platforms import current_platform
 
-    return [current_platform.get_device_uuid(number) for number in range(count)] if current_platform.is_cuda() else []
+    if arguments.get("kv_cache_memory_bytes") is not None or not current_platform.is_cuda():
+        return []
+    return [current_platform.get_device_uuid(number) for number in range(count)]
 
 
 def check_head_dim(architecture: Any) -> None:
