@@ -77,8 +77,8 @@ FIRST = 10
 """Steps that are not counted. At first short responses are trained, as they end first."""
 GPU_USE = "gpu_use.json"
 KV_CACHE_BYTES = 8 << 30
-"""Of an engine among several on a GPU: 200 of the longest samples of SmolLM2-135M, at 23 kB a token. Engines that are told
-need not start one after the other to measure what is free."""
+"""Of an engine among several on a GPU: 200 of the longest samples of SmolLM2-135M, at 23 kB a token. Engines that are
+told need not start one after the other to measure what is free."""
 
 
 def placement(run: str, gpus: int, learner_gpus: int, workers_per_gpu: int) -> tuple[str, ...]:
