@@ -77,8 +77,8 @@ FIRST = 10
 """Steps that are not counted. At first short responses are trained, as they end first."""
 GPU_USE = "gpu_use.json"
 KV_CACHE_BYTES = 8 << 30
-"""Of an engine among several on a GPU: 200 of the longest samples of SmolLM2-135M, at 23 kB a token. Engines that are told
-need not start one after the other to measure what is free."""
+"""Of an engine among several on a GPU: 200 of the longest samples of SmolLM2-135M, at 23 kB a token. Engines that are
+told need not start one after the other to measure what is free."""
 
 
 def placement(run: str, gpus: int, learner_gpus: int, workers_per_gpu: int) -> tuple[str, ...]:
@@ -120,21 +120,24 @@ def figures(run: str, directory: Path, learner_gpus: int) -> dict[str, Any]:
         "pass_rate_after": summary["eval_after"],
         "lag_mean": round(fmean(step.lag_mean for step in counted), 3),
         "max_lag": summary["max_lag_seen"],
-        "response_tokens": lengths(directory, [step.step for step in counted]),
+        **experience(directory, [step.step for step in counted]),
         "gpu_use": gpu_use,
         "engines_idle": engines_idle(run, gpu_use, learner_gpus),
     }
 
 
-def lengths(directory: Path, steps: Sequence[int]) -> dict[str, float]:
-    """Of the responses that these steps trained."""
+def experience(directory: Path, steps: Sequence[int]) -> dict[str, Any]:
+    """The lengths of the responses that these steps trained, and how many workers the step of the fewest had."""
     log = ExperienceLog(directory / EXPERIENCE)
-    groups = [group for step in steps for group in log.read(step) or ()]
-    tokens = [len(sample.response_tokens) for group in groups for sample in group.trajectories]
+    of_steps = [[sample for group in log.read(step) or () for sample in group.trajectories] for step in steps]
+    tokens = [len(sample.response_tokens) for samples in of_steps for sample in samples]
     if not tokens:
         return {}
     of_rank = {f"p{rank}": round(float(np.percentile(tokens, rank)), 1) for rank in (50, 95, 99)}
-    return {"mean": round(fmean(tokens), 1), **of_rank, "max": max(tokens)}
+    return {
+        "response_tokens": {"mean": round(fmean(tokens), 1), **of_rank, "max": max(tokens)},
+        "fewest_workers": min(len({sample.worker for sample in samples}) for samples in of_steps),
+    }
 
 
 def engines_idle(run: str, gpu_use: Sequence[float], learner_gpus: int) -> float | None:

@@ -131,6 +131,7 @@ def write_run(directory: Path, steps: int) -> None:
 def test_figures_are_of_the_counted_steps(tmp_path: Path) -> None:
     write_run(tmp_path, steps=asynchrony.FIRST + 2)
     one = asynchrony.figures("asynchronous", tmp_path, learner_gpus=1)
+    assert one["fewest_workers"] == 1
     assert one["response_tokens"] == {"mean": 63.2, "p50": 61.0, "p95": 118.5, "p99": 119.7, "max": 120}
     assert (one["samples_per_s"], one["learner_waits"], one["engines_idle"]) == (1.0, 0.25, 0.375)
     assert asynchrony.figures("colocated", tmp_path, learner_gpus=1)["engines_idle"] is None
