@@ -19,7 +19,7 @@ from broker import BlockingBroker
 from broker.batches import Claim
 from broker.errors import BrokerUnavailableError, HeadwayError, RunNotFoundError, ServerRestartedError
 from broker.schema import Group, Probe, RunStatus, StepMetrics, TrajectoryId, WeightVersion
-from weightsync.publisher import Publisher
+from weightsync.publisher import Publication, Publisher
 
 from .drift import DriftWatch
 from .experience_log import ExperienceLog
@@ -90,6 +90,10 @@ class Experience:
         self._taken: dict[int, tuple[TrajectoryId, ...]] = {}
         self._committed: deque[str] = deque(maxlen=REMEMBERED_STEPS * groups_per_step)
         self._announced: WeightVersion | None = None
+        self._published: WeightVersion | None = None
+        """The newest that this learner has sent or begun to send."""
+        self._publication: Publication | None = None
+        """Of `_published`, until it is announced."""
         self._is_down = False
         self._until = math.inf
         self._feed = PromptFeed(blocking, claim.owner, cursor, (max_lag + 2) * groups_per_step)
@@ -130,6 +134,9 @@ class Experience:
         while (groups := self._logged(step)) is None and (groups := self._pinned(step)) is None:
             if self._should_stop():
                 raise Interrupted
+            if self._publication is not None and (self._publication.is_over or not may_wait):
+                self.settle()
+                continue
             self._ask_for_help(step)
             if not may_wait:
                 raise NeedsLearner("engines")
@@ -161,15 +168,23 @@ class Experience:
         self._saved_watermark = self._cursor.watermark
 
     def publish(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> None:
-        """Broadcast and announce `version`; the tensors are iterated once, whatever happens to the server."""
-        gathering = self._publisher.gather(tensors)
+        """Have `version` broadcast and announced beside the next step, once the one before is. The tensors are iterated
+        once, whatever happens to the server, and may change afterwards."""
+        self.settle()
+        self._publication = self._publisher.begin(version, self._publisher.gather(tensors), probe)
+        self._published = version
+
+    def settle(self) -> None:
+        """Until the version that was published last is announced."""
+        if (publication := self._publication) is None:
+            return
         with suppress(Interrupted):
-            report = self._outlive(lambda: self._publisher.publish(version, gathering, probe))
-            self._announced, self._is_replay_lost = version, False
+            report = self._outlive(publication.report)
+            self._announced, self._is_replay_lost = self._published, False
             if report.failed:
-                log.warning(
-                    "Version %d.%d: %s. Workers left out pull it.", version.incarnation, version.step, report.failed
-                )
+                name = f"{report.version.incarnation}.{report.version.step}"
+                log.warning("Version %s: %s. Workers left out pull it.", name, report.failed)
+        self._publication = None
 
     def report(self, metrics: StepMetrics) -> None:
         """Show one step to everybody who looks at the run."""
@@ -243,7 +258,7 @@ class Experience:
 
     def _is_new(self, step: int) -> bool:
         """No earlier learner has trained it: what is replayed is replayed as it was."""
-        return self._announced is not None and self._announced.step == step and not self._log.tids(step)
+        return self._published is not None and self._published.step == step and not self._log.tids(step)
 
     def _replace(self, step: int, groups: Sequence[Group]) -> bool:
         """Whether others will come for these: DAPO's dynamic sampling."""
@@ -257,6 +272,9 @@ class Experience:
 
     def _ask_for_help(self, step: int) -> None:
         waiting_for = self._blocking.broker.batches.waiting_for
+        if waiting_for in ("rewind", "announce") and self._publication is not None:
+            self.settle()
+            return
         if waiting_for in ("rewind", "announce") or self._is_replay_lost:
             self._is_replay_lost = False
             if not self._replay_what_is_lost(step):
@@ -283,7 +301,7 @@ class Experience:
     def _reassert(self) -> None:
         log.warning("The broker's server was restarted; telling it what has been announced, taken and trained.")
         self._tell_again()
-        self._is_replay_lost = self._announced is None  # a server that forgot what is replayed cannot deliver it
+        self._is_replay_lost = self._published is None  # a server that forgot what is replayed cannot deliver it
         self._feed.begin_again()
 
     def _tell_again(self) -> None:

@@ -44,7 +44,7 @@ class Observer(Protocol):
         ...
 
     def on_step(self, step: Step) -> None:
-        """A step is done and its weights are published."""
+        """A step is done and its weights are on their way."""
         ...
 
 
@@ -171,15 +171,17 @@ class Learner:
             return None, need.what
 
     def publish(self) -> None:
-        """Send the weights as they are to the engines; while replaying, nothing."""
+        """Have the weights as they are sent to the engines, beside the next step; while replaying, nothing."""
         if self.version.step < self._caught_up_at:
             return
         probe = measure_probe(self.backend, self.config.probe_tokens, self.config.probe_tolerance)
         tensors = self.backend.named_tensors()
-        if self.experience is not None:
-            self.experience.publish(self.version, tensors, probe)
-        for _ in tensors:  # gathering is collective
-            pass
+        try:
+            if self.experience is not None:
+                self.experience.publish(self.version, tensors, probe)
+        finally:
+            for _ in tensors:  # gathering is collective
+                pass
 
     def commit(self) -> None:
         """Make the state durable, then let the broker forget what it was trained on."""
@@ -187,7 +189,9 @@ class Learner:
         self.commit_durable(self._writer.wait())
 
     def checkpoint(self) -> None:
-        """Begin to write the state; the checkpoint before must be durable first."""
+        """Begin to write the state; the checkpoint before must be durable first, and the weights announced."""
+        if self.experience is not None:
+            self.experience.settle()
         if self.version.step == self._saved_step:
             return
         self.commit_durable(self._writer.wait())

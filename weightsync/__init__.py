@@ -1,6 +1,6 @@
 """Versioned weights, from the learner to every engine; knows neither how they are trained nor what runs them.
 
-    learner: publish(version, tensors)                      worker: wait_for_version(current)
+    learner: begin(version, tensors)                        worker: wait_for_version(current)
 
       offer ──────────── broker, doorbell ──────────────────► notice
         │                                                        │ member of the offered epoch
@@ -10,6 +10,8 @@
         │                                                        │                  │
         ├──◄─── acknowledgements, until the deadline ────────────┼──────────────────┘
         └─────► announce ──── broker ────► everybody else: pull ─┴─► verify ──► Delivery ─► engine
+
+    The learner goes on once its tensors are gathered; the rest is done beside the next step, by a thread.
 
     Behind a slow line (`follow: pull`) a worker is in no epoch: it keeps what it pulled, and deltas, encoded between
     broadcast and announcement, bring that up to date.
@@ -30,7 +32,7 @@
 
     learner  publisher.py       one version after another: offer, broadcast, announce, serve
              staging.py         tensors into buckets, and where they go there
-             gathering.py       the same while the first buckets are sent
+             gathering.py       the same by the learner, while a thread of the publisher sends the first buckets
              sender.py          forms groups and sends to them; membership.py says who is in one
     worker   subscriber.py      hears of versions, receives or pulls them, hands them over (`deliveries.py`)
              groups.py          stays in the groups that name it; receiver.py: what it does in one

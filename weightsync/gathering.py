@@ -1,9 +1,14 @@
 """A version on its way into buckets. Where its tensors go is known from the version before, so that the first buckets
 can be sent while the last ones are gathered; the first version, and one of other tensors, is staged whole.
+
+Two threads meet here: the learner's own takes the tensors, as gathering them may be collective, and trains on; another
+one sends the buckets.
 """
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -13,6 +18,7 @@ from .buckets import Fingerprints, allocate
 from .staging import Named, Places, StagedWeights, stage
 
 _OTHER = "other tensors are published than in the version before"
+_FAILED = "the tensors of this version could not be gathered"
 
 
 class OtherTensorsError(WeightSyncError):
@@ -20,85 +26,116 @@ class OtherTensorsError(WeightSyncError):
 
 
 class Gathering:
-    """One version. Its tensors are iterated once, in order, and may change once `finish` has returned."""
+    """One version. `take` iterates its tensors once, in order; the rest may be asked by another thread meanwhile."""
 
     def __init__(self, staging: "Staging", tensors: Iterable[Named], places: Places | None) -> None:
         self._staging = staging
         self._tensors = iter(tensors)
         self._places = places
+        self._changed = threading.Condition()
+        self._full: list[torch.cuda.Event | None] = []
+        """One for each bucket that is full, or will be once its event has happened."""
+        self._is_other = False
+        self._is_over = False
         self._staged: StagedWeights | None = None
-        self._taken: list[Named] = []
-        self._other: Named | None = None
-        self._is_other = places is None
-        self._has_begun = False
-        self._filling = self._fill(places) if places is not None else iter(())
+
+    def take(self) -> None:
+        """All tensors, which may change afterwards; a second time there is nothing to do. Raises WeightSyncError for
+        tensors that cannot be sent."""
+        if self._is_over:
+            return
+        try:
+            self._staged = self._staging.stage(self._tensors) if self._places is None else self._fill(self._places)
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
 
     def layout(self) -> Places:
-        """What will be there; everything is gathered first where that is not known."""
-        return self._staged or self._places or self.finish()
+        """What will be there; where that is not known, once all is."""
+        return self._staged or self._places or self.staged()
 
     def buckets(self) -> Iterator[torch.Tensor]:
         """Each as soon as it is full; all of them again in every further call. Raises OtherTensorsError once a tensor
-        is not what `layout` said: some other layout holds then, after `finish`."""
-        if self._has_begun:
-            self.finish()  # somebody stopped in the middle
-        self._has_begun = True
-        if self._staged is not None:
-            if self._places is not None and self._is_other:
-                raise OtherTensorsError(_OTHER)
-            yield from self._staged.data
+        is not what `layout` said: some other layout holds then, once all is `staged`."""
+        if self._places is None:
+            yield from self.staged().data
             return
-        for bucket in self._filling:  # noqa: UP028 - whoever stops here must not stop that: `finish` does the rest
+        for index, bucket in enumerate(self._places.data):
+            self._until(functools.partial(self._is_settled, index))
+            if self._is_other:
+                raise OtherTensorsError(_OTHER)
+            if (filled := self._full[index]) is not None:
+                torch.cuda.current_stream(bucket.device).wait_event(filled)
             yield bucket
 
-    def finish(self) -> StagedWeights:
-        """All of it, gathered to the end, whatever became of those who wanted the buckets. Raises WeightSyncError for
-        tensors that cannot be sent."""
+    def staged(self) -> StagedWeights:
+        """All of it, as soon as it is there."""
+        self._until(lambda: False)
         if self._staged is None:
-            try:
-                for _ in self._filling:
-                    pass
-            except OtherTensorsError:
-                pass
-            if self._is_other:
-                first = () if self._other is None else (self._other,)
-                self._staged = self._staging.stage(itertools.chain(self._taken, first, self._tensors))
-            if self._staged is None:
-                raise WeightSyncError("the tensors of this version could not be gathered")
+            raise WeightSyncError(_FAILED)
         return self._staged
 
-    def _fill(self, places: Places) -> Iterator[torch.Tensor]:
-        fingerprints = Fingerprints(places.tensors)
+    def _is_settled(self, index: int) -> bool:
+        return len(self._full) > index or self._is_other
+
+    def _until(self, is_so: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: is_so() or self._is_over)
+            if self._is_over and self._staged is None:
+                raise WeightSyncError(_FAILED)
+
+    def _fill(self, places: Places) -> StagedWeights:
+        fingerprints, taken = Fingerprints(places.tensors), list[Named]()
         last = len(places.data) - 1
         for index, bucket in enumerate(places.data):
-            self._take(places.of(index), is_last=index == last)
-            yield bucket
+            wanted = places.of(index)
+            count, other = self._take_bucket(wanted, is_last=index == last)
+            taken += wanted[:count]
+            if count < len(wanted) or other:
+                self._note(is_other=True)
+                return self._staging.stage(itertools.chain(taken, other, self._tensors))
+            self._note(full=_recorded(bucket))
             fingerprints.add(index, bucket)  # only now, while it is sent
         of_each = fingerprints.read()
         in_order = tuple(of_each[number] for number in range(len(places.tensors)))
-        self._staged = StagedWeights(places.tensors, places.data, in_order)
+        return StagedWeights(places.tensors, places.data, in_order)
 
-    def _take(self, wanted: Sequence[Named], *, is_last: bool) -> None:
+    def _take_bucket(self, wanted: Sequence[Named], *, is_last: bool) -> tuple[int, tuple[Named, ...]]:
         """The next tensors to their places, at once: one by one, thousands of small ones would take longer than the
-        wire."""
+        wire. (how many were those that are wanted, the one that was not)"""
         sources: list[torch.Tensor] = []
+        other: tuple[Named, ...] = ()
         try:
             for name, view in wanted:
                 given = next(self._tensors, None)
                 if given is None or not _fits(given, name, view):
-                    raise self._others(given)
+                    other = () if given is None else (given,)
+                    break
                 sources.append(given[1].detach())
-            if is_last and (given := next(self._tensors, None)) is not None:
-                raise self._others(given)
+            if is_last and len(sources) == len(wanted) and (given := next(self._tensors, None)) is not None:
+                other = (given,)
         finally:
-            taken = wanted[: len(sources)]
-            if taken:
-                torch._foreach_copy_([view for _, view in taken], sources, non_blocking=taken[0][1].is_cuda)
-            self._taken += taken
+            if sources:
+                taken = [view for _, view in wanted[: len(sources)]]
+                torch._foreach_copy_(taken, sources, non_blocking=taken[0].is_cuda)
+        return len(sources), other
 
-    def _others(self, first: Named | None) -> OtherTensorsError:
-        self._is_other, self._other = True, first
-        return OtherTensorsError(_OTHER)
+    def _note(self, *, full: torch.cuda.Event | None = None, is_other: bool = False) -> None:
+        with self._changed:
+            self._is_other = is_other
+            if not is_other:
+                self._full.append(full)
+            self._changed.notify_all()
+
+
+def _recorded(bucket: torch.Tensor) -> torch.cuda.Event | None:
+    """Happens once everything is done that this thread has begun with the bucket; None: it is done."""
+    if not bucket.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(bucket.device))
+    return event
 
 
 def _fits(given: Named, name: str, view: torch.Tensor) -> bool:

@@ -1,19 +1,21 @@
 """The learner's end: offers a version, gathers and broadcasts it, announces it, and serves it to those who pull.
 
-A broadcast that fails costs its deadline and nothing else. What does raise is what the learner must know:
-FencedError, VersionRegressionError, a broker that is gone.
+The caller gathers, and goes on; all the rest is done by a thread. A broadcast that fails costs its deadline and nothing
+else. What does raise is what the learner must know: FencedError, VersionRegressionError, a broker that is gone.
 """
 
+import concurrent.futures
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import msgspec
 import torch
 
 from broker import BlockingBroker
-from broker.errors import BrokerError, VersionRegressionError
+from broker.errors import VersionRegressionError
 from broker.owner import Owner
 from broker.schema import Archived, BroadcastGroup, Probe, TensorSpec, WeightManifest, WeightVersion, WorkerInfo
 
@@ -28,6 +30,7 @@ from .membership import follows_by_pull
 from .pipeline import seal
 from .sender import Sender
 from .staging import StagedWeights
+from .threads import DaemonPool
 from .transports.pull_server import PullServer
 
 
@@ -35,6 +38,7 @@ from .transports.pull_server import PullServer
 class PublishReport:
     """What one publication cost and whom it reached."""
 
+    version: WeightVersion
     seconds: float
     nbytes: int
     members: tuple[str, ...]
@@ -43,8 +47,29 @@ class PublishReport:
     """Empty, or why some member was not reached by broadcast."""
 
 
+class Publication:
+    """A version that a publisher makes the run's newest, beside whatever its caller does."""
+
+    def __init__(self, begin: Callable[[], Future[PublishReport]]) -> None:
+        self._begin = begin
+        self._attempt: Future[PublishReport] | None = begin()
+
+    @property
+    def is_over(self) -> bool:
+        """`report` has something to say at once."""
+        return self._attempt is None or self._attempt.done()
+
+    def report(self) -> PublishReport:
+        """Once it is the newest. Raises VersionRegressionError, FencedError or BrokerUnavailableError, and the newest
+        version stays; after the last one it may be asked for again, and is tried again."""
+        attempt, self._attempt = self._attempt or self._begin(), None
+        report = attempt.result()
+        self._attempt = attempt
+        return report
+
+
 class Publisher:
-    """Belongs to one owner of the run. One call at a time, from one thread."""
+    """Belongs to one owner of the run. One version at a time, from one thread."""
 
     def __init__(self, broker: BlockingBroker, owner: Owner, config: WeightsConfig) -> None:
         self._blocking = broker
@@ -74,44 +99,66 @@ class Publisher:
         self._pulls = PullServer(address, self._token, config.broadcast_timeout_s, memory_is_reused=self._keeps_one)
         self._chain = DeltaChain(config.delta_chain)
         self._archiver = None if archive is None else Archiver(archive, config.delta_chain, config.broadcast_timeout_s)
+        self._thread = DaemonPool("publish", 1)
+        self._under_way: Future[PublishReport] | None = None
+        # What training has begun on the GPU meanwhile is not waited for.
+        uses_gpu = self._keeps_one or config.transport in ("nccl", "ucc")
+        self._stream = torch.cuda.Stream() if uses_gpu else None  # type: ignore[no-untyped-call]
 
     def gather(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
-        """What is to be published next; `publish` takes the tensors. Raises NoRoomError."""
+        """What is to be published next; `begin` takes the tensors, once the version before is published. Raises
+        NoRoomError."""
         return self._staging.begin(tensors)
 
-    def publish(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> PublishReport:
-        """Make `version` the run's newest. Blocks for at most three broadcast deadlines, a fourth one for deltas and a
-        fifth one to archive them; with `staging: none` for one more with every further part of the group.
+    def begin(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> Publication:
+        """Make `version` the run's newest. Returns once all tensors are taken, as gathering them may be collective, and
+        they may change; `Publication.report` tells the rest.
 
-        Raises VersionRegressionError, FencedError or BrokerUnavailableError; the newest version stays, and all tensors
-        were taken, as gathering them may be collective. It may be called again with the same arguments after
-        BrokerUnavailableError. Raises WeightSyncError for tensors that cannot be sent.
+        That takes at most three broadcast deadlines, a fourth one for deltas and a fifth one to archive them; with
+        `staging: none` one more with every further part of the group. Raises WeightSyncError for tensors that cannot be
+        sent.
         """
-        started = time.monotonic()
-        try:
-            if self._announced is not None and version <= self._announced:
-                raise VersionRegressionError(f"{version} is not newer than {self._announced}, published before")
-            report = self._publish(version, gathering, probe)
-        except BaseException as error:
-            self._pulls.forget(version)
-            if isinstance(error, BrokerError):
-                gathering.finish()
-            raise
-        self._announced = version
-        return replace(report, seconds=time.monotonic() - started)
+        if self._keeps_one and self._announced is not None:
+            self._pulls.release(self._announced)
+        publication = Publication(lambda: self._submit(version, gathering, probe))
+        gathering.take()
+        return publication
+
+    def publish(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> PublishReport:
+        """Begin, and wait for the report: see both. After BrokerUnavailableError it may be called again with the same
+        arguments."""
+        return self.begin(version, gathering, probe).report()
 
     def close(self) -> None:
         """Leave the group and stop serving; workers keep what they hold. Idempotent."""
+        self._thread.close()
+        if self._under_way is not None:
+            concurrent.futures.wait([self._under_way], self._config.broadcast_timeout_s)
         self._sender.close()
         if self._archiver is not None:
             self._archiver.close()
         self._pulls.close()
 
+    def _submit(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> Future[PublishReport]:
+        def attempt() -> PublishReport:
+            started = time.monotonic()
+            try:
+                if self._announced is not None and version <= self._announced:
+                    raise VersionRegressionError(f"{version} is not newer than {self._announced}, published before")
+                with torch.cuda.stream(self._stream):
+                    report = self._publish(version, gathering, probe)
+            except BaseException:
+                self._pulls.forget(version)
+                raise
+            self._announced = version
+            return replace(report, seconds=time.monotonic() - started)
+
+        self._under_way = self._thread.submit(attempt)
+        return self._under_way
+
     def _publish(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> PublishReport:
         # Members that took a version refuse it the second time, so a repeated publication is only announced.
         is_repeated = self._offered == version
-        if self._keeps_one and self._announced is not None:
-            self._pulls.release(self._announced)
         layout = gathering.layout()
         epoch, failed = (0, "repeated") if is_repeated else self._sender.prepare(self._workers, version)
         offer = self._manifest(version, layout.tensors, layout.buckets, probe, epoch)
@@ -123,7 +170,7 @@ class Publisher:
         if epoch:
             members, failure = self._sender.send(version, lambda: _on_the_wire(version, gathering))
             failed = "; ".join(filter(None, (failed, failure)))
-        staged = gathering.finish()
+        staged = gathering.staged()
         self._pulls.serve(version, staged.data)
         base, deltas, archived = self._deltas(version, staged)
         announced = msgspec.structs.replace(
@@ -136,7 +183,7 @@ class Publisher:
         self._known = staged.tensors
         self._pulls.keep_only(version, _by_version(deltas))
         self._chain.advance(version, base, deltas)
-        return PublishReport(0.0, staged.nbytes, members, failed)
+        return PublishReport(version, 0.0, staged.nbytes, members, failed)
 
     def _deltas(
         self, version: WeightVersion, staged: StagedWeights
@@ -188,7 +235,7 @@ def _on_the_wire(version: WeightVersion, gathering: Gathering) -> Iterator[torch
     for bucket in gathering.buckets():
         device = bucket.device
         yield bucket
-    yield seal(version, gathering.finish().fingerprints, device)
+    yield seal(version, gathering.staged().fingerprints, device)
 
 
 def _by_version(deltas: Iterable[Delta]) -> dict[WeightVersion, bytes]:

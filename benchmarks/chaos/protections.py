@@ -14,8 +14,8 @@ from broker.leases import Leases
 from broker.schema import Probe, WeightVersion
 from learner import packing
 from learner.experience import Experience
-from weightsync.publisher import Publisher, PublishReport
-from weightsync.staging import StagedWeights
+from weightsync.gathering import Gathering
+from weightsync.publisher import Publication, Publisher
 
 from .faults import MEAN_S
 
@@ -133,13 +133,13 @@ PROTECTIONS = {
 
 def _publish_again() -> None:
     """A publisher refuses to go back, so a learner whose run has moved on, or back, ends by an error: not any more."""
-    publish = Publisher.publish
+    begin = Publisher.begin
 
-    def publish_again(self: Publisher, version: WeightVersion, staged: StagedWeights, probe: Probe) -> PublishReport:
+    def begin_again(self: Publisher, version: WeightVersion, gathering: Gathering, probe: Probe) -> Publication:
         self._announced = None
-        return publish(self, version, staged, probe)
+        return begin(self, version, gathering, probe)
 
-    patch.object(Publisher, "publish", publish_again).start()
+    patch.object(Publisher, "begin", begin_again).start()
 
 
 def _edit(script: str, old: str, new: str) -> None:

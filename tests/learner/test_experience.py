@@ -1,11 +1,14 @@
 """The learner's side of the broker, against a real server that dies and forgets."""
 
+import asyncio
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +16,7 @@ import torch
 
 from broker import BlockingBroker
 from broker.batches import CheckpointMark
-from broker.errors import BrokerUnavailableError
+from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
 from broker.leases import SubmitOutcome
 from broker.schema import Group, Probe, RunRules, Tallies, WeightVersion
 from broker.server import EmbeddedServer
@@ -28,6 +31,7 @@ from learner.prompts.cursor import PromptCursor
 from tests.broker.scenario import trajectory
 from tests.deploy.runs import run_status
 from weightsync.config import WeightsConfig
+from weightsync.fingerprint import fingerprint
 from weightsync.publisher import Publisher
 
 GROUPS_PER_STEP, MAX_LAG = 4, 1
@@ -82,8 +86,13 @@ def experience(
         blocking.close()
 
 
-def publish(learner: Experience, step: int) -> None:
+def begin_to_publish(learner: Experience, step: int) -> None:
     learner.publish(WeightVersion(learner.owner.incarnation, step), [("w", torch.full((4,), float(step)))], PROBE)
+
+
+def publish(learner: Experience, step: int) -> None:
+    begin_to_publish(learner, step)
+    learner.settle()
 
 
 def forget_everything(server: EmbeddedServer, directory: Path) -> None:
@@ -102,17 +111,93 @@ def test_it_feeds_ahead_of_admission_and_ends_when_asked_to(url: str) -> None:
         assert blocking.call(blocking.broker.prompts.waiting())[0] == (MAX_LAG + 2) * GROUPS_PER_STEP
 
 
+def announced(blocking: BlockingBroker) -> WeightVersion | None:
+    return blocking.call(blocking.broker.versions.current())[1]
+
+
+class Announcing:
+    """The broker's verb, held up or failing as a test says."""
+
+    def __init__(self, blocking: BlockingBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._announce = blocking.broker.versions.announce
+        self.goes_on = threading.Event()
+        self.failures: list[Exception] = []
+        monkeypatch.setattr(blocking.broker.versions, "announce", self)
+
+    async def __call__(self, *arguments: Any) -> None:
+        await asyncio.to_thread(self.goes_on.wait, 60)
+        if self.failures:
+            raise self.failures.pop()
+        await self._announce(*arguments)
+
+
+def test_a_version_is_announced_beside_the_next_step(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is announced is what was published, whatever becomes of the tensors; the next one waits for it."""
+    with experience(url, CheckpointMark(0, 0), after(10_000)) as (learner, blocking):
+        learner.feed()
+        publish(learner, 0)
+        announcing = Announcing(blocking, monkeypatch)
+        tensor = torch.full((4,), 1.0)
+        learner.publish(WeightVersion(1, 1), [("w", tensor)], PROBE)
+        tensor.fill_(2.0)
+        assert len(generate(blocking, 0, GROUPS_PER_STEP)) == GROUPS_PER_STEP
+        assert len(take(learner, 1)) == GROUPS_PER_STEP
+        assert announced(blocking) == WeightVersion(1, 0)
+        announcing.goes_on.set()
+        learner.publish(WeightVersion(1, 2), [("w", tensor)], PROBE)
+        manifest = blocking.call(blocking.broker.versions.announced())
+        assert manifest is not None
+        assert manifest.fingerprints == (fingerprint(torch.full((4,), 1.0)),)
+        learner.settle()
+        assert announced(blocking) == WeightVersion(1, 2)
+
+
+def test_a_version_that_was_not_announced_is_announced_while_a_batch_is_waited_for(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with experience(url, CheckpointMark(0, 0), after(200)) as (learner, blocking):
+        announcing = Announcing(blocking, monkeypatch)
+        announcing.failures = [BrokerUnavailableError("away"), ServerRestartedError("anew")]
+        announcing.goes_on.set()
+        begin_to_publish(learner, 0)
+        with pytest.raises(Interrupted):
+            learner.take(0)
+        assert announced(blocking) == WeightVersion(1, 0)
+
+
+def test_a_learner_that_waits_for_a_batch_hears_that_it_is_superseded(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with experience(url, CheckpointMark(0, 0), after(10_000)) as (learner, blocking):
+        announcing = Announcing(blocking, monkeypatch)
+        announcing.failures = [FencedError("another learner has the run")]
+        begin_to_publish(learner, 0)
+        announcing.goes_on.set()
+        with pytest.raises(FencedError, match="another learner"):
+            learner.take(0)
+
+
+def test_engines_get_the_device_only_once_they_can_have_the_weights(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with experience(url, CheckpointMark(0, 0), after(10_000)) as (learner, blocking):
+        announcing = Announcing(blocking, monkeypatch)
+        begin_to_publish(learner, 0)
+        threading.Timer(0.3, announcing.goes_on.set).start()
+        with pytest.raises(NeedsLearner, match="engines"):
+            learner.take(0, may_wait=False)
+        assert announced(blocking) == WeightVersion(1, 0)
+
+
 def test_a_server_that_forgot_what_is_replayed_makes_us_publish(server: EmbeddedServer, tmp_path: Path) -> None:
     with experience(server.url, CheckpointMark(0, 0), after(1)) as (first, _):
         publish(first, 3)
     with experience(server.url, CheckpointMark(1, 1), after(10_000)) as (resumed, blocking):
-        assert blocking.call(blocking.broker.versions.current())[1] == WeightVersion(1, 3)
+        assert announced(blocking) == WeightVersion(1, 3)
         forget_everything(server, tmp_path / "server")
         with pytest.raises(NeedsLearner) as need:
             resumed.take(1)
         assert need.value.what == "rewind"
         publish(resumed, 1)  # what the loop does then
-        assert blocking.call(blocking.broker.versions.current())[1] == WeightVersion(2, 1)
+        assert announced(blocking) == WeightVersion(2, 1)
 
 
 def test_a_restarted_server_is_told_the_newest_version_and_fed_again(server: EmbeddedServer, tmp_path: Path) -> None:
@@ -122,7 +207,7 @@ def test_a_restarted_server_is_told_the_newest_version_and_fed_again(server: Emb
             learner.take(2)
         forget_everything(server, tmp_path / "server")
         publish(learner, 3)
-        assert blocking.call(blocking.broker.versions.current())[1] == WeightVersion(1, 3)
+        assert announced(blocking) == WeightVersion(1, 3)
         with pytest.raises(Interrupted):
             learner.take(3)
         assert blocking.call(blocking.broker.prompts.waiting())[0] >= MAX_LAG * GROUPS_PER_STEP

@@ -1,7 +1,8 @@
 """Buckets carry tensors bit for bit, aligned and fingerprinted."""
 
-from collections.abc import Iterator
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -127,39 +128,59 @@ def test_a_name_twice_and_an_unknown_dtype_are_refused() -> None:
         stage([("w", one.to(torch.complex64))], BUCKET_BYTES)
 
 
+def gathered(staging: Staging, given: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
+    gathering = staging.begin(given)
+    gathering.take()
+    return gathering.staged()
+
+
 @pytest.mark.parametrize("reuses_memory", [True, False])
 def test_versions_of_the_same_tensors_are_gathered_to_the_same_places(reuses_memory: bool) -> None:
     staging = Staging(BUCKET_BYTES, torch.device("cpu"), reuses_memory=reuses_memory)
-    first = staging.begin(iter(awkward_tensors())).finish()
+    first = gathered(staging, awkward_tensors())
     memory = [bucket.data_ptr() for bucket in first.data]
     changed = [(name, tensor.flip(0) if tensor.dim() else tensor) for name, tensor in awkward_tensors()]
     for given in (changed, awkward_tensors()):
         fresh, gathering = stage(given, BUCKET_BYTES), staging.begin(iter(given))
+        gathering.take()
         for bucket, expected in zip(gathering.buckets(), fresh.data, strict=True):
             assert torch.equal(bucket, expected)
-        again = gathering.finish()
+        again = gathering.staged()
         assert ([bucket.data_ptr() for bucket in again.data] == memory) == reuses_memory
         assert (again.tensors, again.fingerprints) == (fresh.tensors, fresh.fingerprints)
 
 
 def test_a_bucket_is_there_before_the_next_ones_tensors_are_taken() -> None:
     staging = Staging(BUCKET_BYTES, torch.device("cpu"), reuses_memory=False)
-    staging.begin(awkward_tensors()).finish()
-    taken: list[str] = []
+    gathered(staging, awkward_tensors())
+    taken, seen = list[str](), list[list[str]]()
+    goes_on = threading.Semaphore(0)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in awkward_tensors():
+            if {spec.name: spec.bucket for spec in layout.tensors}[name] > len(seen):
+                assert goes_on.acquire(timeout=30)
             taken.append(name)
             yield name, tensor
 
     gathering = staging.begin(tensors())
-    layout, buckets = gathering.layout(), gathering.buckets()
+    layout = gathering.layout()
+
+    def send() -> None:
+        for _ in gathering.buckets():
+            seen.append(list(taken))
+            goes_on.release()
+
     assert not taken
-    next(buckets)
-    assert taken == [spec.name for spec in layout.tensors if spec.bucket == 0]
-    buckets.close()  # nobody wants them any more
-    assert gathering.finish().fingerprints == staged().fingerprints
-    assert [bucket.data_ptr() for bucket in gathering.buckets()] == [b.data_ptr() for b in gathering.finish().data]
+    with ThreadPoolExecutor() as other_thread:
+        sent = other_thread.submit(send)
+        gathering.take()
+    sent.result()
+    assert seen == [
+        [spec.name for spec in layout.tensors if spec.bucket <= number] for number in range(len(layout.buckets))
+    ]
+    assert gathering.staged().fingerprints == staged().fingerprints
+    assert [bucket.data_ptr() for bucket in gathering.buckets()] == [b.data_ptr() for b in gathering.staged().data]
 
 
 @pytest.mark.parametrize("is_sent", [True, False])
@@ -173,15 +194,17 @@ def test_other_tensors_get_other_places(is_sent: bool) -> None:
         awkward_tensors(),
     ):
         gathering = staging.begin(iter(given))
-        if is_sent:
-            with suppress(OtherTensorsError):
-                list(gathering.buckets())
-        assert gathering.finish().fingerprints == stage(given, BUCKET_BYTES).fingerprints
+        with ThreadPoolExecutor() as other_thread:
+            sent = other_thread.submit(lambda of=gathering: list(of.buckets())) if is_sent else None
+            gathering.take()
+        if sent is not None and (error := sent.exception()) is not None:
+            assert isinstance(error, OtherTensorsError)
+        assert gathering.staged().fingerprints == stage(given, BUCKET_BYTES).fingerprints
 
 
 def test_tensors_that_fail_to_come_are_no_version() -> None:
     staging = Staging(BUCKET_BYTES, torch.device("cpu"), reuses_memory=True)
-    staging.begin(awkward_tensors()).finish()
+    gathered(staging, awkward_tensors())
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield from awkward_tensors()[:3]
@@ -189,9 +212,10 @@ def test_tensors_that_fail_to_come_are_no_version() -> None:
 
     gathering = staging.begin(broken())
     with pytest.raises(RuntimeError, match="a rank is gone"):
-        list(gathering.buckets())
-    with pytest.raises(WeightSyncError, match="could not be gathered"):
-        gathering.finish()
+        gathering.take()
+    for ask in (gathering.staged, lambda: list(gathering.buckets())):
+        with pytest.raises(WeightSyncError, match="could not be gathered"):
+            ask()
 
 
 def test_memory_that_was_given_back_is_used_again() -> None:

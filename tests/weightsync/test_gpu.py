@@ -1,10 +1,15 @@
 """What the CPU cannot show: fingerprints by the kernel, buckets on a GPU, copies of them."""
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from weightsync.buckets import fingerprints
 from weightsync.fingerprint import Parts, fingerprint, fingerprint_parts
+from weightsync.gathering import Staging
 from weightsync.staging import stage
 from weightsync.transports.served import ServedVersion
 
@@ -50,3 +55,34 @@ def test_what_is_read_of_a_version_on_a_gpu_outlives_its_memory() -> None:
     for bucket in buckets:
         bucket.fill_(7)
     assert bytes(served.read(2) or b"") == b"\2" * (1 << 20)
+
+
+def test_buckets_are_sent_as_they_were_gathered_while_training_goes_on() -> None:
+    """The sender waits for what fills a bucket, and for nothing that the learner begins afterwards."""
+    staging = Staging(4096, torch.device("cuda"), reuses_memory=True)
+    staging.begin(iter(awkward_tensors())).take()
+    changed = [(name, tensor.flip(0) if tensor.dim() else tensor) for name, tensor in awkward_tensors()]
+    trains = threading.Event()
+
+    def late() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in changed:
+            torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
+            yield name, tensor.cuda()
+
+    def send() -> tuple[list[torch.Tensor], bool]:
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            first = [bucket.cpu() for bucket in gathering.buckets()]
+            assert trains.wait(60)
+            again = [bucket.cpu() for bucket in gathering.buckets()]
+            assert all(map(torch.equal, first, again))
+            return again, torch.cuda.default_stream().query()
+
+    gathering = staging.begin(late())
+    with ThreadPoolExecutor() as other_thread:
+        sent = other_thread.submit(send)
+        gathering.take()
+        torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # seconds
+        trains.set()
+        data, is_training_over = sent.result()
+    assert not is_training_over
+    assert all(map(torch.equal, data, stage(changed, 4096).data))
