@@ -71,6 +71,7 @@ class Story:
     asks_for_bytes_at: int = 99
     write: Callable[[int], object] = lambda step: None
     events: list[tuple[str, int]] = field(default_factory=list)
+    under_way: WeightVersion | None = None
 
     def __post_init__(self) -> None:
         self.store = CheckpointStore(self.directory, keep=9)
@@ -90,10 +91,17 @@ class Story:
     def ignore(self, *_: object, **__: object) -> None:
         pass
 
-    feed = mark_dropped = publish = ignore
+    feed = mark_dropped = ignore
+
+    def publish(self, version: WeightVersion, *_: object) -> None:
+        self.under_way = version
+
+    def settle(self) -> None:
+        self.under_way = None
 
     def stage(self, directory: Path, *, is_copied: bool) -> Staged:
         assert is_copied
+        assert self.under_way is None  # what a checkpoint contains has been announced
         step = self.learner.version.step
         self.events.append(("staged", step))
 

@@ -14,7 +14,7 @@ from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerCo
 from learner.model import load_tokenizer
 from learner.saving import NamedTensors, stage_gathered
 
-from .export import hugging_face_tensors
+from .export import HuggingFaceExport
 from .policy import Policy, ValueModel
 from .sharded_model import Reports, ShardedModel
 from .sharding import gathering, local
@@ -35,6 +35,7 @@ class FsdpBackend(ShardedModel):
     ) -> None:
         super().__init__(Policy, model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
         self._policy = self._module
+        self._export = HuggingFaceExport(self._policy.model, self._dtype)
         self._tokenizer = load_tokenizer(model)
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
@@ -65,7 +66,7 @@ class FsdpBackend(ShardedModel):
 
         A tensor may share memory with the weights: copy it before the next `step`.
         """
-        return hugging_face_tensors(self._policy.model, self._dtype)
+        return self._export.tensors()
 
     def load(self, directory: Path) -> None:
         """Collective. Parameters and moments load into any number of ranks, RNG states rank by rank."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .sharding import full
+from .sharding import whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,17 +16,33 @@ BLOCK = re.compile(r".*?\.\d+\.")
 """The decoder layer in a parameter's name."""
 
 
-def hugging_face_tensors(model: "PreTrainedModel", dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that `save_pretrained` would write, tied ones once. Collective: gathers a layer at a time.
+class HuggingFaceExport:
+    """A model's tensors as `save_pretrained` would write them."""
 
-       transformers holds a layer's experts as one tensor (`mlp.experts.gate_up_proj`), files and engines
-    know each expert's own (`mlp.experts.0.gate_proj.weight`): its own table turns one into the other.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
+    def __init__(self, model: "PreTrainedModel", dtype: torch.dtype) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._unchanged: set[str] = set()
+        """Blocks whose tensors are the same there: transformers takes longer to find out than these to gather."""
 
-    for _, block in itertools.groupby(_distinct(model), key=lambda item: _block(item[0])):
-        gathered = {name: full(_rounded(tensor, dtype)) for name, tensor in block}
-        yield from revert_weight_conversion(model, gathered).items()
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor, tied ones once. Collective: gathers a layer at a time.
+
+           transformers holds a layer's experts as one tensor (`mlp.experts.gate_up_proj`), files and engines
+        know each expert's own (`mlp.experts.0.gate_proj.weight`): its own table turns one into the other.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        for name, block in itertools.groupby(_distinct(self._model), key=lambda item: _block(item[0])):
+            names, shards = zip(*block, strict=True)
+            gathered = dict(zip(names, whole(shards, self._dtype), strict=True))
+            if name in self._unchanged:
+                yield from gathered.items()
+                continue
+            converted = revert_weight_conversion(self._model, gathered)
+            if [*map(id, converted.values())] == [*map(id, gathered.values())] and [*converted] == [*gathered]:
+                self._unchanged.add(name)
+            yield from converted.items()
 
 
 def _block(name: str) -> str:
@@ -40,7 +56,3 @@ def _distinct(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor.detach()
-
-
-def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

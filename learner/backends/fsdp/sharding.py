@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from learner.backends.process_group import sum_over_ranks
 from learner.config import LayoutConfig
@@ -83,9 +83,46 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """All shards. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def whole(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Each with all of its shards, floating-point ones rounded to `dtype` first. Collective.
+
+    They travel together: DTensors one by one would take longer than the wire.
+    """
+    shards = [_rounded(local(tensor), dtype) for tensor in tensors]
+    if dist.get_world_size() == 1:
+        return shards
+    sharded = [(index, tensor) for index, tensor in enumerate(tensors) if isinstance(tensor, DTensor)]
+    for kind in {shards[index].dtype for index, _ in sharded}:
+        alike = [(index, tensor) for index, tensor in sharded if shards[index].dtype == kind]
+        gathered = _gathered([tensor for _, tensor in alike], [shards[index] for index, _ in alike])
+        for (index, _), tensor in zip(alike, gathered, strict=True):
+            shards[index] = tensor
+    return shards
+
+
+def _gathered(tensors: Sequence[DTensor], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of one dtype, in one collective, each padded to the rows of the first rank: FSDP cuts the first dimension as
+    `torch.chunk` does."""
+    mesh = tensors[0].device_mesh
+    assert all((tensor.device_mesh, tensor.placements) == (mesh, (Shard(0),)) for tensor in tensors)
+    ranks = mesh.size()
+    rows = [-(-tensor.shape[0] // ranks) for tensor in tensors]
+    sizes = [count * tensor.shape[1:].numel() for count, tensor in zip(rows, tensors, strict=True)]
+    flat = torch.zeros(sum(sizes), dtype=shards[0].dtype, device=shards[0].device)
+    places = [place[: shard.numel()] for place, shard in zip(torch.split(flat, sizes), shards, strict=True)]
+    torch._foreach_copy_(places, [shard.flatten() for shard in shards])
+    all_ranks = flat.new_empty(ranks * flat.numel())
+    # As bytes: gloo does not know every dtype.
+    dist.all_gather_into_tensor(all_ranks.view(torch.uint8), flat.view(torch.uint8), group=mesh.get_group())
+    parts = torch.split(all_ranks.view(ranks, -1), sizes, dim=1)
+    return [
+        part.reshape(ranks * count, *tensor.shape[1:])[: tensor.shape[0]]
+        for part, count, tensor in zip(parts, rows, tensors, strict=True)
+    ]
+
+
+def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float, device: torch.device) -> float:
