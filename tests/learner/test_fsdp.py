@@ -210,6 +210,7 @@ RANKS = {
         Case(architecture="qwen3", layout=LayoutConfig(context=2), compute=ComputeConfig(recompute="selective")),
         Case(architecture="qwen3_moe", layout=LayoutConfig(context=2), compute=ComputeConfig(offload_optimizer=True)),
     ],
+    3: [Case(architecture="qwen3_moe")],  # whose sizes 3 does not divide
     4: [
         Case(architecture="qwen3", layout=LayoutConfig(context=4)),
         Case(architecture="qwen3_moe", layout=LayoutConfig(context=2), compute=ComputeConfig(recompute="full")),
