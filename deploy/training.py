@@ -1,5 +1,6 @@
 """The learner role: wires backend, broker, weight sync and evaluation together and runs the loop to its end."""
 
+import gc
 import logging
 import random
 from collections.abc import Iterator, Sequence
@@ -87,6 +88,8 @@ def run_learner(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None
         learner = _learner(parts, experience, phases, start, stack)
         if experience is not None:
             experience.set_state("training")
+        gc.collect()
+        gc.freeze()  # what packages leave for good: to look at all of it takes a good part of a step
         is_finished = learner.run()
         if experience is not None:
             status = experience.status()  # while the workers are there to be counted
