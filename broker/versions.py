@@ -1,6 +1,7 @@
 """Weight versions by compare-and-set, and the blobs that go with them: manifests, the broadcast group, the
 model's files."""
 
+import asyncio
 import logging
 import secrets
 from contextlib import suppress
@@ -25,6 +26,8 @@ class Versions:
         self._connection = connection
         self._put: dict[str, bytes] = {}
         """What this client stored, to restore after a server lost its last second."""
+        self._storing = asyncio.Lock()
+        """One at a time: what is restored must not replace what is stored meanwhile."""
 
     async def offer(self, owner: Owner, manifest: WeightManifest) -> None:
         """Before the broadcast: those in the manifest's group epoch start receiving. Idempotent.
@@ -68,15 +71,20 @@ class Versions:
 
     async def restore(self, owner: Owner) -> None:
         """Stores again what this client stored last (after a re-assertion)."""
-        for key, blob in list(self._put.items()):
-            if key == "manifest:announced":
-                # A newer announcement, whose reply the crash swallowed, may have survived: it stays.
-                with suppress(VersionRegressionError):
-                    await self._swap("announced", owner, decode(blob, WeightManifest))
-            else:
-                await self._store(key, owner, blob)
+        async with self._storing:
+            for key, blob in list(self._put.items()):
+                if key == "manifest:announced":
+                    # A newer announcement, whose reply the crash swallowed, may have survived: it stays.
+                    with suppress(VersionRegressionError):
+                        await self._swap_now("announced", owner, decode(blob, WeightManifest))
+                else:
+                    await put_blob(self._connection, owner, key, blob)
 
     async def _swap(self, what: str, owner: Owner, manifest: WeightManifest) -> None:
+        async with self._storing:
+            await self._swap_now(what, owner, manifest)
+
+    async def _swap_now(self, what: str, owner: Owner, manifest: WeightManifest) -> None:
         blob, staged = encode(manifest), f"stage:{secrets.token_hex(8)}"
         version = manifest.version
         await self._connection.learner_script(
@@ -92,8 +100,9 @@ class Versions:
             self._put["manifest:announced"] = blob
 
     async def _store(self, key: str, owner: Owner, blob: bytes) -> None:
-        await put_blob(self._connection, owner, key, blob)
-        self._put[key] = blob
+        async with self._storing:
+            await put_blob(self._connection, owner, key, blob)
+            self._put[key] = blob
 
     async def _get(self, key: str, kind: type[T]) -> T | None:
         blob = await self._connection.execute("GET", self._connection.keys(key))
