@@ -272,10 +272,10 @@ class Experience:
 
     def _ask_for_help(self, step: int) -> None:
         waiting_for = self._blocking.broker.batches.waiting_for
-        if waiting_for in ("rewind", "announce") and self._publication is not None:
-            self.settle()
-            return
         if waiting_for in ("rewind", "announce") or self._is_replay_lost:
+            if self._publication is not None:  # it may be all that is missing, and cannot be published twice
+                self.settle()
+                return
             self._is_replay_lost = False
             if not self._replay_what_is_lost(step):
                 raise NeedsLearner("rewind")

@@ -95,10 +95,14 @@ def publish(learner: Experience, step: int) -> None:
     learner.settle()
 
 
-def forget_everything(server: EmbeddedServer, directory: Path) -> None:
+def kill(server: EmbeddedServer) -> None:
     os.kill(server.pid, signal.SIGKILL)
     while server.is_alive():
         pass
+
+
+def forget_everything(server: EmbeddedServer, directory: Path) -> None:
+    kill(server)
     shutil.rmtree(directory / "appendonlydir")
     server.start()
 
@@ -175,6 +179,23 @@ def test_a_learner_that_waits_for_a_batch_hears_that_it_is_superseded(
         announcing.goes_on.set()
         with pytest.raises(FencedError, match="another learner"):
             learner.take(0)
+
+
+def test_a_server_that_is_restarted_during_a_replay_makes_nobody_publish_twice(
+    server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept all that is replayed; what is asked for afterwards was not there before."""
+    batch = train_two_steps(server.url, tmp_path / "log")
+    with experience(server.url, CheckpointMark(1, 1), after(200), logged=tmp_path / "log") as (resumed, blocking):
+        kill(server)
+        server.start()
+        assert tids_of(take(resumed, 1)) == tids_of(batch)
+        announcing = Announcing(blocking, monkeypatch)
+        begin_to_publish(resumed, 2)
+        threading.Timer(0.3, announcing.goes_on.set).start()
+        with pytest.raises(Interrupted):  # no NeedsLearner: the loop would publish this version again
+            resumed.take(2)
+        assert announced(blocking) == WeightVersion(2, 2)
 
 
 def test_engines_get_the_device_only_once_they_can_have_the_weights(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import learner.backends.fsdp.sharding
 import tests.learner.fsdp_rank as fsdp_rank
+import tests.learner.whole_rank as whole_rank
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.base import Backend
@@ -237,6 +238,28 @@ def test_any_ranks_equal_one(count: int, tmp_path: Path) -> None:
         alone = open_backend("fsdp", model_config(case.architecture), OPTIMIZER)
         alone.load(tmp_path / str(number) / "checkpoint")
         assert all(torch.equal(tensor, tensors[name]) for name, tensor in alone.named_tensors())
+
+
+@pytest.mark.slow
+def test_shards_of_all_kinds_are_gathered_as_they_were_cut() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command = [*launcher, "-m", whole_rank.__name__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_a_name_that_changes_behind_the_layers_does_so_where_those_before_them_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def renamed(_: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name.replace("lm_head", "output"): tensor for name, tensor in tensors.items()}
+
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", renamed)
+    backend = open_backend("fsdp", model_config("qwen3", tied=False), OPTIMIZER)
+    for _ in range(2):
+        names = as_dict(backend).keys()
+        assert "output.weight" in names
+        assert "lm_head.weight" not in names
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -354,6 +354,30 @@ def test_what_was_not_copied_in_time_is_served_no_more() -> None:
     pulls.close()
 
 
+def test_what_is_forgotten_is_copied_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was announced by a call that seemed to fail, and is being read: nobody says when its memory is overwritten."""
+    is_copying, goes_on, copy = threading.Event(), threading.Event(), served.ServedVersion._copy
+
+    def slow_copy(self: served.ServedVersion, bucket: torch.Tensor) -> torch.Tensor | None:
+        if bucket is memory[1]:
+            is_copying.set()
+            goes_on.wait(TIMEOUT_S)
+        return copy(self, bucket)
+
+    monkeypatch.setattr(served.ServedVersion, "_copy", slow_copy)
+    pulls = PullServer(LOCAL, "secret", TIMEOUT_S, memory_is_reused=True)
+    memory = tuple(bucket.clone() for bucket in DATA)
+    pulls.serve(V0, memory)
+    fetch(pulls, "/1/0/0")
+    assert is_copying.wait(TIMEOUT_S)
+    late = pulls._versions[V0]
+    pulls.forget(V0)
+    memory[1].fill_(7)
+    goes_on.set()
+    assert late.read(1) is None
+    pulls.close()
+
+
 def test_pull_verifies(pulls: PullServer) -> None:
     pulls.serve(V0, (DATA[0], DATA[1] + 1))
     with pytest.raises(WeightSyncError, match="b in bucket 1 arrived damaged"):

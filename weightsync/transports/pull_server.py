@@ -74,7 +74,10 @@ class PullServer:
         self._deltas = dict(deltas)
 
     def forget(self, version: WeightVersion) -> None:
-        """Serve `version` no more."""
+        """Serve `version` no more. Whoever still waits for a copy of one of its buckets gets none: their memory may be
+        overwritten from now on."""
+        if version in self._versions:
+            self._versions[version].release()
         self._versions = {other: served for other, served in self._versions.items() if other != version}
         self._deltas = {other: data for other, data in self._deltas.items() if other != version}
 

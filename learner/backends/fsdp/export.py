@@ -22,8 +22,9 @@ class HuggingFaceExport:
     def __init__(self, model: "PreTrainedModel", dtype: torch.dtype) -> None:
         self._model = model
         self._dtype = dtype
-        self._unchanged: set[str] = set()
-        """Blocks whose tensors are the same there: transformers takes longer to find out than these to gather."""
+        self._unchanged: set[tuple[str, ...]] = set()
+        """Blocks, by their tensors' names, that are the same there: transformers takes longer to find out than these to
+        gather. Some are outside of all layers: they have no other name."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor, tied ones once. Collective: gathers a layer at a time.
@@ -33,15 +34,15 @@ class HuggingFaceExport:
         """
         from transformers.core_model_loading import revert_weight_conversion
 
-        for name, block in itertools.groupby(_distinct(self._model), key=lambda item: _block(item[0])):
+        for _, block in itertools.groupby(_distinct(self._model), key=lambda item: _block(item[0])):
             names, shards = zip(*block, strict=True)
             gathered = dict(zip(names, whole(shards, self._dtype), strict=True))
-            if name in self._unchanged:
+            if names in self._unchanged:
                 yield from gathered.items()
                 continue
             converted = revert_weight_conversion(self._model, gathered)
             if [*map(id, converted.values())] == [*map(id, gathered.values())] and [*converted] == [*gathered]:
-                self._unchanged.add(name)
+                self._unchanged.add(names)
             yield from converted.items()
 
 

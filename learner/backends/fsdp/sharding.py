@@ -92,7 +92,7 @@ def whole(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Ten
     if dist.get_world_size() == 1:
         return shards
     sharded = [(index, tensor) for index, tensor in enumerate(tensors) if isinstance(tensor, DTensor)]
-    for kind in {shards[index].dtype for index, _ in sharded}:
+    for kind in dict.fromkeys(shards[index].dtype for index, _ in sharded):  # a set has another order on each rank
         alike = [(index, tensor) for index, tensor in sharded if shards[index].dtype == kind]
         gathered = _gathered([tensor for _, tensor in alike], [shards[index] for index, _ in alike])
         for (index, _), tensor in zip(alike, gathered, strict=True):
@@ -114,7 +114,7 @@ def _gathered(tensors: Sequence[DTensor], shards: Sequence[torch.Tensor]) -> lis
     all_ranks = flat.new_empty(ranks * flat.numel())
     # As bytes: gloo does not know every dtype.
     dist.all_gather_into_tensor(all_ranks.view(torch.uint8), flat.view(torch.uint8), group=mesh.get_group())
-    parts = torch.split(all_ranks.view(ranks, -1), sizes, dim=1)
+    parts = torch.split(all_ranks.view(ranks, flat.numel()), sizes, dim=1)
     return [
         part.reshape(ranks * count, *tensor.shape[1:])[: tensor.shape[0]]
         for part, count, tensor in zip(parts, rows, tensors, strict=True)
