@@ -274,6 +274,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     take_s: float
     train_s: float
     publish_s: float
+    """Until the weights are gathered and those before are announced: sending them goes on beside the next step."""
     checkpoint_s: float
     step_s: float
 
