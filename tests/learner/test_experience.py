@@ -192,7 +192,8 @@ def test_a_server_that_is_restarted_during_a_replay_makes_nobody_publish_twice(
         assert tids_of(take(resumed, 1)) == tids_of(batch)
         announcing = Announcing(blocking, monkeypatch)
         begin_to_publish(resumed, 2)
-        threading.Timer(0.3, announcing.goes_on.set).start()
+        settle = resumed.settle
+        monkeypatch.setattr(resumed, "settle", lambda: (announcing.goes_on.set(), settle()))
         with pytest.raises(Interrupted):  # no NeedsLearner: the loop would publish this version again
             resumed.take(2)
         assert announced(blocking) == WeightVersion(2, 2)
