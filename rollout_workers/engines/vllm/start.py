@@ -21,6 +21,10 @@ STREAM_INTERVAL = 16
 """Tokens of a request that come together, but for its first and its last. One by one, with 512 requests at once, they
 would take the worker's event loop longer than a GPU takes to sample them."""
 
+BATCHED_TOKENS = 8192
+"""Of a step, on a GPU. With the 2,048 that vLLM takes otherwise, hundreds of caches take seconds to be computed anew
+after a swap; more would add little, as these keep a GPU busy, and the first token after a swap would come later."""
+
 
 def prepare_environment(threads: int) -> None:
     """What vLLM reads when it is imported or starts its processes; the user's own settings stay."""
@@ -41,6 +45,7 @@ def engine_arguments(
     config: EngineConfig, model_dir: Path, architecture: str, seed: int, *, sleeps: bool = False
 ) -> dict[str, Any]:
     """Arguments of AsyncEngineArgs; `engine.options` go over ours."""
+    sequences = config.max_concurrent + 1  # one for `score`, which must not wait until a request ends
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         # A bare config.json may not name its class. On a CPU a tied head would keep its packed copy of
@@ -50,7 +55,7 @@ def engine_arguments(
         "load_format": "dummy",
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_concurrent + 1,  # one for `score`, which must not wait until a request ends
+        "max_num_seqs": sequences,
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rollout_workers.engines.vllm.extension.WeightExtension",
@@ -59,7 +64,8 @@ def engine_arguments(
         "stream_interval": STREAM_INTERVAL,
     }
     if torch.cuda.is_available():
-        arguments |= {"enable_sleep_mode": sleeps}
+        tokens = min(BATCHED_TOKENS, sequences * config.max_model_len)
+        arguments |= {"enable_sleep_mode": sleeps, "max_num_batched_tokens": tokens}
     else:  # there vLLM's sleep frees nothing, and cannot be enabled
         executor = "uni" if gpus_of(config) == 1 else "mp"
         arguments |= {"enforce_eager": True, "distributed_executor_backend": executor}
