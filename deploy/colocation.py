@@ -3,7 +3,7 @@
 Worker i has the GPUs of the learner's ranks from i * tensor_parallel_size on, so that one engine is on each of them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from broker.errors import ConfigError
@@ -63,17 +63,20 @@ def impossible_turns(recipe: Recipe) -> Iterator[str]:
 
 
 def worker_gpus(recipe: Recipe, visible: str) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of one worker after the other, of those that `visible` names; all if it is empty.
+    """CUDA_VISIBLE_DEVICES of one worker after the other, of those that `visible` names; none if workers have no own.
 
-    Versions that are kept on GPUs lie on the learner's first one, from where each worker copies them: it sees that too.
+    With ipc, versions that are kept on GPUs lie on the learner's first one, from where each worker copies them: it sees
+    that too, after its own.
     """
-    each, learner = gpus_of(recipe.engine), recipe.learner
-    if not recipe.run.is_colocated or learner.device == "cpu":
+    each, learner, weights = gpus_of(recipe.engine), recipe.learner, recipe.weights
+    if learner.device == "cpu":
         return shares(recipe.workers.devices, each)
     ranks = visible.split(",") if visible else [str(rank) for rank in range(learner.processes)]
-    own = shares(recipe.workers.devices or ranks[: recipe.workers.count * each], each)
-    first = ranks[0] if recipe.weights.staging == "device" else ""
-    return [gpus if first in ("", *gpus.split(",")) else f"{gpus},{first}" for gpus in own]
+    devices: Sequence[int | str] = recipe.workers.devices
+    if recipe.run.is_colocated:
+        devices = devices or ranks[: recipe.workers.count * each]
+    first = ranks[0] if (weights.transport, weights.staging) == ("ipc", "device") else ""
+    return [gpus if first in ("", *gpus.split(",")) else f"{gpus},{first}" for gpus in shares(devices, each)]
 
 
 def _gpus_each(engine: Mapping[str, Any]) -> int:

@@ -66,6 +66,12 @@ def test_elsewhere_devices_are_as_they_are_said(path: Path) -> None:
     assert worker_gpus(load_recipe(path, ["workers.devices=[1, 2]"]), "0,1") == ["1", "2"]
 
 
+def test_a_separate_worker_sees_the_gpu_from_which_it_copies(path: Path) -> None:
+    devices = ("learner.device=cuda", "engine.kind=vllm", "workers.devices=[2, 2, 3]", "weights.staging=device")
+    assert worker_gpus(load_recipe(path, [*devices, "weights.transport=ipc"]), "1,2,3") == ["2,1", "2,1", "3,1"]
+    assert worker_gpus(load_recipe(path, [*devices, "weights.transport=nccl"]), "1,2,3") == ["2", "2", "3"]
+
+
 def test_the_shipped_recipe_for_one_gpu_takes_turns_by_one_key() -> None:
     recipe = load_recipe("smollm2-reasoning-gym.yaml", ["run.placement=colocated"])
     assert (recipe.weights.transport, recipe.weights.staging, recipe.workers.count) == ("ipc", "host", 1)

@@ -1,5 +1,8 @@
 """What the CPU cannot show: fingerprints by the kernel, buckets on a GPU, copies of them."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from benchmarks.gpus import gpu_names
 from weightsync.buckets import fingerprints
 from weightsync.fingerprint import Parts, fingerprint, fingerprint_parts
 from weightsync.gathering import Staging
+from weightsync.shared_memory import gpu_handle
 from weightsync.staging import stage
 from weightsync.transports.served import ServedVersion
 
@@ -55,6 +60,27 @@ def test_what_is_read_of_a_version_on_a_gpu_outlives_its_memory() -> None:
     for bucket in buckets:
         bucket.fill_(7)
     assert bytes(served.read(2) or b"") == b"\2" * (1 << 20)
+
+
+COPY = """
+import sys
+import torch
+from weightsync.shared_memory import attach
+there = attach(bytes.fromhex(sys.argv[1]))
+here = torch.empty(there.shape, dtype=torch.uint8, device="cuda").copy_(there)
+torch.cuda.synchronize(there.device)
+print(here.device, there.device, int(here.sum()))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_who_sees_another_gpu_after_its_own_copies_from_its_memory() -> None:
+    buffer = torch.full((1 << 20,), 7, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(reversed(gpu_names(2)))}
+    command = [sys.executable, "-c", COPY, gpu_handle(buffer).hex()]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["cuda:0", "cuda:1", str(7 << 20)]
 
 
 def test_buckets_are_sent_as_they_were_gathered_while_training_goes_on() -> None:
