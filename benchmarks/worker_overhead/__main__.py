@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,7 +33,6 @@ TARGETS = {"no_updates": 0.97, "updates": 0.93}
 """Of bare vLLM's tokens per second."""
 ON_GPU = {
     "learner.device": "cuda",
-    "engine.device": "cuda",
     "weights.transport": "ipc",
     "weights.staging": "device",
 }
@@ -52,6 +52,7 @@ def recipe_of(workload: Workload) -> Recipe:
         "sampling.max_new_tokens": workload.max_new_tokens,
         "learner.group_size": workload.group_size,
         "weights.broadcast_timeout_s": 120,
+        "weights.kv_policy": workload.kv_policy,
         **(ON_GPU if torch.cuda.is_available() else {}),
         "workers.patience_s": START_S,
         "broker.lease_ttl_s": 60,
@@ -109,14 +110,15 @@ def _until_it_generates(learner: StandInLearner, worker: "subprocess.Popen[bytes
 
 
 def _lap(learner: StandInLearner, workload: Workload, update_every_s: float) -> dict[str, Any]:
-    """From what the worker does after a warm-up."""
+    """From what the worker does after a warm-up, in which updates begin: the first ones map buckets and compile."""
     info = learner.worker()
     assert info is not None
     process, published, taken = psutil.Process(info.pid), [], learner.taken
     samples: list[tuple[float, float, float]] = []
     first_swap, first_submitted = info.swaps, info.submitted
-    begins = time.monotonic() + workload.warm_up_s
-    ends, feeds, updates = begins + workload.seconds, 0.0, begins
+    feeds = updates = time.monotonic()
+    begins = updates + workload.warm_up_s
+    ends = begins + workload.seconds
     while (now := time.monotonic()) < ends:
         seen = learner.worker()
         if seen is not None and now >= begins and (not samples or seen.generated_tokens != samples[-1][1]):
@@ -131,7 +133,9 @@ def _lap(learner: StandInLearner, workload: Workload, update_every_s: float) -> 
             published.append(learner.publish().seconds)
             updates += update_every_s
         time.sleep(LOOK_S)
-    return rate(samples[1:]) | {  # the first may be a heartbeat from before
+    samples = samples[1:]  # the first may be a heartbeat from before
+    return rate(samples) | {
+        "by_heartbeat": [round((b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(samples)],
         "submitted": info.submitted - first_submitted,
         "swaps": info.swaps - first_swap,
         "publish_s": round(fmean(published), 2) if published else None,
@@ -166,7 +170,8 @@ def main() -> None:
             "met": ratio >= TARGETS[name],
         }
         _tell(f"{name}: {result[name]}")
-    print(json.dumps({"paced": options.paced, "shape": options.shape, **order["engine"], **result}))
+    settings = {"paced": options.paced, "shape": options.shape, "kv_policy": options.kv_policy, **order["engine"]}
+    print(json.dumps(settings | result))
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -181,11 +186,13 @@ def _workload(options: argparse.Namespace) -> Workload:
             max_concurrent=options.concurrent,
             max_model_len=options.max_new_tokens + 160,
             dtype="bfloat16" if torch.cuda.is_available() else "float32",
+            device="cuda" if torch.cuda.is_available() else "cpu",
             options=ours | json.loads(options.engine_options),
         ),
         max_new_tokens=options.max_new_tokens,
         mean_tokens=options.mean_tokens,
         group_size=8,
+        kv_policy=options.kv_policy,
         warm_up_s=options.warm_up,
         seconds=options.seconds,
     )
@@ -201,6 +208,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=float, default=15.0 if on_gpu else 3.0, metavar="S")
     parser.add_argument("--seconds", type=float, default=60.0 if on_gpu else 10.0, help="of every lap")
     parser.add_argument("--update-every", type=float, default=10.0, metavar="S", help="0: no lap with updates")
+    parser.add_argument("--kv-policy", choices=["recompute", "keep"], default="recompute")
     parser.add_argument("--engine-options", default="{}", help="JSON: vLLM engine arguments for both sides")
     parser.add_argument("--paced", action="store_true", help="vLLM's front end around a core that samples nothing")
     parser.add_argument("--step-ms", type=float, default=12.0, help="of the paced core")

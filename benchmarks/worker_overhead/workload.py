@@ -30,9 +30,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     warm_up_s: float
     seconds: float
+    kv_policy: str
+    """Of the worker: what an update does to the caches of running requests."""
     model_dir: str = ""
-    update_every_s: float = 0.0
-    """Seconds from one published version to the next; 0: the first is the last."""
 
 
 def write_model(workload: Workload, models: Path | None, device: str, timeout_s: float) -> Path:
