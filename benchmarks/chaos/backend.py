@@ -4,6 +4,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -84,6 +85,9 @@ class TinyBackend:
 
     def save(self, directory: Path) -> None:
         save(self, directory)
+
+    def off_device(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def load(self, directory: Path) -> None:
         self._weights = load_file(directory / _FILE)[_NAME]

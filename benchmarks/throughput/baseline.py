@@ -118,5 +118,8 @@ def _open_model(case: Case, path: Path, attention: str, device: torch.device) ->
 
 
 def _moved(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    given = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return PackedBatch(**{name: tensor if tensor is None else tensor.to(device) for name, tensor in given.items()})
+    moved: dict[str, Any] = {}
+    for field in dataclasses.fields(batch):
+        tensor = getattr(batch, field.name)
+        moved[field.name] = tensor if tensor is None else tensor.to(device)
+    return PackedBatch(**moved)

@@ -20,6 +20,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
@@ -53,7 +54,7 @@ class Places(NamedTuple):
 def measure(order: Order, output: Path, places: Places, limit_s: float) -> list[dict[str, Any]]:
     """One line for every version, with what both ends said of it."""
     encoded = msgspec.json.encode(order).decode()
-    with EmbeddedServer(output / "server") as server:
+    with TemporaryDirectory() as directory, EmbeddedServer(Path(directory)) as server:
         arguments = [server.url, "weight-sync", encoded]
         processes = [
             _start("learner", [*_ranks(places.ranks), *_module("learner"), *arguments], output, places.learner),

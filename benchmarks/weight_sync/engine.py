@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -27,7 +27,8 @@ from rollout_workers.outages import Outages
 from rollout_workers.turns import SwapTurns
 from rollout_workers.weights import HeldWeights
 from weightsync.config import WeightsConfig
-from weightsync.subscriber import Delivery, Subscriber
+from weightsync.deliveries import Arriving, Delivery
+from weightsync.subscriber import Subscriber
 
 from .order import REST_S, Order
 
@@ -79,13 +80,13 @@ async def follow(url: str, run: str, order: Order) -> None:
     turns = SwapTurns(broker.turns, "engine", outages, share=1.0, ttl_s=5.0)
     swapping = _Swapping(engine)
     held = HeldWeights(
-        swapping,
+        cast(Engine, swapping),
         subscriber,
         outages,
         turns,
         keep_cache=order.kv_policy == "keep",
         verify=True,
-        on_swap=lambda: verified.setdefault(held.version, time.monotonic()),
+        on_swap=lambda: verified.update({held.version: time.monotonic()}),
     )
     async with asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(held.follow()), tasks.create_task(_beat(broker, subscriber, held))]
@@ -148,7 +149,7 @@ class _Noting(Subscriber):
         super().__init__(broker, worker, config)
         self.at: dict[WeightVersion, float] = {}
 
-    async def wait_for_version(self, current: WeightVersion | None) -> Delivery:
+    async def wait_for_version(self, current: WeightVersion | None) -> Delivery | Arriving:
         delivery = await super().wait_for_version(current)
         self.at[delivery.manifest.version] = time.monotonic()
         return delivery

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.throughput.shapes import Shape
-from learner.backends.fsdp.export import hugging_face_tensors
+from learner.backends.fsdp.export import HuggingFaceExport
 from learner.backends.fsdp.sharding import local
 from rollout_workers.engines.loading import one_by_one
 
@@ -43,13 +43,13 @@ class Sharded:
     """Over the ranks of the default process group, by FSDP2, and gathered layer by layer as the learner does it."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._model = _meta_model(directory, dtype)
-        for layer in self._model.model.layers:
+        model = _meta_model(directory, dtype)
+        for layer in model.model.layers:
             fully_shard(layer)
-        fully_shard(self._model)
-        self._model.to_empty(device=device)
-        self._shards = [(name, local(shard.detach())) for name, shard in self._model.named_parameters()]
+        fully_shard(model)
+        model.to_empty(device=device)
+        self._export = HuggingFaceExport(model, dtype)
+        self._shards = [(name, local(shard.detach())) for name, shard in model.named_parameters()]
         for name, shard in self._shards:
             shard.normal_(1.0 if "norm" in name else 0.0, SCALE)
 
@@ -59,7 +59,7 @@ class Sharded:
 
     def named(self) -> Iterator[Named]:
         """Collective."""
-        return hugging_face_tensors(self._model, self._dtype)
+        return self._export.tensors()
 
 
 def layout(directory: Path) -> list[tuple[str, tuple[int, ...]]]:

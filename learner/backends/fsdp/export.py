@@ -29,7 +29,7 @@ class HuggingFaceExport:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor, tied ones once. Collective: gathers a layer at a time.
 
-           transformers holds a layer's experts as one tensor (`mlp.experts.gate_up_proj`), files and engines
+        transformers holds a layer's experts as one tensor (`mlp.experts.gate_up_proj`), files and engines
         know each expert's own (`mlp.experts.0.gate_proj.weight`): its own table turns one into the other.
         """
         from transformers.core_model_loading import revert_weight_conversion
