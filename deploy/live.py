@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from broker.client import BlockingBroker
 from broker.errors import HeadwayError, RunNotFoundError
@@ -43,6 +44,7 @@ class Monitor:
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
         self._started = time.monotonic()
         self._printed = (-1, -1)
+        self._is_first_look = True
         self._state = ""
         self.last: RunStatus | None = None
 
@@ -60,7 +62,8 @@ class Monitor:
 
     def say(self, text: str) -> None:
         """A line above the panel."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        # As Text: what print is told of markup, it does to the panel below, too.
+        self._console.print(Text(text), soft_wrap=True)
 
     def _watch(self) -> None:
         while True:
@@ -85,6 +88,9 @@ class Monitor:
             self._print_lines(status)
 
     def _print_lines(self, status: RunStatus) -> None:
+        if self._is_first_look:
+            self._is_first_look = False
+            self._printed = _last_but_one(status.recent_steps)
         self._tell_state(status.state)
         for step in status.recent_steps:
             if (step.incarnation, step.step) > self._printed:
@@ -95,6 +101,11 @@ class Monitor:
         if state != self._state and self._live is None:
             self.say(STATES.get(state, state))
         self._state = state
+
+
+def _last_but_one(steps: Sequence[StepMetrics]) -> tuple[int, int]:
+    """Who joins a run, or resumes one, is told where it stands: what was before had another load."""
+    return (steps[-2].incarnation, steps[-2].step) if len(steps) > 1 else (-1, -1)
 
 
 @contextmanager

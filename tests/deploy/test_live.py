@@ -82,6 +82,25 @@ def test_in_a_pipe_every_step_is_one_line_once() -> None:
     assert "generated 5,000 tokens/s  12 ready  2 workers" in lines[2]
 
 
+def test_who_joins_a_run_is_told_where_it_stands_and_what_follows() -> None:
+    output = io.StringIO()
+    monitor = Monitor(Script(run_status(3), run_status(5)), Console(file=output, width=200))
+    for _ in range(2):
+        monitor._look()
+    lines = output.getvalue().splitlines()
+    assert [line.partition("/")[0] for line in lines[1:]] == ["step    3", "step    4", "step    5"]
+
+
+def test_a_line_above_the_panel_leaves_its_markup_alone() -> None:
+    output = io.StringIO()
+    monitor = Monitor(Script(run_status()), Console(file=output, width=200, force_terminal=True))
+    with monitor:
+        monitor._look()
+        monitor.say("worker-0 [exited]")
+    assert "worker-0 [exited]" in output.getvalue()
+    assert "[bold]" not in output.getvalue()
+
+
 def test_status_tables_hold_versions_queues_workers_and_lags() -> None:
     text = text_of(status_tables(run_status()))
     for part in (
