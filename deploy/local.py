@@ -21,6 +21,7 @@ from learner.rewind import Rewind
 from .colocation import worker_gpus
 from .kept_server import KeptServer
 from .live import watch
+from .packages import check_packages
 from .processes import Command
 from .recipe import Recipe
 from .report import amend_summary, read_summary
@@ -82,6 +83,7 @@ class Local:
         return code
 
     def _prepare(self) -> Path:
+        check_packages(self.recipe, has_workers=True)
         if self.recipe.broker.url != "embedded":
             ping(self.recipe.broker.url, self.recipe.run.name)  # before anything is taken away
         check_rewind(self.recipe, self.rewind)

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from learner.composition import check_algorithm
 from learner.model import load_config, load_tokenizer, model_files
 from learner.prompts import open_prompts
 from learner.prompts.rendering import Renderer
@@ -34,6 +35,7 @@ class SftOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_sft(recipe: Recipe, output: Path, *, console: Console) -> SftOutcome:
     """Run all phases and write a model for `from_pretrained` to `output`. Raises WarmUpError when it is stopped."""
+    check_algorithm(recipe.algorithm)  # what follows the warm-up must not fail for a misspelt option
     backend = recipe_backend(recipe)
     ranks = Ranks.of(backend)
     tokenizer = load_tokenizer(recipe.model)

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def test_the_report_of_this_machine() -> None:
     )
     report = json.loads(answer.stdout)
     found = {finding["name"]: finding["works"] for finding in report["servers"] + report["backends"]}
-    assert found == {"embedded": True, "fsdp": True}
+    assert found == {"embedded": True, "fsdp": True, "megatron": find_spec("megatron") is not None}
     assert [engine["name"] for engine in report["engines"]] == ["embedded", "vllm"]
     assert report["ready"] is True
 

@@ -76,6 +76,16 @@ def test_an_error_is_one_paragraph(arguments: str, message: str, tmp_path: Path)
     assert not (tmp_path / "runs" / "x").exists()
 
 
+def test_a_misspelt_option_of_the_loss_is_told_before_the_warm_up(tmp_path: Path) -> None:
+    check_error(
+        *("sft", "arithmetic.yaml", "algorithm.objective.options.clip_hi=0.3", "--output", "out"),
+        *("sft.phases=[{kind: arithmetic, max_steps: 1}]", "evaluation.prompts=1"),
+        cwd=tmp_path,
+        message="algorithm.objective.options.clip_hi: ppo_clip has no such option; did you mean 'clip_high'?",
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_taken_port(tmp_path: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
