@@ -16,11 +16,15 @@ from rich.live import Live
 
 from broker.address import without_password
 from broker.client import BlockingBroker
-from broker.errors import ConfigError
+from broker.errors import ConfigError, RunNotFoundError
 from broker.schema import RunStatus
 from learner.rewind import Rewind
+from rollout_workers.config import EngineConfig
+from weightsync.config import WeightsConfig
 
+from .config_checks import check_engine
 from .config_files import apply_overrides
+from .config_words import check_shape, explain
 from .live import watch as watch_run
 from .local import (
     after_warm_up,
@@ -35,6 +39,7 @@ from .local import (
     warm_up,
     worker_commands,
 )
+from .packages import check_packages
 from .processes import Command
 from .recipe import Recipe
 from .run_directory import SFT, endpoint, find_endpoint, held, prepare
@@ -42,6 +47,7 @@ from .sft_output import is_complete, is_of, mark_complete
 from .status import status_json, status_tables
 from .supervisor import Supervisor
 
+NOT_YET = "A learner claims its run once the warm-up is done."
 WATCH_S = 1.0
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""
@@ -59,6 +65,7 @@ def run_learner(
     with ExitStack() as stack:
         if not prepared and os.environ.get("RANK", "0") == "0":
             stack.enter_context(held(recipe.run_directory))
+            check_packages(recipe, has_workers=False)
             ping(url, recipe.run.name)  # first: a run that cannot start leaves nothing and takes nothing away
             check_rewind(recipe, rewind)
             directory = prepare(recipe, resume=resume, overwrite=overwrite, say=click.echo)
@@ -176,20 +183,42 @@ def show_status(url: str | None, run: str | None, *, as_json: bool, watch: bool)
     """Once, or again and again. Without --broker, of the newest run below ./runs."""
     url, run = _find_run(url, run)
     with _snapshots(url, run) as snapshot:
-        if not watch:
-            _print_status(snapshot(), as_json)
-            return
-        with Live(status_tables(snapshot()), auto_refresh=False, screen=not as_json) as live:
-            while True:
-                time.sleep(WATCH_S)
-                live.update(status_tables(snapshot()), refresh=True)
+        if watch:
+            _watch_status(snapshot, as_json)
+        elif as_json:
+            click.echo(msgspec.json.format(_json_line(snapshot())).decode())
+        else:
+            Console().print(status_tables(snapshot()))
 
 
-def _print_status(status: RunStatus, as_json: bool) -> None:
+def _watch_status(snapshot: Callable[[], RunStatus], as_json: bool) -> None:
+    """Until Ctrl-C. A run that no learner has claimed yet is waited for."""
+    status = _first_status(snapshot)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(status_json(status))).decode())
-    else:
-        Console().print(status_tables(status))
+        while True:
+            click.echo(_json_line(status))
+            time.sleep(WATCH_S)
+            status = snapshot()
+    with Live(status_tables(status), auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(WATCH_S)
+            live.update(status_tables(snapshot()), refresh=True)
+
+
+def _first_status(snapshot: Callable[[], RunStatus]) -> RunStatus:
+    is_told = False
+    while True:
+        try:
+            return snapshot()
+        except RunNotFoundError as error:
+            if not is_told:
+                click.echo(f"{error} {NOT_YET} Waiting for it.", err=True)
+            is_told = True
+            time.sleep(WATCH_S)
+
+
+def _json_line(status: RunStatus) -> bytes:
+    return msgspec.json.encode(status_json(status))
 
 
 def _find_run(url: str | None, run: str | None) -> tuple[str, str]:
@@ -201,7 +230,9 @@ def _find_run(url: str | None, run: str | None) -> tuple[str, str]:
         if len(runs) == 1:
             return url, runs[0]
         raise ConfigError(
-            f"{without_password(url)} holds {len(runs)} runs ({', '.join(runs) or 'none'}); name one with --run."
+            f"{without_password(url)} holds {len(runs)} runs ({', '.join(runs)}); name one with --run."
+            if runs
+            else f"{without_password(url)} holds no run. {NOT_YET}"
         )
     found = find_endpoint(Path("runs"), run)
     return found.url, found.run
@@ -233,8 +264,15 @@ def _run_ranks(recipe: Recipe, url: str, resume: bool, rewind: Rewind | None) ->
     return Supervisor((), command).run()
 
 
+class _WorkersOwn(msgspec.Struct, frozen=True, kw_only=True):
+    """The sections of a recipe that a worker may override in part."""
+
+    engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
+
+
 def _engine_threads(overrides: Sequence[str]) -> int:
-    """Of --count workers; also refuses what a worker may not decide for itself."""
+    """Of --count workers; also refuses what a worker may not decide for itself, and what no worker could read."""
     for override in overrides:
         if not override.startswith(_WORKERS_OWN):
             raise ConfigError(
@@ -242,5 +280,11 @@ def _engine_threads(overrides: Sequence[str]) -> int:
                 " weights.archive and weights.pull_bytes_per_s comes from the run's configuration, so that learner and"
                 " workers agree. Give it to `headway learner` instead."
             )
-    chosen = apply_overrides({"engine": {}, "weights": {}}, overrides, "override")["engine"]
-    return int(chosen.get("threads", 1))
+    raw = apply_overrides({"engine": {}, "weights": {}}, overrides, "override")
+    check_shape(raw, _WorkersOwn, "override")
+    try:
+        engine = msgspec.convert(raw, _WorkersOwn, strict=True).engine
+    except msgspec.ValidationError as error:
+        raise ConfigError(explain(error, raw, _WorkersOwn, "override")) from error
+    check_engine(engine, "override")
+    return engine.threads

@@ -103,6 +103,11 @@ def _rewind(resume: bool, step: int | None, regenerate: bool) -> "Rewind | None"
     return Rewind(step=step, regenerate=regenerate)
 
 
+def _refuse_both(resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise click.UsageError("--resume and --overwrite exclude each other.")
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
 @click.version_option(package_name="headway", message="headway %(version)s")
 @click.option("--debug", is_flag=True, help="Show a traceback with errors.")
@@ -134,8 +139,7 @@ def run(
     That is a server, the warm-up, the learner and its workers. RECIPE is a YAML file or the name of one that
     ships. Ctrl-C drains, writes a checkpoint and stops; a second one stops at once.
     """
-    if resume and overwrite:
-        raise click.UsageError("--resume and --overwrite exclude each other.")
+    _refuse_both(resume, overwrite)
     rewind = _rewind(resume, rewind_to, regenerate)
     from rich.console import Console
 
@@ -195,6 +199,7 @@ def learner(
     """
     from .config import load_recipe
 
+    _refuse_both(resume, overwrite)
     rewind = _rewind(resume, rewind_to, regenerate)
     _log_to_stderr()
     ranks = (f"learner.processes={processes}",) if processes else ()
@@ -238,7 +243,7 @@ def worker(overrides: tuple[str, ...], url: str, run: str, name: str) -> None:
 )
 @click.option("--run", "run", envvar="HEADWAY_RUN", show_envvar=True, help="The run's name.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C; with --json, a line each.")
 def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None:
     """Show a run's versions, queues, workers, lag and throughput."""
     from .alone import show_status

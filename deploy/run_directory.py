@@ -91,13 +91,11 @@ def _writable(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[None]:
+def held(directory: Path, choice: str = "name (run.name=...)") -> Iterator[None]:
     """Nobody else runs in `directory` meanwhile. The lock goes with the process, however that ends."""
     with _lock(directory) as is_ours:
         if not is_ours:
-            raise HeadwayError(
-                f"Another process runs in {directory}. Stop it first, or choose another name (run.name=...)."
-            )
+            raise HeadwayError(f"Another process runs in {directory}. Stop it first, or choose another {choice}.")
         yield
 
 

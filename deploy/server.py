@@ -13,6 +13,7 @@ from broker.errors import HeadwayError
 from broker.server import EmbeddedServer
 
 from .processes import guarded
+from .run_directory import held
 
 POLL_S = 0.2
 PATIENCE_S = 3.0
@@ -28,7 +29,11 @@ def run_server(directory: Path, port: int | None) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
-    with EmbeddedServer(directory.resolve(), port=port) as server, guarded(server.pid):
+    with (
+        held(directory.resolve(), "directory (--directory)"),  # two servers would spoil each other's files
+        EmbeddedServer(directory.resolve(), port=port) as server,
+        guarded(server.pid),
+    ):
         click.echo(f"Serving {server.url}, data in {directory}. Ctrl-C stops. In other terminals:")
         click.echo(f"  export HEADWAY_BROKER={server.url} HEADWAY_RUN=NAME")
         click.echo("  headway learner RECIPE.yaml\n  headway workers --count 2")

@@ -122,12 +122,15 @@ class Supervisor:
         slot.failures = 1 if recovered else slot.failures + 1
         if slot.failures > self.max_restarts:
             after = f"after {self.max_restarts} restarts" if self.max_restarts else "and workers.max_restarts is 0"
-            raise RoleFailedError(_obituary(child, f"It failed again {after}: the run has been stopped."))
+            raise RoleFailedError(_obituary(child, f"It failed again {after}: {self._whole()} been stopped."))
         pause = min(self.backoff_s * 2 ** (slot.failures - 1), MAX_BACKOFF_S)
         self.say(_obituary(child, f"Restarting it in {pause:g} s ({slot.failures} of {self.max_restarts})."))
         child.kill()  # what it may have left behind in its session
         slot.child, slot.restart_at = None, time.monotonic() + pause
         self.restarts += 1
+
+    def _whole(self) -> str:
+        return "the run has" if self._learner is not None else "the workers of this command have"
 
     def _drain(self) -> None:
         if self._learner is None or self._learner.child is None:

@@ -72,7 +72,7 @@ def find(name: str) -> list[Function | Composition]:
     if not found:
         names = {one.name for one in everything}
         raise HeadwayError(
-            f"There is no algorithm {name!r}{did_you_mean(name, names)}. `headway algorithms` lists all."
+            f"There is no algorithm {name!r}{did_you_mean(name, names) or '.'} `headway algorithms` lists all."
         )
     return found
 

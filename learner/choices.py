@@ -29,7 +29,7 @@ def unknown_kind(kind: str, known: Iterable[str], where: str) -> ConfigError:
     """The error for a kind that there is not."""
     known = sorted(known)
     return ConfigError(
-        f"{where}: there is no {kind!r}{did_you_mean(kind, known)}. Known: {', '.join(known)}; "
+        f"{where}: there is no {kind!r}{did_you_mean(kind, known) or '.'} Known: {', '.join(known)}; "
         "your own as package.module:name."
     )
 
@@ -38,7 +38,9 @@ def unknown_option(name: str, known: Iterable[str], where: str, of: str = "") ->
     """The error for an option that there is not; `of` is the kind that lacks it, where `where` does not say."""
     known = list(known)
     missing = f"{of} has no such option" if of else "no such option"
-    return ConfigError(f"{where}.{name}: {missing}{did_you_mean(name, known)}. Known: {', '.join(known) or 'none'}.")
+    return ConfigError(
+        f"{where}.{name}: {missing}{did_you_mean(name, known) or '.'} Known: {', '.join(known) or 'none'}."
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

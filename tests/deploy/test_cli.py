@@ -39,7 +39,9 @@ COMMANDS = [
 NOWHERE = "redis://127.0.0.1:1"
 
 
-def headway(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def headway(
+    *arguments: str, cwd: Path, timeout: float | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `headway` to its end."""
     return subprocess.run(
         [sys.executable, "-m", "deploy", *arguments],
@@ -47,6 +49,7 @@ def headway(*arguments: str, cwd: Path, **environment: str) -> subprocess.Comple
         text=True,
         cwd=cwd,
         env={**clean_environment(), **environment},
+        timeout=timeout,
         check=False,
     )
 
@@ -115,6 +118,18 @@ def test_help_names_every_command_but_the_internal_one(tmp_path: Path) -> None:
         (
             ["workers", "weights.follower=pull", "--broker", NOWHERE, "--run", "x"],
             "A worker cannot take the override 'weights.follower=pull'",
+        ),
+        (
+            ["workers", "engine.kin=vllm", "--broker", NOWHERE, "--run", "x"],
+            "override: unknown key engine.kin; did you mean engine.kind?",
+        ),
+        (
+            ["workers", "engine.threads=0", "--broker", NOWHERE, "--run", "x"],
+            "override: engine.threads is 0; expected an integer >= 1",
+        ),
+        (
+            ["workers", "engine.kind=vlm", "--broker", NOWHERE, "--run", "x"],
+            "override: engine.kind: there is no engine 'vlm'; did you mean vllm?",
         ),
         (
             ["eval", "arithmetic.yaml", "--checkpoint", "x"],
@@ -217,6 +232,9 @@ def test_the_broker_serves_until_told_to_stop_and_keeps_its_data(tmp_path: Path)
         taken = headway("broker", "--port", str(port), "--directory", "other", cwd=tmp_path)
         assert taken.returncode == 1
         assert f"Port {port} on 127.0.0.1 is taken" in taken.stderr
+        second = headway("broker", "--port", str(free_port()), "--directory", "data", cwd=tmp_path, timeout=20)
+        assert second.returncode == 1
+        assert "Stop it first, or choose another directory (--directory)." in second.stderr
         process.send_signal(signal.SIGINT)
         assert process.wait() == 0
     assert (tmp_path / "data").is_dir()
@@ -248,6 +266,25 @@ async def test_status_of_a_run(broker: Broker, server: EmbeddedServer, tmp_path:
     only_run = headway("status", "--broker", server.url, cwd=tmp_path)
     assert broker.run in only_run.stdout
     assert "w-0" in only_run.stdout
+
+
+async def test_a_watch_waits_for_the_run_and_tells_it_line_by_line(
+    broker: Broker, server: EmbeddedServer, tmp_path: Path
+) -> None:
+    environment = {**clean_environment(), "HEADWAY_BROKER": server.url, "HEADWAY_RUN": broker.run}
+    command = [sys.executable, "-m", "deploy", "status", "--watch", "--json"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+    ) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        assert "A learner claims its run once the warm-up is done. Waiting for it." in watching.stderr.readline()
+        await claimed(broker)
+        looks = [json.loads(watching.stdout.readline()) for _ in range(2)]
+        watching.send_signal(signal.SIGINT)
+        watching.communicate()
+    assert [look["state"] for look in looks] == ["training", "training"]
+    assert watching.returncode == 130
 
 
 async def test_status_finds_the_run_that_is_going_on_here(
@@ -311,4 +348,4 @@ def test_one_algorithm_in_full(tmp_path: Path) -> None:
         assert text in answer.stdout
     wrong = headway("algorithms", "gsop", cwd=tmp_path)
     assert wrong.returncode == 1
-    assert "did you mean 'gspo'" in wrong.stderr
+    assert "did you mean 'gspo'? `headway algorithms`" in wrong.stderr
