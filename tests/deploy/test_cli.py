@@ -268,14 +268,18 @@ async def test_status_of_a_run(broker: Broker, server: EmbeddedServer, tmp_path:
     assert "w-0" in only_run.stdout
 
 
+def watching_status(url: str, run: str, cwd: Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "deploy", "status", "--watch", "--json"]
+    environment = {**clean_environment(), "HEADWAY_BROKER": url, "HEADWAY_RUN": run}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment
+    )
+
+
 async def test_a_watch_waits_for_the_run_and_tells_it_line_by_line(
     broker: Broker, server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    environment = {**clean_environment(), "HEADWAY_BROKER": server.url, "HEADWAY_RUN": broker.run}
-    command = [sys.executable, "-m", "deploy", "status", "--watch", "--json"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
-    ) as watching:
+    with watching_status(server.url, broker.run, tmp_path) as watching:
         assert watching.stdout is not None
         assert watching.stderr is not None
         assert "A learner claims its run once the warm-up is done. Waiting for it." in watching.stderr.readline()
