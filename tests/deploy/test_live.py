@@ -93,9 +93,13 @@ def test_who_joins_a_run_is_told_where_it_stands_and_what_follows() -> None:
 
 def test_a_line_above_the_panel_leaves_its_markup_alone() -> None:
     output = io.StringIO()
-    monitor = Monitor(Script(run_status()), Console(file=output, width=200, force_terminal=True))
+    monitor = Monitor(
+        Script(run_status()), Console(file=output, width=200, force_terminal=True, force_interactive=True)
+    )
     with monitor:
         monitor._look()
+        assert monitor._live is not None
+        monitor._live.refresh()
         monitor.say("worker-0 [exited]")
     assert "worker-0 [exited]" in output.getvalue()
     assert "[bold]" not in output.getvalue()
