@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -176,7 +176,7 @@ def _headline(found: Report) -> str:
     sizes = [f"{key} {size}" for key, size in _sizes(planned).items() if size > 1]
     parts = [
         f"{planned.shape.num_parameters:,} parameters in {planned.dtype}",
-        f"{learner.backend} on {learner.processes} ranks ({', '.join([*sizes, f'replicas {planned.replicas}'])})",
+        f"{learner.backend} on {learner.processes} rank{'s' * (learner.processes > 1)} ({', '.join([*sizes, f'replicas {planned.replicas}'])})",
         f"{learner.micro_batch_tokens:,} tokens a micro-batch",
     ]
     return ", ".join(parts)
@@ -192,7 +192,8 @@ def _ranks_table(ranks: list[Held]) -> Table:
     columns = [field.name for field in fields(Held) if field.name not in ("rank", "part")]
     used = [name for name in (*columns, "total") if any(getattr(held, name) for held in ranks)]
     for heading in ("ranks", "of the model", *used):
-        table.add_column(heading.replace("_", " "), justify="right" if heading in used else "left")
+        justify: Literal["left", "right"] = "right" if heading in used else "left"
+        table.add_column(heading.replace("_", " "), justify=justify, overflow="fold")
     for same, members in itertools.groupby(ranks, key=lambda held: replace(held, rank=0)):
         numbers = [held.rank for held in members]
         table.add_row(_spans(numbers), same.part, *(_amount(getattr(same, name)) for name in used))
