@@ -176,7 +176,8 @@ def _headline(found: Report) -> str:
     sizes = [f"{key} {size}" for key, size in _sizes(planned).items() if size > 1]
     parts = [
         f"{planned.shape.num_parameters:,} parameters in {planned.dtype}",
-        f"{learner.backend} on {learner.processes} rank{'s' * (learner.processes > 1)} ({', '.join([*sizes, f'replicas {planned.replicas}'])})",
+        f"{learner.backend} on {learner.processes} rank{'s' * (learner.processes > 1)}"
+        f" ({', '.join([*sizes, f'replicas {planned.replicas}'])})",
         f"{learner.micro_batch_tokens:,} tokens a micro-batch",
     ]
     return ", ".join(parts)
