@@ -16,11 +16,11 @@
     Behind a slow line (`follow: pull`) a worker is in no epoch: it keeps what it pulled, and deltas, encoded between
     broadcast and announcement, bring that up to date.
 
-    Where an engine's GPU has no room for a second version (`staging: none`) the members are parted, and each part in
-    its turn receives into the weights that it generates with, paused from the first bucket to the check of the whole:
+    Where an engine's GPU has no room for a second version (`staging: none`) members receive in waves, one after the
+    other, into the weights that they generate with, paused from the first bucket to the check of the whole:
 
-      broadcast to part 0 ──► pause, load bucket by bucket, verify ──► acknowledge: it generates again
-      broadcast to part 1 ──► ...                                      announce, after the last part
+      broadcast to wave 0 ──► pause, load bucket by bucket, verify ──► acknowledge: it generates again
+      broadcast to wave 1 ──► ...                                      announce, after the last wave
 
     Who is left in the middle holds nothing and samples nothing, until it has pulled, through host memory.
 

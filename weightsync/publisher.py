@@ -115,7 +115,7 @@ class Publisher:
         they may change; `Publication.report` tells the rest.
 
         That takes at most three broadcast deadlines, a fourth one for deltas and a fifth one to archive them; with
-        `staging: none` one more with every further part of the group. Raises WeightSyncError for tensors that cannot be
+        `staging: none` one more with every further wave of members. Raises WeightSyncError for tensors that cannot be
         sent.
         """
         if self._keeps_one and self._announced is not None:
