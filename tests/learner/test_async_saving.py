@@ -17,7 +17,7 @@ from broker.schema import WeightVersion
 from learner.backends.base import Staged
 from learner.checkpoint import CheckpointError, CheckpointStore, LearnerState
 from learner.checkpoint_writer import CheckpointWriter
-from learner.experience import NeedsLearner
+from learner.interruptions import NeedsLearner
 from learner.loop import Learner, LoopConfig
 from learner.ranks import Ranks
 from tests.learner import async_saving_rank

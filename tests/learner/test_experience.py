@@ -20,8 +20,9 @@ from broker.schema import Group, Probe, RunRules, Tallies, WeightVersion
 from broker.server import EmbeddedServer
 from learner.config import ModelConfig, PromptsConfig, RandomModelConfig
 from learner.drift import DriftWatch, length_drift
-from learner.experience import Experience, Interrupted, NeedsLearner
+from learner.experience import Experience
 from learner.experience_log import ExperienceLog
+from learner.interruptions import Interrupted, NeedsLearner
 from learner.logged_batch import tids_of
 from learner.model import load_tokenizer
 from learner.prompts import open_prompts
