@@ -77,14 +77,15 @@ class Publisher:
         self._owner = owner
         self._config = config
         device = torch.device(broadcast_device(config))
-        self._keeps_one = device.type == "cuda"
-        """On a GPU there is room for one version: of the one before there is what those who pull it had copied."""
-        self._staging = Staging(config.bucket_bytes, device, reuses_memory=self._keeps_one)
+        self._memory_is_reused = device.type == "cuda"
+        """A GPU has room for one version: the next one overwrites it, and those who are pulling it go on from a copy in
+        host memory, if there is one."""
+        self._staging = Staging(config.bucket_bytes, device, memory_is_reused=self._memory_is_reused)
         self._token = secrets.token_urlsafe(24)
         self._offered: WeightVersion | None = None
         self._announced: WeightVersion | None = None
-        self._known: tuple[TensorSpec, ...] | None = None
-        """What the announced manifest says of its tensors."""
+        self._announced_tensors: tuple[TensorSpec, ...] | None = None
+        """Of `_announced`, whose manifest workers know: an offer of the same names that version instead."""
         archive = open_archive(config.archive, broker, owner)
         address, interface = learner_addresses(config.host, broker.broker.url)
         self._sender = Sender(
@@ -96,13 +97,15 @@ class Publisher:
             config,
             self._put_group,
         )
-        self._pulls = PullServer(address, self._token, config.broadcast_timeout_s, memory_is_reused=self._keeps_one)
+        self._pulls = PullServer(
+            address, self._token, config.broadcast_timeout_s, memory_is_reused=self._memory_is_reused
+        )
         self._chain = DeltaChain(config.delta_chain)
         self._archiver = None if archive is None else Archiver(archive, config.delta_chain, config.broadcast_timeout_s)
         self._thread = DaemonPool("publish", 1)
         self._under_way: Future[PublishReport] | None = None
         # What training has begun on the GPU meanwhile is not waited for.
-        uses_gpu = self._keeps_one or config.transport in ("nccl", "ucc")
+        uses_gpu = self._memory_is_reused or config.transport in ("nccl", "ucc")
         self._stream = torch.cuda.Stream() if uses_gpu else None  # type: ignore[no-untyped-call]
 
     def gather(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
@@ -118,7 +121,7 @@ class Publisher:
         `staging: none` one more with every further wave of members. Raises WeightSyncError for tensors that cannot be
         sent.
         """
-        if self._keeps_one and self._announced is not None:
+        if self._memory_is_reused and self._announced is not None:
             self._pulls.release(self._announced)
         publication = Publication(lambda: self._submit(version, gathering, probe))
         gathering.take()
@@ -161,10 +164,10 @@ class Publisher:
     def _publish(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> PublishReport:
         # Members that took a version refuse it the second time, so a repeated publication is only announced.
         is_repeated = self._offered == version
-        layout = gathering.layout()
+        places = gathering.places()
         epoch, failed = (0, "repeated") if is_repeated else self._sender.prepare(self._workers, version)
-        offer = self._manifest(version, layout.tensors, layout.buckets, probe, epoch)
-        if self._known is layout.tensors:
+        offer = self._manifest(version, places.tensors, places.sizes, probe, epoch)
+        if self._announced_tensors is places.tensors:
             offer = msgspec.structs.replace(offer, tensors=(), buckets=(), like=self._announced)
         self._blocking.call(self._versions.offer(self._owner, offer))
         self._offered = version
@@ -173,16 +176,16 @@ class Publisher:
             members, failure = self._sender.send(version, lambda: _on_the_wire(version, gathering))
             failed = "; ".join(filter(None, (failed, failure)))
         staged = gathering.staged()
-        self._pulls.serve(version, staged.data)
+        self._pulls.serve(version, staged.buckets)
         base, deltas, archived = self._deltas(version, staged)
         announced = msgspec.structs.replace(
-            self._manifest(version, staged.tensors, staged.buckets, probe, epoch),
+            self._manifest(version, staged.tensors, staged.sizes, probe, epoch),
             fingerprints=staged.fingerprints,
             deltas=tuple(delta.spec for delta in deltas),
             archived=archived,
         )
         self._blocking.call(self._versions.announce(self._owner, announced))
-        self._known = staged.tensors
+        self._announced_tensors = staged.tensors
         self._pulls.keep_only(version, _by_version(deltas))
         self._chain.advance(version, base, deltas)
         return PublishReport(version, 0.0, staged.nbytes, members, failed)
@@ -197,7 +200,7 @@ class Publisher:
         if not (reads_archive or any(map(follows_by_pull, workers))):
             if self._archiver is not None:
                 self._archiver.rest()
-            return None if self._keeps_one else staged, (), None
+            return None if self._memory_is_reused else staged, (), None
         base = staged.on_cpu()
         deltas = self._chain.extended(version, base, Deadline(self._config.broadcast_timeout_s))
         self._pulls.serve_deltas(_by_version(deltas))

@@ -110,7 +110,7 @@ class Archiver:
     def _write_anchor(self, version: WeightVersion, staged: StagedWeights, deadline: Deadline) -> Archived:
         self._archive.reserve(staged.nbytes)
         digests: list[str] = []
-        for index, bucket in enumerate(staged.data):
+        for index, bucket in enumerate(staged.buckets):
             data = as_bytes(bucket)
             digests.append(digest_bytes(data))
             name = anchor_name(version, index, digests[-1])
