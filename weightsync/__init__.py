@@ -35,6 +35,7 @@
              gathering.py       the same by the learner, while a thread of the publisher sends the first buckets
              sender.py          forms groups and sends to them; membership.py says who is in one
     worker   subscriber.py      hears of versions, receives or pulls them, hands them over (`deliveries.py`)
+             inbox.py           which of them waits, is with the engine, or is kept for it
              groups.py          stays in the groups that name it; receiver.py: what it does in one
              pulls.py           pulls in the background, again where one fails; puller.py: what one of them fetches
              pace.py            keeps that under a rate
