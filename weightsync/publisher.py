@@ -60,8 +60,8 @@ class Publication:
         return self._attempt is None or self._attempt.done()
 
     def report(self) -> PublishReport:
-        """Once it is the newest. Raises VersionRegressionError, FencedError or BrokerUnavailableError, and the newest
-        version stays; after the last one it may be asked for again, and is tried again."""
+        """Waits until the version is announced. Raises VersionRegressionError, FencedError or BrokerUnavailableError
+        where it was not, and workers go on with the one before; after the last of these, asking again tries again."""
         attempt, self._attempt = self._attempt or self._begin(), None
         report = attempt.result()
         self._attempt = attempt
@@ -109,8 +109,8 @@ class Publisher:
         self._stream = torch.cuda.Stream() if uses_gpu else None  # type: ignore[no-untyped-call]
 
     def gather(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
-        """What is to be published next; `begin` takes the tensors, once the version before is published. Raises
-        NoRoomError."""
+        """Have memory ready for the next version, which is to have these tensors; none of them is read before `begin`,
+        which comes once the version before is announced. Raises NoRoomError."""
         return self._staging.begin(tensors)
 
     def begin(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> Publication:
@@ -193,8 +193,12 @@ class Publisher:
     def _deltas(
         self, version: WeightVersion, staged: StagedWeights
     ) -> tuple[StagedWeights | None, tuple[Delta, ...], Archived | None]:
-        """(what the next ones are told from, those to this version, what is archived): encoded once the group has its
-        buckets, and only while some worker has a use for them. An archive is also for those that hold nothing yet."""
+        """(what the next version's delta is to be encoded against, the chain of deltas that ends at this version, what
+        of it is in the archive).
+
+        Deltas are encoded and archived only while a worker follows by pull; a whole version is archived also while one
+        holds nothing yet. It comes after the broadcast, whose members wait for none of it.
+        """
         workers = self._workers()
         reads_archive = self._archiver is not None and any(info.version is None for info in workers)
         if not (reads_archive or any(map(follows_by_pull, workers))):
