@@ -40,6 +40,7 @@ class JoinedGroup:
         self._rendezvous = rendezvous
         self._transport = transport
         self._checked: tuple[TensorSpec, ...] | None = None
+        """The tensors of the last offer, which those of the next one mostly are: they need not be checked again."""
         self._wave = group.members.index(worker) // group.at_once
         self._earlier_waves_s = self._wave * (group.timeout_s + WAVE_OVERDUE_S)
         """How long those that receive before this worker may take."""
@@ -86,6 +87,7 @@ class JoinedGroup:
 
     @contextlib.contextmanager
     def _answering(self, offer: WeightManifest) -> Iterator[None]:
+        """Around receiving an offered version: tells the learner that it is held, or what went wrong."""
         try:
             if offer.tensors is not self._checked:
                 check_offer(offer)
@@ -130,7 +132,7 @@ class JoinedGroup:
 
 
 def _leave_it(index: int, bucket: torch.Tensor) -> None:
-    """The bucket is its owner's."""
+    """For buckets that stay as they are, until the whole version is handed over."""
 
 
 def join(run: str, worker: str, group: BroadcastGroup, cancelled: threading.Event) -> JoinedGroup | None:

@@ -40,7 +40,7 @@ class Subscriber:
         self._broker = broker
         self._config = config
         self._threads = BoundedThreads()
-        self._groups = GroupFollower(broker, worker, self._threads, config.poll_s, lambda: self._offer.set())
+        self._groups = GroupFollower(broker, worker, self._threads, config.poll_s, lambda: self._was_rung.set())
         self.joins_groups = config.follow == "broadcast"
         """False: it follows by pull, and keeps what it pulled as the base for deltas."""
         self._worker = worker
@@ -56,10 +56,11 @@ class Subscriber:
         self._known: WeightManifest | None = None
         """Of the last version that arrived: most offers name it instead of telling the same again."""
         self._arrived = asyncio.Event()
-        """A version, or `_outage`."""
+        """Something for who waits for a version: one that is in the inbox, or `_outage`."""
         self._outage: BrokerUnavailableError | None = None
-        self._offer = asyncio.Event()
-        """There is one: whoever is in a group does not wait for its next look at the broker."""
+        """What keeps the background work from the broker."""
+        self._was_rung = asyncio.Event()
+        """The learner has told the members of our group that there is an offer: look now, not after `poll_s`."""
         self.last_error = ""
         """Why the last broadcast or pull failed, or fetched a whole version where deltas should have done; empty again
         after the next version."""
@@ -71,7 +72,7 @@ class Subscriber:
 
     @property
     def is_arriving(self) -> bool:
-        """A version waits to be taken as it arrives, and the others of a group with it: no time for anything else."""
+        """A version waits to be taken while it is received, and the rest of the broadcast group waits for that."""
         return self._inbox.is_arriving
 
     async def wait_for_version(self, current: WeightVersion | None) -> Delivery | Arriving:
@@ -149,8 +150,8 @@ class Subscriber:
                 self._fetch(announced)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.poll_s):
-                    await self._offer.wait()
-            self._offer.clear()
+                    await self._was_rung.wait()
+            self._was_rung.clear()
 
     def _fetch(self, announced: WeightVersion) -> None:
         if (kept := self._inbox.take_kept(announced)) is not None:
@@ -164,9 +165,10 @@ class Subscriber:
         self._tried = offered  # not before: what the broker did not answer is asked again
         if joined is None or offer is None:
             return
-        # What it fetches is about to be superseded, and beside its memory there is no room for a third version.
+        # What is being pulled and what waits are about to be superseded, and beside the engine's version and the one
+        # that is received there is no room for a third.
         await self._pulls.stop(_STOP_SHARE * joined.group.timeout_s)
-        self._inbox.drop_waiting()  # so is what waits for the engine
+        self._inbox.drop_waiting()
         self._inbox.drop_kept()
         cancelled = threading.Event()
         try:

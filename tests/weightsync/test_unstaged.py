@@ -83,7 +83,7 @@ def test_parts_of_the_group_receive_one_after_the_other(
 
 
 @pytest.mark.parametrize("swaps_at_once", [0.5, TOGETHER])
-def test_members_killed_and_stopped_take_at_most_their_part_with_them(
+def test_members_killed_and_stopped_take_at_most_their_wave_with_them(
     start_learner: Callable[..., Learner], start_member: StartWorker, swaps_at_once: float
 ) -> None:
     learner, place = start_learner(swaps_at_once=swaps_at_once, broadcast_timeout_s=SHORT_S), Place(100, 1)
