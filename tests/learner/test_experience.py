@@ -126,7 +126,12 @@ class Announcing:
     def goes_on_once_settled(self, learner: Experience) -> None:
         """Only a learner that waits for the announcement gets it."""
         settle = learner.settle
-        self._monkeypatch.setattr(learner, "settle", lambda: (self.goes_on.set(), settle()))
+
+        def settle_at_last() -> None:
+            self.goes_on.set()
+            settle()
+
+        self._monkeypatch.setattr(learner, "settle", settle_at_last)
 
     async def __call__(self, *arguments: Any) -> None:
         await asyncio.to_thread(self.goes_on.wait, 60)
