@@ -83,9 +83,8 @@ class Publisher:
         self._staging = Staging(config.bucket_bytes, device, memory_is_reused=self._memory_is_reused)
         self._token = secrets.token_urlsafe(24)
         self._offered: WeightVersion | None = None
-        self._announced: WeightVersion | None = None
-        self._announced_tensors: tuple[TensorSpec, ...] | None = None
-        """Of `_announced`, whose manifest workers know: an offer of the same names that version instead."""
+        self._announced: WeightManifest | None = None
+        """By this publisher, the last one. Workers know it: an offer of the same tensors names its version instead."""
         archive = open_archive(config.archive, broker, owner)
         address, interface = learner_addresses(config.host, broker.broker.url)
         self._sender = Sender(
@@ -122,7 +121,7 @@ class Publisher:
         sent.
         """
         if self._memory_is_reused and self._announced is not None:
-            self._pulls.release(self._announced)
+            self._pulls.release(self._announced.version)
         publication = Publication(lambda: self._submit(version, gathering, probe))
         gathering.take()
         return publication
@@ -146,16 +145,15 @@ class Publisher:
         def attempt() -> PublishReport:
             started = time.monotonic()
             try:
-                if self._announced is not None and version <= self._announced:
+                if self._announced is not None and version <= self._announced.version:
                     raise VersionRegressionError(
-                        f"version {version} is not newer than {self._announced}, published before"
+                        f"version {version} is not newer than {self._announced.version}, published before"
                     )
                 with torch.cuda.stream(self._stream):
                     report = self._publish(version, gathering, probe)
             except BaseException:
                 self._pulls.forget(version)
                 raise
-            self._announced = version
             return replace(report, seconds=time.monotonic() - started)
 
         self._under_way = self._thread.submit(attempt)
@@ -167,8 +165,8 @@ class Publisher:
         places = gathering.places()
         epoch, failed = (0, "repeated") if is_repeated else self._sender.prepare(self._workers, version)
         offer = self._manifest(version, places.tensors, places.sizes, probe, epoch)
-        if self._announced_tensors is places.tensors:
-            offer = msgspec.structs.replace(offer, tensors=(), buckets=(), like=self._announced)
+        if self._announced is not None and self._announced.tensors is places.tensors:
+            offer = msgspec.structs.replace(offer, tensors=(), buckets=(), like=self._announced.version)
         self._blocking.call(self._versions.offer(self._owner, offer))
         self._offered = version
         members: tuple[str, ...] = ()
@@ -185,7 +183,7 @@ class Publisher:
             archived=archived,
         )
         self._blocking.call(self._versions.announce(self._owner, announced))
-        self._announced_tensors = staged.tensors
+        self._announced = announced
         self._pulls.keep_only(version, _by_version(deltas))
         self._chain.advance(version, base, deltas)
         return PublishReport(version, 0.0, staged.nbytes, members, failed)
