@@ -92,11 +92,11 @@ def compare(base: StagedWeights, target: StagedWeights) -> dict[str, float]:
     delta, encode_s = _timed(lambda: encode(base, target, FOREVER))
     if delta is None:
         raise SystemExit("the delta is larger than the weights: nothing to compare")
-    found = {index: bucket.clone() for index, bucket in enumerate(base.data)}
+    found = {index: bucket.clone() for index, bucket in enumerate(base.buckets)}
     _, patch_s = _timed(lambda: patch(found, base.tensors, delta))
-    if not all(torch.equal(found[index], bucket) for index, bucket in enumerate(target.data)):
+    if not all(torch.equal(found[index], bucket) for index, bucket in enumerate(target.buckets)):
         raise SystemExit("the patched weights are not those that were meant")
-    pairs = zip(base.data, target.data, strict=True)
+    pairs = zip(base.buckets, target.buckets, strict=True)
     changed = sum(int((old.view(torch.int16) != new.view(torch.int16)).sum()) for old, new in pairs)
     return {
         "changed_share": changed / (target.nbytes // 2),

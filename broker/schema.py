@@ -193,8 +193,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
 class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Who receives broadcasts. Every change of members is a new epoch with process groups of its own.
 
-    Members [0, n) receive first, then [n, 2 n) and so on, each part in a process group of its own, where the learner is
-    rank 0 and they follow in order.
+    Members [0, at_once) receive first, then [at_once, 2 at_once) and so on: each such wave has a process group of its
+    own, where the learner is rank 0 and they follow in order.
     """
 
     epoch: int
@@ -208,7 +208,7 @@ class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[str, ...]
     """Worker ids."""
     at_once: int
-    """n: so many of them receive at the same time."""
+    """So many of them are a wave."""
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,8 @@ from broker.errors import BrokerError
 from broker.phases import LENT_S, LONGEST_WAIT_S, RENEW_S, Phases
 
 from .backends.base import Trained
-from .experience import Experience, Interrupted
+from .experience import Experience
+from .interruptions import Interrupted
 from .ranks import Ranks
 
 POLL_S = 0.01

@@ -6,7 +6,6 @@ logged before it is trained; one that the broker has lost, and one that it has s
 """
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -17,14 +16,16 @@ import torch
 
 from broker import BlockingBroker
 from broker.batches import Claim
-from broker.errors import BrokerUnavailableError, HeadwayError, RunNotFoundError, ServerRestartedError
+from broker.errors import HeadwayError, RunNotFoundError
 from broker.schema import Group, Probe, RunStatus, StepMetrics, TrajectoryId, WeightVersion
 from weightsync.publisher import Publication, Publisher
 
 from .drift import DriftWatch
 from .experience_log import ExperienceLog
 from .feed import PromptFeed
+from .interruptions import Interrupted, NeedsLearner
 from .logged_batch import tids_of
+from .outages import Outages
 from .prompts.cursor import PromptCursor
 from .shaping import teaches
 
@@ -32,27 +33,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 0.01
-RETRY_S = 0.5
 PATIENCE_S = 60.0
-"""Ranks that wait for this one give up after half an hour of silence."""
+"""For a batch: ranks that wait for this one give up after half an hour of silence."""
 REMEMBERED_STEPS = 64
 """A server can lose the commits of its last second; so many steps' commits are told it again."""
-
-
-class Interrupted(Exception):  # noqa: N818 - no error: the loop ends in order
-    """The learner was asked to stop while it waited."""
-
-
-class NeedsLearner(Exception):  # noqa: N818 - no error: the loop goes on from here
-    """The loop must act before waiting on.
-
-    `rewind`: publish this step's weights; `bytes`: commit what was trained; `time`: let the other ranks see that this
-    one lives; `engines`: leave them the device that they share with the learner.
-    """
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
 
 
 class LostExperienceError(HeadwayError):
@@ -81,29 +65,39 @@ class Experience:
         self._publisher = publisher
         self._cursor = cursor
         self._saved_watermark = cursor.watermark
+        """As the checkpoint has it that is being written, or was written last."""
+        self._feed = PromptFeed(blocking, claim.owner, cursor, (max_lag + 2) * groups_per_step)
         self._log = experience_log
         self._groups_per_step = groups_per_step
         self._should_stop = should_stop
+        self._outages = Outages(blocking, should_stop, self._reassert)
+        self._drift = DriftWatch()
+
         self._replacement_rounds = replacement_rounds
         self._replaced = (-1, 0)
         """A step, and how often its groups were replaced."""
+
         self._taken: dict[int, tuple[TrajectoryId, ...]] = {}
+        """By step, what was trained and not committed yet."""
         self._committed: deque[str] = deque(maxlen=REMEMBERED_STEPS * groups_per_step)
-        self._announced: WeightVersion | None = None
+        """Groups."""
+        self._committed_step = claim.committed_step
+        """By earlier learners: steps below it were committed before this one took the run over."""
+
         self._published: WeightVersion | None = None
         """The newest that this learner has sent or begun to send."""
         self._publication: Publication | None = None
         """Of `_published`, until it is announced."""
-        self._is_down = False
-        self._until = math.inf
-        self._feed = PromptFeed(blocking, claim.owner, cursor, (max_lag + 2) * groups_per_step)
-        self._is_replay_lost = False
-        self._drift = DriftWatch()
+        self._announced: WeightVersion | None = None
+        """By this learner."""
+
         self._replayed_to = 0
         """Steps below it are trained from the log, whatever the broker has."""
         self._promised_to = 0
-        """And below it, those that nobody can generate any more."""
-        self._committed_step = claim.committed_step
+        """Of these, steps below it were committed: the broker has forgotten them, so only the log can give them."""
+        self._is_replay_lost = False
+        """The broker has lost a batch that an earlier learner trained, so it must be replayed from the log, or else
+        abandoned along with the weights that came of it."""
 
     def replay(self, steps: range) -> None:
         """Train these from the log, which holds them: the broker has settled or lost them, and gives them to nobody."""
@@ -123,11 +117,8 @@ class Experience:
 
         `meanwhile` is called again and again while it waits. Without `may_wait`, what is not there needs engines.
         """
-        self._until = time.monotonic() + PATIENCE_S
-        try:
+        with self._outages.patience(PATIENCE_S):
             return self._take(step, meanwhile, may_wait)
-        finally:
-            self._until = math.inf
 
     def _take(self, step: int, meanwhile: Callable[[], None] | None, may_wait: bool) -> list[Group] | None:
         self.insist(self._feed.keep_ahead)
@@ -179,7 +170,7 @@ class Experience:
         if (publication := self._publication) is None:
             return
         with suppress(Interrupted):
-            report = self._outlive(publication.report)
+            report = self._outages.ride_out(publication.report)
             self._announced, self._is_replay_lost = self._published, False
             if report.failed:
                 log.warning("Version %s: %s. Workers left out pull it.", report.version, report.failed)
@@ -203,29 +194,7 @@ class Experience:
 
     def insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Repeat `verb` until the server has answered it. Raises Interrupted when asked to stop during an outage."""
-        return self._outlive(lambda: self._blocking.call(verb()))
-
-    def _outlive(self, act: Callable[[], T]) -> T:
-        """The same for anything that talks to the broker."""
-        while True:
-            try:
-                result = act()
-            except ServerRestartedError:
-                self._reassert()
-            except BrokerUnavailableError as error:
-                if self._should_stop():
-                    raise Interrupted from error
-                if not self._is_down:
-                    log.warning("%s Training waits for it.", error)
-                self._is_down = True
-                if time.monotonic() > self._until:
-                    raise NeedsLearner("time") from error
-                time.sleep(RETRY_S)
-            else:
-                if self._is_down:
-                    log.warning("The broker answers again.")
-                self._is_down = False
-                return result
+        return self._outages.insist(verb)
 
     def _logged(self, step: int) -> list[Group] | None:
         """The batch of a step that is replayed from the log; None: ask the broker."""
@@ -281,8 +250,7 @@ class Experience:
             return
         if waiting_for == "bytes" and self._taken:
             raise NeedsLearner("bytes")
-        if time.monotonic() > self._until:
-            raise NeedsLearner("time")
+        self._outages.check_patience()
 
     def _replay_what_is_lost(self, step: int) -> bool:
         """The broker no longer has the batches to replay: if the log does, nobody is to generate them again."""

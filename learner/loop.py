@@ -15,7 +15,8 @@ from .backends.base import Backend
 from .checkpoint import CheckpointStore, LearnerState
 from .checkpoint_writer import CheckpointWriter
 from .colocation import LentDevice
-from .experience import Experience, Interrupted, NeedsLearner
+from .experience import Experience
+from .interruptions import Interrupted, NeedsLearner
 from .probe import measure_probe
 from .prompts.cursor import PromptCursor
 from .ranks import Ranks

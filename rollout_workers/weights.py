@@ -25,9 +25,9 @@ from .turns import SwapTurns
 RETRY_S = 0.5
 """Between attempts after a delivery that failed or was refused."""
 
-Contents = Literal["nothing", "version", "part", "away"]
-"""Of an engine: nothing yet, or any more after a sleep; the newest version that was verified; a part of one over the
-one before, so that it is paused; away: it sleeps, and nothing is asked of it."""
+Contents = Literal["nothing", "version", "mixture", "away"]
+"""What an engine holds: nothing, before the first version and after a sleep; the newest verified version; a mixture, as
+some parts of a version went over the one before and the rest did not come, so that it is paused; away: it sleeps."""
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ class HeldWeights:
 
     @property
     def is_paused(self) -> bool:
-        """A version came only in part: the engine samples nothing until it has a whole one."""
-        return self._contents == "part"
+        """The engine holds parts of several versions: it samples nothing until it has a whole one."""
+        return self._contents == "mixture"
 
     async def follow(self) -> None:
         """Take every newer version, forever. Raises WeightSyncError if the engine cannot hold one."""
@@ -92,8 +92,8 @@ class HeldWeights:
 
     @asynccontextmanager
     async def engine_away(self) -> AsyncIterator[None]:
-        """Nothing is swapped meanwhile, or waited for: versions that come are loaded afterwards, and if none has come
-        the last one again."""
+        """While the engine sleeps, and loses its weights, no version is swapped in; afterwards the newest one is, or
+        the same once more if none has come."""
         async with self._engine_is_ours:
             self._contents = "away"
             yield
@@ -112,7 +112,7 @@ class HeldWeights:
             await self._changed.wait_for(is_so)
 
     def _lacks_weights(self) -> bool:
-        return self._contents in ("nothing", "part")
+        return self._contents in ("nothing", "mixture")
 
     async def _next_delivery(self) -> Delivery | Arriving:
         """The next delivery that may be loaded; refused and failed ones are logged and waited out."""
@@ -128,7 +128,7 @@ class HeldWeights:
                 return delivery
 
     async def _delivery(self) -> Delivery | Arriving:
-        """Of a newer version; of any, as soon as the engine has lost the one that it held."""
+        """The next newer version; or the newest of all, as soon as the engine has lost the one that it held."""
         if self._lacks_weights():
             return await self._subscriber.wait_for_version(None)
         newer = asyncio.ensure_future(self._subscriber.wait_for_version(self.version))
@@ -143,8 +143,9 @@ class HeldWeights:
         return await self._subscriber.wait_for_version(None) if newer.cancelled() else newer.result()
 
     def _turn(self, delivery: Delivery | Arriving) -> AbstractAsyncContextManager[bool]:
-        """An engine without weights generates nothing that a swap would hold up; a broadcast into engines waits for
-        nobody: the learner takes turns there."""
+        """What to hold while `delivery` is swapped in: a turn, unless the engine has no weights, so that it generates
+        nothing that the swap would interrupt, or the version is arriving: then the learner has taken care that few
+        members of its group receive at once."""
         if self.usable is None or isinstance(delivery, Arriving):
             return nullcontext(False)
         return self._turns.turn(lambda: self._subscriber.is_arriving)
@@ -155,8 +156,8 @@ class HeldWeights:
             raise VersionRegressionError(f"version {version} was delivered, but {self.version} is held; it was ignored")
 
     async def _load_newest(self, delivery: Delivery | Arriving) -> Delivery | Arriving | None:
-        """Load `delivery`, or the newest that came while this waited for a turn or for memory; the one it was. None: it
-        did not arrive as a whole."""
+        """Load `delivery`, or a newer one that came while this waited for a turn or for memory. Returns the one that
+        was loaded; None if it did not arrive as a whole."""
         while True:
             try:
                 async with self._turn(delivery) as has_waited:
@@ -169,7 +170,7 @@ class HeldWeights:
                 await asyncio.sleep(RETRY_S)
                 delivery = self._subscriber.newer() or delivery
 
-    async def _take(self, arriving: Arriving) -> bool:
+    async def _swap_in_parts(self, arriving: Arriving) -> bool:
         """Swap in what arrives. Where that fails in the middle nothing is sampled until another version is there."""
         try:
             async with arriving.taken() as parts:
@@ -181,14 +182,14 @@ class HeldWeights:
                 )
         except WeightSyncError as error:
             self.last_error = str(error)
-            # Without a part of it, and without room for the first one, the engine goes on with what it has.
+            # If no part has come, or there was no room for the first one, the engine goes on with what it has.
             if arriving.has_begun and not isinstance(error, NoRoomError):
                 log.error(
                     "paused until a whole version is there, as version %s came in part: %s",
                     arriving.manifest.version,
                     error,
                 )
-                self._contents = "part"
+                self._contents = "mixture"
             else:
                 log.warning("Version %s did not arrive: %s", arriving.manifest.version, error)
             return False
@@ -199,8 +200,8 @@ class HeldWeights:
         nothing was touched."""
         try:
             if not isinstance(delivery, Arriving):
-                await self._swap(delivery)
-            elif not await self._take(delivery):
+                await self._swap_whole(delivery)
+            elif not await self._swap_in_parts(delivery):
                 return False
             if self._verify:
                 await self._probe(delivery.manifest)
@@ -209,7 +210,7 @@ class HeldWeights:
             raise
         return True
 
-    async def _swap(self, delivery: Delivery) -> None:
+    async def _swap_whole(self, delivery: Delivery) -> None:
         """Nothing is sampled with other tensors than those that were published: their fingerprints prove the version
         while the engine is still paused."""
         manifest = delivery.manifest

@@ -16,11 +16,11 @@
     Behind a slow line (`follow: pull`) a worker is in no epoch: it keeps what it pulled, and deltas, encoded between
     broadcast and announcement, bring that up to date.
 
-    Where an engine's GPU has no room for a second version (`staging: none`) the members are parted, and each part in
-    its turn receives into the weights that it generates with, paused from the first bucket to the check of the whole:
+    Where an engine's GPU has no room for a second version (`staging: none`) members receive in waves, one after the
+    other, into the weights that they generate with, paused from the first bucket to the check of the whole:
 
-      broadcast to part 0 ──► pause, load bucket by bucket, verify ──► acknowledge: it generates again
-      broadcast to part 1 ──► ...                                      announce, after the last part
+      broadcast to wave 0 ──► pause, load bucket by bucket, verify ──► acknowledge: it generates again
+      broadcast to wave 1 ──► ...                                      announce, after the last wave
 
     Who is left in the middle holds nothing and samples nothing, until it has pulled, through host memory.
 
@@ -35,6 +35,7 @@
              gathering.py       the same by the learner, while a thread of the publisher sends the first buckets
              sender.py          forms groups and sends to them; membership.py says who is in one
     worker   subscriber.py      hears of versions, receives or pulls them, hands them over (`deliveries.py`)
+             inbox.py           which of them waits, is with the engine, or is kept for it
              groups.py          stays in the groups that name it; receiver.py: what it does in one
              pulls.py           pulls in the background, again where one fails; puller.py: what one of them fetches
              pace.py            keeps that under a rate

@@ -81,7 +81,7 @@ def compare(manifest: WeightManifest, fingerprints: Mapping[int, int]) -> None:
 
 
 def fingerprints(specs: Sequence[TensorSpec], buckets: Mapping[int, torch.Tensor]) -> dict[int, int]:
-    """Of every tensor that lies in one of `buckets`, by its place in `specs`."""
+    """The fingerprint of every tensor that lies in one of `buckets`, by its place in `specs`."""
     of_each = Fingerprints(specs)
     for index, bucket in buckets.items():
         of_each.add(index, bucket)
@@ -89,7 +89,7 @@ def fingerprints(specs: Sequence[TensorSpec], buckets: Mapping[int, torch.Tensor
 
 
 class Fingerprints:
-    """Of the tensors of one version, made bucket by bucket; a GPU is waited for only when they are read."""
+    """Fingerprints of one version's tensors, computed bucket by bucket; a GPU is waited for only by `read`."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = tuple(specs)
@@ -97,7 +97,7 @@ class Fingerprints:
         self._sums: list[tuple[tuple[int, ...], torch.Tensor]] = []
 
     def add(self, index: int, bucket: torch.Tensor) -> None:
-        """Those of bucket number `index`, as it is now."""
+        """Compute those of the tensors in bucket number `index`, from its bytes as they are now."""
         if bucket.device not in self._runs:
             self._runs[bucket.device] = _runs(self._specs, bucket.device)
         for run in self._runs[bucket.device].get(index, ()):

@@ -42,22 +42,30 @@ class Delivery:
 
 
 class Arriving:
-    """Made in the event loop, where all but `give` and `finish` belongs. It is over for everybody by its receiver's
-    deadline."""
+    """A version that the receiver's thread hands over part by part, with `give` and at last `finish`, to whoever has
+    taken it in the event loop, where everything else belongs.
+
+    The thread waits until each part is loaded, by its deadline at the latest: nobody waits longer for either side.
+    """
 
     def __init__(self, offer: WeightManifest, on_first: Callable[["Arriving"], None]) -> None:
         """`on_first` is called with it once its first part is there."""
         self.manifest = offer
-        """Fingerprints are among it once the last part was asked for."""
+        """At first the offer, without fingerprints: they come after the last part, once it is verified."""
         self.has_begun = False
         """A part of it was handed over: the engine may hold some of it."""
         self._on_first = on_first
         self._is_here = False
+        """`on_first` was called."""
         self._loop = asyncio.get_running_loop()
         self._coming: asyncio.Queue[Part | WeightManifest | WeightSyncError] = asyncio.Queue()
+        """Parts; then the manifest, if they are what was published, or else an error."""
         self._is_done = threading.Event()
+        """What the thread handed over last is loaded: its memory may be received into again."""
         self._is_settled = False
+        """The caller has left the block of `taken`: the rest is received for the others of the group only."""
         self._refusal = ""
+        """Why the engine did not take it; the learner is told."""
 
     def give(self, part: Part, deadline: Deadline) -> None:
         """From the receiver's thread: until the engine has loaded `part`, or wants no more of it. Raises

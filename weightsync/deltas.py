@@ -49,7 +49,7 @@ def encode(base: StagedWeights, target: StagedWeights, deadline: Deadline) -> by
 
     Raises WeightSyncError once the deadline is over.
     """
-    if base.tensors != target.tensors or _sizes(base.data) != _sizes(target.data):
+    if (base.tensors, base.sizes) != (target.tensors, target.sizes):
         return None
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
     parts: list[bytes] = []
@@ -57,7 +57,7 @@ def encode(base: StagedWeights, target: StagedWeights, deadline: Deadline) -> by
     for block in _blocks(target.tensors):
         deadline.check(f"encoding a delta, {nbytes} bytes so far")
         parts += _encode_block(
-            _elements(base.data[block.bucket], block), _elements(target.data[block.bucket], block), compressor
+            _elements(base.buckets[block.bucket], block), _elements(target.buckets[block.bucket], block), compressor
         )
         nbytes += sum(map(len, parts[-3:]))
         if nbytes >= target.nbytes:
@@ -99,10 +99,6 @@ def by_bucket(tensors: Sequence[TensorSpec], delta: bytes | memoryview) -> dict[
     if rest:
         raise WeightSyncError(f"a delta of {len(delta)} bytes goes on for {len(rest)} after its last block")
     return parts
-
-
-def _sizes(buckets: Sequence[torch.Tensor]) -> list[int]:
-    return [bucket.numel() for bucket in buckets]
 
 
 def _blocks(tensors: Sequence[TensorSpec]) -> Iterator[_Block]:

@@ -51,17 +51,17 @@ class Gathering:
                 self._is_over = True
                 self._changed.notify_all()
 
-    def layout(self) -> Places:
-        """What will be there; where that is not known, once all is."""
+    def places(self) -> Places:
+        """Where tensors go: known at once from the version before, or once all are taken."""
         return self._staged or self._places or self.staged()
 
     def buckets(self) -> Iterator[torch.Tensor]:
         """Each as soon as it is full; all of them again in every further call. Raises OtherTensorsError once a tensor
-        is not what `layout` said: some other layout holds then, once all is `staged`."""
+        is not what `places` said: they have other places then, once all is `staged`."""
         if self._places is None:
-            yield from self.staged().data
+            yield from self.staged().buckets
             return
-        for index, bucket in enumerate(self._places.data):
+        for index, bucket in enumerate(self._places.buckets):
             self._until(functools.partial(self._is_settled, index))
             if self._is_other:
                 raise OtherTensorsError(_OTHER)
@@ -87,8 +87,8 @@ class Gathering:
 
     def _fill(self, places: Places) -> StagedWeights:
         fingerprints, taken = Fingerprints(places.tensors), list[Named]()
-        last = len(places.data) - 1
-        for index, bucket in enumerate(places.data):
+        last = len(places.buckets) - 1
+        for index, bucket in enumerate(places.buckets):
             wanted = places.of(index)
             count, other = self._take_bucket(wanted, is_last=index == last)
             taken += wanted[:count]
@@ -99,7 +99,7 @@ class Gathering:
             fingerprints.add(index, bucket)  # only now, while it is sent
         of_each = fingerprints.read()
         in_order = tuple(of_each[number] for number in range(len(places.tensors)))
-        return StagedWeights(places.tensors, places.data, in_order)
+        return StagedWeights(places.tensors, places.buckets, in_order)
 
     def _take_bucket(self, wanted: Sequence[Named], *, is_last: bool) -> tuple[int, tuple[Named, ...]]:
         """The next tensors to their places, at once: one by one, thousands of small ones would take longer than the
@@ -145,17 +145,17 @@ def _fits(given: Named, name: str, view: torch.Tensor) -> bool:
 class Staging:
     """Where a model's versions are gathered, one after another."""
 
-    def __init__(self, bucket_bytes: int, device: torch.device, *, reuses_memory: bool) -> None:
-        """`reuses_memory`: there is room for one version, the one before is gone."""
+    def __init__(self, bucket_bytes: int, device: torch.device, *, memory_is_reused: bool) -> None:
+        """`memory_is_reused`: each version overwrites the one before, as there is room for one only."""
         self._bucket_bytes = bucket_bytes
         self._device = device
-        self._reuses_memory = reuses_memory
+        self._memory_is_reused = memory_is_reused
         self._places: Places | None = None
 
     def begin(self, tensors: Iterable[Named]) -> Gathering:
         """One at a time. Takes no tensor yet. Raises NoRoomError."""
-        if self._places is not None and not self._reuses_memory:
-            self._places = Places(self._places.tensors, allocate(self._places.buckets, self._device))
+        if self._places is not None and not self._memory_is_reused:
+            self._places = Places(self._places.tensors, allocate(self._places.sizes, self._device))
         return Gathering(self, tensors, self._places)
 
     def stage(self, tensors: Iterable[Named]) -> StagedWeights:

@@ -29,6 +29,7 @@ class GroupFollower:
         self._poll_s = poll_s
         self._on_offer = on_offer
         self._seen: BroadcastGroup | None = None
+        """The newest group of the run, whether it names this worker or not."""
         self._joined: JoinedGroup | None = None
         self._joining: asyncio.Task[None] | None = None
         self._hearing: asyncio.Task[None] | None = None

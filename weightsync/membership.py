@@ -42,8 +42,3 @@ def is_behind(info: WorkerInfo, missed: Mapping[str, WeightVersion]) -> bool:
 def still_missed(workers: Iterable[WorkerInfo], missed: Mapping[str, WeightVersion]) -> dict[str, WeightVersion]:
     """`missed` without those that caught up and those that are gone."""
     return {info.worker: missed[info.worker] for info in workers if info.worker in missed and is_behind(info, missed)}
-
-
-def is_new_epoch_due(wanted: tuple[Member, ...], current: tuple[Member, ...], broken: bool) -> bool:
-    """A group is kept only while it works and has exactly the members that it should have."""
-    return broken or wanted != current

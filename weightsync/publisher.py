@@ -60,8 +60,8 @@ class Publication:
         return self._attempt is None or self._attempt.done()
 
     def report(self) -> PublishReport:
-        """Once it is the newest. Raises VersionRegressionError, FencedError or BrokerUnavailableError, and the newest
-        version stays; after the last one it may be asked for again, and is tried again."""
+        """Waits until the version is announced. Raises VersionRegressionError, FencedError or BrokerUnavailableError
+        where it was not, and workers go on with the one before; after the last of these, asking again tries again."""
         attempt, self._attempt = self._attempt or self._begin(), None
         report = attempt.result()
         self._attempt = attempt
@@ -77,14 +77,14 @@ class Publisher:
         self._owner = owner
         self._config = config
         device = torch.device(broadcast_device(config))
-        self._keeps_one = device.type == "cuda"
-        """On a GPU there is room for one version: of the one before there is what those who pull it had copied."""
-        self._staging = Staging(config.bucket_bytes, device, reuses_memory=self._keeps_one)
+        self._memory_is_reused = device.type == "cuda"
+        """A GPU has room for one version: the next one overwrites it, and those who are pulling it go on from a copy in
+        host memory, if there is one."""
+        self._staging = Staging(config.bucket_bytes, device, memory_is_reused=self._memory_is_reused)
         self._token = secrets.token_urlsafe(24)
         self._offered: WeightVersion | None = None
-        self._announced: WeightVersion | None = None
-        self._known: tuple[TensorSpec, ...] | None = None
-        """What the announced manifest says of its tensors."""
+        self._announced: WeightManifest | None = None
+        """By this publisher, the last one. Workers know it: an offer of the same tensors names its version instead."""
         archive = open_archive(config.archive, broker, owner)
         address, interface = learner_addresses(config.host, broker.broker.url)
         self._sender = Sender(
@@ -96,18 +96,20 @@ class Publisher:
             config,
             self._put_group,
         )
-        self._pulls = PullServer(address, self._token, config.broadcast_timeout_s, memory_is_reused=self._keeps_one)
+        self._pulls = PullServer(
+            address, self._token, config.broadcast_timeout_s, memory_is_reused=self._memory_is_reused
+        )
         self._chain = DeltaChain(config.delta_chain)
         self._archiver = None if archive is None else Archiver(archive, config.delta_chain, config.broadcast_timeout_s)
         self._thread = DaemonPool("publish", 1)
         self._under_way: Future[PublishReport] | None = None
         # What training has begun on the GPU meanwhile is not waited for.
-        uses_gpu = self._keeps_one or config.transport in ("nccl", "ucc")
+        uses_gpu = self._memory_is_reused or config.transport in ("nccl", "ucc")
         self._stream = torch.cuda.Stream() if uses_gpu else None  # type: ignore[no-untyped-call]
 
     def gather(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
-        """What is to be published next; `begin` takes the tensors, once the version before is published. Raises
-        NoRoomError."""
+        """Have memory ready for the next version, which is to have these tensors; none of them is read before `begin`,
+        which comes once the version before is announced. Raises NoRoomError."""
         return self._staging.begin(tensors)
 
     def begin(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> Publication:
@@ -115,11 +117,11 @@ class Publisher:
         they may change; `Publication.report` tells the rest.
 
         That takes at most three broadcast deadlines, a fourth one for deltas and a fifth one to archive them; with
-        `staging: none` one more with every further part of the group. Raises WeightSyncError for tensors that cannot be
+        `staging: none` one more with every further wave of members. Raises WeightSyncError for tensors that cannot be
         sent.
         """
-        if self._keeps_one and self._announced is not None:
-            self._pulls.release(self._announced)
+        if self._memory_is_reused and self._announced is not None:
+            self._pulls.release(self._announced.version)
         publication = Publication(lambda: self._submit(version, gathering, probe))
         gathering.take()
         return publication
@@ -143,16 +145,15 @@ class Publisher:
         def attempt() -> PublishReport:
             started = time.monotonic()
             try:
-                if self._announced is not None and version <= self._announced:
+                if self._announced is not None and version <= self._announced.version:
                     raise VersionRegressionError(
-                        f"version {version} is not newer than {self._announced}, published before"
+                        f"version {version} is not newer than {self._announced.version}, published before"
                     )
                 with torch.cuda.stream(self._stream):
                     report = self._publish(version, gathering, probe)
             except BaseException:
                 self._pulls.forget(version)
                 raise
-            self._announced = version
             return replace(report, seconds=time.monotonic() - started)
 
         self._under_way = self._thread.submit(attempt)
@@ -161,11 +162,11 @@ class Publisher:
     def _publish(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> PublishReport:
         # Members that took a version refuse it the second time, so a repeated publication is only announced.
         is_repeated = self._offered == version
-        layout = gathering.layout()
+        places = gathering.places()
         epoch, failed = (0, "repeated") if is_repeated else self._sender.prepare(self._workers, version)
-        offer = self._manifest(version, layout.tensors, layout.buckets, probe, epoch)
-        if self._known is layout.tensors:
-            offer = msgspec.structs.replace(offer, tensors=(), buckets=(), like=self._announced)
+        offer = self._manifest(version, places.tensors, places.sizes, probe, epoch)
+        if self._announced is not None and self._announced.tensors is places.tensors:
+            offer = msgspec.structs.replace(offer, tensors=(), buckets=(), like=self._announced.version)
         self._blocking.call(self._versions.offer(self._owner, offer))
         self._offered = version
         members: tuple[str, ...] = ()
@@ -173,16 +174,16 @@ class Publisher:
             members, failure = self._sender.send(version, lambda: _on_the_wire(version, gathering))
             failed = "; ".join(filter(None, (failed, failure)))
         staged = gathering.staged()
-        self._pulls.serve(version, staged.data)
+        self._pulls.serve(version, staged.buckets)
         base, deltas, archived = self._deltas(version, staged)
         announced = msgspec.structs.replace(
-            self._manifest(version, staged.tensors, staged.buckets, probe, epoch),
+            self._manifest(version, staged.tensors, staged.sizes, probe, epoch),
             fingerprints=staged.fingerprints,
             deltas=tuple(delta.spec for delta in deltas),
             archived=archived,
         )
         self._blocking.call(self._versions.announce(self._owner, announced))
-        self._known = staged.tensors
+        self._announced = announced
         self._pulls.keep_only(version, _by_version(deltas))
         self._chain.advance(version, base, deltas)
         return PublishReport(version, 0.0, staged.nbytes, members, failed)
@@ -190,14 +191,18 @@ class Publisher:
     def _deltas(
         self, version: WeightVersion, staged: StagedWeights
     ) -> tuple[StagedWeights | None, tuple[Delta, ...], Archived | None]:
-        """(what the next ones are told from, those to this version, what is archived): encoded once the group has its
-        buckets, and only while some worker has a use for them. An archive is also for those that hold nothing yet."""
+        """(what the next version's delta is to be encoded against, the chain of deltas that ends at this version, what
+        of it is in the archive).
+
+        Deltas are encoded and archived only while a worker follows by pull; a whole version is archived also while one
+        holds nothing yet. It comes after the broadcast, whose members wait for none of it.
+        """
         workers = self._workers()
         reads_archive = self._archiver is not None and any(info.version is None for info in workers)
         if not (reads_archive or any(map(follows_by_pull, workers))):
             if self._archiver is not None:
                 self._archiver.rest()
-            return None if self._keeps_one else staged, (), None
+            return None if self._memory_is_reused else staged, (), None
         base = staged.on_cpu()
         deltas = self._chain.extended(version, base, Deadline(self._config.broadcast_timeout_s))
         self._pulls.serve_deltas(_by_version(deltas))

@@ -25,8 +25,8 @@ from .transports.collective import local_address
 from .transports.forming import form_group
 from .transports.rendezvous import Rendezvous, connect_store, translated
 
-PART_OVERDUE_S = 2.0
-"""Beyond its deadline, for a part of the members to be given up by the learner."""
+WAVE_OVERDUE_S = 2.0
+"""Beyond its deadline, for the learner to give up a wave and begin with the next."""
 
 
 class JoinedGroup:
@@ -40,13 +40,15 @@ class JoinedGroup:
         self._rendezvous = rendezvous
         self._transport = transport
         self._checked: tuple[TensorSpec, ...] | None = None
-        self._part = group.members.index(worker) // group.at_once
-        self._turn_s = self._part * (group.timeout_s + PART_OVERDUE_S)
+        """The tensors of the last offer, which those of the next one mostly are: they need not be checked again."""
+        self._wave = group.members.index(worker) // group.at_once
+        self._earlier_waves_s = self._wave * (group.timeout_s + WAVE_OVERDUE_S)
+        """How long those that receive before this worker may take."""
 
     @property
     def longest_s(self) -> float:
-        """What receiving may take, those who receive before it included."""
-        return self._turn_s + self.group.timeout_s
+        """What receiving may take, earlier waves included."""
+        return self._earlier_waves_s + self.group.timeout_s
 
     def receive(
         self, offer: WeightManifest, landing: Landing, cancelled: threading.Event
@@ -54,7 +56,7 @@ class JoinedGroup:
         """All of an offered version, verified, and what is known of it now; tells the learner how it went, or raises
         too."""
         with self._answering(offer):
-            self._await_turn(offer, cancelled)
+            self._await_wave(offer, cancelled)
             deadline = Deadline(self.group.timeout_s, cancelled)
             landed = landing.take(offer.buckets)
             try:
@@ -69,7 +71,7 @@ class JoinedGroup:
         """As `receive`, but each bucket is given to `arriving` and then overwritten. It is acknowledged once the engine
         generates with it, so that the next ones are paused only then."""
         with self._answering(offer):
-            self._await_turn(offer, cancelled)
+            self._await_wave(offer, cancelled)
             deadline = Deadline(self.group.timeout_s, cancelled)
 
             def give(index: int, bucket: torch.Tensor) -> None:
@@ -85,6 +87,7 @@ class JoinedGroup:
 
     @contextlib.contextmanager
     def _answering(self, offer: WeightManifest) -> Iterator[None]:
+        """Around receiving an offered version: tells the learner that it is held, or what went wrong."""
         try:
             if offer.tensors is not self._checked:
                 check_offer(offer)
@@ -95,13 +98,13 @@ class JoinedGroup:
             raise
         self._acknowledge(offer.version, "")
 
-    def _await_turn(self, offer: WeightManifest, cancelled: threading.Event) -> None:
-        if not self._part:
+    def _await_wave(self, offer: WeightManifest, cancelled: threading.Event) -> None:
+        if not self._wave:
             return
         try:
-            self._rendezvous.await_turn(offer.version, self._part, Deadline(self._turn_s, cancelled))
+            self._rendezvous.await_wave(offer.version, self._wave, Deadline(self._earlier_waves_s, cancelled))
         except RuntimeError as error:
-            raise translated(error, f"a turn to receive version {offer.version}") from error
+            raise translated(error, f"its turn to receive version {offer.version}") from error
 
     def _receive_into(
         self,
@@ -129,7 +132,7 @@ class JoinedGroup:
 
 
 def _leave_it(index: int, bucket: torch.Tensor) -> None:
-    """The bucket is its owner's."""
+    """For buckets that stay as they are, until the whole version is handed over."""
 
 
 def join(run: str, worker: str, group: BroadcastGroup, cancelled: threading.Event) -> JoinedGroup | None:
@@ -149,7 +152,7 @@ def join(run: str, worker: str, group: BroadcastGroup, cancelled: threading.Even
         raise WeightSyncError(f"{what}: nobody at {group.store_host}:{group.store_port} ({error})") from error
     except RuntimeError as error:
         raise translated(error, what) from error
-    part, place = divmod(group.members.index(worker), group.at_once)
-    size = len(group.members[part * group.at_once :][: group.at_once]) + 1
-    transport = form_group(group.transport, rendezvous.store_of(part), place + 1, size, interface, deadline)
+    wave, place = divmod(group.members.index(worker), group.at_once)
+    size = len(group.members[wave * group.at_once :][: group.at_once]) + 1
+    transport = form_group(group.transport, rendezvous.store_of(wave), place + 1, size, interface, deadline)
     return JoinedGroup(group, worker, rendezvous, transport)

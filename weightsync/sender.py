@@ -4,8 +4,8 @@ What goes wrong here is told, never raised: a version that could not be broadcas
 waits (twice for a group to form, once for a version to arrive) ends by the broadcast deadline; after a failed
 broadcast a second more hears what the members say.
 
-With `staging: none` members must be paused while they receive. So the group is parted, a version is sent to one part
-after the other, each with a deadline of its own, and one that fails takes nothing from the next.
+With `staging: none` members must be paused while they receive. So they receive in waves, some members at a time, each
+wave through a process group and with a deadline of its own; one that fails takes nothing from the next.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ from broker.schema import BroadcastGroup, WeightVersion, WorkerInfo
 from .config import WeightsConfig
 from .deadline import Deadline
 from .doorbell import Doorbell
-from .membership import Member, eligible, is_new_epoch_due, still_missed
+from .membership import Member, eligible, still_missed
 from .pipeline import pipelined
 from .transports.base import BroadcastGroupTransport
 from .transports.forming import check_transport, form_group
@@ -33,15 +33,24 @@ Wire = Callable[[], Iterable[torch.Tensor]]
 """A version's buckets and its seal, in order, as often as they are asked for."""
 
 
-class _Part(NamedTuple):
-    """Members that are sent a version together."""
+class _Wave(NamedTuple):
+    """Members that receive a version together."""
 
     workers: tuple[str, ...]
     transport: BroadcastGroupTransport
 
 
+class _Group(NamedTuple):
+    """One epoch, as it was formed."""
+
+    members: tuple[Member, ...]
+    rendezvous: Rendezvous
+    waves: tuple[_Wave, ...]
+
+
 class Sender:
-    """Owns the store and the current group. Epochs count up from `last_epoch` for the whole run."""
+    """Owns the store in which groups are formed, and the current group. Epochs, which number them, count up from
+    `last_epoch` for the whole run."""
 
     def __init__(
         self,
@@ -62,11 +71,10 @@ class Sender:
         self._config = config
         self._put_group = put_group
         self._store: TCPStore | None = host_store(interface, config.broadcast_timeout_s)
-        self._members: tuple[Member, ...] = ()
-        self._rendezvous: Rendezvous | None = None
-        self._parts: tuple[_Part, ...] = ()
+        self._group: _Group | None = None
         self._bell = Doorbell(interface)
         self._missed: dict[str, WeightVersion] = {}
+        """By worker, the version that it was last seen to miss: it is in no group until it has caught up."""
 
     def prepare(self, workers: Callable[[], Sequence[WorkerInfo]], version: WeightVersion) -> tuple[int, str]:
         """(epoch that `version` goes to, what went wrong). Epoch 0: nobody to send to."""
@@ -75,7 +83,7 @@ class Sender:
             alive = workers()
             self._missed = still_missed(alive, self._missed)
             wanted = eligible(alive, self._missed)
-            if not is_new_epoch_due(wanted, self._members, broken=not self._parts):
+            if self._group is not None and self._group.members == wanted:  # one that has failed is no more
                 return self._epoch, "; ".join(failures)
             self._leave()
             if not wanted:
@@ -87,18 +95,19 @@ class Sender:
         return 0, "; ".join(failures)
 
     def send(self, version: WeightVersion, wire: Wire) -> tuple[tuple[str, ...], str]:
-        """(members that hold and verified `version`, which was offered, what went wrong). A failure ends the epoch,
-        once the parts that it did not touch were sent theirs.
+        """To the group that `prepare` formed: (members that hold and verified `version`, which was offered, what went
+        wrong). A failure ends the epoch, once the other waves were sent theirs.
 
         What `wire` gives is asked for while what came before is under way.
         """
+        assert self._group is not None
         self._bell.ring()
         reached: list[str] = []
         failures: list[str] = []
-        for number, part in enumerate(self._parts):
+        for number, wave in enumerate(self._group.waves):
             if number:
-                self._told().begin(version, number)
-            some, failure = self._send_to(part, version, wire())
+                self._group.rendezvous.begin(version, number)
+            some, failure = self._send_to(wave, self._group.rendezvous, version, wire())
             reached += some
             failures += [failure] if failure else []
         if failures:
@@ -106,17 +115,17 @@ class Sender:
         return tuple(reached), "; ".join(failures)
 
     def _send_to(
-        self, part: _Part, version: WeightVersion, wire: Iterable[torch.Tensor]
+        self, wave: _Wave, rendezvous: Rendezvous, version: WeightVersion, wire: Iterable[torch.Tensor]
     ) -> tuple[tuple[str, ...], str]:
         deadline = Deadline(self._config.broadcast_timeout_s)
-        failure = _broadcast(part.transport, wire, deadline)
+        failure = _broadcast(wave.transport, wire, deadline)
         if failure:
             # Closing our end fails the others at once, so those who still run can say so.
-            part.transport.close()
+            wave.transport.close()
             deadline = Deadline(min(_NACK_WAIT_S, self._config.broadcast_timeout_s))
-        answers = self._told().await_acknowledgements(version, part.workers, deadline)
+        answers = rendezvous.await_acknowledgements(version, wave.workers, deadline)
         reached = tuple(worker for worker, answer in answers.items() if not answer)
-        lost = [worker for worker in part.workers if worker not in reached]
+        lost = [worker for worker in wave.workers if worker not in reached]
         if lost:
             reasons = ", ".join(f"{worker} ({answers.get(worker) or 'no answer'})" for worker in lost)
             failure = f"{failure or 'broadcast'}; not reached: {reasons}"
@@ -130,11 +139,11 @@ class Sender:
         self._store = None
 
     def _form(self, wanted: tuple[Member, ...], version: WeightVersion) -> str:
-        """Start the next epoch; empty when it stands, else what kept it from it."""
+        """Start the next epoch; what kept its group from being formed, or ''."""
         deadline = Deadline(self._config.broadcast_timeout_s)
         assert self._store is not None
         self._epoch += 1
-        group = self._group(wanted, self._store.port)
+        group = self._record(wanted, self._store.port)
         rendezvous = Rendezvous(self._store, self._run, group)
         self._put_group(group)
         absent = rendezvous.await_members(group.members, deadline)
@@ -142,19 +151,21 @@ class Sender:
         if absent:
             self._missed.update(dict.fromkeys(absent, version))
             return f"group {self._epoch} not formed, absent after {deadline.seconds:g} s: {', '.join(absent)}"
+        waves: list[_Wave] = []
         try:
             for number, workers in enumerate(_batched(group.members, group.at_once)):
                 store, size = rendezvous.store_of(number), len(workers) + 1
                 transport = form_group(self._config.transport, store, 0, size, self._interface, deadline)
-                self._parts += (_Part(workers, transport),)
+                waves.append(_Wave(workers, transport))
         except WeightSyncError as error:
             # Who failed is unknown. All are asked again: the one that is gone will then not check in.
-            self._leave()
+            _close(waves)
             return str(error)
-        self._members, self._rendezvous = wanted, rendezvous
+        self._group = _Group(wanted, rendezvous, tuple(waves))
         return ""
 
-    def _group(self, members: tuple[Member, ...], store_port: int) -> BroadcastGroup:
+    def _record(self, members: tuple[Member, ...], store_port: int) -> BroadcastGroup:
+        """What members are told of the epoch that begins."""
         return BroadcastGroup(
             epoch=self._epoch,
             incarnation=self._incarnation,
@@ -168,17 +179,19 @@ class Sender:
         )
 
     def _at_once(self, members: int) -> int:
-        """Who stages a version generates while it is received, the others are paused."""
+        """How many receive together: all, where they generate meanwhile; so few that the others do, where those are
+        paused that receive."""
         return max(1, int(self._config.swaps_at_once * members)) if self._config.staging == "none" else members
 
-    def _told(self) -> Rendezvous:
-        assert self._rendezvous is not None
-        return self._rendezvous
-
     def _leave(self) -> None:
-        for part in self._parts:
-            part.transport.close()
-        self._parts, self._members, self._rendezvous = (), (), None
+        if self._group is not None:
+            _close(self._group.waves)
+        self._group = None
+
+
+def _close(waves: Iterable[_Wave]) -> None:
+    for wave in waves:
+        wave.transport.close()
 
 
 def _broadcast(transport: BroadcastGroupTransport, wire: Iterable[torch.Tensor], deadline: Deadline) -> str:

@@ -20,23 +20,23 @@ class Places:
     """Buckets, and where a version's tensors go in them."""
 
     tensors: tuple[TensorSpec, ...]
-    data: tuple[torch.Tensor, ...]
-    """uint8, one flat tensor per bucket, all on one device."""
+    buckets: tuple[torch.Tensor, ...]
+    """uint8, flat, all on one device."""
 
     @property
-    def buckets(self) -> tuple[int, ...]:
-        """Their sizes in bytes."""
-        return tuple(bucket.numel() for bucket in self.data)
+    def sizes(self) -> tuple[int, ...]:
+        """Of the buckets, in bytes."""
+        return tuple(bucket.numel() for bucket in self.buckets)
 
     def of(self, index: int) -> list[Named]:
         """Views of what goes into one bucket, in order."""
         if index not in self._views:
-            specs, bucket = self._specs[index], self.data[index]
+            specs, bucket = self._specs[index], self.buckets[index]
             for spec in specs:
                 end = spec.offset + spec.nbytes
                 if end % aligned(1):
                     bucket[end : aligned(end)] = 0  # padding belongs to the rows that are fingerprinted
-            self._views[index] = views(specs, self.data)
+            self._views[index] = views(specs, self.buckets)
         return self._views[index]
 
     @cached_property
@@ -58,11 +58,11 @@ class StagedWeights(Places):
     @property
     def nbytes(self) -> int:
         """Bytes on the wire."""
-        return sum(self.buckets)
+        return sum(self.sizes)
 
     def on_cpu(self) -> "StagedWeights":
         """Itself, or a copy."""
-        return StagedWeights(self.tensors, tuple(bucket.cpu() for bucket in self.data), self.fingerprints)
+        return StagedWeights(self.tensors, tuple(bucket.cpu() for bucket in self.buckets), self.fingerprints)
 
 
 @dataclass
@@ -72,7 +72,7 @@ class BucketFiller:
     bucket_bytes: int
     device: torch.device
     specs: list[TensorSpec] = field(default_factory=list)
-    data: list[torch.Tensor] = field(default_factory=list)
+    buckets: list[torch.Tensor] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -83,24 +83,24 @@ class BucketFiller:
         nbytes = tensor.numel() * tensor.element_size()
         bucket, offset = self._reserve(nbytes)
         self.specs.append(TensorSpec(name, dtype, tuple(tensor.shape), bucket, offset, nbytes))
-        view(self.data[bucket], self.specs[-1]).copy_(tensor.detach(), non_blocking=self.device.type != "cpu")
+        view(self.buckets[bucket], self.specs[-1]).copy_(tensor.detach(), non_blocking=self.device.type != "cpu")
 
     def _reserve(self, nbytes: int) -> tuple[int, int]:
-        if not self.data or self.used[-1] + nbytes > self.data[-1].numel():
+        if not self.buckets or self.used[-1] + nbytes > self.buckets[-1].numel():
             # Pages that stay untouched are never committed by the system, so a mostly empty bucket costs nothing.
             size = aligned(max(nbytes, self.bucket_bytes))
-            self.data += allocate([size], self.device)
+            self.buckets += allocate([size], self.device)
             self.used.append(0)
         offset, end = self.used[-1], self.used[-1] + nbytes
         self.used[-1] = aligned(end)
-        self.data[-1][end : self.used[-1]] = 0  # padding belongs to the rows that are fingerprinted
-        return len(self.data) - 1, offset
+        self.buckets[-1][end : self.used[-1]] = 0  # padding belongs to the rows that are fingerprinted
+        return len(self.buckets) - 1, offset
 
     def finish(self) -> StagedWeights:
         """Trim the buckets and fingerprint what they hold."""
-        data = tuple(bucket[:used] for bucket, used in zip(self.data, self.used, strict=True))
-        of_each = fingerprints(self.specs, dict(enumerate(data)))
-        return StagedWeights(tuple(self.specs), data, tuple(of_each[place] for place in range(len(self.specs))))
+        buckets = tuple(bucket[:used] for bucket, used in zip(self.buckets, self.used, strict=True))
+        of_each = fingerprints(self.specs, dict(enumerate(buckets)))
+        return StagedWeights(tuple(self.specs), buckets, tuple(of_each[place] for place in range(len(self.specs))))
 
 
 def stage(tensors: Iterable[Named], bucket_bytes: int, device: torch.device | str = "cpu") -> StagedWeights:

@@ -21,6 +21,7 @@ from broker.schema import WeightManifest, WeightVersion
 from .config import WeightsConfig, broadcast_device
 from .deliveries import Arriving, Delivery
 from .groups import GroupFollower
+from .inbox import Inbox
 from .landing import Landing, Window
 from .pulls import Pulls
 from .receiver import JoinedGroup
@@ -39,33 +40,27 @@ class Subscriber:
         self._broker = broker
         self._config = config
         self._threads = BoundedThreads()
-        self._groups = GroupFollower(broker, worker, self._threads, config.poll_s, lambda: self._offer.set())
+        self._groups = GroupFollower(broker, worker, self._threads, config.poll_s, lambda: self._was_rung.set())
         self.joins_groups = config.follow == "broadcast"
         """False: it follows by pull, and keeps what it pulled as the base for deltas."""
         self._worker = worker
         self._following: asyncio.Task[None] | None = None
-        self._held: WeightVersion | None = None
-        """The newest version that the caller holds or was handed."""
         self._tried: WeightVersion | None = None
         """The last offer that was read in full; one whose transfer failed is not received again but pulled."""
         self._landing = Landing(torch.device("cuda" if config.staging == "device" else "cpu"))
         self._window = Window(torch.device(broadcast_device(config))) if config.staging == "none" else None
         # A base for deltas must stay as it is, and without room for two versions what was pulled must not stay.
         shared = self._landing if self.joins_groups and self._window is None else None
-        self._pulls = Pulls(broker, worker, config, shared, self._stage, self._note)
-        self._staged: Delivery | Arriving | None = None
-        self._lent: Delivery | Arriving | None = None
-        """The last one handed over: its buckets are free again once the next one is waited for."""
-        self._kept: Delivery | None = None
-        """The last one that the caller held. It is handed over once more, instead of pulled, until its buckets are
-        needed."""
+        self._pulls = Pulls(broker, worker, config, shared, self._note_arrival, self._note_failure)
+        self._inbox = Inbox(self._landing)
         self._known: WeightManifest | None = None
         """Of the last version that arrived: most offers name it instead of telling the same again."""
         self._arrived = asyncio.Event()
-        """A version, or `_outage`."""
+        """Something for who waits for a version: one that is in the inbox, or `_outage`."""
         self._outage: BrokerUnavailableError | None = None
-        self._offer = asyncio.Event()
-        """There is one: whoever is in a group does not wait for its next look at the broker."""
+        """What keeps the background work from the broker."""
+        self._was_rung = asyncio.Event()
+        """The learner has told the members of our group that there is an offer: look now, not after `poll_s`."""
         self.last_error = ""
         """Why the last broadcast or pull failed, or fetched a whole version where deltas should have done; empty again
         after the next version."""
@@ -77,8 +72,8 @@ class Subscriber:
 
     @property
     def is_arriving(self) -> bool:
-        """A version waits to be taken as it arrives, and the others of a group with it: no time for anything else."""
-        return isinstance(self._staged, Arriving)
+        """A version waits to be taken while it is received, and the rest of the broadcast group waits for that."""
+        return self._inbox.is_arriving
 
     async def wait_for_version(self, current: WeightVersion | None) -> Delivery | Arriving:
         """The newest complete version after `current`, or one that arrives. Cancelling it loses nothing; one caller at
@@ -87,28 +82,14 @@ class Subscriber:
         A version handed over that is not `current` in the next call is fetched anew: its swap has failed.
         Raises what the broker raises; failed transfers are retried or pulled and never raise.
         """
-        self._held = current
-        lent, self._lent = self._lent, None
-        if isinstance(lent, Delivery) and lent.may_be_reused and lent.manifest.version == current:
-            lent, self._kept = self._kept, lent
-        self._give_back(lent)
-        while True:
-            staged = self._staged
-            self._staged = None
-            if staged is not None and (current is None or staged.manifest.version > current):
-                self._held = staged.manifest.version
-                self._lent = staged
-                return staged
-            self._give_back(staged)
+        self._inbox.hold(current)
+        while (delivery := self._inbox.take()) is None:
             await self._news()
+        return delivery
 
     def newer(self) -> Delivery | Arriving | None:
         """A newer version that has arrived since the last one was handed over, in its place; None: none has."""
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            self._give_back(self._lent)
-            self._held, self._lent = staged.manifest.version, staged
-        return staged
+        return self._inbox.take_instead()
 
     async def close(self) -> None:
         """Leave the group and stop; a receive under way ends by its deadline at the latest. Idempotent."""
@@ -118,10 +99,10 @@ class Subscriber:
         self._groups.leave()
         patience_s = self._config.broadcast_timeout_s + _OVERDUE_S
         await asyncio.gather(self._pulls.stop(patience_s), self._threads.stop(patience_s))
-        self._staged = None
+        self._inbox = Inbox(self._landing)  # whoever still knows of this keeps no version's memory by it
 
     async def _news(self) -> None:
-        """Until a version was staged; raises what keeps the background work from the broker, and what ended it: it is
+        """Until a version has arrived; raises what keeps the background work from the broker, and what ended it: it is
         then started anew."""
         self._arrived.clear()
         self._outage = None
@@ -163,25 +144,20 @@ class Subscriber:
             offered, announced = await self._broker.versions.current()
             # Once announced, a broadcast is over: who missed it pulls.
             is_under_way = self.joins_groups and offered is not None and offered != announced
-            if offered is not None and is_under_way and offered != self._tried and self._is_newer(offered):
+            if offered is not None and is_under_way and offered != self._tried and self._inbox.is_newer(offered):
                 await self._receive(offered)
-            elif announced is not None and self._is_newer(announced):
+            elif announced is not None and self._inbox.is_newer(announced):
                 self._fetch(announced)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.poll_s):
-                    await self._offer.wait()
-            self._offer.clear()
-
-    def _is_newer(self, version: WeightVersion) -> bool:
-        known = [self._held, None if self._staged is None else self._staged.manifest.version]
-        return all(other is None or version > other for other in known)
+                    await self._was_rung.wait()
+            self._was_rung.clear()
 
     def _fetch(self, announced: WeightVersion) -> None:
-        if self._kept is not None and self._kept.manifest.version == announced:
-            kept, self._kept = self._kept, None
-            self._stage(kept)
+        if (kept := self._inbox.take_kept(announced)) is not None:
+            self._note_arrival(kept)
         else:
-            self._let_go()
+            self._inbox.drop_kept()
             self._pulls.start()
 
     async def _receive(self, offered: WeightVersion) -> None:
@@ -189,11 +165,11 @@ class Subscriber:
         self._tried = offered  # not before: what the broker did not answer is asked again
         if joined is None or offer is None:
             return
-        # What it fetches is about to be superseded, and beside its memory there is no room for a third version.
+        # What is being pulled and what waits are about to be superseded, and beside the engine's version and the one
+        # that is received there is no room for a third.
         await self._pulls.stop(_STOP_SHARE * joined.group.timeout_s)
-        staged, self._staged = self._staged, None  # so is what waits for the engine, and its memory is needed
-        self._give_back(staged)
-        self._let_go()
+        self._inbox.drop_waiting()
+        self._inbox.drop_kept()
         cancelled = threading.Event()
         try:
             if self._window is not None:
@@ -205,14 +181,14 @@ class Subscriber:
                     cancelled,
                     overdue_s=joined.longest_s + _OVERDUE_S,
                 )
-                self._stage(Delivery(manifest, landed, may_be_reused=True))
+                self._note_arrival(Delivery(manifest, landed, may_be_reused=True))
         except WeightSyncError as error:
-            self._note("broadcast", offered, error)
+            self._note_failure("broadcast", offered, error)
 
     async def _pass_on(
         self, joined: JoinedGroup, offer: WeightManifest, window: Window, cancelled: threading.Event
     ) -> None:
-        arriving = Arriving(offer, self._stage)
+        arriving = Arriving(offer, self._note_arrival)
         end = WeightSyncError(f"version {offer.version} is received no further")
         try:
             self._known = await self._threads.run(
@@ -227,8 +203,7 @@ class Subscriber:
             raise
         finally:
             arriving.fail(end)  # whoever has all of it does not hear it
-            if self._staged is arriving:
-                self._staged = None  # nobody has taken any
+            self._inbox.forget(arriving)
 
     async def _invitation(self, offered: WeightVersion) -> tuple[JoinedGroup | None, WeightManifest | None]:
         """The group in which this worker is to receive that version, and all that is said of it."""
@@ -247,24 +222,13 @@ class Subscriber:
             return None
         return replace(offer, tensors=self._known.tensors, buckets=self._known.buckets, like=None)
 
-    def _stage(self, delivery: Delivery | Arriving) -> None:
-        if self._is_newer(delivery.manifest.version):
-            self._give_back(self._staged)
-            self._staged = delivery
+    def _note_arrival(self, delivery: Delivery | Arriving) -> None:
+        if self._inbox.put(delivery):
             if isinstance(delivery, Delivery):
                 self._known = delivery.manifest
                 self.last_error = ""
             self._arrived.set()
 
-    def _give_back(self, delivery: Delivery | Arriving | None) -> None:
-        if isinstance(delivery, Delivery) and delivery.may_be_reused:
-            self._landing.give_back(delivery.landed)
-
-    def _let_go(self) -> None:
-        """Of what is kept: its buckets are needed."""
-        self._give_back(self._kept)
-        self._kept = None
-
-    def _note(self, what: str, version: WeightVersion, error: WeightSyncError | str) -> None:
+    def _note_failure(self, what: str, version: WeightVersion, error: WeightSyncError | str) -> None:
         self.last_error = f"{what} of {version}: {error}"
         logger.warning("%s: %s", self._worker, self.last_error)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 from broker import codec, connection
@@ -69,8 +70,8 @@ def _commit_after_checkpoint() -> None:
     """A batch is forgotten as soon as it is handed out, and the next claim does not bring it back."""
     take = Experience.take
 
-    def take_and_commit(self: Experience, step: int) -> object:
-        batch = take(self, step)
+    def take_and_commit(self: Experience, step: int, *how: Any, **named: Any) -> object:
+        batch = take(self, step, *how, **named)
         self.commit(step + 1)
         return batch
 

@@ -24,10 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 class DirectLoading:
-    """Of one process of an engine. `parameters` are looked up anew each time: a loader may replace them.
+    """Loads versions into one process of an engine: by copies where these are found to do what its loader does, else by
+    the loader.
 
-    `derived`: its other tensors: if one of them depends on the weights, the loader must go on making it.
-    `keeps_packed`: what it computes with are packed copies, so only its loader can fill them.
+    `parameters` are looked up anew each time, as a loader may replace them. `derived` are the engine's other tensors:
+    if the loader makes one of them from the weights, copies cannot do without it. `keeps_packed`: the engine computes
+    with packed copies of the weights, which only its loader can fill.
     """
 
     def __init__(
@@ -43,13 +45,17 @@ class DirectLoading:
         self._parameters = parameters
         self._derived = derived
         self._published: tuple[Published, ...] = ()
+        """The last whole version's tensors, in order."""
         self._known: frozenset[Published] = frozenset()
+        """The same as a set."""
         self._placement: Placement | None = None
         self._rows: HeldRows | None = None
         self._copies: tuple[Mapping[str, torch.Tensor], list[int], Copies] | None = None
         """The last ones, with the tensors and the addresses of the parameters that they are for."""
         self._came: dict[str, Published] = {}
+        """Of a version that comes in parts, by name: its tensors until now."""
         self._gathered: dict[str, torch.Tensor] = {}
+        """Copies of them in host memory, for a loader that must see all of them together."""
 
     @property
     def is_direct(self) -> bool:

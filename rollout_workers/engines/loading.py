@@ -41,14 +41,14 @@ def find_places(model: nn.Module, tensors: NamedTensors) -> list[tuple[torch.Ten
 
 
 class Filling:
-    """Of a model, by tensors that come a few at a time."""
+    """One version going into a model, some of its tensors at a time: where each belongs, and whether all have come."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(model.named_parameters())
         self._tied = tied_names(model)
         self._filled: Counter[str] = Counter()
         self.published: list[tuple[str, torch.dtype]] = []
-        """What came."""
+        """Names and number formats of all tensors that have come, as they were published."""
 
     def places(self, tensors: NamedTensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(place, tensor) pairs; WeightSyncError names the first wrong tensor."""
@@ -72,7 +72,7 @@ class Filling:
 
 
 def held_tensors(model: nn.Module, published: Sequence[tuple[str, torch.dtype]]) -> Held | None:
-    """Of what was loaded; None if it was converted to another number format."""
+    """What the model holds of these tensors; None if one was converted to another number format as it was loaded."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     held = {}
     for name, dtype in published:

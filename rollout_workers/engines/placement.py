@@ -83,13 +83,13 @@ class Placement:
 
     def copies(self, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> "Copies":
         """Of the blocks whose sources are among `tensors`, contiguous ones of the published shapes."""
-        pairs = [(part(parameters, block), block) for name in tensors for block in self._of_source.get(name, ())]
+        pairs = [(filled_rows(parameters, block), block) for name in tensors for block in self._of_source.get(name, ())]
         sources = [_strided(tensors[block.source], block, target.shape[1]) for target, block in pairs]
         return Copies([target for target, _ in pairs], sources)
 
 
-def part(parameters: Mapping[str, torch.Tensor], block: Block) -> torch.Tensor:
-    """[rows, C] the parameter's rows that the block fills."""
+def filled_rows(parameters: Mapping[str, torch.Tensor], block: Block) -> torch.Tensor:
+    """[rows, C] a view of the parameter's rows that the block fills."""
     return rows_of(parameters[block.parameter])[block.first_row : block.first_row + block.rows]
 
 

@@ -12,9 +12,10 @@ from broker.errors import BrokerUnavailableError, ServerRestartedError
 from broker.leases import SubmitOutcome
 from broker.schema import TrajectoryId, WeightVersion
 from broker.server import EmbeddedServer
+from tests.processes import kill
 
 from .scenario import begin, group_id, groups, prompt, rules
-from .topologies import Cluster, ask, is_redis_7_0, kill, port_of, wait_until_caught_up
+from .topologies import Cluster, ask, is_redis_7_0, port_of, wait_until_caught_up
 
 
 @pytest.fixture(scope="module")

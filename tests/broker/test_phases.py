@@ -13,9 +13,9 @@ from broker import Broker, open_broker, phases
 from broker.batches import Owner
 from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
 from broker.server import EmbeddedServer
+from tests.processes import kill
 
 from .scenario import FRESH, rules
-from .test_restart import kill
 
 LONG_S, A_MOMENT_S = 1000.0, 0.05
 

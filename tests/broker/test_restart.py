@@ -1,9 +1,7 @@
 """The server dies, with and without losing what it acknowledged; the learner re-asserts what it knows."""
 
 import asyncio
-import os
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -19,14 +17,9 @@ from broker.leases import SubmitOutcome
 from broker.owner import Owner
 from broker.schema import BroadcastGroup, TrajectoryId, WeightVersion
 from broker.server import EmbeddedServer
+from tests.processes import kill
 
 from .scenario import Scenario, begin, group_id, groups, manifest, prompt, rules
-
-
-def kill(server: EmbeddedServer) -> None:
-    os.kill(server.pid, signal.SIGKILL)
-    while server.is_alive():
-        pass
 
 
 def tids(*positions: int) -> list[TrajectoryId]:

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import os
-import signal
 import socket
 import ssl
 import threading
@@ -19,6 +17,7 @@ from redis.crc import key_slot
 
 from broker.keys import Keys
 from broker.server import EmbeddedServer
+from tests.processes import kill
 
 LOCAL = "127.0.0.1"
 _RANGES = ((0, 5460), (5461, 10922), (10923, 16383))
@@ -36,12 +35,6 @@ def port_of(server: EmbeddedServer) -> int:
     port = urlsplit(server.url).port
     assert port is not None
     return port
-
-
-def kill(server: EmbeddedServer) -> None:
-    os.kill(server.pid, signal.SIGKILL)
-    while server.is_alive():
-        pass
 
 
 def ask(server: EmbeddedServer, *command: str | int | bytes) -> Any:

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from broker.server import EmbeddedServer
-from tests.broker.test_restart import kill
-from tests.processes import children_left
+from tests.processes import children_left, kill
 
 from . import witness
 from .recipes import write_recipe

@@ -1,7 +1,5 @@
 """A checkpoint that is written while training goes on: what is in it, and when the broker hears of it."""
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +17,7 @@ from broker.schema import WeightVersion
 from learner.backends.base import Staged
 from learner.checkpoint import CheckpointError, CheckpointStore, LearnerState
 from learner.checkpoint_writer import CheckpointWriter
-from learner.experience import NeedsLearner
+from learner.interruptions import NeedsLearner
 from learner.loop import Learner, LoopConfig
 from learner.ranks import Ranks
 from tests.learner import async_saving_rank
@@ -27,6 +25,7 @@ from tests.learner.async_saving_rank import Held, open_tiny, tensors
 from tests.learner.test_checkpoint import everything, seed_everything, train
 from tests.learner.test_checkpoint import open_tiny as open_fsdp
 from tests.learner.test_experience import after, experience
+from tests.learner.torchrun import run_ranks
 
 EVERY = 2
 
@@ -52,10 +51,7 @@ def test_what_is_written_is_what_was_staged(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_save_while_they_train(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = ["-m", async_saving_rank.__name__, str(tmp_path), "fsdp", "megatron"]
-    done = subprocess.run([*launcher, *script], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(async_saving_rank.__name__, 2, tmp_path, "fsdp", "megatron", timeout_s=280)
     alone = open_tiny("fsdp", 7)
     alone.load(tmp_path / "fsdp" / "checkpoints" / "1" / "step_2")
     expected = load_file(tmp_path / "fsdp" / "two.safetensors")

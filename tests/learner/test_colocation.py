@@ -18,7 +18,7 @@ from broker.schema import RunRules
 from broker.server import EmbeddedServer
 from learner import colocation
 from learner.colocation import LentDevice, wait_for_device
-from learner.experience import Interrupted
+from learner.interruptions import Interrupted
 from learner.ranks import Ranks
 
 from .test_experience import experience, forget_everything

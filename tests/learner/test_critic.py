@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -23,6 +21,7 @@ from learner.ranks import Ranks
 from tests.learner import critic_rank
 from tests.learner.critic_rank import CLIP, GAMMA, LAM, LEARNING_RATE, LENGTHS, Result, critic_of, open_values
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
+from tests.learner.torchrun import run_ranks
 
 ARCHITECTURES = ["qwen3", "qwen3_moe"]
 
@@ -185,15 +184,7 @@ def test_any_split_into_micro_batches_makes_the_same_steps(architecture: str, bu
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_ranks_equal_one_and_one_goes_on_from_their_checkpoint(architecture: str, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", critic_rank.__name__, str(tmp_path), architecture],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(critic_rank.__name__, 2, tmp_path, architecture, timeout_s=200)
     alone = open_values(architecture)
     expected = critic_rank.steps(alone)
     ranks = [msgspec.json.decode((tmp_path / f"rank_{rank}.json").read_bytes(), type=list[Result]) for rank in (0, 1)]

@@ -1,9 +1,7 @@
 """The learner's side of the broker, against a real server that dies and forgets."""
 
 import asyncio
-import os
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,14 +20,16 @@ from broker.schema import Group, Probe, RunRules, Tallies, WeightVersion
 from broker.server import EmbeddedServer
 from learner.config import ModelConfig, PromptsConfig, RandomModelConfig
 from learner.drift import DriftWatch, length_drift
-from learner.experience import Experience, Interrupted, NeedsLearner
+from learner.experience import Experience
 from learner.experience_log import ExperienceLog
+from learner.interruptions import Interrupted, NeedsLearner
 from learner.logged_batch import tids_of
 from learner.model import load_tokenizer
 from learner.prompts import open_prompts
 from learner.prompts.cursor import PromptCursor
 from tests.broker.scenario import trajectory
 from tests.deploy.runs import run_status
+from tests.processes import kill
 from weightsync.config import WeightsConfig
 from weightsync.fingerprint import fingerprint
 from weightsync.publisher import Publisher
@@ -95,12 +95,6 @@ def publish(learner: Experience, step: int) -> None:
     learner.settle()
 
 
-def kill(server: EmbeddedServer) -> None:
-    os.kill(server.pid, signal.SIGKILL)
-    while server.is_alive():
-        pass
-
-
 def forget_everything(server: EmbeddedServer, directory: Path) -> None:
     kill(server)
     shutil.rmtree(directory / "appendonlydir")
@@ -127,6 +121,17 @@ class Announcing:
         self.goes_on = threading.Event()
         self.failures: list[Exception] = []
         monkeypatch.setattr(blocking.broker.versions, "announce", self)
+        self._monkeypatch = monkeypatch
+
+    def goes_on_once_settled(self, learner: Experience) -> None:
+        """Only a learner that waits for the announcement gets it."""
+        settle = learner.settle
+
+        def settle_at_last() -> None:
+            self.goes_on.set()
+            settle()
+
+        self._monkeypatch.setattr(learner, "settle", settle_at_last)
 
     async def __call__(self, *arguments: Any) -> None:
         await asyncio.to_thread(self.goes_on.wait, 60)
@@ -192,8 +197,7 @@ def test_a_server_that_is_restarted_during_a_replay_makes_nobody_publish_twice(
         assert tids_of(take(resumed, 1)) == tids_of(batch)
         announcing = Announcing(blocking, monkeypatch)
         begin_to_publish(resumed, 2)
-        settle = resumed.settle
-        monkeypatch.setattr(resumed, "settle", lambda: (announcing.goes_on.set(), settle()))
+        announcing.goes_on_once_settled(resumed)
         with pytest.raises(Interrupted):  # no NeedsLearner: the loop would publish this version again
             resumed.take(2)
         assert announced(blocking) == WeightVersion(2, 2)
@@ -203,7 +207,7 @@ def test_engines_get_the_device_only_once_they_can_have_the_weights(url: str, mo
     with experience(url, CheckpointMark(0, 0), after(10_000)) as (learner, blocking):
         announcing = Announcing(blocking, monkeypatch)
         begin_to_publish(learner, 0)
-        threading.Timer(0.3, announcing.goes_on.set).start()
+        announcing.goes_on_once_settled(learner)
         with pytest.raises(NeedsLearner, match="engines"):
             learner.take(0, may_wait=False)
         assert announced(blocking) == WeightVersion(1, 0)

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -22,6 +20,7 @@ from learner.model import load_model
 from learner.packing import PackableSequence, concatenate, pack
 from tests.learner.fsdp_rank import Case, Result
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences, share
+from tests.learner.torchrun import run_ranks
 
 ARCHITECTURES = ["qwen3", "qwen3_moe"]
 LENGTHS = [7, 12, 5, 20, 3, 9]
@@ -183,18 +182,10 @@ def assert_parameters_close(got: dict[str, torch.Tensor], expected: dict[str, to
             torch.testing.assert_close(files, weight, rtol=0, atol=1e-5)
 
 
-def run_ranks(directory: Path, cases: list[Case], count: int) -> list[list[list[Result]]]:
+def ranks_of(directory: Path, cases: list[Case], count: int) -> list[list[list[Result]]]:
     """[case][rank][step]"""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     given = [msgspec.json.encode(case).decode() for case in cases]
-    done = subprocess.run(
-        [*launcher, "-m", fsdp_rank.__name__, str(directory), *given],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(fsdp_rank.__name__, count, directory, *given, timeout_s=280)
     return [
         [results_of(directory / str(number) / f"rank_{r}.json") for r in range(count)] for number in range(len(cases))
     ]
@@ -223,7 +214,7 @@ RANKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("count", RANKS)
 def test_any_ranks_equal_one(count: int, tmp_path: Path) -> None:
-    for number, (case, ranks) in enumerate(zip(RANKS[count], run_ranks(tmp_path, RANKS[count], count), strict=True)):
+    for number, (case, ranks) in enumerate(zip(RANKS[count], ranks_of(tmp_path, RANKS[count], count), strict=True)):
         model, expected = reference_steps(case.architecture, *fsdp_rank.LENGTHS)
         has_empty = any(result.empty for results in ranks for result in results)
         assert has_empty is (case.layout.context < count), "a rank without a sequence must have been tried"
@@ -242,10 +233,7 @@ def test_any_ranks_equal_one(count: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_shards_of_all_kinds_are_gathered_as_they_were_cut() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command = [*launcher, "-m", whole_rank.__name__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(whole_rank.__name__, 3, timeout_s=280)
 
 
 def test_a_name_that_changes_behind_the_layers_does_so_where_those_before_them_stay(

@@ -1,7 +1,6 @@
 import dataclasses
 import itertools
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from tests.learner.megatron_rank import DECAY, TEMPERATURE, Case, Result, batche
 from tests.learner.parity.layouts import described
 from tests.learner.test_fsdp import ordinary_logprobs
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
+from tests.learner.torchrun import run_ranks
 
 KV_HEADS, HEAD_WIDTH, QUERIES = 4, 3, 2
 QKV_ROWS = (KV_HEADS * QUERIES * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH)
@@ -262,12 +262,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stories_of_1(root: Path) -> list[Story]:
-    return run_ranks(root, 1)
+    return stories_of(root, 1)
 
 
 @pytest.fixture(scope="module")
 def stories_of_2(root: Path) -> list[Story]:
-    return run_ranks(root, 2)
+    return stories_of(root, 2)
 
 
 @pytest.fixture(params=STORIES)
@@ -299,24 +299,11 @@ def write_checkpoint(config: ModelConfig, directory: Path) -> None:
     (directory / "optimizer.json").write_text('{"step": 1}')
 
 
-def run_ranks(root: Path, count: int) -> list[Story]:
+def stories_of(root: Path, count: int) -> list[Story]:
     cases = [case_of(root, *settings) for settings in LAYOUTS[count]]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     directory = root / f"ranks{count}"
-    done = subprocess.run(
-        [
-            *launcher,
-            "-m",
-            megatron_rank.__name__,
-            str(directory),
-            *[msgspec.json.encode(case).decode() for case in cases],
-        ],
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    given = [msgspec.json.encode(case).decode() for case in cases]
+    run_ranks(megatron_rank.__name__, count, directory, *given, timeout_s=580)
     return [
         (case, directory / str(number), results_of(directory / str(number), count)) for number, case in enumerate(cases)
     ]

@@ -1,8 +1,6 @@
 """Experts that a batch says to take: the same pass where they are the router's own, a forced one where they are not."""
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -32,11 +30,13 @@ from learner.packing import concatenate, from_trajectory
 from learner.ranks import Ranks
 from learner.routing import Routing, RoutingError, routing_of
 from learner.update import Updater
+from tests.learner import replay_rank
 from tests.learner.batches import group
 from tests.learner.replay_rank import DENOMINATOR, Case, Result, batches_of
 from tests.learner.replayed import CHOSEN, EXPERTS, LAYERS, LENGTHS, TEMPERATURE, forced, model, with_experts
 from tests.learner.test_fsdp import trained_tokens
 from tests.learner.tiny import OPTIMIZER, model_config, sequences, share
+from tests.learner.torchrun import run_ranks
 
 MODELS = {
     "few experts": model(FEW_EXPERTS),
@@ -232,8 +232,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]
     """What each of two ranks was told, in every case."""
     directory = tmp_path_factory.mktemp("ranks")
     texts = [msgspec.json.encode(case).decode() for case in CASES.values()]
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.learner.replay_rank"]
-    subprocess.run([sys.executable, "-m", *command, str(directory), *texts], check=True, timeout=240)
+    run_ranks(replay_rank.__name__, 2, directory, *texts, timeout_s=240)
     return {
         name: [
             msgspec.json.decode((directory / f"{number}_{rank}.json").read_bytes(), type=Result) for rank in range(2)

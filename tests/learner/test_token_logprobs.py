@@ -1,6 +1,4 @@
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from safetensors.torch import load_file
 
 import learner.backends.token_logprobs as token_logprobs_module
 from learner.backends.token_logprobs import token_logprobs
+from tests.learner.torchrun import run_ranks
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 19
 
@@ -56,15 +55,7 @@ def test_any_chunk_equals_log_softmax_and_its_gradients(temperature: float, rows
 
 @pytest.mark.parametrize("padded", [26, 40], ids=["some padding", "a rank of nothing but padding"])
 def test_halves_of_a_vocabulary_equal_the_whole(padded: int, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.learner.token_logprobs_rank", str(tmp_path), str(padded)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("tests.learner.token_logprobs_rank", 2, tmp_path, padded, timeout_s=120)
     first, second = (load_file(tmp_path / f"rank_{rank}.safetensors") for rank in range(2))
     weight = torch.cat([first.pop("weight"), second.pop("weight")])
     expected = oracle(0.7, padded)

@@ -1,7 +1,5 @@
 """One batch into one update, however many ranks share it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -11,16 +9,13 @@ from learner.packing import PackableSequence
 from learner.update import split
 from tests.learner import update_rank
 from tests.learner.tiny import sequences
+from tests.learner.torchrun import run_ranks
 
 
 @pytest.mark.slow
 def test_ranks_agree_even_where_one_has_no_sequence(tmp_path: Path) -> None:
     alone = update_rank.updates()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", update_rank.__name__, str(tmp_path)], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(update_rank.__name__, 2, tmp_path, timeout_s=200)
     for rank in range(2):
         shared = msgspec.json.decode((tmp_path / f"updates_{rank}.json").read_bytes())
         assert shared == [pytest.approx(update, rel=1e-4, abs=1e-6) for update in alone]

@@ -1,5 +1,7 @@
 """Models of a few thousand parameters and sequences to train them on."""
 
+from typing import Literal
+
 import numpy as np
 import torch
 
@@ -24,7 +26,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=0.1)
 
 
-def model_config(architecture: str, *, dtype: str = "float32", tied: bool = True, **config: object) -> ModelConfig:
+def model_config(
+    architecture: str, *, dtype: Literal["float32", "bfloat16"] = "float32", tied: bool = True, **config: object
+) -> ModelConfig:
     sizes = SIZES | (EXPERTS if architecture == "qwen3_moe" else {}) | {"tie_word_embeddings": tied} | config
     random = RandomModelConfig(architecture=architecture, config=sizes, alphabet=ALPHABET)
     return ModelConfig(random=random, dtype=dtype)

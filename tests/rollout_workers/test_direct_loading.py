@@ -147,7 +147,7 @@ def test_an_engine_that_quantizes_gets_full_precision_by_deltas_and_every_versio
     trained = {"weight": torch.randn(6, 8, generator=generator).bfloat16(), "norm": torch.ones(8).bfloat16()}
     pulled = stage(trained.items(), 1024)
     for _ in range(3):
-        direct.load(dict(views(pulled.tensors, pulled.data)))
+        direct.load(dict(views(pulled.tensors, pulled.buckets)))
         expected.load(trained.items())
         assert all(
             torch.equal(engine.parameters[name].float(), one.float()) for name, one in expected.parameters.items()
@@ -155,7 +155,7 @@ def test_an_engine_that_quantizes_gets_full_precision_by_deltas_and_every_versio
         trained["weight"].view(-1)[::7] *= 1.01  # less than fp8 can tell, in part
         delta = encode(pulled, stage(trained.items(), 1024), Deadline(math.inf))
         assert delta is not None
-        patch(dict(enumerate(pulled.data)), pulled.tensors, delta)
+        patch(dict(enumerate(pulled.buckets)), pulled.tensors, delta)
     assert (loads, direct.is_direct, direct.held()) == (3, False, None)
 
 

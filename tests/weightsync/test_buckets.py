@@ -49,7 +49,7 @@ def staged() -> StagedWeights:
 
 def test_round_trip_is_exact() -> None:
     weights = staged()
-    received = [bucket.clone() for bucket in weights.data]
+    received = [bucket.clone() for bucket in weights.buckets]
     found = views(weights.tensors, received)
     assert [name for name, _ in found] == [name for name, _ in awkward_tensors()]
     for (name, sent), (_, got) in zip(awkward_tensors(), found, strict=True):
@@ -59,8 +59,8 @@ def test_round_trip_is_exact() -> None:
 
 def test_buckets_are_bounded_but_for_single_larger_tensors() -> None:
     weights = staged()
-    assert sum(weights.buckets) == weights.nbytes
-    for index, nbytes in enumerate(weights.buckets):
+    assert sum(weights.sizes) == weights.nbytes
+    for index, nbytes in enumerate(weights.sizes):
         held = [spec for spec in weights.tensors if spec.bucket == index]
         assert nbytes <= BUCKET_BYTES or len(held) == 1
         assert all(spec.offset % ALIGNMENT == 0 for spec in held)
@@ -73,14 +73,14 @@ def test_fingerprints_are_those_of_the_tensors_one_by_one() -> None:
 def test_tensors_are_copied_when_they_are_yielded() -> None:
     scratch = torch.empty(10)
     weights = stage(((str(value), scratch.fill_(value)) for value in range(3)), BUCKET_BYTES)
-    assert [tensor[0].item() for _, tensor in views(weights.tensors, weights.data)] == [0, 1, 2]
+    assert [tensor[0].item() for _, tensor in views(weights.tensors, weights.buckets)] == [0, 1, 2]
 
 
 def manifest(weights: StagedWeights, tensors: tuple[TensorSpec, ...] | None = None) -> WeightManifest:
     return WeightManifest(
         version=WeightVersion(1, 0),
         tensors=weights.tensors if tensors is None else tensors,
-        buckets=weights.buckets,
+        buckets=weights.sizes,
         probe=Probe(token_ids=[], logprobs=[], tolerance=0.0),
         group_epoch=0,
         pull_url="",
@@ -91,7 +91,7 @@ def manifest(weights: StagedWeights, tensors: tuple[TensorSpec, ...] | None = No
 
 def test_one_flipped_bit_is_found() -> None:
     weights = staged()
-    for index, bucket in enumerate(weights.data):
+    for index, bucket in enumerate(weights.buckets):
         verify(manifest(weights), {index: bucket})
         spec = next(spec for spec in weights.tensors if spec.bucket == index and spec.nbytes)
         damaged = bucket.clone()
@@ -103,7 +103,7 @@ def test_one_flipped_bit_is_found() -> None:
 def test_a_truncated_bucket_is_found() -> None:
     weights = staged()
     with pytest.raises(WeightSyncError, match="published were"):
-        verify(manifest(weights), {0: weights.data[0][:-ALIGNMENT]})
+        verify(manifest(weights), {0: weights.buckets[0][:-ALIGNMENT]})
 
 
 @pytest.mark.parametrize(
@@ -134,37 +134,37 @@ def gathered(staging: Staging, given: Iterable[tuple[str, torch.Tensor]]) -> Sta
     return gathering.staged()
 
 
-@pytest.mark.parametrize("reuses_memory", [True, False])
-def test_versions_of_the_same_tensors_are_gathered_to_the_same_places(reuses_memory: bool) -> None:
-    staging = Staging(BUCKET_BYTES, torch.device("cpu"), reuses_memory=reuses_memory)
+@pytest.mark.parametrize("memory_is_reused", [True, False])
+def test_versions_of_the_same_tensors_are_gathered_to_the_same_places(memory_is_reused: bool) -> None:
+    staging = Staging(BUCKET_BYTES, torch.device("cpu"), memory_is_reused=memory_is_reused)
     first = gathered(staging, awkward_tensors())
-    memory = [bucket.data_ptr() for bucket in first.data]
+    memory = [bucket.data_ptr() for bucket in first.buckets]
     changed = [(name, tensor.flip(0) if tensor.dim() else tensor) for name, tensor in awkward_tensors()]
     for given in (changed, awkward_tensors()):
         fresh, gathering = stage(given, BUCKET_BYTES), staging.begin(iter(given))
         gathering.take()
-        for bucket, expected in zip(gathering.buckets(), fresh.data, strict=True):
+        for bucket, expected in zip(gathering.buckets(), fresh.buckets, strict=True):
             assert torch.equal(bucket, expected)
         again = gathering.staged()
-        assert ([bucket.data_ptr() for bucket in again.data] == memory) == reuses_memory
+        assert ([bucket.data_ptr() for bucket in again.buckets] == memory) == memory_is_reused
         assert (again.tensors, again.fingerprints) == (fresh.tensors, fresh.fingerprints)
 
 
 def test_a_bucket_is_there_before_the_next_ones_tensors_are_taken() -> None:
-    staging = Staging(BUCKET_BYTES, torch.device("cpu"), reuses_memory=False)
+    staging = Staging(BUCKET_BYTES, torch.device("cpu"), memory_is_reused=False)
     gathered(staging, awkward_tensors())
     taken, seen = list[str](), list[list[str]]()
     goes_on = threading.Semaphore(0)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in awkward_tensors():
-            while {spec.name: spec.bucket for spec in layout.tensors}[name] > len(seen):
+            while {spec.name: spec.bucket for spec in places.tensors}[name] > len(seen):
                 assert goes_on.acquire(timeout=30)
             taken.append(name)
             yield name, tensor
 
     gathering = staging.begin(tensors())
-    layout = gathering.layout()
+    places = gathering.places()
 
     def send() -> None:
         for _ in gathering.buckets():
@@ -177,15 +177,15 @@ def test_a_bucket_is_there_before_the_next_ones_tensors_are_taken() -> None:
         gathering.take()
     sent.result()
     assert seen == [
-        [spec.name for spec in layout.tensors if spec.bucket <= number] for number in range(len(layout.buckets))
+        [spec.name for spec in places.tensors if spec.bucket <= number] for number in range(len(places.sizes))
     ]
     assert gathering.staged().fingerprints == staged().fingerprints
-    assert [bucket.data_ptr() for bucket in gathering.buckets()] == [b.data_ptr() for b in gathering.staged().data]
+    assert [bucket.data_ptr() for bucket in gathering.buckets()] == [b.data_ptr() for b in gathering.staged().buckets]
 
 
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_other_tensors_get_other_places(is_sent: bool) -> None:
-    staging = Staging(BUCKET_BYTES, torch.device("cpu"), reuses_memory=True)
+    staging = Staging(BUCKET_BYTES, torch.device("cpu"), memory_is_reused=True)
     for given in (
         awkward_tensors(),
         awkward_tensors()[:4],
@@ -203,7 +203,7 @@ def test_other_tensors_get_other_places(is_sent: bool) -> None:
 
 
 def test_tensors_that_fail_to_come_are_no_version() -> None:
-    staging = Staging(BUCKET_BYTES, torch.device("cpu"), reuses_memory=True)
+    staging = Staging(BUCKET_BYTES, torch.device("cpu"), memory_is_reused=True)
     gathered(staging, awkward_tensors())
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
@@ -227,7 +227,7 @@ def test_memory_that_was_given_back_is_used_again() -> None:
     landing.give_back(first)
     assert landing.take((256,)) is not first
     weights = staged()
-    landed = landing.take(weights.buckets)
+    landed = landing.take(weights.sizes)
     named = landed.tensors(weights.tensors)
     assert landed.tensors(tuple(weights.tensors)) is named
     assert landed.tensors(weights.tensors[:1]) is not named

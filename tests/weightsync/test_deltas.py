@@ -46,14 +46,14 @@ def changed(data: torch.Tensor, width: int, share: float, seed: int) -> torch.Te
 
 def apply(base: StagedWeights, links: list[bytes]) -> tuple[torch.Tensor, ...]:
     """The base's buckets, copied, after all of `links`."""
-    buckets = {index: bucket.clone() for index, bucket in enumerate(base.data)}
+    buckets = {index: bucket.clone() for index, bucket in enumerate(base.buckets)}
     for link in links:
         patch(buckets, base.tensors, link)
     return tuple(buckets.values())
 
 
 def exact(found: tuple[torch.Tensor, ...], expected: StagedWeights) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected.data, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(found, expected.buckets, strict=True))
 
 
 @settings(max_examples=150, deadline=None)
@@ -100,7 +100,7 @@ def test_all_changed_and_none() -> None:
 def test_a_chain_is_applied_in_order() -> None:
     versions = [staged([(torch.bfloat16, random_bits(2048, 0))])]
     for seed in range(4):
-        versions.append(staged([(torch.bfloat16, changed(versions[-1].data[0], 2, 0.1, seed))]))
+        versions.append(staged([(torch.bfloat16, changed(versions[-1].buckets[0], 2, 0.1, seed))]))
     links = [encode(old, new, FOREVER) for old, new in itertools.pairwise(versions)]
     assert all(link is not None for link in links)
     assert exact(apply(versions[0], [link for link in links if link]), versions[-1])
@@ -112,7 +112,7 @@ def test_what_a_delta_cannot_do_has_none() -> None:
     assert encode(base, staged([(torch.int16, random_bits(4096, 2))]), FOREVER) is None  # no smaller than all of it
     assert encode(base, staged([(torch.bfloat16, data)]), FOREVER) is None
     assert encode(base, staged([(torch.int16, data[:-2])]), FOREVER) is None
-    assert encode(base, replace(base, data=(base.data[0][:-2],)), FOREVER) is None
+    assert encode(base, replace(base, buckets=(base.buckets[0][:-2],)), FOREVER) is None
 
 
 def test_encoding_ends_with_its_deadline() -> None:
@@ -200,10 +200,10 @@ def test_a_delta_comes_apart_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     delta = encode(base, target, FOREVER)
     assert delta is not None
     parts = by_bucket(base.tensors, delta)
-    assert b"".join(parts[index] for index in range(len(base.data))) == delta
-    for index, bucket in enumerate(base.data):
+    assert b"".join(parts[index] for index in range(len(base.buckets))) == delta
+    for index, bucket in enumerate(base.buckets):
         patch({index: bucket}, [spec for spec in base.tensors if spec.bucket == index], parts[index])
-    assert exact(base.data, target)
+    assert exact(base.buckets, target)
     for damaged in (delta[:-1], delta + b"x"):
         with pytest.raises(WeightSyncError, match="a delta "):
             by_bucket(base.tensors, damaged)
@@ -213,11 +213,11 @@ def test_a_delta_comes_apart_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_buckets_that_are_missing_are_passed_over() -> None:
     base, target, delta = sample()
-    assert len(base.data) > 1
-    for index, bucket in enumerate(base.data):
+    assert len(base.buckets) > 1
+    for index, bucket in enumerate(base.buckets):
         alone = {index: bucket.clone()}
         patch(alone, base.tensors, delta)
-        assert torch.equal(alone[index], target.data[index])
+        assert torch.equal(alone[index], target.buckets[index])
 
 
 def grown(longest: int, versions: list[StagedWeights]) -> list[tuple[Delta, ...]]:
@@ -232,7 +232,7 @@ def grown(longest: int, versions: list[StagedWeights]) -> list[tuple[Delta, ...]
 def drifting(count: int, share: float) -> list[StagedWeights]:
     versions = [staged([(torch.int16, random_bits(4096, 0))])]
     for seed in range(1, count):
-        versions.append(staged([(torch.int16, changed(versions[-1].data[0], 2, share, seed))]))
+        versions.append(staged([(torch.int16, changed(versions[-1].buckets[0], 2, share, seed))]))
     return versions
 
 

@@ -32,7 +32,7 @@ from weightsync.transports.pull import HttpPull
 
 PULLING = replace(CONFIG, follow="pull")
 WHOLE_BYTES = stage(weights(0), CONFIG.bucket_bytes).nbytes
-BUCKETS = len(stage(weights(0), CONFIG.bucket_bytes).data)
+BUCKETS = len(stage(weights(0), CONFIG.bucket_bytes).buckets)
 DELTA_BYTES = WHOLE_BYTES // 5
 """More than any delta between neighbours has."""
 

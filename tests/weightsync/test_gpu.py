@@ -49,7 +49,7 @@ def test_buckets_on_a_gpu_hold_the_same_bits() -> None:
     on_gpu, on_cpu = (stage(awkward_tensors(), 4096, device) for device in ("cuda", "cpu"))
     assert (on_gpu.tensors, on_gpu.fingerprints) == (on_cpu.tensors, on_cpu.fingerprints)
     back = on_gpu.on_cpu()
-    assert fingerprints(back.tensors, dict(enumerate(back.data))) == dict(enumerate(on_cpu.fingerprints))
+    assert fingerprints(back.tensors, dict(enumerate(back.buckets))) == dict(enumerate(on_cpu.fingerprints))
 
 
 def test_what_is_read_of_a_version_on_a_gpu_outlives_its_memory() -> None:
@@ -85,7 +85,7 @@ def test_who_sees_another_gpu_after_its_own_copies_from_its_memory() -> None:
 
 def test_buckets_are_sent_as_they_were_gathered_while_training_goes_on() -> None:
     """The sender waits for what fills a bucket, and for nothing that the learner begins afterwards."""
-    staging = Staging(4096, torch.device("cuda"), reuses_memory=True)
+    staging = Staging(4096, torch.device("cuda"), memory_is_reused=True)
     staging.begin(iter(awkward_tensors())).take()
     changed = [(name, tensor.flip(0) if tensor.dim() else tensor) for name, tensor in awkward_tensors()]
     trains = threading.Event()
@@ -111,4 +111,4 @@ def test_buckets_are_sent_as_they_were_gathered_while_training_goes_on() -> None
         trains.set()
         data, is_training_over = sent.result()
     assert not is_training_over
-    assert all(map(torch.equal, data, stage(changed, 4096).data))
+    assert all(map(torch.equal, data, stage(changed, 4096).buckets))

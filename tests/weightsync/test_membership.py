@@ -4,7 +4,7 @@ import msgspec
 
 from broker.schema import WeightVersion, WorkerInfo
 from tests.weightsync.worker_process import worker_info
-from weightsync.membership import Member, eligible, follows_by_pull, is_new_epoch_due, still_missed
+from weightsync.membership import Member, eligible, follows_by_pull, still_missed
 
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 
@@ -46,10 +46,8 @@ def test_who_is_gone_is_forgotten() -> None:
     assert still_missed([info("b")], {"a": V2}) == {}
 
 
-def test_an_epoch_lasts_while_it_works_and_its_processes_are_the_same() -> None:
+def test_a_process_that_was_restarted_is_another_member() -> None:
     both = eligible([info("a"), info("b")], {})
     restarted = eligible([info("a"), msgspec.structs.replace(info("b"), pid=2)], {})
-    assert not is_new_epoch_due(both, both, broken=False)
-    assert is_new_epoch_due(both, both, broken=True)
-    assert is_new_epoch_due(both[:1], both, broken=False)
-    assert is_new_epoch_due(restarted, both, broken=False)
+    assert [one.worker for one in restarted] == [one.worker for one in both]
+    assert restarted != both

@@ -52,7 +52,7 @@ class Line:
         return WeightManifest(
             version=WeightVersion(1, step),
             tensors=staged.tensors,
-            buckets=staged.buckets,
+            buckets=staged.sizes,
             probe=Probe(token_ids=[1], logprobs=[], tolerance=0.0),
             group_epoch=0,
             pull_url="",
@@ -63,7 +63,7 @@ class Line:
 
     def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
         self._ask(str(index))
-        bucket.copy_(self.versions[manifest.version.step].data[index])
+        bucket.copy_(self.versions[manifest.version.step].buckets[index])
 
     def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
         self._ask(f"delta {delta.version.step}")
@@ -88,7 +88,7 @@ def pull(line: Line, puller: Puller, manifest: WeightManifest) -> tuple[Pulled, 
     """What came, which must be right, and what was asked for it."""
     line.asked = []
     pulled = puller.pull(manifest, FOREVER)
-    expected = line.versions[manifest.version.step].data
+    expected = line.versions[manifest.version.step].buckets
     assert all(torch.equal(a, b) for a, b in zip(pulled.buckets, expected, strict=True))
     return pulled, line.asked
 
@@ -115,7 +115,7 @@ def test_the_base_stays_as_it_is() -> None:
     held, _ = pull(line, puller, line.manifest(0, 0))
     pulled, asked = pull(line, puller, line.manifest(1, 1))
     assert (asked, pulled.deltas, pulled.failure) == (["delta 1"], 1, "")
-    assert all(torch.equal(a, b) for a, b in zip(held.buckets, line.versions[0].data, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(held.buckets, line.versions[0].buckets, strict=True))
 
 
 def test_what_came_before_a_version_was_superseded_is_not_fetched_again() -> None:

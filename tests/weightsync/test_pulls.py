@@ -59,7 +59,7 @@ async def test_a_broadcast_lands_in_the_memory_of_the_pull_that_it_supersedes(
     assert await asyncio.to_thread(has_begun.wait, PATIENCE_S)
     assert (await asyncio.to_thread(learner.publish)).members == ("w",)
     assert await waiting == WeightVersion(1, 2)
-    lent = worker.subscriber._lent
+    lent = worker.subscriber._inbox._lent
     assert lent is not None
     assert [bucket.data_ptr() for bucket in lent.landed.buckets] == pulled_into
 

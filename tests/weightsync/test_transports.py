@@ -40,7 +40,7 @@ V0, V1, V2, V3 = (WeightVersion(1, step) for step in range(4))
 LOCAL = "127.0.0.1"
 CPU = torch.device("cpu")
 WEIGHTS = stage([("a", torch.full((5_000_000,), 1, dtype=torch.uint8)), ("b", torch.full((17,), 2.0))], 1024)
-DATA = WEIGHTS.data
+DATA = WEIGHTS.buckets
 
 
 def group(port: int, epoch: int = 1) -> BroadcastGroup:
@@ -61,7 +61,7 @@ def manifest(version: WeightVersion, url: str = "") -> WeightManifest:
     return WeightManifest(
         version=version,
         tensors=WEIGHTS.tensors,
-        buckets=WEIGHTS.buckets,
+        buckets=WEIGHTS.sizes,
         fingerprints=WEIGHTS.fingerprints,
         probe=Probe(token_ids=[1], logprobs=[], tolerance=0.0),
         group_epoch=1,

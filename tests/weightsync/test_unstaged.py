@@ -1,4 +1,4 @@
-"""`staging: none`: members receive into what they hold, one small part of them after the other.
+"""`staging: none`: members receive into what they hold, in waves.
 
 A worker says "broken" when a transfer failed over which it had lost its version; what it holds otherwise is checked to
 the last bit by `WorkerProcess.events`.
@@ -24,7 +24,7 @@ from weightsync.landing import Window
 
 StartWorker = Callable[..., WorkerProcess]
 TOGETHER = 1.0
-"""All members are one part; with the default each of the few here is one."""
+"""All members are one wave; with the default each of the few here is one."""
 
 
 @pytest.fixture(params=["gloo", "ipc"])
@@ -83,7 +83,7 @@ def test_parts_of_the_group_receive_one_after_the_other(
 
 
 @pytest.mark.parametrize("swaps_at_once", [0.5, TOGETHER])
-def test_members_killed_and_stopped_take_at_most_their_part_with_them(
+def test_members_killed_and_stopped_take_at_most_their_wave_with_them(
     start_learner: Callable[..., Learner], start_member: StartWorker, swaps_at_once: float
 ) -> None:
     learner, place = start_learner(swaps_at_once=swaps_at_once, broadcast_timeout_s=SHORT_S), Place(100, 1)
@@ -153,7 +153,7 @@ def test_wrong_bytes_break_and_are_repaired(start_learner: Callable[..., Learner
     until_all_receive(learner, "one")
 
 
-def test_other_tensors_than_before_are_pulled_by_all_parts(
+def test_other_tensors_than_before_are_pulled_by_all_waves(
     start_learner: Callable[..., Learner], start_member: StartWorker
 ) -> None:
     learner = start_learner()

@@ -25,15 +25,19 @@ NOTHING = Archived(None, ())
 
 
 class Archiver:
-    """Of one incarnation. In the archive lie the chain and the one before, with their anchors, and the next anchor."""
+    """Keeps an archive up to date for one incarnation of the learner.
+
+    What lies there: all that the newest manifest names; all that the one before named, as some worker may still be
+    reading that; and the anchor that is being written.
+    """
 
     def __init__(self, archive: Archive, longest_chain: int, timeout_s: float) -> None:
         self._archive = archive
         self._every = max(1, longest_chain // 2)
-        """So many versions are between anchors, which leaves as many to write the next one."""
+        """Versions from one anchor to the next: half a chain, so that the other half is left as time to write it."""
         self._timeout_s = timeout_s
         self._is_empty = False
-        """Known to be: a learner before may have left something."""
+        """False at first: an earlier learner may have left something."""
         self._anchor = NOTHING
         self._named: frozenset[str] = frozenset()
         """What the version before consists of: some worker may still be reading it."""
@@ -62,7 +66,7 @@ class Archiver:
         return self._anchor if is_there and deltas else None
 
     def rest(self) -> None:
-        """Nobody pulls: keep nothing, until the next `add`. Costs nothing where nothing is there."""
+        """Nobody pulls: empty the archive, until the next `add`. Costs nothing where it is empty already."""
         if self._is_empty:
             return
         if self._writing is not None:
@@ -110,7 +114,7 @@ class Archiver:
     def _write_anchor(self, version: WeightVersion, staged: StagedWeights, deadline: Deadline) -> Archived:
         self._archive.reserve(staged.nbytes)
         digests: list[str] = []
-        for index, bucket in enumerate(staged.data):
+        for index, bucket in enumerate(staged.buckets):
             data = as_bytes(bucket)
             digests.append(digest_bytes(data))
             name = anchor_name(version, index, digests[-1])

@@ -43,32 +43,31 @@ class ArchivePull:
     def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
         """See PullTransport."""
 
-        def ask_learner() -> None:
+        archived = manifest.archived
+
+        def from_learner() -> None:
             self._learner.pull_bucket(manifest, index, bucket, deadline)
 
-        archived = manifest.archived
         if archived is None or archived.anchor is None:
-            return ask_learner()
+            return from_learner()
         return self._first(
-            lambda: self._patched_anchor(manifest, archived, index, bucket, deadline), ask_learner, manifest, deadline
+            lambda: self._patched_anchor(manifest, archived, index, bucket, deadline), from_learner, manifest, deadline
         )
 
     def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
         """See PullTransport."""
-        return self._delta(manifest, delta, deadline)
+
+        def from_learner() -> memoryview:
+            return self._learner.pull_delta(manifest, delta, deadline)
+
+        if manifest.archived is None:
+            return from_learner()
+        return self._first(lambda: self._archived_delta(delta, deadline), from_learner, manifest, deadline)
 
     def forget(self) -> None:
         """See PullTransport."""
         self._deltas, self._is_given_up = {}, False
         self._has_missed, self._is_missing = self._is_missing, False
-
-    def _delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
-        def ask_learner() -> memoryview:
-            return self._learner.pull_delta(manifest, delta, deadline)
-
-        if manifest.archived is None:
-            return ask_learner()
-        return self._first(lambda: self._archived_delta(delta, deadline), ask_learner, manifest, deadline)
 
     def _first(
         self, from_archive: Callable[[], T], from_learner: Callable[[], T], manifest: WeightManifest, deadline: Deadline
@@ -119,7 +118,7 @@ class ArchivePull:
             parts = self._deltas.get(delta)
             if parts is None:
                 deadline.check("pull")
-                parts = by_bucket(manifest.tensors, self._delta(manifest, delta, deadline))
+                parts = by_bucket(manifest.tensors, self.pull_delta(manifest, delta, deadline))
                 self._deltas[delta] = parts
             return parts
 

@@ -2,9 +2,9 @@
 
 {run}/{incarnation}/{epoch}/in/{worker}            how often this worker's name checked in
                            /verdict                go | void
-                           /turn/{version}/{part}   this part of the members receives now
+                           /turn/{version}/{wave}   this wave of members receives now
                            /ack/{version}/{worker}  empty, or what went wrong
-                           /part/{part}/...         torch's own keys of that part's process group
+                           /wave/{wave}/...         torch's own keys of that wave's process group
 """
 
 import socket
@@ -72,19 +72,19 @@ class Rendezvous:
             deadline.pause(_WAIT_S)
         return self.store.get("verdict") == b"go"
 
-    def begin(self, version: WeightVersion, part: int) -> None:
-        """Tell a part of the members that `version` is sent to it from now on."""
-        self.store.set(_turn_key(version, part), "")
+    def begin(self, version: WeightVersion, wave: int) -> None:
+        """Tell a wave of members that `version` is sent to it from now on."""
+        self.store.set(_turn_key(version, wave), "")
 
-    def await_turn(self, version: WeightVersion, part: int, deadline: Deadline) -> None:
-        """Until this part's members are sent `version`."""
-        while not self.store.check([_turn_key(version, part)]):
+    def await_wave(self, version: WeightVersion, wave: int, deadline: Deadline) -> None:
+        """Until `version` is sent to this wave."""
+        while not self.store.check([_turn_key(version, wave)]):
             deadline.check(f"{self._what}: this worker's turn to receive version {version}")
             deadline.pause(_WAIT_S)
 
-    def store_of(self, part: int) -> PrefixStore:
-        """For the process group of one part of the members."""
-        return PrefixStore(f"part/{part}", self.store)
+    def store_of(self, wave: int) -> PrefixStore:
+        """For the process group of one wave."""
+        return PrefixStore(f"wave/{wave}", self.store)
 
     def acknowledge(self, version: WeightVersion, worker: str, failure: str) -> None:
         """Tell the learner that `worker` holds `version`, or (failure not empty) why it does not."""
@@ -107,8 +107,8 @@ class Rendezvous:
             deadline.pause(_WAIT_S)
 
 
-def _turn_key(version: WeightVersion, part: int) -> str:
-    return f"turn/{version}/{part}"
+def _turn_key(version: WeightVersion, wave: int) -> str:
+    return f"turn/{version}/{wave}"
 
 
 def _ack_key(version: WeightVersion, worker: str) -> str:

@@ -1,0 +1,72 @@
+"""Riding out a broker that does not answer: the learner has nothing else to do meanwhile, so it repeats its calls."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from broker import BlockingBroker
+from broker.errors import BrokerUnavailableError, ServerRestartedError
+
+from .interruptions import Interrupted, NeedsLearner
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RETRY_S = 0.5
+
+
+class Outages:
+    """Of one learner's broker. A call ends by its result, by an error that repeating would not mend, by Interrupted
+    once the learner is asked to stop while the broker is away, or, inside `patience`, by NeedsLearner("time")."""
+
+    def __init__(
+        self, blocking: BlockingBroker, should_stop: Callable[[], bool], on_restart: Callable[[], None]
+    ) -> None:
+        """`on_restart` tells a server that was restarted what it may have forgotten; it refuses calls until then."""
+        self._blocking = blocking
+        self._should_stop = should_stop
+        self._on_restart = on_restart
+        self._is_down = False
+        self._patient_until = math.inf
+
+    def insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """A verb of the broker, repeated until the server has answered it."""
+        return self.ride_out(lambda: self._blocking.call(verb()))
+
+    def ride_out(self, act: Callable[[], T]) -> T:
+        """The same for anything that talks to the broker by itself."""
+        while True:
+            try:
+                result = act()
+            except ServerRestartedError:
+                self._on_restart()
+            except BrokerUnavailableError as error:
+                if self._should_stop():
+                    raise Interrupted from error
+                if not self._is_down:
+                    log.warning("%s Training waits for it.", error)
+                self._is_down = True
+                self.check_patience()
+                time.sleep(RETRY_S)
+            else:
+                if self._is_down:
+                    log.warning("The broker answers again.")
+                self._is_down = False
+                return result
+
+    @contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """Inside, nothing is waited for any longer than this: other ranks wait for the learner."""
+        self._patient_until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._patient_until = math.inf
+
+    def check_patience(self) -> None:
+        """Raises NeedsLearner once `patience` is over."""
+        if time.monotonic() > self._patient_until:
+            raise NeedsLearner("time")
