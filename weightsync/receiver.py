@@ -113,10 +113,14 @@ class JoinedGroup:
     ) -> WeightManifest:
         sealed = empty_seal(len(offer.tensors), device)
         found = Fingerprints(offer.tensors)
-        for index, bucket in enumerate(pipelined(self._transport, itertools.chain(buckets, (sealed,)), deadline)):
-            if bucket is not sealed:
-                found.add(index, bucket)
-                give(index, bucket)
+        try:
+            for index, bucket in enumerate(pipelined(self._transport, itertools.chain(buckets, (sealed,)), deadline)):
+                if bucket is not sealed:
+                    found.add(index, bucket)
+                    give(index, bucket)
+        except WeightSyncError:
+            self._transport.close()  # or those that send through us, or to us, wait for their deadline
+            raise
         # Only now: a member that stops at a damaged bucket would keep the others from the rest.
         manifest = replace(offer, fingerprints=unsealed(offer.version, sealed))
         compare(manifest, found.read())

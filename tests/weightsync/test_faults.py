@@ -108,6 +108,27 @@ def test_workers_killed_and_stopped_within_a_transfer(
         worker.expect(learner.version)
 
 
+@pytest.mark.parametrize("config", ["gloo"], indirect=True)  # the others notice no death
+@pytest.mark.parametrize("number", range(3))
+def test_a_dead_member_costs_no_deadline_wherever_it_is_in_gloos_tree(
+    patient_learner: Learner, start_member: StartWorker, number: int
+) -> None:
+    learner, names = patient_learner, ("one", "three", "two")  # the first one sends to the last one
+    workers = [start_member(name) for name in names]
+    learner.publish()
+    until_all_receive(learner, *names)
+    learner.until_held(*names)
+    workers[number].send(signal.SIGKILL)
+    workers[number].until_killed()
+    report = learner.publish()
+    assert report.failed
+    assert report.seconds < 60
+    rest = [place for place in range(3) if place != number]
+    for place in rest:
+        workers[place].expect(learner.version)
+    until_all_receive(learner, *(names[place] for place in rest))
+
+
 @pytest.mark.parametrize("config", ["gloo", "ipc"], indirect=True)  # on a GPU only the newest version is kept for pulls
 def test_a_joiner_comes_in_while_a_transfer_stands_still(patient_learner: Learner, start_member: StartWorker) -> None:
     learner = patient_learner
