@@ -65,6 +65,8 @@ class Sender:
         self._members: tuple[Member, ...] = ()
         self._rendezvous: Rendezvous | None = None
         self._parts: tuple[_Part, ...] = ()
+        self._sent: WeightVersion | None = None
+        """To the current group, the last one."""
         self._bell = Doorbell(interface)
         self._missed: dict[str, WeightVersion] = {}
 
@@ -93,6 +95,9 @@ class Sender:
         What `wire` gives is asked for while what came before is under way.
         """
         self._bell.ring()
+        if self._sent is not None:
+            self._told().forget(self._sent, (member.worker for member in self._members), len(self._parts))
+        self._sent = version
         reached: list[str] = []
         failures: list[str] = []
         for number, part in enumerate(self._parts):
@@ -178,7 +183,7 @@ class Sender:
     def _leave(self) -> None:
         for part in self._parts:
             part.transport.close()
-        self._parts, self._members, self._rendezvous = (), (), None
+        self._parts, self._members, self._rendezvous, self._sent = (), (), None, None
 
 
 def _broadcast(transport: BroadcastGroupTransport, wire: Iterable[torch.Tensor], deadline: Deadline) -> str:
