@@ -25,6 +25,9 @@ from .turns import SwapTurns
 RETRY_S = 0.5
 """Between attempts after a delivery that failed or was refused."""
 
+PROBE_S = 300.0
+"""For an engine that samples meanwhile to answer the probe: one that hangs holds no version for ever otherwise."""
+
 Contents = Literal["nothing", "version", "part", "away"]
 """Of an engine: nothing yet, or any more after a sleep; the newest version that was verified; a part of one over the
 one before, so that it is paused; away: it sleeps, and nothing is asked of it."""
@@ -233,7 +236,13 @@ class HeldWeights:
     async def _probe(self, manifest: WeightManifest) -> None:
         """Whether the engine computes as the learner does. It generates meanwhile, so wrong weights are not swapped for
         others of the same version: what they sampled would pass as its."""
-        scores = await self._engine.score(manifest.probe.token_ids)
+        try:
+            async with asyncio.timeout(PROBE_S):
+                scores = await self._engine.score(manifest.probe.token_ids)
+        except TimeoutError as error:
+            raise WeightSyncError(
+                f"the engine did not answer the probe of {manifest.version} within {PROBE_S:g} s; restart the worker"
+            ) from error
         refuse_other_logprobs(manifest.probe, scores, manifest.version)
 
 
