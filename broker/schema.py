@@ -23,6 +23,9 @@ class WeightVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
     incarnation: int
     step: int
 
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.step}"
+
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """Response tokens [start, end) were sampled by `version`."""

@@ -18,7 +18,7 @@ BAR_WIDTH = 30
 
 def version_text(version: WeightVersion | None) -> str:
     """`1.37`: incarnation and step; a dash where there are no weights yet."""
-    return "-" if version is None else f"{version.incarnation}.{version.step}"
+    return "-" if version is None else str(version)
 
 
 def generated_per_s(status: RunStatus) -> float:

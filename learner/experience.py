@@ -182,8 +182,7 @@ class Experience:
             report = self._outlive(publication.report)
             self._announced, self._is_replay_lost = self._published, False
             if report.failed:
-                name = f"{report.version.incarnation}.{report.version.step}"
-                log.warning("Version %s: %s. Workers left out pull it.", name, report.failed)
+                log.warning("Version %s: %s. Workers left out pull it.", report.version, report.failed)
         self._publication = None
 
     def report(self, metrics: StepMetrics) -> None:

@@ -155,7 +155,7 @@ class HeldWeights:
     def _refuse_regression(self, version: WeightVersion) -> None:
         is_again = self.usable is None and version == self.version
         if self.version is not None and version <= self.version and not is_again:
-            raise VersionRegressionError(f"{version} was delivered, but {self.version} is held; it was ignored")
+            raise VersionRegressionError(f"version {version} was delivered, but {self.version} is held; it was ignored")
 
     async def _load_newest(self, delivery: Delivery | Arriving) -> Delivery | Arriving | None:
         """Load `delivery`, or the newest that came while this waited for a turn or for memory; the one it was. None: it
@@ -187,11 +187,13 @@ class HeldWeights:
             # Without a part of it, and without room for the first one, the engine goes on with what it has.
             if arriving.has_begun and not isinstance(error, NoRoomError):
                 log.error(
-                    "paused until a whole version is there, as %s came in part: %s", arriving.manifest.version, error
+                    "paused until a whole version is there, as version %s came in part: %s",
+                    arriving.manifest.version,
+                    error,
                 )
                 self._contents = "part"
             else:
-                log.warning("%s did not arrive: %s", arriving.manifest.version, error)
+                log.warning("Version %s did not arrive: %s", arriving.manifest.version, error)
             return False
         return True
 
@@ -253,12 +255,14 @@ def refuse_other_logprobs(probe: Probe, scores: Sequence[float], version: Weight
     """
     scored, expected = np.asarray(scores, np.float64), np.asarray(probe.logprobs, np.float64)
     if scored.shape != expected.shape:
-        raise WeightSyncError(f"the probe of {version} has {expected.size} logprobs, the engine gave {scored.size}")
+        raise WeightSyncError(
+            f"the probe of version {version} has {expected.size} logprobs, the engine gave {scored.size}"
+        )
     difference = float(np.abs(scored - expected).mean()) if expected.size else 0.0  # one token predicts none
     # Written so that NaN fails too.
     if not difference <= probe.tolerance:
         raise WeightSyncError(
-            f"after the swap to {version} the engine's logprobs differ from the learner's by a mean of "
+            f"after the swap to version {version} the engine's logprobs differ from the learner's by a mean of "
             f"{difference:.3g} where rounding explains {probe.tolerance:.3g}: it does not hold what "
             "was published. If it computes in a lower precision than the learner, raise the tolerance; "
             "workers.probe_swaps=false skips the check"
@@ -277,9 +281,10 @@ def refuse_other_tensors(manifest: WeightManifest, held: Held | None) -> None:
     differs_P = np.append(held.fingerprints_N, np.uint64(0))[places_P] != expected_P
     if (wrong_P := is_checked_P & (differs_P | (rest_P != 0) | (copies_P == 0))).any():
         first = int(wrong_P.argmax())
+        name = manifest.tensors[first].name
         raise WeightSyncError(
-            f"after the swap to {manifest.version} the engine holds another {manifest.tensors[first].name} than was "
-            f"published ({elements_P[first]} elements of {sizes_P[first]}): tensors of several versions, or misplaced"
+            f"after the swap to version {manifest.version} the engine holds another {name} than was published "
+            f"({elements_P[first]} elements of {sizes_P[first]}): tensors of several versions, or misplaced"
         )
 
 

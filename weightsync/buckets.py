@@ -155,7 +155,7 @@ def views(
 def check_manifest(manifest: WeightManifest) -> None:
     """Raise WeightSyncError unless every tensor has a fingerprint and lies inside of its bucket."""
     if len(manifest.fingerprints) != len(manifest.tensors):
-        raise WeightSyncError(f"the manifest of {manifest.version} contradicts itself")
+        raise WeightSyncError(f"the manifest of version {manifest.version} contradicts itself")
     check_offer(manifest)
 
 
@@ -163,7 +163,7 @@ def check_offer(manifest: WeightManifest) -> None:
     """Raise WeightSyncError unless every tensor lies inside of its bucket; fingerprints follow the buckets."""
     sizes = manifest.buckets
     if any(size % ALIGNMENT for size in sizes):
-        raise WeightSyncError(f"the manifest of {manifest.version} contradicts itself")
+        raise WeightSyncError(f"the manifest of version {manifest.version} contradicts itself")
     for spec in manifest.tensors:
         dtype = DTYPES.get(spec.dtype)
         if dtype is None or not 0 <= spec.bucket < len(sizes) or spec.nbytes != math.prod(spec.shape) * dtype.itemsize:

@@ -51,7 +51,7 @@ class DeltaChain:
             data = encode(base_staged, staged, deadline)
         except WeightSyncError as error:
             logger.warning(
-                "%s is announced without deltas, those who follow by pull fetch all of it: %s", version, error
+                "Version %s is announced without deltas, those who follow by pull fetch all of it: %s", version, error
             )
             return None
         return None if data is None else Delta(DeltaSpec(base, version, len(data), digest_bytes(data)), data)

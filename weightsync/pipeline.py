@@ -67,5 +67,5 @@ def unsealed(version: WeightVersion, sealed: torch.Tensor) -> tuple[int, ...]:
     """The fingerprints. Raises WeightSyncError if they are another version's."""
     incarnation, step, *fingerprints = sealed.cpu().numpy().view(_NUMBER).tolist()
     if (found := WeightVersion(incarnation, step)) != version:
-        raise WeightSyncError(f"{found} arrived where {version} was offered")
+        raise WeightSyncError(f"version {found} arrived where {version} was offered")
     return tuple(fingerprints)

@@ -144,7 +144,9 @@ class Publisher:
             started = time.monotonic()
             try:
                 if self._announced is not None and version <= self._announced:
-                    raise VersionRegressionError(f"{version} is not newer than {self._announced}, published before")
+                    raise VersionRegressionError(
+                        f"version {version} is not newer than {self._announced}, published before"
+                    )
                 with torch.cuda.stream(self._stream):
                     report = self._publish(version, gathering, probe)
             except BaseException:

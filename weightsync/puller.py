@@ -136,7 +136,7 @@ class Puller:
         except (SupersededError, UnreachableError):
             raise  # nothing is wrong with what is held
         except MemoryError as error:
-            raise NoRoomError(f"no memory to patch what is held to {manifest.version}") from error
+            raise NoRoomError(f"no memory to patch what is held to version {manifest.version}") from error
         except WeightSyncError as error:
             deadline.check("pull")
             self._held = None

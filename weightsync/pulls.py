@@ -82,11 +82,11 @@ class Pulls:
             )
             self._on_pulled(Delivery(manifest, landed, may_be_reused=self._landing is not None))
             self._failures = 0
-            logger.info("%s: %s pulled %s", self._worker, manifest.version, _how(pulled))
+            logger.info("%s: version %s pulled %s", self._worker, manifest.version, _how(pulled))
             if pulled.failure:
                 self._on_failure("pull", manifest.version, pulled.failure)
         except SupersededError:
-            logger.info("%s: %s was superseded while it was pulled", self._worker, manifest.version)
+            logger.info("%s: version %s was superseded while it was pulled", self._worker, manifest.version)
             await asyncio.sleep(_RETRY_S[0])  # the newer one's manifest may still be on its way
         except WeightSyncError as error:
             self._on_failure("pull", manifest.version, error)

@@ -101,7 +101,7 @@ class JoinedGroup:
         try:
             self._rendezvous.await_turn(offer.version, self._part, Deadline(self._turn_s, cancelled))
         except RuntimeError as error:
-            raise translated(error, f"a turn to receive {offer.version}") from error
+            raise translated(error, f"a turn to receive version {offer.version}") from error
 
     def _receive_into(
         self,

@@ -213,7 +213,7 @@ class Subscriber:
         self, joined: JoinedGroup, offer: WeightManifest, window: Window, cancelled: threading.Event
     ) -> None:
         arriving = Arriving(offer, self._stage)
-        end = WeightSyncError(f"{offer.version} is received no further")
+        end = WeightSyncError(f"version {offer.version} is received no further")
         try:
             self._known = await self._threads.run(
                 "receive",
@@ -266,5 +266,5 @@ class Subscriber:
         self._kept = None
 
     def _note(self, what: str, version: WeightVersion, error: WeightSyncError | str) -> None:
-        self.last_error = f"{what} of {version.incarnation}.{version.step}: {error}"
+        self.last_error = f"{what} of {version}: {error}"
         logger.warning("%s: %s", self._worker, self.last_error)

@@ -52,7 +52,7 @@ def response_length(tid: TrajectoryId) -> int:
 
 def response_tokens(tid: TrajectoryId, start: int, end: int, version: WeightVersion) -> NDArray[np.int32]:
     """What `version` samples at the places [start, end)."""
-    key = zlib.crc32(f"{tid} {version.incarnation}.{version.step}".encode())
+    key = zlib.crc32(f"{tid} {version}".encode())
     tokens = _mixed(key, np.arange(start, end))
     last = response_length(tid) - 1
     if start <= last < end:

@@ -140,7 +140,7 @@ def test_damage_on_the_way_is_found_and_told() -> None:
 
 def test_the_fingerprints_of_another_version_are_refused() -> None:
     got, (reached, _) = broadcast(DATA, manifest(V1), sealed_as=V0)
-    assert got == f"{V0} arrived where {V1} was offered"
+    assert got == f"version {V0} arrived where {V1} was offered"
     assert reached == ()
 
 

@@ -41,12 +41,12 @@ class ArchiveReader(Protocol):
 
 def anchor_name(version: WeightVersion, index: int, digest: str) -> str:
     """Of one bucket of a whole version."""
-    return f"anchor-{version.incarnation}.{version.step}-{index}-{digest}"
+    return f"anchor-{version}-{index}-{digest}"
 
 
 def delta_name(delta: DeltaSpec) -> str:
     """Of what leads to the delta's version."""
-    return f"delta-{delta.version.incarnation}.{delta.version.step}-{delta.digest}"
+    return f"delta-{delta.version}-{delta.digest}"
 
 
 def anchor_names(archived: Archived) -> list[str]:

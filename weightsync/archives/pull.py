@@ -87,7 +87,7 @@ class ArchivePull:
             deadline.check("pull")
             if isinstance(error, UnreachableError):
                 self._is_given_up = True
-            logger.warning("%s comes from the learner, not from the archive: %s", manifest.version, error)
+            logger.warning("Version %s comes from the learner, not from the archive: %s", manifest.version, error)
         return from_learner()
 
     def _archived_delta(self, delta: DeltaSpec, deadline: Deadline) -> memoryview:
@@ -102,7 +102,7 @@ class ArchivePull:
         chain = chain_from(archived.anchor, manifest)
         names = anchor_names(archived)
         if not chain or len(names) != len(manifest.buckets):
-            raise WeightSyncError(f"the anchor {archived.anchor} does not lead to {manifest.version}")
+            raise WeightSyncError(f"the anchor {archived.anchor} does not lead to version {manifest.version}")
         fetched = bucket if bucket.device.type == "cpu" else allocate([bucket.numel()])[0]
         self._read(names[index], as_bytes(fetched), archived.digests[index], deadline)
         tensors = [spec for spec in manifest.tensors if spec.bucket == index]

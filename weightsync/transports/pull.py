@@ -41,7 +41,8 @@ class HttpPull:
         self._fetch(manifest, delta.version, DELTA, data, deadline)
         if (found := digest_bytes(data)) != delta.digest:
             raise WeightSyncError(
-                f"the delta to {delta.version} arrived damaged: its digest is {found}, published was {delta.digest}"
+                f"the delta to version {delta.version} arrived damaged: its digest is {found}, published was "
+                f"{delta.digest}"
             )
         return data
 
@@ -63,7 +64,7 @@ class HttpPull:
                 _check_response(response, manifest.pull_url, version, len(data))
                 self._read_into(response, data, deadline)
         except (OSError, http.client.HTTPException) as error:
-            raise UnreachableError(f"pulling {version} from {manifest.pull_url} failed: {error!r}") from error
+            raise UnreachableError(f"pulling version {version} from {manifest.pull_url} failed: {error!r}") from error
         finally:
             connection.close()
 
@@ -75,6 +76,6 @@ class HttpPull:
 
 def _check_response(response: http.client.HTTPResponse, url: str, version: WeightVersion, nbytes: int) -> None:
     if response.status == HTTPStatus.NOT_FOUND:
-        raise SupersededError(f"{version} is no longer served at {url}")
+        raise SupersededError(f"version {version} is no longer served at {url}")
     if response.status != HTTPStatus.OK or response.length != nbytes:
         raise WeightSyncError(f"{url} answered {response.status} with {response.length} bytes instead of {nbytes}")

@@ -79,7 +79,7 @@ class Rendezvous:
     def await_turn(self, version: WeightVersion, part: int, deadline: Deadline) -> None:
         """Until this part's members are sent `version`."""
         while not self.store.check([_turn_key(version, part)]):
-            deadline.check(f"{self._what}: this worker's turn to receive {version}")
+            deadline.check(f"{self._what}: this worker's turn to receive version {version}")
             deadline.pause(_WAIT_S)
 
     def store_of(self, part: int) -> PrefixStore:
@@ -115,11 +115,11 @@ class Rendezvous:
 
 
 def _turn_key(version: WeightVersion, part: int) -> str:
-    return f"turn/{version.incarnation}.{version.step}/{part}"
+    return f"turn/{version}/{part}"
 
 
 def _ack_key(version: WeightVersion, worker: str) -> str:
-    return f"ack/{version.incarnation}.{version.step}/{worker}"
+    return f"ack/{version}/{worker}"
 
 
 def translated(error: RuntimeError, what: str) -> WeightSyncError:
