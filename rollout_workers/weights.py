@@ -71,6 +71,11 @@ class HeldWeights:
         return self.version if self._contents == "version" else None
 
     @property
+    def may_sample(self) -> bool:
+        """The engine has weights and is not held up by a swap, whose calls have deadlines of their own."""
+        return self._contents == "version" and not self._engine_is_ours.locked()
+
+    @property
     def is_paused(self) -> bool:
         """A version came only in part: the engine samples nothing until it has a whole one."""
         return self._contents == "part"
