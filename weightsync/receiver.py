@@ -54,9 +54,10 @@ class JoinedGroup:
         """All of an offered version, verified, and what is known of it now; tells the learner how it went, or raises
         too."""
         with self._answering(offer):
-            self._await_turn(offer, cancelled)
-            deadline = Deadline(self.group.timeout_s, cancelled)
-            landed = landing.take(offer.buckets)
+            with self._leaving_if_it_fails():
+                self._await_turn(offer, cancelled)
+                deadline = Deadline(self.group.timeout_s, cancelled)
+                landed = landing.take(offer.buckets)
             try:
                 return self._receive_into(landed.buckets, landed.device, offer, _leave_it, deadline), landed
             except WeightSyncError:
@@ -69,7 +70,8 @@ class JoinedGroup:
         """As `receive`, but each bucket is given to `arriving` and then overwritten. It is acknowledged once the engine
         generates with it, so that the next ones are paused only then."""
         with self._answering(offer):
-            self._await_turn(offer, cancelled)
+            with self._leaving_if_it_fails():
+                self._await_turn(offer, cancelled)
             deadline = Deadline(self.group.timeout_s, cancelled)
 
             def give(index: int, bucket: torch.Tensor) -> None:
@@ -95,6 +97,16 @@ class JoinedGroup:
             raise
         self._acknowledge(offer.version, "")
 
+    @contextlib.contextmanager
+    def _leaving_if_it_fails(self) -> Iterator[None]:
+        """Around all that the others' transfers need of us: those who send through us, or to us, would wait for their
+        deadline otherwise."""
+        try:
+            yield
+        except WeightSyncError:
+            self._transport.close()
+            raise
+
     def _await_turn(self, offer: WeightManifest, cancelled: threading.Event) -> None:
         if not self._part:
             return
@@ -113,14 +125,11 @@ class JoinedGroup:
     ) -> WeightManifest:
         sealed = empty_seal(len(offer.tensors), device)
         found = Fingerprints(offer.tensors)
-        try:
+        with self._leaving_if_it_fails():
             for index, bucket in enumerate(pipelined(self._transport, itertools.chain(buckets, (sealed,)), deadline)):
                 if bucket is not sealed:
                     found.add(index, bucket)
                     give(index, bucket)
-        except WeightSyncError:
-            self._transport.close()  # or those that send through us, or to us, wait for their deadline
-            raise
         # Only now: a member that stops at a damaged bucket would keep the others from the rest.
         manifest = replace(offer, fingerprints=unsealed(offer.version, sealed))
         compare(manifest, found.read())
