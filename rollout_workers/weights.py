@@ -25,6 +25,9 @@ from .turns import SwapTurns
 RETRY_S = 0.5
 """Between attempts after a delivery that failed or was refused."""
 
+PROBE_S = 300.0
+"""For an engine that samples meanwhile to answer the probe: one that hangs holds no version for ever otherwise."""
+
 Contents = Literal["nothing", "version", "mixture", "away"]
 """What an engine holds: nothing, before the first version and after a sleep; the newest verified version; a mixture, as
 some parts of a version went over the one before and the rest did not come, so that it is paused; away: it sleeps."""
@@ -66,6 +69,11 @@ class HeldWeights:
     def usable(self) -> WeightVersion | None:
         """What the engine holds and may sample with, if anything."""
         return self.version if self._contents == "version" else None
+
+    @property
+    def may_sample(self) -> bool:
+        """The engine has weights and is not held up by a swap, whose calls have deadlines of their own."""
+        return self._contents == "version" and not self._engine_is_ours.locked()
 
     @property
     def is_paused(self) -> bool:
@@ -236,7 +244,13 @@ class HeldWeights:
     async def _probe(self, manifest: WeightManifest) -> None:
         """Whether the engine computes as the learner does. It generates meanwhile, so wrong weights are not swapped for
         others of the same version: what they sampled would pass as its."""
-        scores = await self._engine.score(manifest.probe.token_ids)
+        try:
+            async with asyncio.timeout(PROBE_S):
+                scores = await self._engine.score(manifest.probe.token_ids)
+        except TimeoutError as error:
+            raise WeightSyncError(
+                f"the engine did not answer the probe of {manifest.version} within {PROBE_S:g} s; restart the worker"
+            ) from error
         refuse_other_logprobs(manifest.probe, scores, manifest.version)
 
 

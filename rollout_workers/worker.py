@@ -29,6 +29,7 @@ from .recorder import Recorder
 from .rewards.base import Scorer
 from .run_end import RunEnd
 from .segments import SegmentLog
+from .stalls import StallWatch
 from .throughput import Throughput
 from .turns import SwapTurns
 from .weights import HeldWeights
@@ -97,6 +98,9 @@ class Worker:
             self._device = BorrowedDevice(broker, engine, worker, self._outages, self._weights, self._set_aside)
         self._admitting = asyncio.Lock()
         self._generated = Throughput()
+        self._requests = 0
+        """That the engine has."""
+        self._stalls = StallWatch(config.heartbeat_s)
         self._run_end = RunEnd(config.patience_s)
         self._end = ""
         self.outcomes = dict.fromkeys(SubmitOutcome, 0)
@@ -185,7 +189,11 @@ class Worker:
             self._generated.add(count)
             segments.note()
 
-        await generate(self._engine, self._request(lease), recorder, note)
+        self._requests += 1
+        try:
+            await generate(self._engine, self._request(lease), recorder, note)
+        finally:
+            self._requests -= 1
 
     def _request(self, lease: Lease) -> GenerationRequest:
         return GenerationRequest(
@@ -221,13 +229,14 @@ class Worker:
         self.outcomes[outcome] += 1
 
     async def _beat(self) -> None:
-        """Report, keep the leases, learn whether the run goes on."""
+        """Report, keep the leases, learn whether the run goes on. Raises HeadwayError for an engine that hangs."""
         while True:
             with self._outages:
                 await self._broker.status.heartbeat(self.info(), self._alive_s)
                 await self._held.renew()
                 self._note_state(await self._broker.status.state())
             self._wake.set()
+            self._stalls.look(self._requests if self._weights.may_sample else 0, self._generated.total)
             await asyncio.sleep(self._config.heartbeat_s)
 
     async def _confirm(self) -> None:

@@ -56,9 +56,10 @@ class JoinedGroup:
         """All of an offered version, verified, and what is known of it now; tells the learner how it went, or raises
         too."""
         with self._answering(offer):
-            self._await_wave(offer, cancelled)
-            deadline = Deadline(self.group.timeout_s, cancelled)
-            landed = landing.take(offer.buckets)
+            with self._leaving_if_it_fails():
+                self._await_wave(offer, cancelled)
+                deadline = Deadline(self.group.timeout_s, cancelled)
+                landed = landing.take(offer.buckets)
             try:
                 return self._receive_into(landed.buckets, landed.device, offer, _leave_it, deadline), landed
             except WeightSyncError:
@@ -71,7 +72,8 @@ class JoinedGroup:
         """As `receive`, but each bucket is given to `arriving` and then overwritten. It is acknowledged once the engine
         generates with it, so that the next ones are paused only then."""
         with self._answering(offer):
-            self._await_wave(offer, cancelled)
+            with self._leaving_if_it_fails():
+                self._await_wave(offer, cancelled)
             deadline = Deadline(self.group.timeout_s, cancelled)
 
             def give(index: int, bucket: torch.Tensor) -> None:
@@ -98,6 +100,16 @@ class JoinedGroup:
             raise
         self._acknowledge(offer.version, "")
 
+    @contextlib.contextmanager
+    def _leaving_if_it_fails(self) -> Iterator[None]:
+        """Around all that the others' transfers need of us: those who send through us, or to us, would wait for their
+        deadline otherwise."""
+        try:
+            yield
+        except WeightSyncError:
+            self._transport.close()
+            raise
+
     def _await_wave(self, offer: WeightManifest, cancelled: threading.Event) -> None:
         if not self._wave:
             return
@@ -116,10 +128,11 @@ class JoinedGroup:
     ) -> WeightManifest:
         sealed = empty_seal(len(offer.tensors), device)
         found = Fingerprints(offer.tensors)
-        for index, bucket in enumerate(pipelined(self._transport, itertools.chain(buckets, (sealed,)), deadline)):
-            if bucket is not sealed:
-                found.add(index, bucket)
-                give(index, bucket)
+        with self._leaving_if_it_fails():
+            for index, bucket in enumerate(pipelined(self._transport, itertools.chain(buckets, (sealed,)), deadline)):
+                if bucket is not sealed:
+                    found.add(index, bucket)
+                    give(index, bucket)
         # Only now: a member that stops at a damaged bucket would keep the others from the rest.
         manifest = replace(offer, fingerprints=unsealed(offer.version, sealed))
         compare(manifest, found.read())

@@ -102,16 +102,19 @@ class Sender:
         """
         assert self._group is not None
         self._bell.ring()
+        _, rendezvous, waves = self._group
         reached: list[str] = []
         failures: list[str] = []
-        for number, wave in enumerate(self._group.waves):
+        for number, wave in enumerate(waves):
             if number:
-                self._group.rendezvous.begin(version, number)
-            some, failure = self._send_to(wave, self._group.rendezvous, version, wire())
+                rendezvous.begin(version, number)
+            some, failure = self._send_to(wave, rendezvous, version, wire())
             reached += some
             failures += [failure] if failure else []
         if failures:
             self._leave()
+        else:
+            rendezvous.forget(version, reached, len(waves))
         return tuple(reached), "; ".join(failures)
 
     def _send_to(

@@ -24,7 +24,8 @@ _LOOK_S = 0.2
 class _Running:
     thread: threading.Thread
     cancelled: threading.Event
-    future: concurrent.futures.Future[Any]
+    ended: concurrent.futures.Future[None]
+    """Told apart from the result, which belongs to who asked: an error's traceback holds all that the call did."""
 
 
 class BoundedThreads:
@@ -38,9 +39,11 @@ class BoundedThreads:
         """`work`'s result or error; WeightSyncError if overdue. Sets `cancelled` once nobody waits."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()  # from now on only the thread itself can end it
-        thread = threading.Thread(target=_complete, args=(future, work), name=f"weights-{name}", daemon=True)
+        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        ended.set_running_or_notify_cancel()
+        thread = threading.Thread(target=_complete, args=(future, ended, work), name=f"weights-{name}", daemon=True)
         self._running = [other for other in self._running if other.thread.is_alive()]
-        self._running.append(_Running(thread, cancelled, future))
+        self._running.append(_Running(thread, cancelled, ended))
         thread.start()
         try:
             async with asyncio.timeout(overdue_s):
@@ -54,20 +57,19 @@ class BoundedThreads:
     @property
     def are_idle(self) -> bool:
         """Nothing runs, not even what nobody waits for any more."""
-        return all(entry.future.done() for entry in self._running)
+        return all(entry.ended.done() for entry in self._running)
 
     async def stop(self, timeout_s: float) -> None:
         """Tell all to stop, and join those that end in time."""
         running = [entry for entry in self._running if entry.thread.is_alive()]
         for entry in running:
             entry.cancelled.set()
-        waiters = [asyncio.ensure_future(_ended(entry.future)) for entry in running]
-        if waiters:
-            await asyncio.wait(waiters, timeout=timeout_s)
+        if running:
+            await asyncio.wait([asyncio.wrap_future(entry.ended) for entry in running], timeout=timeout_s)
         for entry in running:
-            if entry.future.done():
+            if entry.ended.done():
                 entry.thread.join(_JOIN_S)
-        self._running = [entry for entry in self._running if entry.thread.is_alive()]  # nor any result kept
+        self._running = [entry for entry in self._running if entry.thread.is_alive()]
 
 
 class DaemonPool:
@@ -115,11 +117,9 @@ def in_time(future: concurrent.futures.Future[T], timeout_s: float, deadline: De
         future.cancel()
 
 
-async def _ended(future: concurrent.futures.Future[Any]) -> None:
-    await asyncio.gather(asyncio.wrap_future(future), return_exceptions=True)
-
-
-def _complete(future: concurrent.futures.Future[T], work: Callable[[], T]) -> None:
+def _complete(
+    future: concurrent.futures.Future[T], ended: concurrent.futures.Future[None], work: Callable[[], T]
+) -> None:
     try:
         result = work()
     except WeightSyncError as error:
@@ -131,3 +131,4 @@ def _complete(future: concurrent.futures.Future[T], work: Callable[[], T]) -> No
         future.set_result(result)
     finally:
         del future, work  # as in `run`
+        ended.set_result(None)

@@ -41,6 +41,10 @@ T = TypeVar("T")
 
 FLUSH_S = 0.02
 """How long a token may wait for company; the last one of a sample does not wait."""
+DEADLINE_S = 300.0
+"""For the thread to answer: a device may hang instead of failing."""
+CLOSE_S = 20.0
+"""What the thread gets to end, which then is left."""
 
 
 @dataclass(eq=False)
@@ -160,7 +164,7 @@ class EmbeddedEngine:
         """See Engine."""
         with contextlib.suppress(HeadwayError):
             self._post(self._stop)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
 
     def _check(self, token_ids: Sequence[int], longest: int) -> None:
         if not 1 <= len(token_ids) <= longest:
@@ -190,7 +194,13 @@ class EmbeddedEngine:
             self._asked.add(answer)
         answer.add_done_callback(self._asked.discard)
         self._post(command)
-        return await asyncio.shield(asyncio.wrap_future(answer))
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                return await asyncio.shield(asyncio.wrap_future(answer))
+        except TimeoutError as error:
+            raise WeightSyncError(
+                f"the embedded engine gave no answer within {DEADLINE_S:g} s; restart the worker"
+            ) from error
 
     # Everything below runs in the engine's thread.
 

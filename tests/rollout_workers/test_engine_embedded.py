@@ -1,16 +1,17 @@
 """What only the embedded engine does, and how engines are opened."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
-from broker.errors import ConfigError, HeadwayError
+from broker.errors import ConfigError, HeadwayError, WeightSyncError
 from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
+from rollout_workers.engines import embedded, open_engine
 from rollout_workers.engines.embedded import EmbeddedEngine
 from rollout_workers.engines.loading import load_tensors, one_by_one
 from rollout_workers.engines.slot_cache import ATTENTION
@@ -46,6 +47,22 @@ async def test_an_error_while_decoding_reaches_everyone_who_waits() -> None:
     with pytest.raises(HeadwayError, match="ZeroDivisionError"):
         await hold(engine, model)
     await engine.close()
+
+
+async def test_a_thread_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DEADLINE_S", "CLOSE_S"):
+        monkeypatch.setattr(embedded, name, 0.1)
+    model, may_end = make_model("dense", 0), threading.Event()
+    engine = EmbeddedEngine(model, SMALL, seed=0)
+    engine._post(lambda: may_end.wait() and None)
+    try:
+        with pytest.raises(WeightSyncError, match=r"no answer within 0\.1 s"):
+            await hold(engine, model)
+        await engine.close()
+        assert engine._thread.is_alive()
+    finally:
+        may_end.set()
+        engine._thread.join()
 
 
 async def test_long_and_short_samples_share_the_cache(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from broker.client import Broker
-from broker.errors import ServerRestartedError
-from broker.schema import Group, ModelFiles, Prompt
+from broker.errors import HeadwayError, ServerRestartedError
+from broker.schema import Group, ModelFiles, Prompt, WeightVersion
 from broker.server import EmbeddedServer
+from rollout_workers import stalls
+from rollout_workers.engines.base import Chunk, GenerationRequest
 from rollout_workers.model_files import ModelFilesError, fetch_model
 from rollout_workers.rewards.base import RewardError, Score
 from rollout_workers.worker import MOST_UNSUBMITTED
@@ -195,6 +198,24 @@ async def test_a_failing_reward_ends_the_worker_and_hands_its_leases_back(
     queues = (await brokers[0].status.snapshot()).queues
     assert (queues.leased, queues.retry) == (0, CAPACITY)
     assert await brokers[0].status.workers() == ()
+
+
+async def test_an_engine_that_hangs_ends_the_worker_and_hands_its_leases_back(
+    brokers: tuple[Broker, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(request: GenerationRequest) -> AsyncIterator[Chunk]:
+        await asyncio.Event().wait()
+        yield Chunk(token_ids=[], logprobs=[], version=WeightVersion(0, 0))
+
+    monkeypatch.setattr(stalls, "PATIENCE_S", 0.2)
+    learner = await Learner.start(brokers[0], groups=2)
+    deliveries, engine = Deliveries(), make_engine(tmp_path)
+    monkeypatch.setattr(engine, "generate", never)
+    await learner.publish(0, deliveries)
+    with pytest.raises(HeadwayError, match=r"has sampled nothing for 0\.2 s"):
+        await asyncio.wait_for(make_worker(brokers[1], engine, deliveries).run(), 20)
+    queues = (await brokers[0].status.snapshot()).queues
+    assert (queues.leased, queues.retry) == (0, CAPACITY)
 
 
 @pytest.mark.slow

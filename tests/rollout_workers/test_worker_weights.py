@@ -14,6 +14,7 @@ from broker.client import BlockingBroker, Broker
 from broker.errors import WeightSyncError
 from broker.schema import Probe, Trajectory, WeightVersion, WorkerInfo
 from broker.server import EmbeddedServer
+from rollout_workers import weights
 from rollout_workers.engines.base import Chunk, GenerationRequest
 from rollout_workers.engines.shared_tensors import Handover
 from rollout_workers.weights import refuse_other_logprobs
@@ -128,6 +129,18 @@ async def test_an_engine_that_fails_the_probe_ends_the_worker_with_numbers(
     with pytest.raises(WeightSyncError, match=r"differ from the learner's by a mean of 0.25 .* explains 0.001"):
         await worker.run()
     assert (await brokers[0].status.snapshot()).queues.admitted == 0
+
+
+async def test_an_engine_that_never_answers_the_probe_ends_the_worker(
+    brokers: tuple[Broker, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = await Learner.start(brokers[0], groups=2)
+    deliveries, engine = Deliveries(), make_engine(tmp_path)
+    monkeypatch.setattr(engine, "score", lambda _: asyncio.Event().wait())
+    monkeypatch.setattr(weights, "PROBE_S", 0.1)
+    await learner.publish(0, deliveries)
+    with pytest.raises(WeightSyncError, match=r"did not answer the probe of .* within 0\.1 s"):
+        await asyncio.wait_for(make_worker(brokers[1], engine, deliveries).run(), 20)
 
 
 def test_one_unlikely_token_fails_no_probe() -> None:

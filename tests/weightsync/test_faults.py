@@ -7,7 +7,7 @@ and each version is newer than the one before.
 import asyncio
 import functools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,14 +15,16 @@ import torch
 from msgspec.structs import replace
 
 from broker import Broker
+from broker.errors import NoRoomError
 from broker.schema import WeightVersion
 from tests.full_disk import no_files_over
-from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, WorkerProcess, weights
+from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, WorkerProcess, pull_then_receive, weights
 from tests.weightsync.interruptions import Place, damaged_bucket
 from tests.weightsync.learner_process import publish
 from tests.weightsync.processes import ForkedProcess
 from tests.weightsync.worker_process import fingerprint
 from weightsync.config import WeightsConfig
+from weightsync.landing import Landed
 
 StartWorker = Callable[..., WorkerProcess]
 SHORT_S = 0.7
@@ -106,6 +108,27 @@ def test_workers_killed_and_stopped_within_a_transfer(
     until_all_receive(learner, "healthy", "stopped")
     for worker in (healthy, stopped):
         worker.expect(learner.version)
+
+
+@pytest.mark.parametrize("config", ["gloo"], indirect=True)  # the others notice no death
+@pytest.mark.parametrize("number", range(3))
+def test_a_dead_member_costs_no_deadline_wherever_it_is_in_gloos_tree(
+    patient_learner: Learner, start_member: StartWorker, number: int
+) -> None:
+    learner, names = patient_learner, ("one", "three", "two")  # the first one sends to the last one
+    workers = [start_member(name) for name in names]
+    learner.publish()
+    until_all_receive(learner, *names)
+    learner.until_held(*names)
+    workers[number].send(signal.SIGKILL)
+    workers[number].until_killed()
+    report = learner.publish()
+    assert report.failed
+    assert report.seconds < 60
+    rest = [place for place in range(3) if place != number]
+    for place in rest:
+        workers[place].expect(learner.version)
+    until_all_receive(learner, *(names[place] for place in rest))
 
 
 @pytest.mark.parametrize("config", ["gloo", "ipc"], indirect=True)  # on a GPU only the newest version is kept for pulls
@@ -223,6 +246,24 @@ def test_no_room_for_the_senders_buffer_costs_a_pull_each_until_there_is(
         worker.expect(learner.version)
     finally:
         learner.close()
+
+
+@pytest.mark.parametrize("config", ["ipc"], indirect=True)  # gloo's buffers take what is as small as here
+async def test_a_member_without_memory_keeps_nobody_waiting(
+    patient_learner: Learner, start_inside: Callable[..., InProcessWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, worker = patient_learner, start_inside("w", SMALL)
+    await pull_then_receive(learner, worker)
+
+    def no_room(_: Sequence[int]) -> Landed:
+        monkeypatch.undo()
+        raise NoRoomError("no memory here")
+
+    monkeypatch.setattr(worker.subscriber._landing, "take", no_room)
+    report = await asyncio.to_thread(learner.publish)
+    assert "no memory here" in report.failed
+    assert report.seconds < 60
+    assert await worker.next() == learner.version
 
 
 @pytest.mark.parametrize("follow", ["broadcast", "pull"])

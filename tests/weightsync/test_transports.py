@@ -331,6 +331,21 @@ def test_a_few_older_versions_are_kept_for_those_who_read(pulls: PullServer) -> 
         pull(manifest(V2, pulls.url))
 
 
+def test_versions_that_were_read_make_room_for_one_that_is(pulls: PullServer) -> None:
+    for version in (V0, V1):
+        pulls.serve(version, DATA)
+        pull(manifest(version, pulls.url))
+    until(lambda: not any(pulls._versions[version].is_read_now for version in (V0, V1)))
+    pulls.serve(V2, DATA)
+    with pulls._versions[V2].being_read():
+        pulls.serve(V3, DATA)
+        pulls.keep_only(V3, {})
+    for version in (V0, V2):  # of those that were left the one that was begun first
+        pull(manifest(version, pulls.url))
+    with pytest.raises(SupersededError):
+        pull(manifest(V1, pulls.url))
+
+
 def test_a_version_is_needed_until_a_slow_reader_has_all_of_it(
     pulls: PullServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

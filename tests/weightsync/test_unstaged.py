@@ -56,6 +56,22 @@ def until_broken(worker: WorkerProcess) -> str:
     return str(event["broken"])
 
 
+def test_the_store_keeps_nothing_of_the_versions_before(
+    start_learner: Callable[..., Learner], start_member: StartWorker
+) -> None:
+    learner = start_learner()
+    for name in ("one", "two"):
+        start_member(name)
+    learner.publish()
+    counts = []
+    for _ in range(3):
+        until_all_receive(learner, "one", "two")
+        store = learner.publisher._sender._store
+        assert store is not None
+        counts.append(store.num_keys())
+    assert counts[0] == counts[1] == counts[2]
+
+
 def test_parts_of_the_group_receive_one_after_the_other(
     start_learner: Callable[..., Learner], start_member: StartWorker
 ) -> None:

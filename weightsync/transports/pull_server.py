@@ -70,6 +70,8 @@ class PullServer:
         """Forget all other versions but those that are needed, and other deltas; whoever is fetching a bucket of one
         gets it to its end, then 404."""
         needed = [(other, served) for other, served in self._versions.items() if other != version and served.is_needed]
+        # Who left a version a moment ago may have all of it, and is not to keep out those who read another one.
+        needed.sort(key=lambda kept: not kept[1].is_read_now)
         self._versions = dict([*needed[:OLDER], (version, self._versions[version])])
         self._deltas = dict(deltas)
 

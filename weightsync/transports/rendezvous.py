@@ -98,6 +98,13 @@ class Rendezvous:
         silent = self._await_all(keys, deadline)
         return {worker: self.store.get(key).decode() for worker, key in keys.items() if worker not in silent}
 
+    def forget(self, version: WeightVersion, members: Iterable[str], waves: int) -> None:
+        """All members have acknowledged `version`: the store keeps what nobody deletes."""
+        for worker in members:
+            self.store.delete_key(_ack_key(version, worker))
+        for wave in range(1, waves):
+            self.store.delete_key(_turn_key(version, wave))
+
     def _await_all(self, keys: dict[str, str], deadline: Deadline) -> tuple[str, ...]:
         missing = dict(keys)
         while True:

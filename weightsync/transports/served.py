@@ -38,6 +38,11 @@ class ServedVersion:
         """Somebody is in the middle of it."""
         return self._readers > 0 or time.monotonic() - self._left_at < PATIENCE_S
 
+    @property
+    def is_read_now(self) -> bool:
+        """Somebody is reading a part of it, and not between two of them or gone."""
+        return self._readers > 0
+
     @contextmanager
     def being_read(self) -> Iterator[None]:
         """Around what somebody takes to read a part of it."""
