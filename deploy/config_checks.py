@@ -1,12 +1,12 @@
 """What contradicts itself in a recipe whose values are all valid alone."""
 
-import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from broker.errors import ConfigError
-from learner.config import LearnerConfig
+from learner.choices import unknown_kind
+from learner.config import EXAMPLES, PROMPTS, LearnerConfig
 from learner.layout import check_ranks
-from rollout_workers.config import EngineConfig
+from rollout_workers.config import ENGINES, REWARDS, EngineConfig
 from rollout_workers.gpus import gpus_of, shares
 from weightsync.config import WeightsConfig
 
@@ -17,27 +17,33 @@ SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "un
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out")
 CPU_ENGINE = ("embedded", "cpu")
 """An engine's kind and device."""
-ENGINES = ("embedded", "vllm")
-"""`rollout_workers.engines.KINDS`, which cannot be had without importing torch."""
 
 
 def check_values(recipe: Recipe, source: str) -> None:
     """Raise ConfigError for the first contradiction."""
-    check_engine(recipe.engine, source)
+    _check_kinds(recipe, source)
     for complaint in _contradictions(recipe):
         raise ConfigError(f"{source}: {complaint}")
 
 
 def check_engine(engine: EngineConfig, source: str) -> None:
     """Raise ConfigError for an engine that there is not; one of the user's own is looked for where workers run."""
-    if engine.kind in ENGINES or ":" in engine.kind:
-        return
-    nearest = difflib.get_close_matches(engine.kind, ENGINES, n=1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else "."
-    raise ConfigError(
-        f"{source}: engine.kind: there is no engine {engine.kind!r}{hint} Known: {', '.join(ENGINES)};"
-        " your own as package.module:Class."
-    )
+    _check_kind(engine.kind, ENGINES, f"{source}: engine.kind")
+
+
+def _check_kinds(recipe: Recipe, source: str) -> None:
+    """Now, and not once prompts are read or workers start."""
+    check_engine(recipe.engine, source)
+    _check_kind(recipe.prompts.kind, PROMPTS, f"{source}: prompts.kind")
+    for phase in recipe.sft.phases:
+        _check_kind(phase.kind, EXAMPLES, f"{source}: sft.phases.kind")
+    for reward in recipe.rewards:
+        _check_kind(reward.kind, REWARDS, f"{source}: rewards.kind")
+
+
+def _check_kind(kind: str, known: Sequence[str], where: str) -> None:
+    if kind not in known and ":" not in kind:
+        raise unknown_kind(kind, known, where)
 
 
 def _contradictions(recipe: Recipe) -> Iterator[str]:

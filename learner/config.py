@@ -7,6 +7,9 @@ from msgspec import Meta
 
 from broker.errors import ConfigError
 
+PROMPTS = ("arithmetic", "jsonl", "parquet", "datasets", "reasoning_gym")
+EXAMPLES = ("arithmetic", "reasoning_gym", "jsonl", "parquet")
+
 
 class RandomModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model from random weights, for tests and demonstrations."""

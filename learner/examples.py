@@ -16,12 +16,10 @@ from msgspec import Meta
 from broker.errors import ConfigError
 
 from .choices import import_own, typed_options, unknown_kind
-from .config import SftPhaseConfig
+from .config import EXAMPLES, SftPhaseConfig
 from .prompts.arithmetic import ArithmeticOptions, Chain, apply, chain_options, draw_chain
 from .prompts.rows import Row, read_rows
 from .worked_solutions import WorkedOptions, check_tasks, worked_solution
-
-KINDS = ("arithmetic", "reasoning_gym", "jsonl", "parquet")
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +58,7 @@ def open_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
             function = import_own(own, "sft.phases.kind")
             return iter(function(path=config.path, seed=seed, **config.options))
         case unknown:
-            raise unknown_kind(unknown, KINDS, "sft.phases.kind")
+            raise unknown_kind(unknown, EXAMPLES, "sft.phases.kind")
 
 
 def worked_chains(options: ArithmeticExampleOptions, seed: int) -> Iterator[Example]:

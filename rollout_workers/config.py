@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+ENGINES = ("embedded", "vllm")
+REWARDS = ("arithmetic", "math_verify", "reasoning_gym")
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which inference engine a worker runs and how large it is."""

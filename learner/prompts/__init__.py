@@ -13,15 +13,13 @@ Your own source: `package.module:Class`, called as Class(path=, seed=, **options
 from typing import TYPE_CHECKING
 
 from learner.choices import import_own, unknown_kind
-from learner.config import PromptsConfig
+from learner.config import PROMPTS, PromptsConfig
 
 from .base import PromptSource
 from .rendering import Prompts, Renderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-KINDS = ("arithmetic", "jsonl", "parquet", "datasets", "reasoning_gym")
 
 
 def open_prompts(config: PromptsConfig, tokenizer: "PreTrainedTokenizerBase", seed: int) -> Prompts:
@@ -52,4 +50,4 @@ def open_source(config: PromptsConfig, seed: int) -> PromptSource:
             source: PromptSource = import_own(own, "prompts.kind")(path=config.path, seed=seed, **config.options)
             return source
         case unknown:
-            raise unknown_kind(unknown, KINDS, "prompts.kind")
+            raise unknown_kind(unknown, PROMPTS, "prompts.kind")

@@ -14,11 +14,9 @@ import importlib.util
 from pathlib import Path
 
 from broker.errors import ConfigError, HeadwayError
-from rollout_workers.config import EngineConfig
+from rollout_workers.config import ENGINES, EngineConfig
 
 from .base import Engine
-
-KINDS = ("embedded", "vllm")
 
 
 def open_engine(
@@ -46,9 +44,9 @@ def open_engine(
         case path if ":" in path:
             return open_custom(path, config, model_dir, seed=seed)
         case unknown:
-            nearest = difflib.get_close_matches(unknown, KINDS, n=1, cutoff=0)[0]
+            nearest = difflib.get_close_matches(unknown, ENGINES, n=1, cutoff=0)[0]
             raise ConfigError(
-                f"engine.kind={unknown} is unknown: did you mean {nearest}? Known: {', '.join(KINDS)}, "
+                f"engine.kind={unknown} is unknown: did you mean {nearest}? Known: {', '.join(ENGINES)}, "
                 "or package.module:Class"
             )
 

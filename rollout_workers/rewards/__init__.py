@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from broker.errors import ConfigError
-from rollout_workers.config import RewardConfig
+from rollout_workers.config import REWARDS, RewardConfig
 
 from .base import Score, Scorer
-
-BUILT_IN = ("arithmetic", "math_verify", "reasoning_gym")
 
 
 def open_reward(configs: Sequence[RewardConfig]) -> Scorer:
@@ -23,7 +21,7 @@ def open_reward(configs: Sequence[RewardConfig]) -> Scorer:
     from .weighted import WeightedScorer, WeightedSum
 
     if not configs:
-        raise ConfigError(f"rewards: none given; name at least one of {', '.join(BUILT_IN)} or package.module:function")
+        raise ConfigError(f"rewards: none given; name at least one of {', '.join(REWARDS)} or package.module:function")
     names = _names([config.kind for config in configs])
     return WeightedSum([WeightedScorer(n, c.weight, _open(c)) for n, c in zip(names, configs, strict=True)])
 
@@ -47,8 +45,8 @@ def _open(config: RewardConfig) -> Scorer:
 
             return open_function(path, config.signature)
         case unknown:
-            nearest = get_close_matches(unknown, BUILT_IN, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(BUILT_IN)}."
+            nearest = get_close_matches(unknown, REWARDS, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(REWARDS)}."
             raise ConfigError(
                 f"rewards: no reward {unknown!r}; {hint} Your own function goes by package.module:function"
             )
@@ -61,4 +59,4 @@ def _names(kinds: Sequence[str]) -> list[str]:
     return [name if count == 1 else f"{name}_{count}" for name, count in zip(short, counts, strict=True)]
 
 
-__all__ = ["BUILT_IN", "Score", "Scorer", "open_reward"]
+__all__ = ["Score", "Scorer", "open_reward"]

@@ -126,7 +126,7 @@ def test_help_names_every_command_but_the_internal_one(tmp_path: Path) -> None:
         ),
         (
             ["workers", "engine.kind=vlm", "--broker", NOWHERE, "--run", "x"],
-            "override: engine.kind: there is no engine 'vlm'; did you mean vllm?",
+            "override: engine.kind: there is no 'vlm'; did you mean 'vllm'?",
         ),
         (
             ["eval", "arithmetic.yaml", "--checkpoint", "x"],

@@ -331,3 +331,21 @@ def test_a_run_name_must_be_fit_for_a_directory(recipe_path: Path) -> None:
 def test_a_stored_configuration_of_another_version_is_refused() -> None:
     with pytest.raises(ConfigError, match="this version of Headway cannot read"):
         recipe_from_bytes(b'{"run": {"name": "x"}, "surprise": 1}')
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine.kind=vlm", r"engine\.kind: there is no 'vlm'; did you mean 'vllm'\?"),
+        ("prompts.kind=arithmetics", r"prompts\.kind: there is no 'arithmetics'; did you mean 'arithmetic'\?"),
+        ("sft.phases=[{kind: json}]", r"sft\.phases\.kind: there is no 'json'; did you mean 'jsonl'\?"),
+        ("rewards=[{kind: f1}]", r"rewards\.kind: there is no 'f1'\. Known: arithmetic, math_verify, reasoning_gym;"),
+    ],
+)
+def test_what_there_is_not_is_refused_with_the_recipe(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_recipe("arithmetic.yaml", [override])
+
+
+def test_what_is_ones_own_is_looked_for_where_it_is_used() -> None:
+    load_recipe("arithmetic.yaml", ["engine.kind=mine:Engine", "rewards=[{kind: 'mine:reward'}]"])

@@ -6,9 +6,7 @@ import pytest
 
 from broker.errors import ConfigError
 from deploy.config import load_recipe
-from deploy.config_checks import ENGINES
 from deploy.packages import check_packages
-from rollout_workers.engines import KINDS
 
 
 @pytest.fixture
@@ -26,10 +24,3 @@ def test_a_learner_needs_megatron_and_no_vllm() -> None:
         check_packages(load_recipe("arithmetic-vllm.yaml"), has_workers=True)
     with pytest.raises(ConfigError, match=r"needs Megatron Core, which is not installed\. pip install"):
         check_packages(load_recipe("arithmetic-megatron.yaml"), has_workers=False)
-
-
-def test_an_engine_that_there_is_not_is_refused_with_the_recipe() -> None:
-    assert ENGINES == KINDS
-    with pytest.raises(ConfigError, match=r"there is no engine 'vlm'; did you mean vllm\?"):
-        load_recipe("arithmetic.yaml", ["engine.kind=vlm"])
-    load_recipe("arithmetic.yaml", ["engine.kind=mine:Engine"])
