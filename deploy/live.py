@@ -16,6 +16,7 @@ from rich.text import Text
 from broker.client import BlockingBroker
 from broker.errors import HeadwayError, RunNotFoundError
 from broker.schema import RunStatus, StepMetrics
+from rollout_workers.run_end import RUN_OVER
 
 from .status import generated_per_s, trained_per_s, version_text
 
@@ -91,6 +92,7 @@ class Monitor:
         if self._is_first_look:
             self._is_first_look = False
             self._printed = _last_but_one(status.recent_steps)
+            self._state = status.state if status.state in RUN_OVER else ""  # of a run that is being resumed: old
         self._tell_state(status.state)
         for step in status.recent_steps:
             if (step.incarnation, step.step) > self._printed:

@@ -13,6 +13,7 @@ from rich.table import Table
 from broker.client import BlockingBroker
 from broker.errors import HeadwayError, RunNotFoundError
 from broker.usage import RunUsage
+from rollout_workers.run_end import RUN_OVER
 
 from .status import status_json, status_tables, version_text
 
@@ -61,7 +62,7 @@ def delete_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: C
 
 
 def _refuse_if_used(usage: RunUsage) -> None:
-    is_over = usage.state in ("finished", "stopped") and not usage.workers
+    is_over = usage.state in RUN_OVER and not usage.workers
     if usage.idle_s < IN_USE_S and not is_over:
         raise HeadwayError(
             f"Run {usage.run} is in use: {usage.state}, {usage.workers} workers alive, last used"

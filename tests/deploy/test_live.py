@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterator
 
+import msgspec
 from rich.console import Console, RenderableType
 
 from broker.errors import BrokerUnavailableError, RunNotFoundError
@@ -89,6 +90,17 @@ def test_who_joins_a_run_is_told_where_it_stands_and_what_follows() -> None:
         monitor._look()
     lines = output.getvalue().splitlines()
     assert [line.partition("/")[0] for line in lines[1:]] == ["step    3", "step    4", "step    5"]
+
+
+def test_how_a_run_had_ended_that_is_resumed_is_old_news() -> None:
+    output = io.StringIO()
+    states = ("stopped", "training", "stopped")
+    statuses = [msgspec.structs.replace(run_status(), state=state) for state in states]
+    monitor = Monitor(Script(*statuses), Console(file=output, width=200))
+    for _ in states:
+        monitor._look()
+    lines = output.getvalue().splitlines()
+    assert [line for line in lines if not line.startswith("step")] == ["Training.", "Stopped after a checkpoint."]
 
 
 def test_a_line_above_the_panel_leaves_its_markup_alone() -> None:
