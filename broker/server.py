@@ -151,7 +151,7 @@ class EmbeddedServer:
         elif _is_taken(self._port):
             raise HeadwayError(
                 f"Port {self._port} on 127.0.0.1 is taken, perhaps by an earlier server of ours: "
-                "stop it, or choose another (--port)."
+                "stop it, or choose another port (--port)."
             )
 
     def _refuse_second_server(self) -> None:

@@ -1,5 +1,6 @@
 """A real server for every test that asks, on a unix socket of its own."""
 
+import signal
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -8,6 +9,9 @@ import pytest
 
 from broker import Broker, open_broker
 from broker.server import EmbeddedServer
+
+# Ctrl-C is ignored where the tests run in the background, and so would it be by all processes that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -110,7 +109,6 @@ def follow_run(
 ) -> None:
     """The process's whole life. `gpu`: the only one that it sees, where it wants any."""
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
     torch.set_num_threads(1)
     interrupt_receiving(interruptions)
     with contextlib.suppress(KeyboardInterrupt):
