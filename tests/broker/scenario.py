@@ -10,6 +10,7 @@ from broker import Broker
 from broker.batches import CheckpointMark, Claim, Owner
 from broker.leases import LeaseReply, SubmitOutcome
 from broker.schema import (
+    BroadcastGroup,
     Lease,
     Probe,
     Prompt,
@@ -73,6 +74,20 @@ def manifest(incarnation: int, step: int) -> WeightManifest:
         pull_url="http://127.0.0.1:1",
         pull_token="secret",
         fingerprints=(),
+    )
+
+
+def broadcast_group(epoch: int = 1) -> BroadcastGroup:
+    return BroadcastGroup(
+        epoch=epoch,
+        incarnation=1,
+        transport="gloo",
+        store_host="127.0.0.1",
+        store_port=1,
+        bell_port=2,
+        timeout_s=1.0,
+        members=("w",),
+        at_once=1,
     )
 
 

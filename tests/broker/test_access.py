@@ -13,24 +13,12 @@ from broker.access import Role, User, users
 from broker.errors import BrokerError, BrokerUnavailableError, RunNotFoundError
 from broker.leases import AppendOutcome, SubmitOutcome
 from broker.owner import Owner
-from broker.schema import BroadcastGroup, Lease, ModelFiles, Segment, TrajectoryId, VersionSpan, WeightVersion
+from broker.schema import Lease, ModelFiles, Segment, TrajectoryId, VersionSpan, WeightVersion
 from broker.server import EmbeddedServer
 
-from .scenario import Scenario, begin, group_id, groups, manifest, prompt, rules, trajectory
+from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, prompt, rules, trajectory
 from .test_codec import STEP, WORKER
 from .topologies import ask, is_redis_7_0
-
-GROUP = BroadcastGroup(
-    epoch=1,
-    incarnation=1,
-    transport="gloo",
-    store_host="h",
-    store_port=1,
-    bell_port=2,
-    timeout_s=1,
-    members=("w",),
-    at_once=1,
-)
 
 
 def admit(server: EmbeddedServer, run: str | None) -> dict[Role, User]:
@@ -73,7 +61,7 @@ async def work(worker: Broker, shards: int) -> None:
     assert await worker.versions.announced() == manifest(1, 0)
     assert await worker.versions.offered() is None
     assert await worker.versions.model() == ModelFiles(files={"config.json": b"{}"})
-    assert await worker.versions.group() == GROUP
+    assert await worker.versions.group() == broadcast_group()
     assert await worker.versions.current() == (WeightVersion(1, 0), WeightVersion(1, 0))
     await worker.status.heartbeat(WORKER, 30)
     assert await worker.status.workers() == (WORKER,)
@@ -112,7 +100,7 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
     learner, worker = brokers[Role.LEARNER], brokers[Role.WORKER]
     run = await begin(learner, rules(1), fed=8)
     await learner.versions.put_model(run.owner, ModelFiles(files={"config.json": b"{}"}))
-    await learner.versions.put_group(run.owner, GROUP)
+    await learner.versions.put_group(run.owner, broadcast_group())
     await learner.phases.generate(run.owner, 30)
     assert await learner.archive.keep(run.owner, {"blob": 6}) == set()
     await learner.archive.put("blob", 0, b"a blob")

@@ -15,11 +15,11 @@ from broker.connection import Connection
 from broker.errors import FencedError, ServerRestartedError
 from broker.leases import SubmitOutcome
 from broker.owner import Owner
-from broker.schema import BroadcastGroup, TrajectoryId, WeightVersion
+from broker.schema import TrajectoryId, WeightVersion
 from broker.server import EmbeddedServer
 from tests.processes import kill
 
-from .scenario import Scenario, begin, group_id, groups, manifest, prompt, rules
+from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, prompt, rules
 
 
 def tids(*positions: int) -> list[TrajectoryId]:
@@ -84,11 +84,11 @@ async def test_what_is_restored_replaces_nothing_that_is_stored_meanwhile(
 ) -> None:
     """A learner publishes in one thread and re-asserts in another."""
     run = await begin(broker, rules(1))
-    await broker.versions.put_group(run.owner, group(1))
+    await broker.versions.put_group(run.owner, broadcast_group(1))
     is_restoring, goes_on, put_blob = asyncio.Event(), asyncio.Event(), versions.put_blob
 
     async def slow(connection: Connection, owner: Owner, key: str, blob: bytes) -> None:
-        if blob == encode(group(1)):
+        if blob == encode(broadcast_group(1)):
             is_restoring.set()
             await goes_on.wait()
         await put_blob(connection, owner, key, blob)
@@ -98,25 +98,11 @@ async def test_what_is_restored_replaces_nothing_that_is_stored_meanwhile(
     server.start()
     restoring = asyncio.create_task(reassert(run, 0, [], {}))
     await is_restoring.wait()
-    storing = asyncio.create_task(broker.versions.put_group(run.owner, group(2)))
+    storing = asyncio.create_task(broker.versions.put_group(run.owner, broadcast_group(2)))
     await asyncio.wait([storing], timeout=0.5)
     goes_on.set()
     await asyncio.gather(restoring, storing)
-    assert await broker.versions.group() == group(2)
-
-
-def group(epoch: int) -> BroadcastGroup:
-    return BroadcastGroup(
-        epoch=epoch,
-        incarnation=1,
-        transport="gloo",
-        store_host="127.0.0.1",
-        store_port=1,
-        bell_port=2,
-        timeout_s=1.0,
-        members=("w",),
-        at_once=1,
-    )
+    assert await broker.versions.group() == broadcast_group(2)
 
 
 @pytest.fixture
@@ -183,13 +169,13 @@ async def test_what_a_rolled_back_server_forgot_is_neither_lost_nor_trained_twic
 
 async def test_a_server_that_lost_everything_is_filled_again(broker: Broker, rolled_back: RolledBack) -> None:
     run = await begin(broker, rules(1), fed=8)
-    await broker.versions.put_group(run.owner, group(1))
+    await broker.versions.put_group(run.owner, broadcast_group(1))
     await run.generate(100, 0)
     assert await run.take(0) == groups(0, 1)
     await run.announce(1)
     rolled_back.kill_and_restart()
     await reassert(run, 1, [], {0: tids(0, 1)})
-    assert await broker.versions.group() == group(1)
+    assert await broker.versions.group() == broadcast_group(1)
     assert await broker.status.config() == b"recipe"
     assert await feed(run, 0, 8) == 6
     reply = await run.lease(100, 1)
