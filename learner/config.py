@@ -8,7 +8,7 @@ from msgspec import Meta
 from broker.errors import ConfigError
 
 PROMPTS = ("arithmetic", "jsonl", "parquet", "datasets", "reasoning_gym")
-EXAMPLES = ("arithmetic", "reasoning_gym", "jsonl", "parquet")
+EXAMPLES = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
 
 
 class RandomModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,7 +34,7 @@ class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     kind: Annotated[
         str,
-        Meta(description="arithmetic, jsonl, parquet, datasets, reasoning_gym, or your own as package.module:Class"),
+        Meta(description=f"{', '.join(PROMPTS)}, or your own as package.module:Class"),
     ]
     path: Annotated[str, Meta(description="file, dataset id or task names (a,b), as the kind wants it")] = ""
     options: Annotated[dict[str, Any], Meta(description="further arguments of the source")] = {}
@@ -191,9 +191,7 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class SftPhaseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stretch of supervised training on {query, response} data."""
 
-    kind: Annotated[
-        str, Meta(description="arithmetic, jsonl, parquet, reasoning_gym, or your own as package.module:function")
-    ]
+    kind: Annotated[str, Meta(description=f"{', '.join(EXAMPLES)}, or your own as package.module:function")]
     path: Annotated[
         str,
         Meta(

