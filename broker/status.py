@@ -1,5 +1,6 @@
 """What a run says of itself: its state, its workers, its last steps, and which runs there are."""
 
+import asyncio
 import logging
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -28,6 +29,8 @@ class StatusBoard:
         self._connection = connection
         self._unreadable: set[str] = set()
         """What was complained about."""
+        self._beats = set[asyncio.Task[list[Any]]]()
+        """Heartbeats on their way, those that their callers gave up among them."""
 
     async def config(self) -> bytes | None:
         """The resolved recipe that the learner stored when it claimed the run."""
@@ -46,10 +49,15 @@ class StatusBoard:
             ("SADD" if serves else "SREM", serving, info.worker),
             ("EXPIRE", serving, _WORKER_NAMES_TTL_S),
         ]
-        await self._connection.pipeline(commands)
+        beat = asyncio.create_task(self._connection.pipeline(commands))
+        self._beats.add(beat)
+        beat.add_done_callback(self._forget)
+        await asyncio.shield(beat)
 
     async def leave(self, worker: str) -> None:
         """Gone on purpose: at once no longer among the workers."""
+        if self._beats:  # which would bring it back
+            await asyncio.wait(self._beats)
         keys = self._connection.keys
         await self._connection.pipeline(
             [
@@ -58,6 +66,11 @@ class StatusBoard:
                 ("SREM", keys("serving"), worker),
             ]
         )
+
+    def _forget(self, beat: asyncio.Task[list[Any]]) -> None:
+        self._beats.discard(beat)
+        if not beat.cancelled():
+            beat.exception()  # whoever still waits for it has been told
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """Those alive, by name; without those of another schema version."""

@@ -2,17 +2,19 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from broker import Broker, open_broker
-from broker.connection import Connection, script_names
+from broker.connection import Command, Connection, script_names
 from broker.errors import BrokerError, BrokerUnavailableError
 from broker.server import EmbeddedServer
 
 from .scenario import begin, groups, rules
+from .test_codec import WORKER
 from .topologies import Proxy, ask, free_port, is_redis_7_0, port_of
 
 
@@ -92,6 +94,31 @@ async def test_cancelling_one_leaves_the_others(connection: Connection, proxy: P
     replies = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(reply, asyncio.CancelledError) for reply in replies[::2])
     assert replies[1::2] == [str(number).encode() for number in range(1, 100, 2)]
+
+
+async def test_a_heartbeat_that_was_given_up_brings_nobody_back(
+    proxy: Proxy, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = await open_broker(f"redis://127.0.0.1:{proxy.port}", run_name)
+    await broker.status.heartbeat(WORKER, 60)
+    pipeline, sent = broker._connection.pipeline, list[Any]()
+
+    def noted(commands: Sequence[Command]) -> Coroutine[Any, Any, list[Any]]:
+        sent.append(commands[0][0])
+        return pipeline(commands)
+
+    monkeypatch.setattr(broker._connection, "pipeline", noted)
+    proxy.stall()
+    beating = asyncio.create_task(broker.status.heartbeat(WORKER, 60))
+    await asyncio.sleep(0.05)
+    beating.cancel()
+    leaving = asyncio.create_task(broker.status.leave(WORKER.worker))
+    await asyncio.sleep(0.05)
+    assert sent == ["SET"]
+    proxy.resume()
+    await leaving
+    assert await broker.status.workers() == ()
+    await broker.close()
 
 
 async def test_cut_connections_cost_nothing_but_another_attempt(connection: Connection, proxy: Proxy) -> None:
