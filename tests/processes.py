@@ -3,14 +3,24 @@
 import os
 import re
 import signal
+import time
 
 import psutil
+import redis
 
 from broker.server import EmbeddedServer
 
 
+def until_written(server: EmbeddedServer) -> None:
+    """It waits with writing while a sync is under way."""
+    with redis.Redis.from_url(server.url) as client:
+        while client.info("persistence")["aof_buffer_length"]:
+            time.sleep(0.01)
+
+
 def kill(server: EmbeddedServer) -> None:
-    """As a crash does, without a chance to write anything; until it is gone, so that it can be started again."""
+    """As a crash does that loses nothing of what was acknowledged. Until it is gone, so that it can start again."""
+    until_written(server)
     os.kill(server.pid, signal.SIGKILL)
     while server.is_alive():
         pass

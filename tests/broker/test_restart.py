@@ -2,11 +2,9 @@
 
 import asyncio
 import shutil
-import time
 from pathlib import Path
 
 import pytest
-import redis
 
 from broker import Broker, open_broker, versions
 from broker.batches import CheckpointMark, Contains
@@ -17,7 +15,7 @@ from broker.leases import SubmitOutcome
 from broker.owner import Owner
 from broker.schema import TrajectoryId, WeightVersion
 from broker.server import EmbeddedServer
-from tests.processes import kill
+from tests.processes import kill, until_written
 
 from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, prompt, rules
 
@@ -119,9 +117,7 @@ class RolledBack:
         self._kept = tmp_path / "kept"
 
     def remember(self) -> None:
-        with redis.Redis.from_url(self._server.url) as client:
-            while client.info("persistence")["aof_buffer_length"]:  # it waits with writing while a sync is under way
-                time.sleep(0.01)
+        until_written(self._server)
         shutil.copytree(self._data / "appendonlydir", self._kept)
 
     def kill_and_restart(self) -> None:
