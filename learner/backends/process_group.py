@@ -20,6 +20,9 @@ def join_ranks(device: str) -> torch.device:
             raise ConfigError("learner.device is cuda, but torch finds no CUDA device; set learner.device=cpu.")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
+        # Weights are sent through other groups. Once a worker in one of them dies, torch has the process's first group,
+        # which this one is, write down what all did, and end the process eight minutes later.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from benchmarks.gpus import gpu_names
 from broker import BlockingBroker, Broker
 from broker.batches import CheckpointMark
 from broker.owner import Owner
@@ -106,13 +107,32 @@ def served_bytes(learner: Learner) -> list[int]:
     return sizes
 
 
+def gpu_of(number: int) -> dict[str, str]:
+    """The environment of a test's process of this number: the GPU that it has, nothing where there is none.
+
+    NCCL wants one rank on a GPU of a host. Where there are more processes than GPUs, those that share one say that they
+    are on different hosts: they speak through sockets, the others as on one host.
+    """
+    names = gpu_names(torch.cuda.device_count())
+    if not names:
+        return {}
+    shared, gpu = divmod(number, len(names))
+    return {"CUDA_VISIBLE_DEVICES": names[gpu], **({"NCCL_HOSTID": f"host {shared}"} if shared else {})}
+
+
 class WorkerProcess(ForkedProcess):
     """A subscriber in a process of its own."""
 
     def __init__(
-        self, url: str, run: str, name: str, config: WeightsConfig, interruptions: Interruptions, gpu: int
+        self,
+        url: str,
+        run: str,
+        name: str,
+        config: WeightsConfig,
+        interruptions: Interruptions,
+        environment: dict[str, str],
     ) -> None:
-        super().__init__(worker_process.follow_run, url, run, name, config, interruptions, gpu)
+        super().__init__(worker_process.follow_run, url, run, name, config, interruptions, environment)
 
     def expect(self, version: WeightVersion) -> list[list[int]]:
         """Read up to `version`, whose tensors must be right to the last bit; all versions read on the way."""
@@ -194,10 +214,11 @@ def start_worker(url: str, run_name: str) -> Iterator[Callable[..., WorkerProces
         interruptions: Interruptions | None = None,
         archive: str = "http",
         staging: str = "host",
+        **environment: str,
     ) -> WorkerProcess:
         config = replace(CONFIG, follow=follow, archive=archive, staging=staging)
-        gpu = len(started) + 1  # the learner has the first
-        started.append(WorkerProcess(url, run_name, name, config, interruptions or {}, gpu))
+        environment = {**gpu_of(len(started) + 1), **environment}  # the learner is the first
+        started.append(WorkerProcess(url, run_name, name, config, interruptions or {}, environment))
         return started[-1]
 
     yield start

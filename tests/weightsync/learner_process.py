@@ -1,14 +1,21 @@
 """A learner without training, as a process of its own, that is interrupted in the middle of a broadcast."""
 
+import os
 import signal
+import time
 from multiprocessing.connection import Connection
 
 import torch
 
+from learner.backends.process_group import join_ranks
 from tests.weightsync.conftest import Learner
 from tests.weightsync.interruptions import Interruptions, interrupt_sending
 from weightsync.config import WeightsConfig
 from weightsync.shared_memory import host_buffer
+from weightsync.transports import collective
+
+WATCHDOG_PATIENCE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+"""So long torch waits before it ends a process whose group has failed."""
 
 
 def publish(
@@ -27,6 +34,31 @@ def publish(
         report = learner.publish()
         connection.send(report.members)
         learner.until_held(*workers)
+
+
+def outlive(
+    url: str, run: str, config: WeightsConfig, healthy: str, dying: str, seconds: float, connection: Connection
+) -> None:
+    """Publish to both, send that step, go on with the healthy one, and send whom each step reached.
+
+    The process has a group for training, too, as learners on GPUs do; and torch's watchdog, which looks ten times a
+    second, hears of what went wrong before the learner does, as may be where processors are busy.
+    """
+    collective._WAIT_S = 0.3
+    os.environ[WATCHDOG_PATIENCE] = "1"
+    torch.set_num_threads(1)
+    join_ranks("cuda")
+    learner = Learner(url, run, config)
+    while set(learner.publish().members) != {healthy, dying}:
+        learner.until_held(healthy, dying)
+    connection.send(learner.step)
+    end, reached = time.monotonic() + seconds, []
+    while time.monotonic() < end:
+        learner.until_held(healthy)
+        time.sleep(0.5)
+        reached.append(learner.publish().members)
+    connection.send(reached)
+    learner.close()
 
 
 def hold_buffer(nbytes: int, connection: Connection) -> None:

@@ -104,11 +104,11 @@ def follow_run(
     worker: str,
     config: WeightsConfig,
     interruptions: Interruptions,
-    gpu: int,
+    environment: dict[str, str],
     connection: Connection,
 ) -> None:
-    """The process's whole life. `gpu`: the only one that it sees, where it wants any."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    """The process's whole life."""
+    os.environ.update(environment)
     torch.set_num_threads(1)
     interrupt_receiving(interruptions)
     with contextlib.suppress(KeyboardInterrupt):

@@ -25,7 +25,14 @@ from weightsync.deadline import Deadline
 CollectiveName = Literal["gloo", "nccl", "ucc"]
 _WAIT_S = 0.0005
 _OVERDUE_S = 0.5
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""Of torch's watchdog, which hears from NCCL of a peer on another host that died: it would end this process at once or
+eight minutes later, and let nobody drop the group for a minute. A group reads them when it is made."""
 _NEVER = timedelta(days=1)
 """NCCL's own watchdog ends the process when its timeout is over: ours comes first, and ends the group."""
 
@@ -150,22 +157,23 @@ def _open(
     if name == "gloo":
         # Without it gloo would take the interface that the host's name resolves to, which is often loopback.
         options._devices = [kind.create_device(hostname=interface)]
-    with _without_watchdog():
+    with _indulgent():
         return kind(store, rank, size, options)
 
 
 @contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """NCCL's watchdog ends the process for a peer that died; the group reads the setting when it is made."""
-    before = os.environ.get(_ERROR_HANDLING)
-    os.environ[_ERROR_HANDLING] = "0"
+def _indulgent() -> Iterator[None]:
+    """A group that is made within it survives its peers."""
+    before = {name: os.environ.get(name) for name in _SETTINGS}
+    os.environ.update(_SETTINGS)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_ERROR_HANDLING]
-        else:
-            os.environ[_ERROR_HANDLING] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def backend_class(name: CollectiveName) -> Any:
