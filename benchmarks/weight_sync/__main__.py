@@ -1,13 +1,14 @@
 """Seconds and GB/s from a published step to the first token of its version, in an engine that generates all the while.
 
     python -m benchmarks.weight_sync [--shape qwen3-30b-a3b] [--layers N] [--transport nccl|ipc|gloo]
-        [--staging device|host] [--learner-gpus 1] [--engine-gpus 1] [--native] [--versions 5] --output DIR
+        [--staging device|host] [--learner-gpus 1] [--engine-gpus 1] [--share] [--native] [--versions 5] --output DIR
 
-One learner and one engine, each on GPUs of its own, on the same ones with `--transport ipc`, or on the CPU with
-`--device cpu`. A learner of several GPUs has its weights in shards (FSDP2), an engine of several is tensor-parallel.
-`--native` then does the same with vLLM's own NCCL transfer (two GPUs). The first version is pulled and traces the
-engine's loader, the second forms the group; the medians are of the later ones. Lines go to OUTPUT/results.jsonl; the
-last line is one JSON object.
+One learner and one engine, each on GPUs of its own, on the same ones with `--transport ipc` or `--share`, or on the
+CPU with `--device cpu`. With `--share` NCCL is told that the two are on different hosts, and goes through sockets. A
+learner of several GPUs has its weights in shards (FSDP2), an engine of several is tensor-parallel. `--native` then
+does the same with vLLM's own NCCL transfer (two GPUs). The first version is pulled and traces the engine's loader,
+the second forms the group; the medians are of the later ones. Lines go to OUTPUT/results.jsonl; the last line is one
+JSON object.
 """
 
 import argparse
@@ -43,12 +44,16 @@ class Places(NamedTuple):
     """Of the learner."""
     learner: str
     engine: str
+    host_of_engine: dict[str, str]
+    """As NCCL is told."""
 
     @classmethod
     def of(cls, learner: int, engine: int, *, are_shared: bool) -> "Places":
         """The first ones are the learner's."""
         names = gpu_names(max(learner, engine) if are_shared else learner + engine)
-        return cls(learner, ",".join(names[:learner]), ",".join(names[:engine] if are_shared else names[learner:]))
+        engines = names[:engine] if are_shared else names[learner:]
+        # NCCL wants one rank on a GPU of a host.
+        return cls(learner, ",".join(names[:learner]), ",".join(engines), {"NCCL_HOSTID": "2"} if are_shared else {})
 
 
 def measure(order: Order, output: Path, places: Places, limit_s: float) -> list[dict[str, Any]]:
@@ -58,7 +63,7 @@ def measure(order: Order, output: Path, places: Places, limit_s: float) -> list[
         arguments = [server.url, "weight-sync", encoded]
         processes = [
             _start("learner", [*_ranks(places.ranks), *_module("learner"), *arguments], output, places.learner),
-            _start("engine", [*_module("engine"), *arguments], output, places.engine),
+            _start("engine", [*_module("engine"), *arguments], output, places.engine, **places.host_of_engine),
         ]
         end = time.monotonic() + limit_s
         try:
@@ -156,7 +161,8 @@ def main() -> None:
     options: dict[str, Any] = {"stream_interval": 1} if arguments.engine == "vllm" else {}
     options |= {} if is_cpu else {"gpu_memory_utilization": arguments.gpu_memory}
     options |= {"tensor_parallel_size": arguments.engine_gpus} if arguments.engine_gpus > 1 else {}
-    places = Places.of(arguments.learner_gpus, arguments.engine_gpus, are_shared=arguments.transport == "ipc")
+    are_shared = arguments.share or arguments.transport == "ipc"
+    places = Places.of(arguments.learner_gpus, arguments.engine_gpus, are_shared=are_shared)
     order = Order(
         model=str(write_config(shape, output / "model")),
         dtype="float32" if is_cpu else "bfloat16",
@@ -180,6 +186,7 @@ def main() -> None:
         "kv_policy": order.kv_policy,
         "learner_gpus": arguments.learner_gpus,
         "engine_gpus": arguments.engine_gpus,
+        "are_shared": are_shared,
         "bytes": lines[0]["bytes"] if lines else 0,
         "failed": [x["failed"] for x in lines],
     }
@@ -208,6 +215,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
     parser.add_argument("--learner-gpus", type=int, default=1, help="ranks, on a CPU too")
     parser.add_argument("--engine-gpus", type=int, default=1)
+    parser.add_argument("--share", action="store_true", help="the engine has GPUs of the learner")
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=1000)
