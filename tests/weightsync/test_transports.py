@@ -2,8 +2,10 @@
 
 import http.client
 import math
+import os
 import socket
 import threading
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -198,6 +200,27 @@ def test_a_group_that_does_not_connect_is_not_formed(monkeypatch: pytest.MonkeyP
     with pytest.raises(WeightSyncError, match=r"could not be formed within 0\.2 s"):
         ProcessGroupTransport("nccl", host_store(LOCAL, TIMEOUT_S), 0, 2, LOCAL, Deadline(0.2))
     backend.aborted.set()
+
+
+class ReadsSettings(Endless):
+    """As torch does when a group is made."""
+
+    Options = types.SimpleNamespace
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        self.settings = {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
+
+
+def test_nccl_groups_are_made_to_survive_their_peers_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "backend_class", lambda _: ReadsSettings)
+    monkeypatch.setattr(collective, "_device_of", lambda _: CPU)
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+    before = ReadsSettings().settings
+    transport = ProcessGroupTransport("nccl", host_store(LOCAL, TIMEOUT_S), 0, 2, LOCAL, Deadline(30))
+    what = ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING", "WAIT_TIMEOUT_DUMP_MILSEC")
+    assert transport._backend.settings == {**before, **{f"TORCH_NCCL_{name}": "0" for name in what}}
+    assert ReadsSettings().settings == before
 
 
 def test_an_epoch_admits_each_name_once_and_nobody_after_its_end() -> None:
