@@ -60,7 +60,7 @@ $(D)/warm_up.json:
 $(D)/megatron_warm_up.json:
 	$(call measure,$(ALL),180,$(megatron) --timeout-s 165 --parts sft)
 $(D)/faults.txt:
-	$(call tests,$(ALL),160,$(faults) tests/weightsync/test_gpu.py -k 'gpu or nccl and not killed_and_stopped')
+	$(call tests,$(ALL),160,$(faults) tests/weightsync/test_gpu.py tests/weightsync/test_hosts.py -k 'gpu or nccl and not killed_and_stopped')
 $(D)/more_faults.txt:
 	$(call tests,$(ALL),160,$(faults) -k 'nccl and killed_and_stopped')
 FAULTS := $(addprefix $(D)/,faults.txt more_faults.txt)
@@ -95,4 +95,4 @@ $(D)/sync_moe.json: | $(D)/sync.json
 $(D)/sync_ipc.json: | $(D)/sync_moe.json
 	$(call measure,$(PAIR),150,$(sync) --limit-s 140 --shape moe-2.4b --transport ipc --learner-gpus 2 --engine-gpus 2)
 $(D)/sync_sharded.json: | $(D)/sync_ipc.json $(D)/engines.txt $(D)/agreement.json
-	$(call measure,$(ALL),150,$(sync) --limit-s 140 --shape moe-2.4b --learner-gpus 2 --engine-gpus 2 $(share))
+	$(call measure,$(ALL),200,$(sync) --limit-s 190 --shape moe-2.4b --learner-gpus 2 --engine-gpus 2 $(share))
