@@ -120,7 +120,7 @@ def seconds(line: dict[str, Any]) -> dict[str, float]:
         "verified": line["verified"] - began,
         "announced": line["announced"] - began,
         "engine_without_tokens": line["first_new_token"] - line["last_old_token"],
-        "longest_pause_after": line["longest_pause_s"],
+        "longest_pause": line["longest_pause_s"],
     }
 
 

@@ -98,7 +98,7 @@ async def follow(url: str, run: str, order: Order) -> None:
                 await asyncio.sleep(0.005)
             before = max((at for other, at in clock.last.items() if other < version), default=verified[version])
             await asyncio.sleep(REST_S / 2)
-            pauses = clock.pauses_since(before)
+            pauses = clock.pauses_since(swapping.at[version][0])  # the last old token may come after one
             line = {
                 "version": version.step,
                 "received": subscriber.at.get(version),
