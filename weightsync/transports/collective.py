@@ -33,6 +33,10 @@ _SETTINGS = {
 }
 """Of torch's watchdog, which hears from NCCL of a peer on another host that died: it would end this process at once or
 eight minutes later, and let nobody drop the group for a minute. A group reads them when it is made."""
+_REMEDY = (
+    "; between hosts NCCL_SOCKET_IFNAME names the network to take, and NCCL_DEBUG=INFO tells what NCCL tries, in the"
+    " environments of learner and workers"
+)
 _NEVER = timedelta(days=1)
 """NCCL's own watchdog ends the process when its timeout is over: ours comes first, and ends the group."""
 
@@ -56,7 +60,7 @@ class ProcessGroupTransport:
         except RuntimeError as error:  # torch raises nothing finer; DistStoreError is one too
             raise WeightSyncError(
                 f"the {name} group of {size} processes could not be formed within {deadline.seconds:g} s: "
-                f"{_first_line(error)}"
+                f"{_first_line(error)}{_REMEDY if name == 'nccl' else ''}"
             ) from error
 
     def start(self, bucket: torch.Tensor, deadline: Deadline) -> Callable[[], None]:
