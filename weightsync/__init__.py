@@ -33,7 +33,7 @@
     learner  publisher.py       one version after another: offer, broadcast, announce, serve
              staging.py         tensors into buckets, and where they go there
              gathering.py       the same by the learner, while a thread of the publisher sends the first buckets
-             sender.py          forms groups and sends to them; membership.py says who is in one
+             sender.py          forms groups and sends to them; membership.py says who is in one, resting.py when not
     worker   subscriber.py      hears of versions, receives or pulls them, hands them over (`deliveries.py`)
              inbox.py           which of them waits, is with the engine, or is kept for it
              groups.py          stays in the groups that name it; receiver.py: what it does in one

@@ -1,8 +1,8 @@
 """The learner's side of broadcasts: forms a group for each set of members, sends, drops who did not answer.
 
-What goes wrong here is told, never raised: a version that could not be broadcast is pulled. Each of the three
-waits (twice for a group to form, once for a version to arrive) ends by the broadcast deadline; after a failed
-broadcast a second more hears what the members say.
+What goes wrong here is told, never raised: a version that could not be broadcast is pulled. Each of the three waits
+(twice for a group to form, once for a version to arrive) ends by the broadcast deadline; after a failed broadcast a
+second more hears what the members say. Members that do not connect are left alone for a while (`resting.py`).
 
 With `staging: none` members must be paused while they receive. So they receive in waves, some members at a time, each
 wave through a process group and with a deadline of its own; one that fails takes nothing from the next.
@@ -22,6 +22,7 @@ from .deadline import Deadline
 from .doorbell import Doorbell
 from .membership import Member, eligible, still_missed
 from .pipeline import pipelined
+from .resting import Resting
 from .transports.base import BroadcastGroupTransport
 from .transports.forming import check_transport, form_group
 from .transports.rendezvous import Rendezvous, host_store
@@ -75,6 +76,7 @@ class Sender:
         self._bell = Doorbell(interface)
         self._missed: dict[str, WeightVersion] = {}
         """By worker, the version that it was last seen to miss: it is in no group until it has caught up."""
+        self._resting = Resting(config.broadcast_timeout_s)
 
     def prepare(self, workers: Callable[[], Sequence[WorkerInfo]], version: WeightVersion) -> tuple[int, str]:
         """(epoch that `version` goes to, what went wrong). Epoch 0: nobody to send to."""
@@ -86,10 +88,13 @@ class Sender:
             if self._group is not None and self._group.members == wanted:  # one that has failed is no more
                 return self._epoch, "; ".join(failures)
             self._leave()
+            if why_not := self._resting.why_not(wanted):
+                return 0, why_not
             if not wanted:
                 return 0, "; ".join(failures)
             failure = self._form(wanted, version)
             if not failure:
+                self._resting.formed()
                 return self._epoch, "; ".join(failures)
             failures.append(failure)
         return 0, "; ".join(failures)
@@ -163,6 +168,7 @@ class Sender:
         except WeightSyncError as error:
             # Who failed is unknown. All are asked again: the one that is gone will then not check in.
             _close(waves)
+            self._resting.failed(wanted, str(error))
             return str(error)
         self._group = _Group(wanted, rendezvous, tuple(waves))
         return ""

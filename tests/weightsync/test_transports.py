@@ -21,6 +21,7 @@ from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion
 from tests.weightsync.conftest import TIMEOUT_S
 from tests.weightsync.worker_process import worker_info
+from weightsync import resting, sender
 from weightsync.addresses import learner_addresses
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
@@ -200,6 +201,33 @@ def test_a_group_that_does_not_connect_is_not_formed(monkeypatch: pytest.MonkeyP
     with pytest.raises(WeightSyncError, match=r"could not be formed within 0\.2 s.*NCCL_SOCKET_IFNAME"):
         ProcessGroupTransport("nccl", host_store(LOCAL, TIMEOUT_S), 0, 2, LOCAL, Deadline(0.2))
     backend.aborted.set()
+
+
+def test_members_that_do_not_connect_are_left_alone_ever_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between hosts that the broker's network connects, and NCCL's does not."""
+    now, attempts = [0], list[int]()
+    monkeypatch.setattr(resting, "time", types.SimpleNamespace(monotonic=lambda: float(now[0])))
+
+    def put_group(put: BroadcastGroup) -> None:
+        for worker in put.members:
+            assert Rendezvous(connect_store(put, TIMEOUT_S), "run", put).check_in(worker)
+
+    def no_way(*_: object) -> None:
+        attempts.append(now[0])
+        raise WeightSyncError("no way there")
+
+    monkeypatch.setattr(sender, "form_group", no_way)
+    sending = Sender("run", 1, 0, LOCAL, LOCAL, WeightsConfig(broadcast_timeout_s=50), put_group)
+    workers = [worker_info("w", V0, 0)]
+    for now[0] in range(0, 2000, 10):
+        epoch, why = sending.prepare(lambda: workers, V1)
+        assert epoch == 0
+    assert attempts == [0, 0, 100, 300, 700, 1300, 1900]
+    assert why == "no way there; workers pull, and it is tried again in 510 s"
+    workers.append(worker_info("another", V0, 0))
+    assert sending.prepare(lambda: workers, V1)[1].startswith("no way there; no way there")
+    assert attempts[-2:] == [1990, 1990]
+    sending.close()
 
 
 class ReadsSettings(Endless):
