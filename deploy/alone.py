@@ -185,10 +185,15 @@ def show_status(url: str | None, run: str | None, *, as_json: bool, watch: bool)
     with _snapshots(url, run) as snapshot:
         if watch:
             _watch_status(snapshot, as_json)
-        elif as_json:
-            click.echo(msgspec.json.format(_json_line(snapshot())).decode())
+            return
+        try:
+            status = snapshot()
+        except RunNotFoundError as error:
+            raise RunNotFoundError(f"{error} {NOT_YET} --watch waits for it.") from error
+        if as_json:
+            click.echo(msgspec.json.format(_json_line(status)).decode())
         else:
-            Console().print(status_tables(snapshot()))
+            Console().print(status_tables(status))
 
 
 def _watch_status(snapshot: Callable[[], RunStatus], as_json: bool) -> None:

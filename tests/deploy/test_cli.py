@@ -316,7 +316,10 @@ async def test_status_of_an_unknown_run_lists_those_there_are(
     await claimed(broker)
     answer = headway("status", "--broker", server.url, "--run", "other", cwd=tmp_path)
     assert answer.returncode == 1
-    assert answer.stderr == f"Error: No run other at {server.url}. Runs there: {broker.run}.\n"
+    assert answer.stderr == (
+        f"Error: No run other at {server.url}. Runs there: {broker.run}."
+        " A learner claims its run once the warm-up is done. --watch waits for it.\n"
+    )
 
 
 def free_port() -> int:
