@@ -185,6 +185,8 @@ class EmbeddedEngine:
         answer: Future[T] = Future()
 
         def command() -> None:
+            if self._ended:  # everyone who asked is told so
+                return
             try:
                 answer.set_result(question())
             except WeightSyncError as error:

@@ -49,6 +49,30 @@ async def test_an_error_while_decoding_reaches_everyone_who_waits() -> None:
     await engine.close()
 
 
+async def test_an_error_while_decoding_reaches_who_asks_meanwhile() -> None:
+    model = make_model("dense", 0)
+    model.set_attn_implementation(ATTENTION)
+    engine = EmbeddedEngine(model, SMALL, seed=0, version=WeightVersion(1, 1))
+    is_decoding, goes_on = threading.Event(), threading.Event()
+
+    def fail(*_: object) -> None:
+        is_decoding.set()
+        goes_on.wait()
+        raise ZeroDivisionError
+
+    model.register_forward_hook(fail)
+    running = asyncio.create_task(run(engine, request(PROMPTS[0])))
+    await asyncio.to_thread(is_decoding.wait)
+    scoring = asyncio.create_task(engine.score([2, 3]))
+    while engine._commands.empty():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    goes_on.set()
+    for end in await asyncio.gather(running, scoring, return_exceptions=True):
+        assert isinstance(end, HeadwayError)
+        assert "ZeroDivisionError" in str(end)
+    await engine.close()
+
+
 async def test_a_thread_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DEADLINE_S", "CLOSE_S"):
         monkeypatch.setattr(embedded, name, 0.1)
