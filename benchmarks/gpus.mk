@@ -12,27 +12,28 @@ D := $(abspath $(OUTPUT))
 $(shell mkdir -p $(D))
 
 comma := ,
-ifeq ($(GPUS),2)
 PAIR := 0,1
+ifeq ($(GPUS),2)
 SEVERAL := $(PAIR)
 ALL := $(PAIR)
 THIRD := 0
 LAST := 1
-# Learner and engines share them where each has more than one.
 several = --gpus 2
-learning = --gpus 2 weights.transport=nccl weights.staging=device engine.options.gpu_memory_utilization=0.3
+learning = --gpus 2
+# Learner and engines share them where each has more than one, and what has GPUs of its own on four goes later.
 sharing = --gpus 2 --learner-gpus 2 workers.count=2 workers.devices=[$(ALL)] weights.transport=ipc weights.staging=host
 share = --share
+after = | $(1)
 else
-PAIR := 0,1
 SEVERAL := 0,1,2
 ALL := 0,1,2,3
 THIRD := 2
 LAST := 3
 several = --gpus 3
-learning = --gpus 4 --learner-gpus 2 weights.transport=nccl weights.staging=device engine.options.gpu_memory_utilization=0.3
-sharing = --gpus 4 --learner-gpus 2 weights.transport=nccl weights.staging=device
+learning = --gpus 4 --learner-gpus 2
+sharing = $(learning) $(nccl)
 share =
+after =
 endif
 
 # $(call measure,GPUs,seconds,arguments of Python): the last line that it prints is its result.
@@ -41,6 +42,7 @@ measure = -CUDA_VISIBLE_DEVICES=$(1) timeout -k 20 $(2) $(PYTHON) $(3) > $(basen
 	&& tail -n 1 $(basename $@).out > $@
 tests = -CUDA_VISIBLE_DEVICES=$(1) timeout -k 20 $(2) $(PYTHON) -m pytest -q -p no:cacheprovider $(3) \
 	> $(basename $@).log 2>&1 && tail -n 1 $(basename $@).log > $@
+nccl = weights.transport=nccl weights.staging=device
 sync = -m benchmarks.weight_sync --output $(basename $@)
 smollm2 = -m benchmarks.learns --model $(SMOLLM2) --output $(D)/smollm2
 megatron = -m benchmarks.learns --recipe arithmetic-vllm.yaml --output $(D)/megatron $(sharing) learner.backend=megatron \
@@ -65,7 +67,7 @@ $(D)/more_faults.txt:
 	$(call tests,$(ALL),160,$(faults) -k 'nccl and killed_and_stopped')
 FAULTS := $(addprefix $(D)/,faults.txt more_faults.txt)
 $(D)/grpo.json: $(D)/warm_up.json | $(D)/megatron_warm_up.json $(FAULTS)
-	$(call measure,$(ALL),330,$(smollm2) --timeout-s 315 --parts grpo $(learning))
+	$(call measure,$(ALL),330,$(smollm2) --timeout-s 315 --parts grpo $(learning) $(nccl) engine.options.gpu_memory_utilization=0.3)
 $(D)/megatron.json: $(D)/megatron_warm_up.json | $(D)/warm_up.json $(FAULTS)
 	$(call measure,$(ALL),330,$(megatron) --timeout-s 315 --parts grpo)
 
@@ -79,14 +81,14 @@ $(D)/separated.json: $(D)/long_tailed.json | $(D)/asynchronous.json
 $(D)/colocated.json: $(D)/long_tailed.json | $(D)/separated.json
 	$(call measure,$(SEVERAL),220,$(asynchrony) --timeout-s 205 --runs colocated --steps 16 \
 		--of colocated engine.max_concurrent=256 engine.options.gpu_memory_utilization=0.7)
-$(D)/worker.json: $(if $(filter 2,$(GPUS)),| $(D)/colocated.json)
+$(D)/worker.json: $(call after,$(D)/colocated.json)
 	$(call measure,$(LAST),540,-m benchmarks.worker_overhead --seconds 25)
 
 $(D)/sync.json:
 	$(call measure,$(PAIR),400,$(sync) --native --versions 12)
-$(D)/engines.txt: $(if $(filter 2,$(GPUS)),| $(D)/sync_ipc.json)
+$(D)/engines.txt: $(call after,$(D)/sync_ipc.json)
 	$(call tests,$(THIRD),300,tests/rollout_workers/test_engine_contract.py -k vllm)
-$(D)/agreement_moe.json: $(if $(filter 2,$(GPUS)),| $(D)/sync_ipc.json)
+$(D)/agreement_moe.json: $(call after,$(D)/sync_ipc.json)
 	$(call measure,$(LAST),300,-m benchmarks.agreement --shape moe-2.4b --layers 4 --engine vllm)
 $(D)/agreement.json: | $(D)/agreement_moe.json
 	$(call measure,$(LAST),200,-m benchmarks.agreement --shape qwen3-0.6b --engine vllm)

@@ -1,4 +1,5 @@
-"""The GPUs that this process may use: their names, and how busy they are while a run makes the steps that count."""
+"""The GPUs that this process may use: their names, how processes share them, and how busy they are while a run makes
+the steps that count."""
 
 import os
 import shutil
@@ -20,6 +21,12 @@ def gpu_names(count: int) -> list[str]:
     if len(names) < count:
         raise SystemExit(f"{count} GPUs are wanted, and CUDA_VISIBLE_DEVICES has {visible}")
     return names[:count]
+
+
+def on_host(name: str) -> dict[str, str]:
+    """The environment of a process that NCCL takes for one on another host. It wants one rank on a GPU of a host, so
+    this is how processes that share a GPU are in one group; they speak through sockets."""
+    return {"NCCL_HOSTID": name}
 
 
 @dataclass

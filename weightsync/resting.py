@@ -1,7 +1,6 @@
 """For how long members that are all there, and do not connect, are left to pull: every attempt costs a deadline."""
 
-import time
-
+from .deadline import Deadline
 from .membership import Member
 
 _LONGEST_S = 600.0
@@ -17,24 +16,20 @@ class Resting:
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._members: tuple[Member, ...] = ()
-        self._failures = 0
         self._why = ""
-        self._end = 0.0
+        self._rest = Deadline(0.0)
 
     def failed(self, members: tuple[Member, ...], why: str) -> None:
         """They had all checked in."""
-        self._failures = self._failures + 1 if members == self._members else 1
-        self._members, self._why = members, why
-        rest_s = 0.0 if self._failures == 1 else self._deadline_s * 2.0 ** min(self._failures - 1, 32)
-        self._end = time.monotonic() + min(rest_s, _LONGEST_S)
+        rest_s = min(2 * (self._rest.seconds or self._deadline_s), _LONGEST_S) if members == self._members else 0.0
+        self._members, self._why, self._rest = members, why, Deadline(rest_s)
 
     def formed(self) -> None:
         """All is well again."""
-        self._failures, self._members = 0, ()
+        self._members = ()
 
     def why_not(self, members: tuple[Member, ...]) -> str:
         """Why no group is to be formed of them now, or ""."""
-        left_s = self._end - time.monotonic()
-        if members != self._members or left_s <= 0:
+        if members != self._members or self._rest.is_over():
             return ""
-        return f"{self._why}; workers pull, and it is tried again in {left_s:.0f} s"
+        return f"{self._why}; workers pull, and it is tried again in {self._rest.remaining():.0f} s"

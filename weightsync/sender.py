@@ -88,10 +88,10 @@ class Sender:
             if self._group is not None and self._group.members == wanted:  # one that has failed is no more
                 return self._epoch, "; ".join(failures)
             self._leave()
-            if why_not := self._resting.why_not(wanted):
-                return 0, why_not
             if not wanted:
                 return 0, "; ".join(failures)
+            if why_not := self._resting.why_not(wanted):
+                return 0, why_not
             failure = self._form(wanted, version)
             if not failure:
                 self._resting.formed()

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.gpus import gpu_names
+from benchmarks.gpus import gpu_names, on_host
 from benchmarks.throughput.shapes import SHAPES, shape_of
 from broker.server import EmbeddedServer
 
@@ -45,15 +45,15 @@ class Places(NamedTuple):
     learner: str
     engine: str
     host_of_engine: dict[str, str]
-    """As NCCL is told."""
+    """In the engine's environment."""
 
     @classmethod
     def of(cls, learner: int, engine: int, *, are_shared: bool) -> "Places":
         """The first ones are the learner's."""
         names = gpu_names(max(learner, engine) if are_shared else learner + engine)
         engines = names[:engine] if are_shared else names[learner:]
-        # NCCL wants one rank on a GPU of a host.
-        return cls(learner, ",".join(names[:learner]), ",".join(engines), {"NCCL_HOSTID": "2"} if are_shared else {})
+        host = on_host("engine") if are_shared else {}
+        return cls(learner, ",".join(names[:learner]), ",".join(engines), host)
 
 
 def measure(order: Order, output: Path, places: Places, limit_s: float) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ from broker.codec import decode, decode_trajectory, encode, encode_trajectory
 from broker.errors import FrameError
 from broker.schema import (
     SCHEMA_VERSION,
-    BroadcastGroup,
     DeltaSpec,
     Lease,
     ModelFiles,
@@ -36,7 +35,7 @@ from broker.schema import (
     WorkerInfo,
 )
 
-from .scenario import manifest, prompt, trajectory
+from .scenario import broadcast_group, manifest, prompt, trajectory
 
 LEASE = Lease(tid=TrajectoryId("0000-00000007", 1, 3), token="t", ttl_s=30, prompt=prompt(7))
 PROBE = Probe(token_ids=[1, 2], logprobs=[-0.25], tolerance=1e-3)
@@ -92,17 +91,7 @@ STRUCTS = [
         buckets=(256,),
         deltas=(DeltaSpec(WeightVersion(1, 1), WeightVersion(1, 2), 5, "cd"),),
     ),
-    BroadcastGroup(
-        epoch=1,
-        incarnation=1,
-        transport="gloo",
-        store_host="127.0.0.1",
-        store_port=1,
-        bell_port=0,
-        timeout_s=3.0,
-        members=("a", "b"),
-        at_once=2,
-    ),
+    msgspec.structs.replace(broadcast_group(), bell_port=0, timeout_s=3.0, members=("a", "b"), at_once=2),
     ModelFiles(files={"config.json": b"{}", "tokenizer.json": bytes(range(256))}),
     WORKER,
     STEP,

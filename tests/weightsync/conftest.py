@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from benchmarks.gpus import gpu_names
+from benchmarks.gpus import gpu_names, on_host
 from broker import BlockingBroker, Broker
 from broker.batches import CheckpointMark
 from broker.owner import Owner
@@ -25,6 +25,7 @@ from weightsync.transports.pull_server import Found
 
 TIMEOUT_S = 2.0
 PATIENCE_S = 40.0
+ON_GPUS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CONFIG = WeightsConfig(broadcast_timeout_s=TIMEOUT_S, bucket_bytes=1 << 16)
 
 
@@ -110,14 +111,13 @@ def served_bytes(learner: Learner) -> list[int]:
 def gpu_of(number: int) -> dict[str, str]:
     """The environment of a test's process of this number: the GPU that it has, nothing where there is none.
 
-    NCCL wants one rank on a GPU of a host. Where there are more processes than GPUs, those that share one say that they
-    are on different hosts: they speak through sockets, the others as on one host.
+    Where there are more processes than GPUs, those that share one are as on different hosts, the others as on one.
     """
     names = gpu_names(torch.cuda.device_count())
     if not names:
         return {}
     shared, gpu = divmod(number, len(names))
-    return {"CUDA_VISIBLE_DEVICES": names[gpu], **({"NCCL_HOSTID": f"host {shared}"} if shared else {})}
+    return {"CUDA_VISIBLE_DEVICES": names[gpu], **(on_host(f"host {shared}") if shared else {})}
 
 
 class WorkerProcess(ForkedProcess):

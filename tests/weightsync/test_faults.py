@@ -18,7 +18,15 @@ from broker import Broker
 from broker.errors import NoRoomError
 from broker.schema import WeightVersion
 from tests.full_disk import no_files_over
-from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, WorkerProcess, pull_then_receive, weights
+from tests.weightsync.conftest import (
+    CONFIG,
+    ON_GPUS,
+    InProcessWorker,
+    Learner,
+    WorkerProcess,
+    pull_then_receive,
+    weights,
+)
 from tests.weightsync.interruptions import Place, damaged_bucket
 from tests.weightsync.learner_process import publish
 from tests.weightsync.processes import ForkedProcess
@@ -33,9 +41,6 @@ LONG_S = 8.0
 SMALL = replace(CONFIG, bucket_bytes=1024)
 BUCKETS = 3
 """Of each version, so small are they; the fingerprints follow."""
-
-
-ON_GPUS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(params=["gloo", "ipc", pytest.param("nccl", marks=ON_GPUS)])

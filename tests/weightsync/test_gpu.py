@@ -18,9 +18,10 @@ from weightsync.shared_memory import gpu_handle
 from weightsync.staging import stage
 from weightsync.transports.served import ServedVersion
 
+from .conftest import ON_GPUS
 from .test_buckets import awkward_tensors
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = ON_GPUS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8])

@@ -3,16 +3,15 @@
 import signal
 from collections.abc import Callable
 
-import pytest
-import torch
 from msgspec.structs import replace
 
+from benchmarks.gpus import on_host
 from broker.schema import WeightVersion
-from tests.weightsync.conftest import CONFIG, WorkerProcess
+from tests.weightsync.conftest import CONFIG, ON_GPUS, WorkerProcess
 from tests.weightsync.learner_process import WATCHDOG_PATIENCE, outlive
 from tests.weightsync.processes import ForkedProcess
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = ON_GPUS
 
 SECONDS = 20.0
 """Torch writes down all its stacks before it ends a process."""
@@ -23,7 +22,7 @@ def test_learner_and_worker_outlive_a_worker_on_another_host(
 ) -> None:
     config = replace(CONFIG, transport="nccl", staging="device", broadcast_timeout_s=8.0)
     healthy = start_worker("healthy", staging="device", **{WATCHDOG_PATIENCE: "1"})
-    dying = start_worker("dying", staging="device", NCCL_HOSTID="another")
+    dying = start_worker("dying", staging="device", **on_host("another"))
     learner = ForkedProcess(outlive, url, run_name, config, "healthy", "dying", SECONDS)
     try:
         step = learner.next()

@@ -2,10 +2,8 @@
 
 import http.client
 import math
-import os
 import socket
 import threading
-import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +19,6 @@ from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion
 from tests.weightsync.conftest import TIMEOUT_S
 from tests.weightsync.worker_process import worker_info
-from weightsync import resting, sender
 from weightsync.addresses import learner_addresses
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
@@ -31,7 +28,7 @@ from weightsync.puller import Puller
 from weightsync.receiver import join
 from weightsync.sender import Sender
 from weightsync.staging import stage
-from weightsync.transports import collective, served
+from weightsync.transports import served
 from weightsync.transports.base import SupersededError
 from weightsync.transports.collective import ProcessGroupTransport
 from weightsync.transports.forming import check_transport
@@ -151,104 +148,6 @@ def test_a_member_that_never_comes_ends_with_the_deadline() -> None:
     store = host_store(LOCAL, TIMEOUT_S)
     with pytest.raises(WeightSyncError, match=r"could not be formed within 0\.3 s"):
         ProcessGroupTransport("gloo", store, 0, 2, LOCAL, Deadline(0.3))
-
-
-class Endless:
-    """A GPU's group whose operations end only by `abort`, but for so many of the first."""
-
-    def __init__(self, completes: int = 1) -> None:
-        self.aborted = threading.Event()
-        self._completes = completes
-        self._begun = 0
-
-    def broadcast(self, tensors: list[torch.Tensor], options: object) -> "Endless":
-        self._begun += 1
-        return self
-
-    def is_completed(self) -> bool:
-        return self._begun <= self._completes or self.aborted.is_set()
-
-    def wait(self) -> None:
-        raise RuntimeError("aborted")
-
-    def abort(self) -> None:
-        self.aborted.set()
-
-
-def test_nccl_is_aborted_at_the_deadline_whatever_its_caller_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = Endless()
-    monkeypatch.setattr(collective, "_open", lambda *_: backend)
-    monkeypatch.setattr(collective, "_device_of", lambda _: CPU)
-    transport = ProcessGroupTransport("nccl", host_store(LOCAL, TIMEOUT_S), 0, 2, LOCAL, Deadline(30))
-    finish = transport.start(DATA[0], Deadline(0.1))
-    assert backend.aborted.wait(30)  # nobody has called `finish`
-    with pytest.raises(WeightSyncError, match="failed"):
-        finish()
-
-
-class NeverConnects(Endless):
-    """NCCL where a rank died after it had checked in."""
-
-    def broadcast(self, tensors: list[torch.Tensor], options: object) -> Endless:
-        self.aborted.wait()
-        return self
-
-
-@pytest.mark.parametrize("backend", [Endless(completes=0), NeverConnects()], ids=["in the operation", "in the call"])
-def test_a_group_that_does_not_connect_is_not_formed(monkeypatch: pytest.MonkeyPatch, backend: Endless) -> None:
-    monkeypatch.setattr(collective, "_open", lambda *_: backend)
-    monkeypatch.setattr(collective, "_device_of", lambda _: CPU)
-    with pytest.raises(WeightSyncError, match=r"could not be formed within 0\.2 s.*NCCL_SOCKET_IFNAME"):
-        ProcessGroupTransport("nccl", host_store(LOCAL, TIMEOUT_S), 0, 2, LOCAL, Deadline(0.2))
-    backend.aborted.set()
-
-
-def test_members_that_do_not_connect_are_left_alone_ever_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between hosts that the broker's network connects, and NCCL's does not."""
-    now, attempts = [0], list[int]()
-    monkeypatch.setattr(resting, "time", types.SimpleNamespace(monotonic=lambda: float(now[0])))
-
-    def put_group(put: BroadcastGroup) -> None:
-        for worker in put.members:
-            assert Rendezvous(connect_store(put, TIMEOUT_S), "run", put).check_in(worker)
-
-    def no_way(*_: object) -> None:
-        attempts.append(now[0])
-        raise WeightSyncError("no way there")
-
-    monkeypatch.setattr(sender, "form_group", no_way)
-    sending = Sender("run", 1, 0, LOCAL, LOCAL, WeightsConfig(broadcast_timeout_s=50), put_group)
-    workers = [worker_info("w", V0, 0)]
-    for now[0] in range(0, 2000, 10):
-        epoch, why = sending.prepare(lambda: workers, V1)
-        assert epoch == 0
-    assert attempts == [0, 0, 100, 300, 700, 1300, 1900]
-    assert why == "no way there; workers pull, and it is tried again in 510 s"
-    workers.append(worker_info("another", V0, 0))
-    assert sending.prepare(lambda: workers, V1)[1].startswith("no way there; no way there")
-    assert attempts[-2:] == [1990, 1990]
-    sending.close()
-
-
-class ReadsSettings(Endless):
-    """As torch does when a group is made."""
-
-    Options = types.SimpleNamespace
-
-    def __init__(self, *_: object) -> None:
-        super().__init__()
-        self.settings = {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
-
-
-def test_nccl_groups_are_made_to_survive_their_peers_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "backend_class", lambda _: ReadsSettings)
-    monkeypatch.setattr(collective, "_device_of", lambda _: CPU)
-    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
-    before = ReadsSettings().settings
-    transport = ProcessGroupTransport("nccl", host_store(LOCAL, TIMEOUT_S), 0, 2, LOCAL, Deadline(30))
-    what = ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING", "WAIT_TIMEOUT_DUMP_MILSEC")
-    assert transport._backend.settings == {**before, **{f"TORCH_NCCL_{name}": "0" for name in what}}
-    assert ReadsSettings().settings == before
 
 
 def test_an_epoch_admits_each_name_once_and_nobody_after_its_end() -> None:
