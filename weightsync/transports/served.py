@@ -36,7 +36,7 @@ class ServedVersion:
     @property
     def is_needed(self) -> bool:
         """Somebody is in the middle of it."""
-        return self._readers > 0 or time.monotonic() - self._left_at < PATIENCE_S
+        return self.is_read_now or time.monotonic() - self._left_at < PATIENCE_S
 
     @property
     def is_read_now(self) -> bool:
