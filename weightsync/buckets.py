@@ -162,16 +162,25 @@ def check_manifest(manifest: WeightManifest) -> None:
 def check_offer(manifest: WeightManifest) -> None:
     """Raise WeightSyncError unless every tensor lies inside of its bucket; fingerprints follow the buckets."""
     sizes = manifest.buckets
-    if any(size % ALIGNMENT for size in sizes):
+    if any(size < 0 or size % ALIGNMENT for size in sizes):
         raise WeightSyncError(f"the manifest of version {manifest.version} contradicts itself")
     for spec in manifest.tensors:
-        dtype = DTYPES.get(spec.dtype)
-        if dtype is None or not 0 <= spec.bucket < len(sizes) or spec.nbytes != math.prod(spec.shape) * dtype.itemsize:
+        if not 0 <= spec.bucket < len(sizes) or not _is_sized(spec):
             raise WeightSyncError(f"the manifest contradicts itself about tensor {spec.name}: {spec}")
         if spec.offset % ALIGNMENT or not 0 <= spec.offset <= sizes[spec.bucket] - spec.nbytes:
             raise WeightSyncError(
                 f"tensor {spec.name} lies outside of its bucket of {sizes[spec.bucket]} bytes: {spec}"
             )
+
+
+def _is_sized(spec: TensorSpec) -> bool:
+    """It says truly how many bytes a tensor of its shape has. Two dimensions below 0 have a product like any other."""
+    dtype = DTYPES.get(spec.dtype)
+    return (
+        dtype is not None
+        and all(dimension >= 0 for dimension in spec.shape)
+        and spec.nbytes == math.prod(spec.shape) * dtype.itemsize
+    )
 
 
 def aligned(nbytes: int) -> int:

@@ -70,22 +70,27 @@ def gpu_handle(buffer: torch.Tensor) -> bytes:
 
 def attach(handle: bytes) -> torch.Tensor:
     """The same memory as a flat uint8 tensor. Raises WeightSyncError where it cannot be reached from here."""
-    match _decode(handle):
-        case _HostHandle() as host:
-            return _attach_host(host)
-        case gpu:
-            return _attach_gpu(gpu)
+    try:
+        decoded = _decode(handle)
+    except msgspec.MsgspecError as error:
+        raise WeightSyncError(
+            f"{len(handle)} bytes are no handle of shared memory ({error}): learner and workers must run the same "
+            "version of Headway"
+        ) from error
+    return _attach_host(decoded) if isinstance(decoded, _HostHandle) else _attach_gpu(decoded)
 
 
 def _attach_host(handle: _HostHandle) -> torch.Tensor:
     try:
         descriptor = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero in it
         raise WeightSyncError(_unreachable(handle, str(error))) from error
     try:
         status = os.fstat(descriptor)
         if (status.st_dev, status.st_ino) != (handle.device, handle.inode):
             raise WeightSyncError(_unreachable(handle, "it leads to another file"))
+        if not 0 <= handle.nbytes <= status.st_size:
+            raise WeightSyncError(_unreachable(handle, f"it has {status.st_size} bytes, promised were {handle.nbytes}"))
         return _mapped(descriptor, handle.nbytes)
     finally:
         os.close(descriptor)
@@ -100,8 +105,20 @@ def _unreachable(handle: _HostHandle, why: str) -> str:
 
 def _attach_gpu(handle: _GpuHandle) -> torch.Tensor:
     device = _device(handle.uuid)
+    try:
+        storage = _shared_storage(handle, device)
+    except RuntimeError as error:  # torch has no finer one
+        raise WeightSyncError(
+            f"{handle.nbytes} bytes of GPU {handle.uuid} cannot be mapped here "
+            f"({str(error).partition(chr(10))[0]}): their writer is gone, or runs in a container with processes of its "
+            "own (share them: --pid, shareProcessNamespace, --ipc)"
+        ) from error
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _shared_storage(handle: _GpuHandle, device: torch.device) -> Any:
     with torch.cuda.device(device):
-        storage = torch.UntypedStorage._new_shared_cuda(
+        return torch.UntypedStorage._new_shared_cuda(
             device.index,
             handle.memory,
             handle.nbytes,
@@ -111,7 +128,6 @@ def _attach_gpu(handle: _GpuHandle) -> torch.Tensor:
             handle.event,
             handle.waits_for_event,
         )
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _device(uuid: str) -> torch.device:

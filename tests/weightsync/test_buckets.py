@@ -108,16 +108,35 @@ def test_a_truncated_bucket_is_found() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"offset": 1 << 40}, {"offset": -256}, {"offset": 8}, {"bucket": 99}, {"nbytes": 4}, {"dtype": "object"}],
+    [
+        {"offset": 1 << 40},
+        {"offset": -256},
+        {"offset": 8},
+        {"bucket": 99},
+        {"bucket": -1},
+        {"nbytes": 4},
+        {"dtype": "object"},
+        {"shape": (-70, -33)},
+        {"shape": (0, -1), "nbytes": 0},
+    ],
 )
 def test_a_manifest_that_lies_is_refused(change: dict[str, object]) -> None:
     weights = staged()
+    assert weights.tensors[0].shape == (70, 33)
     check_manifest(manifest(weights))
     lying: TensorSpec = msgspec.structs.replace(weights.tensors[0], **change)
     with pytest.raises(WeightSyncError, match="float32"):
         check_manifest(manifest(weights, (lying, *weights.tensors[1:])))
     with pytest.raises(WeightSyncError, match="contradicts itself"):
         check_manifest(manifest(weights, weights.tensors[1:]))
+
+
+def test_a_bucket_of_less_than_nothing_is_refused() -> None:
+    lying = msgspec.structs.replace(
+        manifest(staged()), buckets=(-ALIGNMENT, *staged().sizes[1:]), tensors=(), fingerprints=()
+    )
+    with pytest.raises(WeightSyncError, match="contradicts itself"):
+        check_manifest(lying)
 
 
 def test_a_name_twice_and_an_unknown_dtype_are_refused() -> None:

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from tests.full_disk import no_files_over
 from tests.weightsync.learner_process import hold_buffer
 from tests.weightsync.processes import ForkedProcess
 from weightsync.buckets import allocate
-from weightsync.shared_memory import attach, host_buffer
+from weightsync.shared_memory import _decode, attach, host_buffer
 
 NBYTES = 12_345_678
 
@@ -61,6 +62,32 @@ def test_a_handle_whose_descriptor_is_another_file_now_is_refused(tmp_path: Path
     finally:
         for descriptor in taken:
             os.close(descriptor)
+
+
+def encode(**fields: object) -> bytes:
+    return msgspec.msgpack.encode(["host", *fields.values()])
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [b"", b"\xc1", b"\x90", msgspec.msgpack.encode(["host", "/proc/1/fd/1"]), b"\xff" * 100, encode(path=1)],
+)
+def test_bytes_that_are_no_handle_are_refused(handle: bytes) -> None:
+    with pytest.raises(WeightSyncError, match="no handle of shared memory"):
+        attach(handle)
+
+
+@pytest.mark.parametrize("nbytes", [1001, -1, 1 << 62])
+def test_a_handle_that_promises_other_memory_is_refused(nbytes: int) -> None:
+    with host_buffer(1000) as (_, handle):
+        lying = encode(**{**msgspec.structs.asdict(_decode(handle)), "nbytes": nbytes})
+        with pytest.raises(WeightSyncError, match=f"it has 1000 bytes, promised were {nbytes}"):
+            attach(lying)
+
+
+def test_a_path_that_cannot_be_one_is_refused() -> None:
+    with pytest.raises(WeightSyncError, match="cannot be mapped here"):
+        attach(encode(path="/proc/self/fd/\0", nbytes=1, device=1, inode=1))
 
 
 def test_no_room_for_a_buffer_is_told_and_passes() -> None:
