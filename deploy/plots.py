@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from broker.schema import StepMetrics
 
 from .report import EVALUATIONS, METRICS, EvaluationLine, lineage, read_lines
+from .whole_files import told
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +19,10 @@ WINDOW = 5
 
 
 def plot(directory: Path, max_lag: int | None = None) -> Path:
-    """Draw `directory`/plots/reward_lag.png from the run's files, with the bound on lag if it is given."""
+    """Draw `directory`/plots/reward_lag.png from the run's files, with the bound on lag if it is given.
+
+    Raises HeadwayError where it cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -31,8 +35,9 @@ def plot(directory: Path, max_lag: int | None = None) -> Path:
     _draw_lag(below, steps, max_lag)
     figure.suptitle(directory.resolve().name)
     path = directory / "plots" / "reward_lag.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
     return path
 
 

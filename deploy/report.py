@@ -5,7 +5,7 @@ A killed and resumed learner repeats steps since its checkpoint, so the files ho
 """
 
 import json
-import os
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from broker.errors import HeadwayError
 from broker.schema import StepMetrics
+
+from .whole_files import append_line, cut_torn_line, replace_file, told
+
+log = logging.getLogger(__name__)
 
 METRICS, TRAINED, EVALUATIONS, SUMMARY = "metrics.jsonl", "trained.jsonl", "evaluations.jsonl", "summary.json"
 EDGE_STEPS = 3
@@ -43,13 +48,17 @@ Line = TypeVar("Line", StepMetrics, TrainedLine, EvaluationLine)
 
 
 class RunWriter:
-    """Appends lines to a run's files. Only the learner writes; a resumed one goes on where the old ended."""
+    """Appends lines to a run's files. Only the learner writes; a resumed one goes on where the old ended.
+
+    A line is written whole, or HeadwayError says why it is not there.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+        with told(directory):
+            directory.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, TRAINED, EVALUATIONS):
-            _cut_torn_line(directory / name)
+            cut_torn_line(directory / name)
 
     def write_step(self, metrics: StepMetrics) -> None:
         """One line of metrics.jsonl."""
@@ -72,11 +81,32 @@ class RunWriter:
 
 
 def read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """The file's whole lines; none if there is no file. A last line torn by a crash is left out."""
+    """The file's whole lines; none if there is no file. A last line torn by a crash is left out.
+
+    So is a damaged one before it, with a warning that names it. Raises HeadwayError where the file cannot be read.
+    """
+    return _read(path, kind)[0]
+
+
+def _read(path: Path, kind: type[Line]) -> tuple[list[Line], int]:
+    """The lines, and how many more there are that nobody can read."""
+    found, unreadable = [], 0
+    for number, line in enumerate(_whole_lines(path), start=1):
+        try:
+            found.append(msgspec.json.decode(line, type=kind))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            log.warning("%s:%d is left out, it cannot be read: %s", path, number, error)
+            unreadable += 1
+    return found, unreadable
+
+
+def _whole_lines(path: Path) -> list[bytes]:
     if not path.exists():
         return []
-    whole = path.read_bytes().rpartition(b"\n")[0]
-    return [msgspec.json.decode(line, type=kind) for line in whole.splitlines() if line.strip()]
+    try:
+        return path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise HeadwayError(f"{path} cannot be read: {error.strerror}. It should be a file of JSON lines.") from error
 
 
 def lineage(lines: Sequence[Line]) -> list[Line]:
@@ -108,18 +138,22 @@ def max_lag_seen(lines: Sequence[TrainedLine]) -> int:
 def summarize(directory: Path, extras: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Write summary.json from the files and what only the caller knows (`extras` wins), and return it.
 
+    `unreadable_lines` counts what the figures lack because files were damaged. Raises HeadwayError.
+
     Expected in extras: max_lag_allowed, dropped_stale, generated_tokens; worker_restarts where counted.
     """
-    all_steps = read_lines(directory / METRICS, StepMetrics)
-    trained = read_lines(directory / TRAINED, TrainedLine)
+    all_steps, damaged_steps = _read(directory / METRICS, StepMetrics)
+    trained, damaged_trained = _read(directory / TRAINED, TrainedLine)
+    evaluations, damaged_evaluations = _read(directory / EVALUATIONS, EvaluationLine)
     summary = {
         **_unknown(),
         **_learning(lineage(all_steps)),
-        **_evaluations(read_lines(directory / EVALUATIONS, EvaluationLine)),
+        **_evaluations(evaluations),
         **_costs(all_steps),
         "trained_trajectories": sum(len(line.tids) for line in lineage(trained)),
         "trained_twice": count_trained_twice(trained),
         "max_lag_seen": max_lag_seen(trained),
+        "unreadable_lines": damaged_steps + damaged_trained + damaged_evaluations,
     }
     return _write_summary(directory, _with(summary, extras or {}))
 
@@ -130,10 +164,17 @@ def amend_summary(directory: Path, changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_summary(directory: Path) -> dict[str, Any]:
-    """summary.json; empty if the run never got so far."""
+    """summary.json; empty if the run never got so far. Raises HeadwayError where it is damaged."""
     path = directory / SUMMARY
-    summary: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return summary
+    if not path.exists():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HeadwayError(
+            f"{path} is damaged ({error}). Remove it: all that it says, but for what the server counted, is in"
+            f" {METRICS} and {TRAINED} beside it."
+        ) from error
 
 
 def _unknown() -> dict[str, Any]:
@@ -198,22 +239,9 @@ def _with(summary: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _write_summary(directory: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """Whole or not at all."""
-    part = directory / f"{SUMMARY}.part"
-    part.write_text(json.dumps(summary, indent=2) + "\n")
-    part.replace(directory / SUMMARY)
+    replace_file(directory / SUMMARY, json.dumps(summary, indent=2).encode() + b"\n")
     return summary
 
 
 def _append(path: Path, line: msgspec.Struct) -> None:
-    """In one write, so that a crash tears at most the last line."""
-    with path.open("ab", buffering=0) as file:
-        file.write(msgspec.json.encode(line) + b"\n")
-
-
-def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
+    append_line(path, msgspec.json.encode(line))

@@ -19,10 +19,12 @@ import msgspec
 
 from broker.address import without_secrets
 from broker.errors import ConfigError, HeadwayError
+from learner.disk import FULL
 
 from .config import dump_recipe
 from .recipe import Recipe
 from .sft_output import is_complete, is_of
+from .whole_files import UNFINISHED, replace_file
 
 CONFIG, ENDPOINT, INCARNATION = "config.yaml", "broker.json", "incarnation"
 SFT, SERVER, CHECKPOINTS, EXPERIENCE, REPLAYS = "sft", "broker", "checkpoints", "experience", "replays"
@@ -46,14 +48,15 @@ def prepare(recipe: Recipe, *, resume: bool, overwrite: bool, say: Callable[[str
         if directory.exists() and any(directory.iterdir()) and not resume:
             _clear(recipe, overwrite, say)
         (directory / "logs").mkdir(parents=True, exist_ok=True)
-        (directory / CONFIG).write_text(dump_recipe(recipe))
+        replace_file(directory / CONFIG, dump_recipe(recipe).encode())
     return directory
 
 
 def _clear(recipe: Recipe, overwrite: bool, say: Callable[[str], None]) -> None:
     directory = recipe.run_directory
     is_ours = (directory / CONFIG).exists() or is_complete(directory / SFT)
-    is_run = not is_ours or not {path.name for path in directory.iterdir()} <= BEFORE_TRAINING
+    held = {path.name for path in directory.iterdir() if path.suffix != UNFINISHED}
+    is_run = not is_ours or not held <= BEFORE_TRAINING
     if is_run and not overwrite:
         raise ConfigError(
             f"{directory} already holds a run. Go on with it (--resume), start it anew and lose what it holds"
@@ -84,9 +87,10 @@ def _writable(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        remedy = "make room there" if error.errno in FULL else "make this one writable"
         raise HeadwayError(
             f"{directory} cannot be made or written: {error.strerror or error}."
-            " Choose another place (run.directory=...), or make this one writable."
+            f" Choose another place (run.directory=...), or {remedy}."
         ) from error
 
 
@@ -133,18 +137,14 @@ def note_incarnation(directory: Path, incarnation: int) -> None:
     """Durable once this returns: to be called before any weights are published under it."""
     with _writable(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / f".{INCARNATION}", "w") as file:
-            file.write(f"{incarnation}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, directory / INCARNATION)
+        replace_file(directory / INCARNATION, f"{incarnation}\n".encode())
 
 
 @contextmanager
 def endpoint(directory: Path, url: str, run: str) -> Iterator[None]:
     """`headway status` finds this run meanwhile; a password it takes from its own environment."""
     path = directory / ENDPOINT
-    path.write_text(json.dumps({"url": without_secrets(url), "run": run}) + "\n")
+    replace_file(path, json.dumps({"url": without_secrets(url), "run": run}).encode() + b"\n")
     try:
         yield
     finally:

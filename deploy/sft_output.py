@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from .recipe import Recipe
+from .whole_files import replace_file
 
 OUTCOME = "sft.json"
 
@@ -26,11 +27,9 @@ def is_of(directory: Path, recipe: Recipe) -> bool:
 
 
 def mark_complete(directory: Path, recipe: Recipe, outcome: Any) -> None:
-    """Write the outcome, whole or not at all, after the model is on disk."""
-    part = directory / f"{OUTCOME}.part"
+    """Write the outcome, whole or not at all, after the model is on disk. Raises HeadwayError."""
     content = {**msgspec.to_builtins(outcome), "made_from": _origin(recipe)}
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
-    part.replace(directory / OUTCOME)
+    replace_file(directory / OUTCOME, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
 
 
 def _origin(recipe: Recipe) -> Any:

@@ -20,6 +20,8 @@ import msgspec
 
 from broker.errors import HeadwayError
 
+from .disk import GONE, free_mib, gone
+
 STATE_FILE, FILES_FILE = "learner.json", "files.json"
 
 log = logging.getLogger(__name__)
@@ -134,24 +136,31 @@ def sync_tree(directory: Path) -> None:
 
 
 def could_not_write(path: Path, error: BaseException | None) -> BaseException:
-    """A full disk, in words that help; a bug of ours as it is. None: another rank has the error."""
+    """A full disk, or a directory that is gone, in words that help; a bug of ours as it is.
+
+    None: another rank has the error.
+    """
     from safetensors import SafetensorError
 
     if error is None:
         reason = "another rank failed, and says why"
-    elif isinstance(error, OSError | SafetensorError | RuntimeError):  # torch's writer raises RuntimeError
-        reason = str(error).strip().splitlines()[-1]
-    else:
+    elif not isinstance(error, OSError | SafetensorError | RuntimeError):  # torch's writer raises RuntimeError
         return error
-    free_mib = shutil.disk_usage(_existing(path)).free / 2**20
+    elif _is_gone(path, error):
+        return CheckpointError(f"Checkpoint {path} could not be written. {gone(path.parents[1])}")
+    else:
+        reason = str(error).strip().splitlines()[-1]
     return CheckpointError(
-        f"Checkpoint {path} could not be written: {reason} ({free_mib:.0f} MiB are free there). Older "
+        f"Checkpoint {path} could not be written: {reason} ({free_mib(path):.0f} MiB are free there). Older "
         "checkpoints are untouched. Make room or lower checkpoint.keep, then resume."
     )
 
 
-def _existing(path: Path) -> Path:
-    return next(parent for parent in path.absolute().parents if parent.exists())
+def _is_gone(path: Path, error: Exception) -> bool:
+    """torch and safetensors do not always say why they failed; the directory's folder was there when they began."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in GONE
+    return not path.parent.exists()
 
 
 def seal(staged: Path, state: LearnerState) -> None:

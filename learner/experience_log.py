@@ -13,6 +13,7 @@ from pathlib import Path
 
 from broker.schema import Group, TrajectoryId
 
+from .disk import GONE, gone
 from .group_frames import GroupFrames
 from .logged_batch import LoggedBatchError, check_batch, read_batch, read_header, tids_of, write_batch
 
@@ -49,7 +50,7 @@ class ExperienceLog:
         if not self._limit_bytes:
             return
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(exist_ok=True)  # in a run's directory that was removed nothing is written
             write_batch(self._path(step), step, groups)
             self._sizes[step] = self._path(step).stat().st_size
         except (OSError, LoggedBatchError) as error:
@@ -104,11 +105,15 @@ class ExperienceLog:
     def _complain(self, step: int, error: OSError | LoggedBatchError) -> None:
         """Once, until it works again."""
         if not self._is_failing:
+            remedy = "Make room, or lower checkpoint.log_bytes."
+            if isinstance(error, OSError) and error.errno in GONE:
+                remedy = gone(self._directory)
             log.warning(
                 "%s could not be written (%s). Training goes on, but neither a rewind nor a replay can pass this step."
-                " Make room, or lower checkpoint.log_bytes.",
+                " %s",
                 self._path(step),
                 error,
+                remedy,
             )
         self._is_failing = True
 

@@ -1,8 +1,10 @@
 """A file system without room, for the test's own process."""
 
 import resource
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -14,3 +16,18 @@ def no_files_over(nbytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def small_disk(directory: Path, nbytes: int) -> Iterator[Path]:
+    """`directory` is a file system of `nbytes` meanwhile; where we may not mount one, files have so little room."""
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "headway-test", str(directory)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        with no_files_over(nbytes):
+            yield directory
+        return
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)

@@ -27,6 +27,7 @@ SUMMARY_KEYS = {
     "weight_versions",
     "publish_s_p50",
     "worker_restarts",
+    "unreadable_lines",
 }
 
 

@@ -1,5 +1,6 @@
 """A checkpoint that is written while training goes on: what is in it, and when the broker hears of it."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -187,6 +188,14 @@ def test_a_failed_write_stops_the_run_and_leaves_what_was_there(tmp_path: Path) 
         story.learner.run()
     assert story.happened("committed") == [2]
     assert [path.name for path in (tmp_path / "1").iterdir()] == ["step_2"]
+
+
+def test_a_directory_that_was_removed_is_no_full_disk(tmp_path: Path) -> None:
+    story = Story(tmp_path / "run" / "checkpoints", write=lambda step: shutil.rmtree(tmp_path / "run"))
+    with pytest.raises(CheckpointError) as caught:
+        story.learner.run()
+    assert f"{tmp_path / 'run' / 'checkpoints'} is gone" in str(caught.value)
+    assert "Make room" not in str(caught.value)
 
 
 def test_a_bug_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:

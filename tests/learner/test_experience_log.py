@@ -1,6 +1,7 @@
 """The log on disk: what it gives back is what was trained, or nothing."""
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,17 @@ def test_a_full_disk_costs_that_step_only(log: ExperienceLog, tmp_path: Path, ca
     assert log.steps == [0, 1, 2, 5]
     assert log.held_until(0) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step}.zst" for step in (0, 1, 2, 5)]
+
+
+def test_a_run_that_was_removed_is_said_to_be_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run").mkdir()
+    log = ExperienceLog(tmp_path / "run" / "experience", PLENTY)
+    log.record(0, batch(0))
+    shutil.rmtree(tmp_path / "run")
+    log.record(1, batch(1))
+    assert f"{tmp_path / 'run' / 'experience'} is gone" in caplog.text
+    assert "Make room" not in caplog.text
+    assert not (tmp_path / "run").exists()
 
 
 def test_switched_off_it_keeps_nothing_of_an_abandoned_branch(log: ExperienceLog, tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""Why the system refused to write, in words that help: each reason has another remedy."""
+
+import errno
+import shutil
+from pathlib import Path
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+
+def not_written(path: Path, error: OSError) -> str:
+    """Sentences that name `path`, the reason and the remedy."""
+    if error.errno in GONE:
+        return gone(path.parent)
+    reason = error.strerror or str(error)
+    if error.errno in FULL:
+        return (
+            f"{path} could not be written: {reason} ({free_mib(path):.1f} MiB are free there). Make room, then go on"
+            " with --resume."
+        )
+    return f"{path} could not be written: {reason}. Make the place writable, or choose another (run.directory=...)."
+
+
+def gone(directory: Path) -> str:
+    """The same where somebody has removed the directory."""
+    return (
+        f"{directory} is gone: somebody removed it while it was written to. Bring it back and go on with --resume, or"
+        " start the run anew."
+    )
+
+
+def free_mib(path: Path) -> float:
+    """Of the file system that `path` is to be on."""
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    return shutil.disk_usage(existing).free / 2**20

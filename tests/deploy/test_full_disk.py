@@ -1,0 +1,126 @@
+"""What a run's files hold where the disk is full, the directory is gone, or a line was torn."""
+
+import shutil
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from broker.errors import HeadwayError
+from broker.schema import StepMetrics
+from deploy.config import load_recipe
+from deploy.report import METRICS, SUMMARY, TRAINED, RunWriter, TrainedLine, read_lines, read_summary, summarize
+from deploy.run_directory import CONFIG, note_incarnation, prepare
+from deploy.sft_output import is_complete, mark_complete
+from tests.full_disk import small_disk
+
+from .runs import step_metrics
+
+DISK_BYTES = 24 << 10
+TIDS = [f"0000-{number:08d}:0:0" for number in range(100)]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", DISK_BYTES) as directory:
+        yield directory
+
+
+def fill(path: Path) -> None:
+    """Until nothing more goes in."""
+    with path.open("ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 512)
+        except OSError:
+            return
+
+
+def write_until_full(writer: RunWriter) -> int:
+    """How many lines of trained.jsonl were written before the error."""
+    written = count()
+    with pytest.raises(HeadwayError, match=rf"{TRAINED}.*Make room"):  # noqa: PT012 - which line fails is the disk's affair
+        while True:
+            writer.write_trained(1, next(written), TIDS, 0)
+    return next(written) - 1
+
+
+def test_a_full_disk_leaves_whole_lines_and_an_error_that_says_so(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
+        writer = RunWriter(disk)
+        writer.write_step(step_metrics(0))
+        written = write_until_full(writer)
+        assert [line.step for line in read_lines(disk / TRAINED, TrainedLine)] == list(range(written))
+        assert (disk / TRAINED).read_bytes().endswith(b"\n")
+        shutil.copytree(disk, roomy := tmp_path / "roomy")
+    RunWriter(roomy).write_trained(1, written, ["a:0:0"], written)
+    assert [line.step for line in read_lines(roomy / TRAINED, TrainedLine)] == list(range(written + 1))
+    assert summarize(roomy)["trained_trajectories"] == written * len(TIDS) + 1
+
+
+def test_a_summary_that_finds_no_room_leaves_the_one_before(disk: Path) -> None:
+    RunWriter(disk).write_step(step_metrics(0))
+    before = summarize(disk)
+    fill(disk / "filler")
+    with pytest.raises(HeadwayError, match=rf"(?s){SUMMARY}.*Make room"):
+        summarize(disk, {"notes": "x" * DISK_BYTES})
+    assert read_summary(disk) == before
+    assert not list(disk.glob("*.part"))
+
+
+def test_a_recipe_and_an_incarnation_that_find_no_room_leave_those_before(disk: Path) -> None:
+    recipe = load_recipe("arithmetic.yaml", [f"run.directory={disk}", "run.name=mine"])
+    directory = prepare(recipe, resume=False, overwrite=False)
+    note_incarnation(directory, 1)
+    before = (directory / CONFIG).read_text()
+    fill(disk / "filler")
+    long = load_recipe(directory / CONFIG, [f"prompts.path={'x' * DISK_BYTES}"])
+    with pytest.raises(HeadwayError, match=r"(?s)config\.yaml.*Make room"):
+        prepare(long, resume=True, overwrite=False)
+    assert (directory / CONFIG).read_text() == before
+
+
+def test_a_warm_up_that_finds_no_room_is_not_complete(disk: Path) -> None:
+    recipe = load_recipe("arithmetic.yaml")
+    fill(disk / "filler")
+    with pytest.raises(HeadwayError, match=r"(?s)sft\.json.*Make room"):
+        mark_complete(disk, recipe, {"notes": "x" * DISK_BYTES})
+    assert not is_complete(disk)
+
+
+def test_a_directory_that_was_removed_is_said_to_be_gone(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(HeadwayError) as caught:
+        writer.write_step(step_metrics(0))
+    assert f"{tmp_path / 'run'} is gone" in str(caught.value)
+    assert "Make room" not in str(caught.value)
+
+
+def test_lines_that_cannot_be_read_are_named_counted_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = RunWriter(tmp_path)
+    writer.write_step(step_metrics(0))
+    with (tmp_path / METRICS).open("ab") as file:
+        file.write(b'{"incarnation": 1, "ste{"incarnation": 1, "step": 1}\n\xff\xfe\x00\n')
+    writer.write_step(step_metrics(2))
+    assert [step.step for step in read_lines(tmp_path / METRICS, StepMetrics)] == [0, 2]
+    assert f"{tmp_path / METRICS}:2" in caplog.text
+    assert f"{tmp_path / METRICS}:3" in caplog.text
+    assert summarize(tmp_path)["unreadable_lines"] == 2
+
+
+def test_a_file_that_is_a_directory_is_said(tmp_path: Path) -> None:
+    (tmp_path / METRICS).mkdir()
+    with pytest.raises(HeadwayError, match=METRICS):
+        RunWriter(tmp_path)
+    with pytest.raises(HeadwayError, match=METRICS):
+        read_lines(tmp_path / METRICS, StepMetrics)
+
+
+def test_a_summary_that_was_damaged_is_named(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY).write_bytes(b'{"steps": 1')
+    with pytest.raises(HeadwayError, match=rf"{SUMMARY} is damaged"):
+        read_summary(tmp_path)
