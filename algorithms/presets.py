@@ -125,6 +125,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "m2po": Preset(
         'M2PO, Zheng et al. 2025, "Prosperity before collapse" (arXiv:2510.01161)',
-        _of("group_mean_std", "policy_gradient", anchor="proximal", corrections=("decoupled", "m2po")),
+        _of("group_mean_std", "unclipped", corrections=("m2po",)),
+        "Takes a forward pass before each update, which the mask of the whole batch needs.",
     ),
 }

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ import torch
 
 from algorithms.advantages import ADVANTAGES
 from algorithms.aggregation import AGGREGATIONS
-from algorithms.corrections import CORRECTIONS, WEIGHTS
+from algorithms.corrections import CORRECTIONS, TRUST_REGIONS, WEIGHTS
 from algorithms.corrections.of_batch import OF_BATCH
 from algorithms.metrics import Metrics
 from algorithms.objectives import IGNORES_ANCHOR, OBJECTIVES
@@ -51,16 +51,28 @@ class BoundCorrection:
     function: functools.partial[tuple[torch.Tensor, Metrics]]
     kind: str
 
+    @property
+    def needs_batch(self) -> bool:
+        """It must know of the whole update before the loss of its first micro-batch."""
+        return self.kind in OF_BATCH
+
+    @property
+    def is_trust_region(self) -> bool:
+        """It looks at the current policy, whatever the objective's anchor."""
+        return self.kind in TRUST_REGIONS
+
     def for_batch(
         self, policy_logprobs: Sequence[torch.Tensor], batches: Sequence[Tokens], sum_over_ranks: OverRanks
-    ) -> Correction:
-        """With what it must know of the whole batch. Collective where that is anything."""
-        if self.kind not in OF_BATCH:
-            return self.function
+    ) -> "BoundCorrection":
+        """With what it must know of the whole update; `policy_logprobs` are those that it will be given. Collective
+        where it `needs_batch`.
+        """
+        if not self.needs_batch:
+            return self
         statistic, options = OF_BATCH[self.kind], self.function.keywords
         parts = [statistic.sums(*part, **options) for part in zip(policy_logprobs, batches, strict=True)]
         whole = torch.tensor(sum_over_ranks(torch.stack(parts).sum(0).tolist()), dtype=torch.float64)
-        return functools.partial(self.function, **statistic.settle(whole, **options))
+        return replace(self, function=functools.partial(self.function, **statistic.settle(whole, **options)))
 
 
 def needs_critic(config: AlgorithmConfig) -> bool:
@@ -68,18 +80,14 @@ def needs_critic(config: AlgorithmConfig) -> bool:
     return config.advantage.kind == GAE
 
 
-def needs_batch(config: AlgorithmConfig) -> bool:
-    """True where a correction must know of the whole batch before the loss of its first micro-batch."""
-    return any(correction.kind in OF_BATCH for correction in config.corrections)
-
-
 def needs_proximal(config: AlgorithmConfig) -> bool:
-    """True where the learner's logprobs before the update enter the loss, and no approximation takes their place."""
-    return needs_batch(config) or (
-        config.proximal == "recompute"
-        and config.objective.anchor == "proximal"
-        and (config.objective.kind not in IGNORES_ANCHOR or bool(config.corrections))
-    )
+    """True where the learner's logprobs before the step enter the loss, and no approximation takes their place."""
+    return uses_proximal(config) and config.proximal == "recompute"
+
+
+def uses_proximal(config: AlgorithmConfig) -> bool:
+    """True where the objective has a ratio to the weights before the step. Corrections weigh these too, then."""
+    return config.objective.anchor == "proximal" and config.objective.kind not in IGNORES_ANCHOR
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:
@@ -97,18 +105,16 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     open_corrections(config)
     open_aggregation(config)
     _check_corrections(config)
-    is_unused = config.objective.kind in IGNORES_ANCHOR and not config.corrections
-    if config.proximal != "recompute" and (config.objective.anchor != "proximal" or is_unused):
+    of_batch = [correction.kind for correction in config.corrections if correction.kind in OF_BATCH]
+    if config.proximal != "recompute" and of_batch:
+        raise ConfigError(
+            f"algorithm.corrections: {' and '.join(of_batch)} looks at the whole batch before the first loss, which "
+            f"takes the forward pass that algorithm.proximal={config.proximal} saves; set algorithm.proximal=recompute."
+        )
+    if config.proximal != "recompute" and not uses_proximal(config):
         raise ConfigError(
             f"algorithm.proximal={config.proximal} stands in for the learner's weights before the step, which nothing "
-            "here uses; set algorithm.objective.anchor=proximal, with an objective or a correction that looks at it."
-        )
-    if config.proximal != "recompute" and needs_batch(config):
-        raise ConfigError(
-            "algorithm.corrections: "
-            + " and ".join(c.kind for c in config.corrections if c.kind in OF_BATCH)
-            + " looks at the whole batch before the first loss, which takes the forward pass that algorithm.proximal="
-            f"{config.proximal} saves; set algorithm.proximal=recompute."
+            "here uses; set algorithm.objective.anchor=proximal, with an objective that looks at it."
         )
     if needs_critic(config) and config.dynamic_sampling:
         raise ConfigError(
@@ -138,7 +144,7 @@ def _check_corrections(config: AlgorithmConfig) -> None:
             f"algorithm.corrections: {' and '.join(weights)} each multiply by proximal / behavior, "
             "which would count the same lag twice; keep one."
         )
-    if not weights or objective.anchor == "proximal" or objective.kind not in OBJECTIVES:
+    if not weights or objective.kind not in OBJECTIVES or uses_proximal(config):
         return
     if objective.kind not in IGNORES_ANCHOR:
         raise ConfigError(
@@ -148,8 +154,9 @@ def _check_corrections(config: AlgorithmConfig) -> None:
         )
     if weights[0] == "decoupled":
         raise ConfigError(
-            "algorithm.corrections: decoupled weighs the proximal policy against the behavior policy; set "
-            "algorithm.objective.anchor=proximal, or use truncated_is, which weighs the current one."
+            "algorithm.corrections: decoupled weighs the proximal policy against the behavior policy and leaves the "
+            f"rest of the ratio to the objective, but {objective.kind} has no ratio; take one that has, with "
+            "algorithm.objective.anchor=proximal, or use truncated_is, which weighs the current policy."
         )
 
 

@@ -20,10 +20,9 @@ from algorithms.supervised import sft
 from .backends.base import TokenLoss
 from .batch import PackedBatch
 from .composition import (
-    Correction,
+    BoundCorrection,
     OverRanks,
     check_algorithm,
-    needs_batch,
     needs_proximal,
     needs_reference,
     open_aggregation,
@@ -66,11 +65,12 @@ class Objective:
         `max_new_tokens`: the length of a fixed denominator that has none of its own.
         """
         check_algorithm(config)
-        self.needs_proximal = needs_proximal(config) and (needs_batch(config) or not is_one_update)
+        self.needs_proximal = needs_proximal(config) and not is_one_update
         self.needs_reference = needs_reference(config) and config.kl.place == "loss"
         self._anchor = config.objective.anchor
         self._surrogate = open_surrogate(config)
         self._corrections = open_corrections(config)
+        self.needs_current = any(c.needs_batch and self._is_of_current(c) for c in self._corrections)
         self._approximate_proximal = open_proximal(config)
         self._aggregate = open_aggregation(config, max_new_tokens)
         self._penalty = ESTIMATORS[config.kl.kind]
@@ -82,13 +82,23 @@ class Objective:
         sum_over_ranks: OverRanks = local,
         proximal_logprobs: Sequence[torch.Tensor] | None = None,
         reference_logprobs: Sequence[torch.Tensor] | None = None,
+        current_logprobs: Sequence[torch.Tensor] | None = None,
     ) -> TokenLoss:
-        """The loss of one update over `batches`; logprobs are [T], one a batch. Collective over the ranks."""
+        """The loss of one update over `batches`; logprobs are [T], one a batch. Collective over the ranks.
+
+        `current_logprobs` are those of the weights that this update begins with: the same that the loss is given with
+        gradient, but all before the first, for what must know of the whole update.
+        """
         proximal_logprobs = _needed(proximal_logprobs, self.needs_proximal)
+        current_logprobs = _needed(current_logprobs, self.needs_current)
         reference_logprobs = _needed(reference_logprobs, self.needs_reference)
         whole = denominators(batches, sum_over_ranks)
         corrections = [
-            correction.for_batch(proximal_logprobs or (), [batch.tokens for batch in batches], sum_over_ranks)
+            correction.for_batch(
+                (current_logprobs if self._is_of_current(correction) else proximal_logprobs) or (),
+                [batch.tokens for batch in batches],
+                sum_over_ranks,
+            )
             for correction in self._corrections
         ]
 
@@ -101,6 +111,10 @@ class Objective:
             return share, _numbers(metrics)
 
         return loss
+
+    def _is_of_current(self, correction: BoundCorrection) -> bool:
+        """Whether it weighs the current policy: a trust region does, and all do without a proximal one."""
+        return correction.is_trust_region or not self.needs_proximal
 
     def _proximal(
         self, batch: PackedBatch, current_T: torch.Tensor, recomputed: Sequence[torch.Tensor] | None, index: int
@@ -128,7 +142,7 @@ class Objective:
         self,
         batch: PackedBatch,
         whole: Denominators,
-        corrections: Sequence[Correction],
+        corrections: Sequence[BoundCorrection],
         current_T: torch.Tensor,
         proximal_T: torch.Tensor,
         reference_T: torch.Tensor | None,
@@ -138,8 +152,9 @@ class Objective:
         losses_T, metrics = self._surrogate(current_T, anchor_T, batch.tokens)
         metrics = {**policy_gap(proximal_T, behavior_T, mask_T), **metrics}
         weights_T = torch.ones_like(mask_T)
-        for correct in corrections:
-            factors_T, reported = correct(proximal_T, batch.tokens)
+        for correction in corrections:
+            policy_T = current_T.detach() if correction.is_trust_region else proximal_T
+            factors_T, reported = correction.function(policy_T, batch.tokens)
             weights_T = weights_T * factors_T
             metrics |= reported
         losses_T = losses_T * weights_T

@@ -155,13 +155,16 @@ class Updater:
         return Judged(sequences=self._sequences(groups, advantages, step), rewards=reward_stats(groups))
 
     def update(self, sequences: Sequence[PackableSequence], step: int) -> Update:
-        """`updates_per_step` optimizer updates; proximal logprobs are those before the first."""
+        """`updates_per_step` optimizer updates; proximal logprobs are those before the first of them."""
         parts = self._parts(sequences)
-        proximal = [self._proximal(part.batches) for part in parts]
+        proximal = [self._logprobs(part.batches) if self._objective.needs_proximal else None for part in parts]
         learning_rate = self.learning_rate(step)
         losses, norms, reports, critic_reports = [], [], [], list[dict[str, float]]()
         for part, proximal_logprobs in zip(parts, proximal, strict=True):
-            token_loss = self._objective.token_loss(part.batches, self._ranks.sum, proximal_logprobs, part.reference)
+            current_logprobs = self._logprobs(part.batches) if self._objective.needs_current else None
+            token_loss = self._objective.token_loss(
+                part.batches, self._ranks.sum, proximal_logprobs, part.reference, current_logprobs
+            )
             loss, grad_norm, report = self._backend.step(part.batches, token_loss, self._temperature, learning_rate)
             losses.append(loss)
             norms.append(grad_norm)
@@ -265,8 +268,9 @@ class Updater:
     def _pack(self, sequences: Sequence[PackableSequence]) -> list[PackedBatch]:
         return pack(sequences, self._ranks.replica, self._ranks.replicas, self._learner.micro_batch_tokens, self._cost)
 
-    def _proximal(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
-        return self._backend.logprobs(batches, self._temperature) if self._objective.needs_proximal else None
+    def _logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """Under the weights as they are."""
+        return self._backend.logprobs(batches, self._temperature)
 
     def _reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
         """Under the reference's own choice of experts: it is a policy that nobody sampled from."""

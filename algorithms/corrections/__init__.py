@@ -5,8 +5,9 @@ All have one signature, which your own (`package.module:function` in a recipe) s
     f(policy_logprobs_T, tokens, **options) -> (weights_T, metrics)
 
 `tokens` is an `algorithms.tokens.Tokens`. The numerator is the learner's policy without gradient: the proximal
-logprobs, or, for an objective without a ratio, the current ones, detached. The denominator is always the behavior
-policy. Weights multiply the objective's losses; 0 masks a token.
+logprobs where the objective has a ratio to these, else the current ones, detached; a trust region looks at the current
+ones in any case. The denominator is always the behavior policy. Weights multiply the objective's losses; 0 masks a
+token. `of_batch.py` has what some must know of all micro-batches of an update before its first.
 
     importance.py       pi / mu itself, capped, normalized or masked: at most one (WEIGHTS)
     masks.py            0 or 1 by token, sequence, KL estimate, worst token, advantage
@@ -62,3 +63,6 @@ WEIGHTS = frozenset(
     }
 )
 """Those that multiply by policy / behavior."""
+TRUST_REGIONS = frozenset({"m2po"})
+"""Those that bound how far the current policy is from the behavior policy. The proximal one does not move with the
+updates of a step, so it would let all but the first of them go anywhere."""

@@ -2,7 +2,8 @@
 
     sums(policy_logprobs_T, tokens, **options) of all micro-batches, added up ─ settle(sums, **options) ─► an option
 
-So a batch gives the same weights however it is cut.
+So an update's batch gives the same weights however it is cut into micro-batches. The logprobs are those that the
+correction itself will look at: of the current policy, before the update, or of the proximal one.
 """
 
 from collections.abc import Callable

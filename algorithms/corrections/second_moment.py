@@ -20,16 +20,17 @@ def m2po(
     keeps the mean of (log r_u)^2 over the outward u with |log r_u| <= limit within the budget.
 
     Anchored to the behavior policy; meant for an objective that does not clip. Outward are the tokens where
-    PPO's clip could act: A > 0 and r > 1, or A < 0 and r < 1. Only they may be masked, the largest first.
+    PPO's clip could act: A > 0 and r > 1, or A < 0 and r < 1. Only they may be masked, the largest first. pi is the
+    current policy, also beside an objective that is anchored to the proximal one, so every update of a step is held.
 
     The budget is one of the whole batch. With `limit` below 0 it is found for this micro-batch alone, which
     is the same only where the batch is one micro-batch; otherwise each is held to the budget by itself, and
-    more tokens may go than the batch's mean asks for. In a recipe the learner passes the limit of the
-    whole batch, which it finds to 0.2% (`of_batch`); `m2po_threshold` is exact.
+    more tokens may go than the batch's mean asks for. In a recipe the learner passes the limit of all tokens of
+    an update, by a forward pass before it, and finds it to 0.2% (`of_batch`); `m2po_threshold` is exact.
 
     Source: Zheng et al. 2025, "Prosperity before Collapse" (arXiv:2510.01161), algorithm 1; 0.04 is theirs.
-    AReaL masks any trained token, whatever its advantage; the outward ones are the paper's. Tokens with equal
-    |log r| are masked together.
+    AReaL masks any trained token, whatever its advantage, by the proximal policy; the outward ones and the current
+    policy are the paper's. Tokens with equal |log r| are masked together.
     """
     log_ratio_T = token_log_ratio(policy_logprobs_T.detach(), tokens.behavior_logprobs_T, tokens.loss_mask_T)
     is_outward_T = is_outward(log_ratio_T, tokens.loss_mask_T, tokens.advantages_T)

@@ -12,7 +12,7 @@ Metrics: see `algorithms.metrics`.
     a bound limits its weight         cispo (token ratio), topr (sequence, A < 0 only)
     both, ratio flipped for A > 0     aspo
     a smooth gate                     sapo
-    nothing                           policy_gradient
+    nothing                           unclipped (token ratio), policy_gradient (no ratio)
 """
 
 from collections.abc import Callable
@@ -29,6 +29,7 @@ from .policy_gradient import policy_gradient
 from .ppo_clip import ppo_clip
 from .sapo import sapo
 from .topr import topr
+from .unclipped import unclipped
 
 OBJECTIVES: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
     "ppo_clip": ppo_clip,
@@ -39,6 +40,7 @@ OBJECTIVES: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
     "aspo": aspo,
     "sapo": sapo,
     "dppo": dppo,
+    "unclipped": unclipped,
     "policy_gradient": policy_gradient,
 }
 IGNORES_ANCHOR = {"policy_gradient"}

@@ -96,6 +96,7 @@ class Whole:
             [batch for batch, _ in parts],
             proximal_logprobs=[self.proximal_T[i] for _, i in parts] if objective.needs_proximal else None,
             reference_logprobs=[self.reference_T[i] for _, i in parts] if objective.needs_reference else None,
+            current_logprobs=[self.current_T[i] for _, i in parts] if objective.needs_current else None,
         )
         total, reports = 0.0, []
         for number, (_, index_T) in enumerate(parts):
@@ -132,6 +133,7 @@ def test_two_ranks_give_what_one_gives(name: str) -> None:
             lambda values, mine=mine: mine.append(values) or values,
             [whole.proximal_T[i]],
             [whole.reference_T[i]],
+            [whole.current_T[i]],
         )  # type: ignore[misc, func-returns-value]
     added = [[sum(column) for column in zip(*values, strict=True)] for values in zip(*asked, strict=True)]
     current_T, shares, reports = whole.current_T.clone().requires_grad_(), [], []
@@ -141,7 +143,8 @@ def test_two_ranks_give_what_one_gives(name: str) -> None:
             [batch],
             lambda _, sums=sums: next(sums),
             [whole.proximal_T[i]],
-            [whole.reference_T[i]],  # type: ignore[misc]
+            [whole.reference_T[i]],
+            [whole.current_T[i]],  # type: ignore[misc]
         )
         share, report = token_loss(0, current_T[i])
         shares.append(share)
@@ -171,7 +174,10 @@ def test_an_empty_micro_batch_has_a_loss_to_go_back_from(name: str) -> None:
     batch, _ = Whole().part([])
     nothing = torch.zeros(0)
     current_T = torch.zeros(0, requires_grad=True)
-    share, _ = objective.token_loss([batch], proximal_logprobs=[nothing], reference_logprobs=[nothing])(0, current_T)
+    token_loss = objective.token_loss(
+        [batch], proximal_logprobs=[nothing], reference_logprobs=[nothing], current_logprobs=[nothing]
+    )
+    share, _ = token_loss(0, current_T)
     share.backward()
     assert float(share.detach()) == 0
     assert current_T.grad is not None
@@ -217,6 +223,23 @@ def test_with_one_update_the_current_policy_is_the_proximal_one() -> None:
     assert got[2] == pytest.approx(expected[2])
 
 
+@pytest.mark.parametrize("corrections", [[{"kind": "truncated_is"}], [{"kind": "self_normalized_is"}]])
+def test_an_objective_without_a_ratio_is_weighed_by_the_current_policy_whatever_its_anchor(
+    corrections: list[object],
+) -> None:
+    whole = Whole()
+    losses = [
+        whole.train(
+            Objective(
+                algorithm({"objective": {"kind": "policy_gradient", "anchor": anchor}, "corrections": corrections})
+            ),
+            [[0, 1, 2], [3, 4, 5]],
+        )[0]
+        for anchor in ("behavior", "proximal")
+    ]
+    assert losses[0] == losses[1]
+
+
 def test_own_metrics_are_reported() -> None:
     _, _, metrics = Whole().train(Objective(algorithm(COMPOSITIONS["own"])), [[0, 1, 2], [3, 4, 5]])
     assert metrics["own"] == pytest.approx(2)
@@ -246,6 +269,10 @@ REFUSED = [
     (
         {"objective": {"kind": "policy_gradient"}, "corrections": [{"kind": "decoupled"}]},
         "weighs the proximal policy.*anchor=proximal, or use truncated_is",
+    ),
+    (
+        {"objective": {"kind": "policy_gradient", "anchor": "proximal"}, "corrections": [{"kind": "decoupled"}]},
+        "policy_gradient has no ratio.*use truncated_is",
     ),
     (
         {**PRESETS["tis"].algorithm, "corrections": [{"kind": "truncated_is"}, {"kind": "decoupled"}]},

@@ -1,0 +1,143 @@
+"""With several updates a step, each is the published loss of the weights that it begins with, for every preset."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+from algorithms.presets import PRESETS
+from learner.backends import open_backend
+from learner.backends.base import Backend, TokenLoss
+from learner.batch import PackedBatch
+from learner.config import AlgorithmConfig, LearnerConfig
+from learner.critic import Critic
+from learner.objective import Objective
+from learner.ranks import Ranks
+from learner.update import Updater
+from tests.learner.preset_oracles import LOSSES, MAX_NEW_TOKENS, Response, Token, loss_of
+from tests.learner.test_presets import sampled
+from tests.learner.tiny import OPTIMIZER, model_config
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    **{name: preset.algorithm for name, preset in PRESETS.items()},
+    "self_normalized": {"objective": {"kind": "policy_gradient"}, "corrections": [{"kind": "self_normalized_is"}]},
+    "decoupled_m2po": {**PRESETS["decoupled_ppo"].algorithm, "corrections": [{"kind": "decoupled"}, {"kind": "m2po"}]},
+    "clipped_m2po": {"corrections": [{"kind": "m2po"}]},
+}
+MODEL = model_config("qwen3")
+FAST = msgspec.structs.replace(OPTIMIZER, learning_rate=0.02, max_grad_norm=10.0)
+"""So fast that the first update takes many tokens out of every trust region."""
+
+
+class Seen(NamedTuple):
+    """One micro-batch as an update trained it."""
+
+    batch: PackedBatch
+    current_T: torch.Tensor
+    share: float
+    gradient_T: torch.Tensor
+
+
+def watch(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> list[list[Seen]]:
+    """What each of the backend's updates will see."""
+    updates: list[list[Seen]] = []
+    step = backend.step
+
+    def watched(
+        batches: Sequence[PackedBatch], loss: TokenLoss, temperature: float, learning_rate: float
+    ) -> tuple[float, float, list[dict[str, float]]]:
+        seen: list[Seen] = []
+        updates.append(seen)
+
+        def watched_loss(index: int, current_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+            alone_T = current_T.detach().clone().requires_grad_()
+            share, _ = loss(index, alone_T)
+            (gradient_T,) = torch.autograd.grad(share, alone_T)
+            seen.append(Seen(batches[index], alone_T.detach(), float(share.detach()), gradient_T))
+            return loss(index, current_T)
+
+        return step(batches, watched_loss, temperature, learning_rate)
+
+    monkeypatch.setattr(backend, "step", watched)
+    return updates
+
+
+def responses_of(seen: Sequence[Seen], proximal: Backend) -> tuple[list[Response], list[torch.Tensor]]:
+    """The trained tokens of each sequence, and where their gradient will be: [T] of each micro-batch."""
+    responses, places = [], []
+    logprobs = proximal.logprobs([one.batch for one in seen], 1.0)
+    for one, proximal_T in zip(seen, logprobs, strict=True):
+        batch, current_T = one.batch, one.current_T.double().requires_grad_()
+        places.append(current_T)
+        bounds = batch.cu_seqlens.tolist()
+        for start, end in pairwise(bounds):
+            responses.append(
+                [
+                    Token(
+                        current_T[t],
+                        float(proximal_T[t]),
+                        float(batch.behavior_logprobs_T[t]),
+                        float(batch.advantages_T[t]),
+                        int(batch.lags_T[t]),
+                    )
+                    for t in range(start, end)
+                    if batch.loss_mask_T[t] > 0
+                ]
+            )
+    return responses, places
+
+
+def train(name: str, updates_per_step: int, monkeypatch: pytest.MonkeyPatch) -> list[list[Seen]]:
+    """What each update of one step sees; half of the tokens were sampled two versions ago."""
+    config = msgspec.convert(ALGORITHMS[name], AlgorithmConfig)
+    backend, ranks = open_backend("fsdp", MODEL, FAST, seed=3), Ranks(0, 1, 0, 1, is_lead=True)
+    critic = None
+    if config.advantage.kind == "gae":
+        value = open_backend("fsdp", MODEL, FAST, seed=3, head="value")
+        critic = Critic(value, ranks, clip=0.2, gamma=1.0, lam=0.95, learning_rate=1e-3)
+    updater = Updater(
+        backend,
+        ranks,
+        Objective(config, is_one_update=updates_per_step == 1, max_new_tokens=MAX_NEW_TOKENS),
+        None,
+        critic,
+        algorithm=config,
+        learner=LearnerConfig(micro_batch_tokens=40, updates_per_step=updates_per_step),
+        optimizer=FAST,
+        temperature=1.0,
+        max_new_tokens=MAX_NEW_TOKENS,
+        max_lag=4,
+    )
+    judged = updater.judge(sampled(backend, range(4), noise=0.3), 2)
+    updates = watch(backend, monkeypatch)
+    updater.update(judged.sequences, 2)
+    return updates
+
+
+def test_there_is_an_oracle_for_each() -> None:
+    assert LOSSES.keys() == ALGORITHMS.keys()
+
+
+@pytest.mark.parametrize("updates_per_step", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_update_of_a_step_is_the_published_loss(
+    name: str, updates_per_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    before = open_backend("fsdp", MODEL, FAST, seed=3)
+    updates = train(name, updates_per_step, monkeypatch)
+    assert len(updates) == updates_per_step
+    for number, seen in enumerate(updates):
+        responses, places = responses_of(seen, before)
+        expected = loss_of(name, responses)
+        assert sum(one.share for one in seen) == pytest.approx(float(expected.detach()), abs=2e-5)
+        gradients = torch.autograd.grad(expected, places, allow_unused=True)
+        for one, gradient_T in zip(seen, gradients, strict=True):
+            wanted_T = torch.zeros_like(one.gradient_T) if gradient_T is None else gradient_T.float()
+            torch.testing.assert_close(one.gradient_T, wanted_T, rtol=1e-4, atol=2e-6)
+        if number:
+            moved = [abs(float(t.current.detach()) - t.proximal) for response in responses for t in response]
+            assert max(moved) > 0.3
