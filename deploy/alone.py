@@ -95,12 +95,13 @@ def _check_warmed_up(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
         )
 
 
-def run_workers(url: str, run: str, count: int, overrides: Sequence[str]) -> int:
-    """Supervise `count` workers until the run is over or a signal stops them."""
+def run_workers(url: str, run: str, count: int, overrides: Sequence[str], allowed: Sequence[str] = ()) -> int:
+    """Supervise `count` workers until the run is over or a signal stops them. They may import what is `allowed`."""
     engine_threads = _engine_threads(overrides)
+    named = [argument for module in allowed for argument in ("--allow-import", module)]
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
     with tempfile.TemporaryDirectory(prefix="headway-workers-") as private:
-        commands = worker_commands(url, run, count, overrides, Path(private), logs, engine_threads)
+        commands = worker_commands(url, run, count, (*named, *overrides), Path(private), logs, engine_threads)
         click.echo(
             f"{count} worker{'s' * (count > 1)} for run {run} at {without_password(url)}; logs in {logs}."
             " Ctrl-C hands their work back and stops."
@@ -109,11 +110,11 @@ def run_workers(url: str, run: str, count: int, overrides: Sequence[str]) -> int
             return Supervisor(commands, say=monitor.say).run()
 
 
-def run_worker(url: str, run: str, name: str, overrides: Sequence[str]) -> None:
+def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> None:
     """One worker. Its id is new for every process: a restarted one must not be taken for the dead."""
     from .rollout import run_worker as work
 
-    work(url, run, f"{socket.gethostname()}-{name}-{secrets.token_hex(2)}", overrides)
+    work(url, run, f"{socket.gethostname()}-{name}-{secrets.token_hex(2)}", overrides, allowed)
 
 
 def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str]) -> int:

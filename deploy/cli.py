@@ -209,11 +209,22 @@ def learner(
     return run_learner(loaded, url, resume=resume, overwrite=overwrite, prepared=prepared, rewind=rewind)
 
 
+_allow_import = click.option(
+    "--allow-import",
+    "allowed",
+    multiple=True,
+    metavar="MODULE",
+    help="Also import what the run's configuration names below MODULE, such as my_package.rewards. Repeat it for more."
+    "  [always: Headway's own modules, and those in this directory]",
+)
+
+
 @cli.command()
 @overrides_argument
 @_connection
+@_allow_import
 @click.option("--count", type=click.IntRange(min=1), default=1, show_default=True, help="Worker processes.")
-def workers(overrides: tuple[str, ...], url: str, run: str, count: int) -> int:
+def workers(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], count: int) -> int:
     """Run COUNT workers.
 
     All but engine.*, weights.follow, weights.archive and weights.pull_bytes_per_s is taken from the run's own
@@ -222,19 +233,20 @@ def workers(overrides: tuple[str, ...], url: str, run: str, count: int) -> int:
     """
     from .alone import run_workers
 
-    return run_workers(url, run, count, overrides)
+    return run_workers(url, run, count, overrides, allowed)
 
 
 @cli.command(hidden=True)
 @overrides_argument
 @_connection
+@_allow_import
 @click.option("--name", default="worker", help="Its name in logs and tables; made unique.")
-def worker(overrides: tuple[str, ...], url: str, run: str, name: str) -> None:
+def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], name: str) -> None:
     """One worker in this process, as `run` and `workers` start it."""
     _log_to_stderr()
     from .alone import run_worker
 
-    run_worker(url, run, name, overrides)
+    run_worker(url, run, name, overrides, allowed)
 
 
 @cli.command()

@@ -14,6 +14,7 @@ import msgspec
 
 from broker.schema import ModelFiles, Prompt, WeightVersion
 
+from .operators import roots_of
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Evaluator:
         self._engine = open_engine(config, model, seed=recipe.run.seed)
         if not self._has_weights:
             self._runner.run(self._engine.sleep())
-        self._scorer = open_reward(recipe.rewards)
+        self._scorer = open_reward(recipe.rewards, roots_of(recipe))
 
     def measure(
         self, tensors: Iterable[tuple[str, "torch.Tensor"]] | None = None, prompts: int | None = None

@@ -21,6 +21,7 @@ from learner.rewind import Rewind
 from .colocation import worker_gpus
 from .kept_server import KeptServer
 from .live import watch
+from .operators import passed_on
 from .packages import check_packages
 from .processes import Command
 from .recipe import Recipe
@@ -106,7 +107,7 @@ class Local:
                     url,
                     name,
                     recipe.workers.count,
-                    (),
+                    passed_on(recipe),
                     Path(private),
                     directory / "logs",
                     recipe.engine.threads,
@@ -259,7 +260,7 @@ def worker_commands(
     url: str,
     run: str,
     count: int,
-    overrides: Sequence[str],
+    arguments: Sequence[str],
     private: Path,
     logs: Path,
     worker_threads: int,
@@ -274,7 +275,7 @@ def worker_commands(
         commands.append(
             Command(
                 name=name,
-                argv=(*PYTHON, "worker", "--name", name, *overrides),
+                argv=(*PYTHON, "worker", "--name", name, *arguments),
                 log=logs / f"{name}.log",
                 cwd=private / name,
                 environment=connection(url, run) | threads(worker_threads) | visible(devices, index),

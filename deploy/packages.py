@@ -5,13 +5,16 @@ from importlib.util import find_spec
 from broker.errors import ConfigError
 from rollout_workers.config import VLLM_REMEDY
 
+from .operators import check_paths
 from .recipe import Recipe
 
 MEGATRON_REMEDY = "pip install 'headway[megatron]' (make install-megatron does it)."
 
 
 def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
-    """Raise ConfigError where the learner, or a worker if this machine has any, would find its package missing."""
+    """Raise ConfigError where the learner, or a worker if this machine has any, would find its package missing, or
+    would not import what the recipe names."""
+    check_paths(recipe)
     if recipe.learner.backend == "megatron" and not _is_installed("megatron.core"):
         raise ConfigError(f"learner.backend=megatron needs Megatron Core, which is not installed. {MEGATRON_REMEDY}")
     if has_workers and recipe.engine.kind == "vllm" and not _is_installed("vllm"):

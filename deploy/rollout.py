@@ -16,8 +16,10 @@ import uvloop
 
 from broker.client import Broker, open_broker
 from broker.errors import BrokerError, HeadwayError
+from broker.user_code.roots import ImportRoots
 
 from .config import recipe_from_bytes, with_overrides
+from .operators import check_stored
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -35,12 +37,13 @@ class ConfigChangedError(HeadwayError):
     """A learner took the run over with another configuration than the one this worker started with."""
 
 
-def run_worker(url: str, run: str, worker: str, overrides: Sequence[str]) -> None:
-    """Work until the run is over, or until SIGTERM or SIGINT drains this worker. Raises HeadwayError."""
-    uvloop.run(_run(url, run, worker, overrides))
+def run_worker(url: str, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> None:
+    """Work until the run is over, or until SIGTERM or SIGINT drains this worker. `allowed`: modules and import paths
+    that the run's configuration may name. Raises HeadwayError."""
+    uvloop.run(_run(url, run, worker, overrides, allowed))
 
 
-async def _run(url: str, run: str, worker: str, overrides: Sequence[str]) -> None:
+async def _run(url: str, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str]) -> None:
     drain = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, drain.set)
@@ -50,11 +53,12 @@ async def _run(url: str, run: str, worker: str, overrides: Sequence[str]) -> Non
             stored = await _or_drained(_fetch_config_and_libraries(broker), drain)
             if stored is not None:
                 recipe = with_overrides(recipe_from_bytes(stored), overrides)
+                roots = check_stored(recipe, overrides, allowed)
                 broker.leases.storage.payload_ttl_s = recipe.broker.payload_ttl_s
                 broker.leases.storage.payload_shards = recipe.broker.payload_shards
                 broker.leases.storage.replicas = recipe.broker.replicas
                 async with _drained_when_changed(broker, stored, drain):
-                    await _work(broker, recipe, worker, Path(private), drain)
+                    await _work(broker, recipe, worker, Path(private), drain, roots)
     finally:
         await broker.close()
 
@@ -120,7 +124,9 @@ def _workers_part(stored: bytes) -> tuple[Any, ...]:
     return *parts, recipe.weights, recipe.algorithm.router_replay, recipe.run.seed, recipe.run.placement, leases
 
 
-async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drain: asyncio.Event) -> None:
+async def _work(
+    broker: Broker, recipe: Recipe, worker: str, private: Path, drain: asyncio.Event, roots: ImportRoots
+) -> None:
     from rollout_workers.colocation import staying_awake
     from rollout_workers.decoding import load_decoding
     from rollout_workers.engines import open_engine
@@ -143,6 +149,7 @@ async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drai
             seed=_seed(recipe, worker),
             tells_experts=records_experts,
             sleeps=is_colocated,
+            roots=roots,
         )
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)
     gc.collect()
@@ -151,7 +158,7 @@ async def _work(broker: Broker, recipe: Recipe, worker: str, private: Path, drai
         broker=broker,
         engine=engine,
         subscriber=Subscriber(broker, worker, recipe.weights),
-        scorer=open_reward(recipe.rewards),
+        scorer=open_reward(recipe.rewards, roots),
         decoding=load_decoding(model),
         sampling=recipe.sampling,
         config=recipe.workers,

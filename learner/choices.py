@@ -1,6 +1,5 @@
-"""What a recipe may name: built-in kinds, users' own by import path, typed options."""
+"""What a recipe may name: built-in kinds and typed options. Users' own go by import path: `broker.user_code`."""
 
-import importlib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -10,19 +9,6 @@ import msgspec
 from broker.errors import ConfigError
 
 T = TypeVar("T")
-
-
-def import_own(path: str, where: str) -> Any:
-    """What `package.module:name` names. `where` is the recipe's key, for the error."""
-    module_name, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{where}: cannot import {module_name!r} for {path!r}: {error}. Is it installed or on PYTHONPATH?"
-        ) from error
-    except AttributeError as error:
-        raise ConfigError(f"{where}: module {module_name!r} has no {name!r} (from {path!r}).") from error
 
 
 def unknown_kind(kind: str, known: Iterable[str], where: str) -> ConfigError:

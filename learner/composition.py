@@ -19,8 +19,9 @@ from algorithms.proximal import PROXIMAL
 from algorithms.returns import gae
 from algorithms.tokens import Tokens
 from broker.errors import ConfigError
+from broker.user_code.roots import load
 
-from .choices import import_own, unknown_kind, unknown_option
+from .choices import unknown_kind, unknown_option
 from .config import AlgorithmConfig
 
 Surrogate = Callable[..., tuple[torch.Tensor, Metrics]]
@@ -212,7 +213,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def _open(part: Any, known: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Any:
     """The function that `part.kind` names with `part.options` bound; those of built-in ones are checked."""
     if ":" in part.kind:
-        return functools.partial(import_own(part.kind, f"{where}.kind"), **part.options)
+        return functools.partial(load(part.kind, f"{where}.kind"), **part.options)
     if part.kind not in known:
         raise unknown_kind(part.kind, [*known, *also], f"{where}.kind")
     function, possible = known[part.kind], options_of(known[part.kind])

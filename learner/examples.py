@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from broker.errors import ConfigError
+from broker.user_code.roots import load
 
-from .choices import import_own, typed_options, unknown_kind
+from .choices import typed_options, unknown_kind
 from .config import EXAMPLES, SftPhaseConfig
 from .prompts.arithmetic import ArithmeticOptions, Chain, apply, chain_options, draw_chain
 from .prompts.rows import Row, read_rows
@@ -55,7 +56,7 @@ def open_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
             examples = [_example(row, place) for place, row in read_rows(config.kind, config.path, "sft.phases.path")]
             return _repeated(examples, config.path, seed)
         case own if ":" in own:
-            function = import_own(own, "sft.phases.kind")
+            function = load(own, "sft.phases.kind")
             return iter(function(path=config.path, seed=seed, **config.options))
         case unknown:
             raise unknown_kind(unknown, EXAMPLES, "sft.phases.kind")

@@ -14,12 +14,12 @@ into micro-batches or spread over ranks, and how the model is laid out over them
 """
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from broker.errors import ConfigError
+from broker.user_code.roots import load
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 
 from .base import Backend, ValueBackend
@@ -97,11 +97,7 @@ def open_backend(
 
 def _own_class(kind: str, head: str) -> Callable[..., Any]:
     """A user's class, which takes the arguments that `FsdpBackend` takes, and for a critic `head`."""
-    module_name, _, class_name = kind.partition(":")
-    try:
-        backend_class: Callable[..., Any] = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"learner.backend: cannot load `{kind}`: {error}") from error
+    backend_class: Callable[..., Any] = load(kind, "learner.backend")
     if head == "policy":
         return backend_class
     if "head" not in inspect.signature(backend_class).parameters:

@@ -12,7 +12,8 @@ Your own source: `package.module:Class`, called as Class(path=, seed=, **options
 
 from typing import TYPE_CHECKING
 
-from learner.choices import import_own, unknown_kind
+from broker.user_code.roots import load
+from learner.choices import unknown_kind
 from learner.config import PROMPTS, PromptsConfig
 
 from .base import PromptSource
@@ -47,7 +48,7 @@ def open_source(config: PromptsConfig, seed: int) -> PromptSource:
 
             return open_tasks(config.path, config.options, seed=seed)
         case own if ":" in own:
-            source: PromptSource = import_own(own, "prompts.kind")(path=config.path, seed=seed, **config.options)
+            source: PromptSource = load(own, "prompts.kind")(path=config.path, seed=seed, **config.options)
             return source
         case unknown:
             raise unknown_kind(unknown, PROMPTS, "prompts.kind")

@@ -9,23 +9,30 @@ the one that it was sampled with: over keys and values of the same weights, unle
 """
 
 import difflib
-import importlib
 import importlib.util
 from pathlib import Path
 
 from broker.errors import ConfigError, HeadwayError
+from broker.user_code.roots import ImportRoots
 from rollout_workers.config import ENGINES, VLLM_REMEDY, EngineConfig
 
 from .base import Engine
 
 
 def open_engine(
-    config: EngineConfig, model_dir: Path, *, seed: int, tells_experts: bool = False, sleeps: bool = False
+    config: EngineConfig,
+    model_dir: Path,
+    *,
+    seed: int,
+    tells_experts: bool = False,
+    sleeps: bool = False,
+    roots: ImportRoots | None = None,
 ) -> Engine:
     """Start the engine `config.kind` on the config.json in `model_dir`; weights come by swap_weights.
 
     vLLM must know from the start what will be asked of it. `tells_experts`: which experts were chosen; raises
-    HeadwayError where it cannot tell. `sleeps`: to leave a GPU's memory to others.
+    HeadwayError where it cannot tell. `sleeps`: to leave a GPU's memory to others. `roots`: below which an engine of
+    one's own may be imported; by default Headway's own and the working directory's.
     """
     match config.kind:
         case "embedded":
@@ -39,7 +46,7 @@ def open_engine(
 
             return open_vllm(config, model_dir, seed=seed, tells_experts=tells_experts, sleeps=sleeps)
         case path if ":" in path:
-            return open_custom(path, config, model_dir, seed=seed)
+            return open_custom(path, config, model_dir, seed=seed, roots=roots or ImportRoots())
         case unknown:
             nearest = difflib.get_close_matches(unknown, ENGINES, n=1, cutoff=0)[0]
             raise ConfigError(
@@ -48,11 +55,7 @@ def open_engine(
             )
 
 
-def open_custom(path: str, config: EngineConfig, model_dir: Path, *, seed: int) -> Engine:
-    """An engine of the user's own, called as Class(config, model_dir, seed=seed)."""
-    module_name, _, name = path.partition(":")
-    try:
-        engine: Engine = getattr(importlib.import_module(module_name), name)(config, model_dir, seed=seed)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"engine.kind={path} cannot be loaded: {error}") from error
+def open_custom(path: str, config: EngineConfig, model_dir: Path, *, seed: int, roots: ImportRoots) -> Engine:
+    """An engine of the user's own, called as Class(config, model_dir, seed=seed). Raises ConfigError."""
+    engine: Engine = roots.load(path, "engine.kind")(config, model_dir, seed=seed)
     return engine

@@ -11,22 +11,25 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from broker.errors import ConfigError
+from broker.user_code.roots import ImportRoots
 from rollout_workers.config import REWARDS, RewardConfig
 
 from .base import Score, Scorer
 
 
-def open_reward(configs: Sequence[RewardConfig]) -> Scorer:
-    """The weighted sum of `configs`. Raises ConfigError where a kind does not exist or cannot be called."""
+def open_reward(configs: Sequence[RewardConfig], roots: ImportRoots | None = None) -> Scorer:
+    """The weighted sum of `configs`. Raises ConfigError where a kind does not exist, may not be imported (`roots`, by
+    default Headway's own modules and the working directory's) or cannot be called."""
     from .weighted import WeightedScorer, WeightedSum
 
     if not configs:
         raise ConfigError(f"rewards: none given; name at least one of {', '.join(REWARDS)} or package.module:function")
+    roots = roots or ImportRoots()
     names = _names([config.kind for config in configs])
-    return WeightedSum([WeightedScorer(n, c.weight, _open(c)) for n, c in zip(names, configs, strict=True)])
+    return WeightedSum([WeightedScorer(n, c.weight, _open(c, roots)) for n, c in zip(names, configs, strict=True)])
 
 
-def _open(config: RewardConfig) -> Scorer:
+def _open(config: RewardConfig, roots: ImportRoots) -> Scorer:
     match config.kind:
         case "arithmetic":
             from .arithmetic import ArithmeticScorer
@@ -43,7 +46,7 @@ def _open(config: RewardConfig) -> Scorer:
         case path if ":" in path:
             from .functions import open_function
 
-            return open_function(path, config.signature)
+            return open_function(path, config.signature, roots)
         case unknown:
             nearest = get_close_matches(unknown, REWARDS, n=1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(REWARDS)}."

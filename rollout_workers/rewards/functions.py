@@ -6,16 +6,15 @@ TRL   `reward(prompts, completions, **kwargs) -> list[float]`; kwargs are the da
 """
 
 import asyncio
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal
 
 from broker.errors import ConfigError
 from broker.schema import Prompt
+from broker.user_code.roots import ImportRoots
 
 from .base import RewardError, Score, Scorer
 
@@ -28,9 +27,9 @@ SIGNATURES = (
 )
 
 
-def open_function(path: str, signature: Literal["auto", "verl", "trl"]) -> Scorer:
+def open_function(path: str, signature: Literal["auto", "verl", "trl"], roots: ImportRoots) -> Scorer:
     """`package.module:function` as a scorer. Raises ConfigError if it is not there or fits neither."""
-    function = import_function(path)
+    function: RewardFunction = roots.load(path, "rewards.kind")
     match _detect(path, function) if signature == "auto" else signature:
         case "verl":
             return FunctionScorer(path, function, _verl_arguments, _verl_score)
@@ -69,25 +68,6 @@ class FunctionScorer:
 
     async def close(self) -> None:
         """Nothing to free."""
-
-
-def import_function(path: str) -> RewardFunction:
-    """Import `package.module:function`; the module must be importable on every machine that runs workers."""
-    module_name, _, name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"rewards: cannot import {module_name!r} for {path!r}: {error}. It must be installed, or lie on "
-            "PYTHONPATH, where the workers run"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        nearest = get_close_matches(name, [n for n in vars(module) if callable(getattr(module, n))], n=1)
-        hint = f"; did you mean {module_name}:{nearest[0]}?" if nearest else ""
-        raise ConfigError(f"rewards: {module_name} has no function {name!r}{hint}")
-    checked: RewardFunction = function
-    return checked
 
 
 def _detect(path: str, function: RewardFunction) -> Literal["verl", "trl"]:

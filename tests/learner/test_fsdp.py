@@ -315,8 +315,8 @@ def test_backends_by_name() -> None:
     assert own.arguments == (model_config("qwen3"), OPTIMIZER, "cpu", 9)
     for kind, message in (
         ("fdsp", "there is no `fdsp`"),
-        ("nowhere:Own", "cannot load"),
-        (f"{__name__}:No", "cannot load"),
+        ("nowhere:Own", "cannot import"),
+        (f"{__name__}:No", "has no 'No'"),
     ):
         with pytest.raises(ConfigError, match=message):
             open_backend(kind, model_config("qwen3"), OPTIMIZER)

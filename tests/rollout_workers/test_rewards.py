@@ -283,7 +283,7 @@ async def test_an_explicit_signature_needs_no_detection() -> None:
         ("zzz", "there are arithmetic, math_verify, reasoning_gym"),
         ("no_such_package.rewards:score", "cannot import 'no_such_package.rewards'"),
         (f"{HERE}:verl_flaot", f"did you mean {HERE}:verl_float"),
-        (f"{HERE}:HERE", "has no function 'HERE'"),
+        (f"{HERE}:HERE", "is a str, and no function or class"),
         (
             f"{HERE}:unusual",
             r"unusual\(text, truth\) has neither.*verl: compute_score\(.*TRL: reward\(prompts",

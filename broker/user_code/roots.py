@@ -1,0 +1,111 @@
+"""Which import paths a process resolves: those below modules that its operator named.
+
+A worker's configuration lies in the broker. Whoever can write there would run `subprocess:Popen`, or what somebody's
+reward module happens to have imported from it, in every worker, if workers resolved whatever path they are given.
+"""
+
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from broker.errors import ConfigError
+
+OWN_PACKAGES = frozenset({"algorithms", "broker", "deploy", "learner", "rollout_workers", "weightsync"})
+PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+NEVER = sys.stdlib_module_names | set(sys.builtin_module_names) | {"__main__"}
+
+
+def import_directory() -> Path:
+    """Where the operator's own modules lie: the directory in which the command was given."""
+    return Path(os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()))
+
+
+@dataclass(frozen=True)
+class ImportRoots:
+    """What may be imported: Headway's own modules, those in `directory`, and those that are named."""
+
+    named: tuple[str, ...] = ()
+    """Modules, with all below them, and whole paths such as `my_rewards:score`."""
+    directory: Path = field(default_factory=import_directory)
+
+    def check(self, path: str, where: str) -> None:
+        """Raise ConfigError, without importing anything of it, where `path` may not be imported. `where` is its key."""
+        module = self._module(path, where)
+        if path not in self.named and not self._is_allowed(module):
+            raise ConfigError(
+                f"{where}: {path!r} is not imported: {module!r} belongs neither to Headway nor to the files in"
+                f" {self.directory}, and nobody has allowed it here. If you trust whoever wrote this configuration,"
+                f" start the workers with --allow-import {module.partition('.')[0]}."
+            )
+
+    def load(self, path: str, where: str) -> Any:
+        """What `path` names. Raises ConfigError where it may not be imported, cannot be, or is defined outside of the
+        roots: a module of one's own has much at hand that it imported from elsewhere."""
+        self.check(path, where)
+        found = load(path, where)
+        home = getattr(found, "__module__", None) or type(found).__module__
+        if path not in self.named and not self._is_allowed(home):
+            raise ConfigError(
+                f"{where}: {path!r} is not used: it is only imported there, and defined in {home!r}, which nobody has"
+                f" allowed here. Start the workers with --allow-import {path}, or wrap it in a function of your own."
+            )
+        return found
+
+    def _module(self, path: str, where: str) -> str:
+        if not PATH.fullmatch(path):
+            raise ConfigError(f"{where}: {path!r} is no import path; write package.module:name.")
+        module = path.partition(":")[0]
+        if module.partition(".")[0] in NEVER:
+            raise ConfigError(
+                f"{where}: {path!r} is not imported: {module!r} belongs to Python's standard library, which no"
+                " configuration may call. Wrap it in a function of your own."
+            )
+        return module
+
+    def _is_allowed(self, module: str) -> bool:
+        top = module.partition(".")[0]
+        if top in NEVER:
+            return False
+        if top in OWN_PACKAGES or any(f"{module}.".startswith(f"{name}.") for name in self.named):
+            return True
+        return self._lies_in_directory(top)
+
+    def _lies_in_directory(self, top: str) -> bool:
+        """Directly: an environment with its packages often lies somewhere below. What is nowhere may be looked for."""
+        try:
+            spec = importlib.util.find_spec(top)
+        except ValueError:  # a module without one, made at run time
+            return False
+        if spec is None:
+            return True
+        places: list[str | None] = [*(spec.submodule_search_locations or ())]
+        places = places or [spec.origin if spec.has_location else None]
+        here = self.directory.resolve()
+        return all(place is not None and Path(place).parent.resolve() == here for place in places)
+
+
+def load(path: str, where: str) -> Any:
+    """What `package.module:name` names. Raises ConfigError, whatever importing it does."""
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}: cannot import {module_name!r} for {path!r}: {error}. It must be installed, or lie in the"
+            " directory of the command or on PYTHONPATH, on each machine that needs it."
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{where}: importing {module_name!r} raised {type(error).__name__}: {error}.") from error
+    if not hasattr(module, name):
+        nearest = get_close_matches(name, vars(module), n=1)
+        hint = f"; did you mean {module_name}:{nearest[0]}?" if nearest else "."
+        raise ConfigError(f"{where}: module {module_name!r} has no {name!r} (from {path!r}){hint}")
+    if not callable(found := getattr(module, name)):
+        raise ConfigError(f"{where}: {path!r} is a {type(found).__name__}, and no function or class.")
+    return found

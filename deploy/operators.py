@@ -1,0 +1,63 @@
+"""What a worker does not take from the configuration in the broker, but from whoever started it.
+
+Whoever can write to the broker writes that configuration. So import paths in it are resolved below the modules that the
+worker's operator named, and of an engine's options it may set sizes and switches. `headway run` is given its recipe by
+the operator: it names to its workers what that recipe names.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from broker.user_code.roots import ImportRoots
+from rollout_workers.engine_options import check_stored_options, is_harmless
+
+from .config_files import apply_overrides
+from .recipe import Recipe
+
+
+def check_stored(recipe: Recipe, overrides: Sequence[str], allowed: Sequence[str]) -> ImportRoots:
+    """What may be imported for `recipe`, which came from the broker, with the operator's `overrides` on top.
+
+    Raises ConfigError for paths outside of it and for options that only an operator may set; imports nothing.
+    """
+    own = apply_overrides({"engine": {"options": {}}}, overrides, "override")["engine"]
+    named = [str(own["kind"])] if "kind" in own else []
+    roots = ImportRoots((*allowed, *named))
+    for key, path in _paths(recipe):
+        roots.check(path, key)
+    check_stored_options(recipe.engine, own["options"])
+    return roots
+
+
+def check_paths(recipe: Recipe) -> None:
+    """Raise ConfigError for a path that no worker would import, even for the operator who named it here."""
+    for key, path in _paths(recipe):
+        roots_of(recipe).check(path, key)
+
+
+def roots_of(recipe: Recipe) -> ImportRoots:
+    """For a recipe that was given to this very process: exactly what it names."""
+    return ImportRoots(tuple(path for _, path in _paths(recipe)))
+
+
+def passed_on(recipe: Recipe) -> list[str]:
+    """Arguments with which workers on this machine trust what the recipe says that was given to this command."""
+    allowed = [argument for _, path in _paths(recipe) for argument in ("--allow-import", path)]
+    if recipe.engine.kind != "vllm":
+        return allowed
+    return allowed + [f"engine.options.{name}={json.dumps(value)}" for name, value in _refused(recipe)]
+
+
+def _refused(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """The options that a stored configuration may not set."""
+    for name, value in recipe.engine.options.items():
+        if not is_harmless(name, value):
+            yield name, value
+
+
+def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(key, import path) of all that a worker imports."""
+    named = [("engine.kind", recipe.engine.kind)]
+    named += [(f"rewards[{index}].kind", reward.kind) for index, reward in enumerate(recipe.rewards)]
+    return ((key, path) for key, path in named if ":" in path)

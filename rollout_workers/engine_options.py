@@ -1,0 +1,58 @@
+"""Which of vLLM's options a configuration that lies in the broker may set: sizes and switches.
+
+Others name modules, classes, files or addresses (`worker_cls`, `load_format`, `tokenizer`, `trust_remote_code`, ...):
+vLLM would import or read what they name. Those a worker takes from its own command line alone.
+"""
+
+from collections.abc import Collection
+
+from broker.errors import ConfigError
+
+from .config import EngineConfig
+
+_NAMES = """
+async_scheduling block_size cpu_offload_gb cudagraph_capture_sizes decode_context_parallel_size disable_cascade_attn
+disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_stats disable_sliding_window
+enable_chunked_prefill enable_cumem_allocator enable_eplb enable_expert_parallel enable_flashinfer_autotune
+enable_prefix_caching enable_return_routed_experts enable_sleep_mode enforce_eager gpu_memory_utilization
+kv_cache_memory_bytes kv_offloading_size long_prefill_token_threshold max_cudagraph_capture_size max_logprobs
+max_model_len max_num_batched_tokens max_num_scheduled_tokens max_num_seqs num_gpu_blocks_override optimization_level
+pipeline_parallel_size prefill_context_parallel_size seed stream_interval swap_space tensor_parallel_size watermark
+"""
+SIZES_AND_SWITCHES = frozenset(_NAMES.split())
+"""Numbers, true or false, and lists of numbers."""
+
+WORDS = {
+    "attention_backend": None,
+    "distributed_executor_backend": {"mp", "uni"},
+    "dtype": {"auto", "bfloat16", "float16", "float32", "half", "float"},
+    "kv_cache_dtype": None,
+    "moe_backend": None,
+    "performance_mode": None,
+    "quantization": None,
+    "scheduling_policy": {"fcfs", "priority"},
+}
+"""One of these words, or (None) any plain word, which vLLM looks up in a list of its own."""
+
+
+def check_stored_options(engine: EngineConfig, own: Collection[str] = ()) -> None:
+    """Raise ConfigError for an option of vLLM that is not for a stored configuration, unless it is among the `own` ones
+    of this worker's command line. An engine of the operator's own knows itself what its options do."""
+    for name, value in engine.options.items() if engine.kind == "vllm" else ():
+        if name not in own and not is_harmless(name, value):
+            raise ConfigError(
+                f"engine.options.{name} is not taken from the run's configuration: what it names, vLLM may import, read"
+                " or run. If you trust whoever started the run's learner, give it to the workers themselves:"
+                f" headway workers engine.options.{name}=VALUE."
+            )
+
+
+def is_harmless(name: str, value: object) -> bool:
+    """Whether this option of vLLM makes it import, read or run nothing, whatever it is set to here."""
+    if name in SIZES_AND_SWITCHES:
+        numbers = value if isinstance(value, list) else [value]
+        return all(number is None or isinstance(number, bool | int | float) for number in numbers)
+    words = WORDS.get(name, ())
+    if not isinstance(value, str):
+        return value is None and name in WORDS
+    return value in words if words is not None else value.replace("_", "").replace("-", "").isalnum()

@@ -1,0 +1,99 @@
+"""What a worker takes from the configuration in the broker: nothing that its own operator would have to answer for."""
+
+import asyncio
+import sys
+
+import pytest
+
+from broker import Broker
+from broker.batches import CheckpointMark
+from broker.errors import ConfigError
+from broker.schema import RunRules
+from deploy.config import load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
+from deploy.operators import check_stored, passed_on, roots_of
+from deploy.recipe import Recipe
+
+
+def stored(*overrides: str) -> Recipe:
+    """As a worker gets it."""
+    return recipe_from_bytes(recipe_to_bytes(load_recipe("arithmetic.yaml", overrides)))
+
+
+async def test_a_worker_that_finds_the_standard_library_in_its_configuration_runs_nothing(broker: Broker) -> None:
+    """Whoever can write to the broker has written it there."""
+    config = recipe_to_bytes(stored("rewards=[{kind: 'subprocess:Popen', signature: trl}]"))
+    rules = RunRules(max_lag=1, groups_per_step=1)
+    await broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=config, resume=False)
+    command = ("worker", "--broker", broker.url, "--run", broker.run)
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "deploy", *command, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await asyncio.wait_for(worker.communicate(), 60)
+    assert worker.returncode == 1
+    assert b"rewards[0].kind: 'subprocess:Popen' is not imported: 'subprocess' belongs to Python's standard" in said
+
+
+VLLM = ("engine.kind=vllm", "engine.max_model_len=64")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("rewards=[{kind: arithmetic}, {kind: 'subprocess:Popen'}]", r"rewards\[1\]\.kind"),
+        ("rewards=[{kind: 'torch.hub:load'}]", r"rewards\[0\]\.kind"),
+        ("engine.kind='subprocess:Popen'", r"engine\.kind"),
+    ],
+)
+def test_a_stored_import_path_outside_of_the_roots_is_refused(override: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: .*is not imported"):
+        check_stored(stored(override), (), ())
+
+
+def test_the_operator_may_name_modules_and_an_engine() -> None:
+    check_stored(stored("rewards=[{kind: 'torch.hub:load'}]"), (), ("torch",))
+    own = ("engine.kind='torch.hub:load'",)
+    check_stored(with_overrides(stored(), own), own, ())
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "trust_remote_code=true",
+        "worker_cls=my.Worker",
+        "worker_extension_cls=my.Extension",
+        "load_format=my_plugin",
+        "tokenizer=/etc",
+        "model=evil/model",
+        "hf_overrides={architectures: [Evil]}",
+        "distributed_executor_backend=my.Executor",
+        "distributed_executor_backend=ray",
+        "kv_transfer_config={kv_connector_module_path: my}",
+        "compilation_config={backend: 'my.backend'}",
+        "logits_processors=['my:Processor']",
+        "quantization='my.quantization'",
+        "max_num_seqs='my.module'",
+        "block_size={a: 1}",
+    ],
+)
+def test_a_stored_option_that_may_run_code_is_refused_unless_the_operator_sets_it(option: str) -> None:
+    recipe = stored(*VLLM, f"engine.options.{option}")
+    with pytest.raises(ConfigError, match=rf"^engine\.options\.{option.partition('=')[0]} is not taken from the run's"):
+        check_stored(recipe, (), ())
+    own = (f"engine.options.{option}",)
+    check_stored(with_overrides(recipe, own), own, ())
+
+
+def test_sizes_and_switches_are_taken() -> None:
+    options = "gpu_memory_utilization: 0.5, enforce_eager: true, cudagraph_capture_sizes: [1, 2], quantization: fp8"
+    check_stored(stored(*VLLM, f"engine.options={{{options}, distributed_executor_backend: mp}}"), (), ())
+
+
+def test_the_recipe_of_ones_own_command_is_passed_on_to_its_workers() -> None:
+    recipe = load_recipe(
+        "arithmetic.yaml",
+        [*VLLM, "engine.options={load_format: x, block_size: 16}", "rewards=[{kind: 'torch.hub:load'}]"],
+    )
+    assert passed_on(recipe) == ["--allow-import", "torch.hub:load", 'engine.options.load_format="x"']
+    own = ('engine.options.load_format="x"',)
+    check_stored(with_overrides(recipe, own), own, ("torch.hub:load",))
+    roots_of(recipe).load("torch.hub:load", "rewards.kind")
