@@ -34,6 +34,7 @@ from learner.ranks import Ranks
 from learner.rewind import Rewind, check_rewind, rewound_to
 from learner.update import Updater
 from weightsync.publisher import Publisher
+from weightsync.transports.listening import allow_many_files
 
 from .backend import recipe_backend, recipe_critic, recipe_routing
 from .config import recipe_to_bytes
@@ -151,6 +152,7 @@ def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experienc
         experience_log = _open_log(parts, resume)
         claim, start, replayed = _claim(parts, blocking, experience_log, resume)
         blocking.call(blocking.broker.versions.put_model(claim.owner, parts.files))
+        allow_many_files()
         publisher = Publisher(blocking, claim.owner, recipe.weights)
         stack.callback(publisher.close)
         experience = Experience(

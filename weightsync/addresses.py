@@ -1,11 +1,12 @@
 """At which address the learner is reached: the configured one, else that of its way to the broker."""
 
-import socket
+import ipaddress
 from urllib.parse import urlsplit
 
 from broker.errors import WeightSyncError
 
 from .transports.collective import local_address
+from .transports.listening import listen
 
 _LOOPBACK = "127.0.0.1"
 _REDIS_PORT = 6379
@@ -26,18 +27,17 @@ def towards_broker(url: str, timeout_s: float = 5.0) -> str:
         ) from error
 
 
-def learner_addresses(host: str | None, broker_url: str) -> tuple[str, str]:
-    """(the address to tell workers, the local interface behind it)."""
+def learner_address(host: str | None, broker_url: str) -> str:
+    """At which the learner listens, and which workers are told: one of this machine's.
+
+    Raises WeightSyncError where `host` is none of these, or all of them.
+    """
     if host is None:
-        own = towards_broker(broker_url)
-        return own, own
-    return host, host if _is_local(host) else towards_broker(broker_url)
-
-
-def _is_local(host: str) -> bool:
-    """A public or translated address leads here but belongs to no interface of this machine."""
-    try:
-        socket.create_server((host, 0)).close()
-    except OSError:
-        return False
-    return True
+        return towards_broker(broker_url)
+    with listen(host) as listener:
+        if ipaddress.ip_address(listener.getsockname()[0]).is_unspecified:
+            raise WeightSyncError(
+                f"weights.host={host} is every interface of this machine, and none that a worker could be told: name "
+                "the one at which workers reach the learner, or leave it out"
+            )
+    return host

@@ -39,7 +39,16 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     )
     host: Annotated[
         str | None,
-        Meta(description="address at which workers reach the learner; default: that of its way to the broker"),
+        Meta(
+            description="address of one of the learner's interfaces, at which it listens, and only there, and workers"
+            " reach it; default: that of its way to the broker"
+        ),
+    ] = None
+    ports: Annotated[
+        tuple[int, int] | None,
+        Meta(
+            description="first and last port at which workers may pull from the learner, for a firewall; default: any"
+        ),
     ] = None
     poll_s: Annotated[
         float,

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from .transports.rendezvous import listen
+from .transports.listening import listen
 
 _WAITING = 1024
 """Connections that may wait for the next ring, which takes them in."""

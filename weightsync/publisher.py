@@ -19,7 +19,7 @@ from broker.errors import VersionRegressionError
 from broker.owner import Owner
 from broker.schema import Archived, BroadcastGroup, Probe, TensorSpec, WeightManifest, WeightVersion, WorkerInfo
 
-from .addresses import learner_addresses
+from .addresses import learner_address
 from .archives import open_archive
 from .archives.archiver import Archiver
 from .chain import Delta, DeltaChain
@@ -86,18 +86,21 @@ class Publisher:
         self._announced: WeightManifest | None = None
         """By this publisher, the last one. Workers know it: an offer of the same tensors names its version instead."""
         archive = open_archive(config.archive, broker, owner)
-        address, interface = learner_addresses(config.host, broker.broker.url)
+        address = learner_address(config.host, broker.broker.url)
         self._sender = Sender(
             broker.broker.run,
             owner.incarnation,
             self._last_epoch(),
             address,
-            interface,
             config,
             self._put_group,
         )
         self._pulls = PullServer(
-            address, self._token, config.broadcast_timeout_s, memory_is_reused=self._memory_is_reused
+            address,
+            self._token,
+            config.broadcast_timeout_s,
+            ports=config.ports,
+            memory_is_reused=self._memory_is_reused,
         )
         self._chain = DeltaChain(config.delta_chain)
         self._archiver = None if archive is None else Archiver(archive, config.delta_chain, config.broadcast_timeout_s)

@@ -59,7 +59,6 @@ class Sender:
         incarnation: int,
         last_epoch: int,
         address: str,
-        interface: str,
         config: WeightsConfig,
         put_group: Callable[[BroadcastGroup], None],
     ) -> None:
@@ -68,12 +67,11 @@ class Sender:
         self._incarnation = incarnation
         self._epoch = last_epoch
         self._address = address
-        self._interface = interface
         self._config = config
         self._put_group = put_group
-        self._store: TCPStore | None = host_store(interface, config.broadcast_timeout_s)
+        self._store: TCPStore | None = host_store(address, config.broadcast_timeout_s)
         self._group: _Group | None = None
-        self._bell = Doorbell(interface)
+        self._bell = Doorbell(address)
         self._missed: dict[str, WeightVersion] = {}
         """By worker, the version that it was last seen to miss: it is in no group until it has caught up."""
         self._resting = Resting(config.broadcast_timeout_s)
@@ -163,7 +161,7 @@ class Sender:
         try:
             for number, workers in enumerate(_batched(group.members, group.at_once)):
                 store, size = rendezvous.store_of(number), len(workers) + 1
-                transport = form_group(self._config.transport, store, 0, size, self._interface, deadline)
+                transport = form_group(self._config.transport, store, 0, size, self._address, deadline)
                 waves.append(_Wave(workers, transport))
         except WeightSyncError as error:
             # Who failed is unknown. All are asked again: the one that is gone will then not check in.

@@ -31,7 +31,7 @@ def test_members_that_do_not_connect_are_left_alone_ever_longer(monkeypatch: pyt
         raise WeightSyncError("no way there")
 
     monkeypatch.setattr(sender, "form_group", no_way)
-    sending = Sender("run", 1, 0, LOCAL, LOCAL, WeightsConfig(broadcast_timeout_s=50), put_group)
+    sending = Sender("run", 1, 0, LOCAL, WeightsConfig(broadcast_timeout_s=50), put_group)
     workers = [worker_info("w", V0, 0)]
     for now[0] in range(0, 2000, 10):
         epoch, why = sending.prepare(lambda: workers, V1)

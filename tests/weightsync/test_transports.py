@@ -19,7 +19,7 @@ from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion
 from tests.weightsync.conftest import TIMEOUT_S
 from tests.weightsync.worker_process import worker_info
-from weightsync.addresses import learner_addresses
+from weightsync.addresses import learner_address
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
 from weightsync.landing import Landing
@@ -32,6 +32,7 @@ from weightsync.transports import served
 from weightsync.transports.base import SupersededError
 from weightsync.transports.collective import ProcessGroupTransport
 from weightsync.transports.forming import check_transport
+from weightsync.transports.listening import listen
 from weightsync.transports.pull import HttpPull
 from weightsync.transports.pull_server import PullServer
 from weightsync.transports.rendezvous import Rendezvous, connect_store, host_store
@@ -98,7 +99,7 @@ def broadcast(
             joined.close()
 
     config = WeightsConfig(transport=transport, broadcast_timeout_s=TIMEOUT_S)
-    sender = Sender("run", 1, 0, LOCAL, LOCAL, config, put_group)
+    sender = Sender("run", 1, 0, LOCAL, config, put_group)
     with ThreadPoolExecutor(1) as threads:
         received = threads.submit(receive)
         assert sender.prepare(lambda: [worker_info("w", V0, 0)], promised.version) == (1, "")
@@ -189,25 +190,17 @@ def test_transports_that_this_machine_lacks_say_what_to_do(name: str) -> None:
         check_transport(name)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("host", "url", "told"),
-    [
-        (None, "unix:///tmp/x.sock", LOCAL),
-        (LOCAL, "unix:///x", LOCAL),
-        ("198.51.100.7", "unix:///x", "198.51.100.7"),
-    ],
-)
-def test_the_learners_address(host: str | None, url: str, told: str) -> None:
-    assert learner_addresses(host, url) == (told, LOCAL)
+@pytest.mark.parametrize("host", [None, LOCAL, "127.0.0.2", "localhost"])
+def test_the_learners_address(host: str | None) -> None:
+    assert learner_address(host, "unix:///x") == host or LOCAL
 
 
 def test_the_learners_address_is_that_of_its_way_to_the_broker() -> None:
-    store = host_store(LOCAL, TIMEOUT_S)
-    assert learner_addresses(None, f"redis://user:pw@{LOCAL}:{store.port}/0") == (LOCAL, LOCAL)
-    port = store.port
-    del store
+    with listen(LOCAL) as server:
+        port = server.getsockname()[1]
+        assert learner_address(None, f"redis://user:pw@{LOCAL}:{port}/0") == LOCAL
     with pytest.raises(WeightSyncError, match=r"set weights\.host"):
-        learner_addresses(None, f"redis://{LOCAL}:{port}")
+        learner_address(None, f"redis://{LOCAL}:{port}")
 
 
 @pytest.fixture
@@ -362,7 +355,7 @@ def test_the_pull_server_answers_its_own_only(pulls: PullServer) -> None:
         "/",
         "/../etc/passwd",
         "/1/0/-1",
-        "/1/0/" + "9" * 5000,
+        "/1/0/" + "9" * 500,
         "/a/b/c",
         "/1/0/²",
     ):

@@ -1,10 +1,11 @@
 """Pull: the learner serves its staged buckets over HTTP, workers fetch them at their own pace.
 
 GET {pull_url}/{incarnation}/{step}/{bucket}, or .../delta for what leads to that version from the one before, with a
-bearer token. 404: superseded, look for the newer one.
+bearer token. 404: superseded, look for the newer one. 503: so many pull at this moment that there is no place.
 """
 
 import http.client
+import random
 import socket
 from http import HTTPStatus
 from urllib.parse import urlsplit
@@ -52,6 +53,18 @@ class HttpPull:
     def _fetch(
         self, manifest: WeightManifest, version: WeightVersion, name: str, data: memoryview, deadline: Deadline
     ) -> None:
+        patience = Deadline(self._timeout_s)
+        while (retry_s := self._try_to_fetch(manifest, version, name, data, deadline)) is not None:
+            if patience.is_over():
+                raise UnreachableError(f"{manifest.pull_url} had no place for {self._timeout_s:g} s: others pull")
+            # Not all at once, or the last one would always be the same.
+            deadline.pause(retry_s * random.uniform(0.5, 1.0))
+            deadline.check(f"pulling version {version}, waiting for a place")
+
+    def _try_to_fetch(
+        self, manifest: WeightManifest, version: WeightVersion, name: str, data: memoryview, deadline: Deadline
+    ) -> float | None:
+        """None, or after how long to come again."""
         address = urlsplit(manifest.pull_url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=self._timeout_s)
         try:
@@ -61,9 +74,12 @@ class HttpPull:
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._pace.bytes_per_s)
             connection.request("GET", path, headers={"Authorization": f"Bearer {manifest.pull_token}"})
             with connection.getresponse() as response:
+                if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                    return float(response.headers.get("Retry-After", "1"))
                 _check_response(response, manifest.pull_url, version, len(data))
                 self._read_into(response, data, deadline)
-        except (OSError, http.client.HTTPException) as error:
+                return None
+        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a number that is none
             raise UnreachableError(f"pulling version {version} from {manifest.pull_url} failed: {error!r}") from error
         finally:
             connection.close()

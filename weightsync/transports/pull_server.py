@@ -1,61 +1,52 @@
 """The learner's end of pull: serves staged buckets and deltas over HTTP, see `pull.py`."""
 
-import hmac
-import logging
-import socket
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
+from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 
 from broker.schema import WeightVersion
-from weightsync.deadline import Deadline
-from weightsync.transports.rendezvous import listen
+from weightsync.transports.listening import Ports, listen
+from weightsync.transports.requests import Found, Requests
 from weightsync.transports.served import ServedVersion
+from weightsync.transports.visits import Visits
 
-logger = logging.getLogger(__name__)
 DELTA = "delta"
 OLDER = 2
 """Versions that are kept for those in the middle of them: one that a slow line reads keeps nobody else out."""
-_LOOK_S = 0.2
-_SEND_BUFFER_BYTES = 1 << 20
-"""What the system holds of a bucket, which a slow line takes long to read when all of it has been sent."""
-_CHUNK_BYTES = 1 << 20
-"""At most so many are handed to the system at once; the timeout is for any of them."""
-
-
-class Found(NamedTuple):
-    """What a path names."""
-
-    data: memoryview
-    being_read: Callable[[], AbstractContextManager[None]]
-    """To be entered around what it takes to read it."""
+_THREADS = 4
+"""As many as a worker has connections: what costs time, encrypting and copying, does not hold the interpreter."""
 
 
 class PullServer:
-    """Serves the newest version's buckets, on a CPU or a GPU, and deltas, in threads of its own.
+    """Serves the newest version's buckets, on a CPU or a GPU, and deltas, in a few threads of its own.
 
     An older version is served as long as somebody is in the middle of it: steps may be shorter than it takes to fetch
     a version, and who starts over with each would never get one. There are at most `OLDER` of them.
     """
 
-    def __init__(self, address: str, token: str, timeout_s: float, *, memory_is_reused: bool = False) -> None:
-        """`memory_is_reused`: the next version's buckets lie where those of the newest do."""
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        timeout_s: float,
+        *,
+        ports: Ports | None = None,
+        memory_is_reused: bool = False,
+    ) -> None:
+        """`memory_is_reused`: the next version's buckets lie where those of the newest do.
+
+        Raises WeightSyncError where it cannot listen at `address` and one of `ports`.
+        """
         self._memory_is_reused = memory_is_reused
         self._versions: dict[WeightVersion, ServedVersion] = {}
         self._deltas: dict[WeightVersion, bytes] = {}
-        self._token = token
-        self._is_closing = threading.Event()
-        self._server = _open_server(address, _handler_for(self, timeout_s))
-        self.url = f"http://{address}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="weights-pull", daemon=True
-        )
-        self._thread.start()
+        listener = listen(address, ports)
+        host = f"[{address}]" if ":" in address else address
+        self.url = f"http://{host}:{listener.getsockname()[1]}"
+        # The methods are looked up anew for every request.
+        self._requests = Requests(token, timeout_s, lambda path: self.is_ready(path), lambda path: self.find(path))
+        self._visits = Visits(listener, _THREADS, self._requests.visit)
 
     def serve(self, version: WeightVersion, buckets: tuple[torch.Tensor, ...]) -> None:
         """Beside the versions served so far."""
@@ -89,6 +80,14 @@ class PullServer:
         if served is not None and not (served.release() and served.is_needed):
             self._versions = {other: one for other, one in self._versions.items() if other != version}
 
+    def is_ready(self, path: str) -> bool:
+        """`find` need not wait until what `path` names is copied; that is begun."""
+        match path.split("/"):
+            case ["", incarnation, step, name] if all(map(_is_number, (incarnation, step, name))):
+                served = self._versions.get(WeightVersion(int(incarnation), int(step)))
+                return served is None or served.is_ready(int(name))
+        return True
+
     def find(self, path: str) -> Found | None:
         """The bucket or delta that `path` names, if it is still served."""
         match path.split("/"):
@@ -104,80 +103,11 @@ class PullServer:
         data = served.read(int(name)) if served is not None and _is_number(name) else None
         return None if served is None or data is None else Found(data, served.being_read)
 
-    def is_authorized(self, header: str | None) -> bool:
-        """Compares in constant time."""
-        return hmac.compare_digest((header or "").encode(), f"Bearer {self._token}".encode())
-
-    def is_closing(self) -> bool:
-        """Transfers stop at their next chunk."""
-        return self._is_closing.is_set()
-
     def close(self) -> None:
-        """Stop serving and join all threads; a client that does not read holds it for the timeout at most."""
-        self._is_closing.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        """Stop serving and join all threads; waits for no client. Idempotent."""
+        self._visits.close()
         self._versions, self._deltas = {}, {}
 
 
 def _is_number(part: str) -> bool:
     return part.isdecimal() and len(part) < 19
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = False  # joined by server_close
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        logger.debug("a pull from %s broke off", client_address, exc_info=True)
-
-
-def _open_server(address: str, handler: type[BaseHTTPRequestHandler]) -> _Server:
-    listener = listen(address)
-    server = _Server(listener.getsockname()[:2], handler, bind_and_activate=False)
-    server.socket.close()
-    server.socket = listener
-    server.server_address = listener.getsockname()
-    return server
-
-
-def _handler_for(server: PullServer, timeout_s: float) -> type[BaseHTTPRequestHandler]:
-    class BucketHandler(BaseHTTPRequestHandler):
-        timeout = timeout_s
-
-        def do_GET(self) -> None:
-            if not server.is_authorized(self.headers["Authorization"]):
-                self.send_error(HTTPStatus.UNAUTHORIZED)
-                return
-            found = server.find(self.path)
-            if found is None:
-                self.send_error(HTTPStatus.NOT_FOUND)
-                return
-            with found.being_read():
-                self._send(found.data)
-
-        def _send(self, data: memoryview) -> None:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            sent = 0
-            with suppress(OSError):  # the worker went away or stopped reading; it is its business to come again
-                while sent < len(data) and not server.is_closing():
-                    sent += self.connection.send(data[sent : sent + _CHUNK_BYTES])
-                self._until_it_is_there()
-
-        def _until_it_is_there(self) -> None:
-            """What was sent may be on its way for long; whoever has all of it closes the connection."""
-            self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(_LOOK_S)
-            deadline = Deadline(timeout_s)
-            while not (server.is_closing() or deadline.is_over()):
-                with suppress(TimeoutError):
-                    self.connection.recv(1)
-                    return
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Silence: one line per bucket would drown the log."""
-
-    return BucketHandler

@@ -7,7 +7,6 @@
                            /wave/{wave}/...         torch's own keys of that wave's process group
 """
 
-import socket
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -16,28 +15,19 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, WeightVersion
 from weightsync.deadline import Deadline
+from weightsync.transports.listening import listen
 
 _WAIT_S = 0.005
-_ANY = "0.0.0.0"
 
 
 def host_store(address: str, timeout_s: float) -> TCPStore:
-    """A store in this process. It listens at `address` only, where that is one of this machine's."""
+    """A store in this process, which listens at `address` only. Raises WeightSyncError where it cannot."""
     listener = listen(address)
-    bound, port = listener.getsockname()
+    bound, port = listener.getsockname()[:2]
     timeout = timedelta(seconds=timeout_s)
-    own = "127.0.0.1" if bound == _ANY else bound
     return TCPStore(
-        own, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        bound, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
-
-
-def listen(address: str) -> socket.socket:
-    """A listening socket on a free port; on all interfaces where `address` leads here but belongs to none."""
-    try:
-        return socket.create_server((address, 0), backlog=128)
-    except OSError:
-        return socket.create_server((_ANY, 0), backlog=128)
 
 
 def connect_store(group: BroadcastGroup, timeout_s: float) -> TCPStore:

@@ -55,14 +55,21 @@ class ServedVersion:
                 self._readers -= 1
                 self._left_at = time.monotonic()
 
+    def is_ready(self, index: int) -> bool:
+        """`read` has nothing to wait for. Copies are begun."""
+        if not self._memory_is_reused or not 0 <= index < len(self._buckets):
+            return True
+        if self._begin.acquire(blocking=False):
+            threading.Thread(target=self._copy_all, name="weights-copy", daemon=True).start()
+        return self._copies[index].done()
+
     def read(self, index: int) -> memoryview | None:
         """One bucket; None if there is none, or no more. Waits for its copy; raises what kept it from being made."""
         if not 0 <= index < len(self._buckets):
             return None
         if not self._memory_is_reused:
             return as_bytes(self._buckets[index].cpu())
-        if self._begin.acquire(blocking=False):
-            threading.Thread(target=self._copy_all, name="weights-copy", daemon=True).start()
+        self.is_ready(index)
         copied = self._copies[index].result()
         return None if copied is None else as_bytes(copied)
 
