@@ -24,8 +24,9 @@ LAGS = (0, 1, 3, 7, 15)
 
 def masked_mean(name: str, values_T: torch.Tensor, mask_T: torch.Tensor) -> Metrics:
     """The pair for the mean of `values_T` over the tokens with mask 1. Booleans give a share."""
-    mask_T = mask_T.detach()
-    return {f"{name}_sum": (values_T.detach() * mask_T).sum(), f"{name}_count": mask_T.sum()}
+    values_T, mask_T = values_T.detach(), mask_T.detach()
+    counted_T = torch.where(mask_T > 0, values_T, torch.zeros_like(values_T))
+    return {f"{name}_sum": (counted_T * mask_T).sum(), f"{name}_count": mask_T.sum()}
 
 
 def policy_gap(
@@ -61,11 +62,12 @@ def survival(weights_T: torch.Tensor, tokens: Tokens) -> Metrics:
     kept_sequences_lag_1 count sequences of which at least one token is left; a sequence's lag is that of its
     oldest trained token. And the sums of `final_ess`, over all trained tokens.
     """
-    mask_T, cu_seqlens = tokens.loss_mask_T.detach().float(), tokens.cu_seqlens
-    weights_T = torch.where(mask_T > 0, weights_T.detach().float(), torch.zeros_like(mask_T))
-    kept_T = (weights_T != 0).float()
+    dtype, cu_seqlens = torch.promote_types(weights_T.dtype, torch.float32), tokens.cu_seqlens
+    mask_T, weights_T = tokens.loss_mask_T.detach().to(dtype), weights_T.detach().to(dtype)
+    weights_T = torch.where(mask_T > 0, weights_T, torch.zeros_like(mask_T))
+    kept_T = (weights_T != 0).to(dtype)
     lengths_S = segment_sum(mask_T, cu_seqlens)
-    is_trained_S, kept_S = (lengths_S > 0).float(), (segment_sum(kept_T, cu_seqlens) > 0).float()
+    is_trained_S, kept_S = (lengths_S > 0).to(dtype), (segment_sum(kept_T, cu_seqlens) > 0).to(dtype)
     length_S, lag_T = _bucket(lengths_S, LENGTHS), _bucket(tokens.lags_T, LAGS)
     trained_lag_T = torch.where(mask_T > 0, lag_T, torch.zeros_like(lag_T))
     lag_S = torch.zeros_like(length_S).scatter_reduce(0, sequence_of_token(cu_seqlens), trained_lag_T, "amax")

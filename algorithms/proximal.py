@@ -44,7 +44,7 @@ def linear(current_logprobs_T: torch.Tensor, tokens: Tokens) -> torch.Tensor:
 
 
 def _alpha(tokens: Tokens) -> torch.Tensor:
-    return 1 / tokens.lags_T.clamp(min=1).to(tokens.loss_mask_T.dtype)
+    return 1 / tokens.lags_T.clamp(min=1).to(tokens.behavior_logprobs_T.dtype)
 
 
 def _log_ratio(current_logprobs_T: torch.Tensor, tokens: Tokens) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What is added to a reward before it becomes an advantage: length and distance from the reference policy.
 
 Rewards, lengths (tokens of the response) and penalties are [S], KL estimates (`algorithms.kl`) [T]. Nothing here has
-a gradient. Results have the dtype of the rewards.
+a gradient. Results have the dtype of the rewards; the penalty, which is given none, is float64.
 """
 
 import torch
@@ -19,7 +19,7 @@ def overlong_penalty(lengths_S: torch.Tensor, *, limit: int, buffer: int) -> tor
     Source: soft overlong punishment of DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 13; limit 20480 and
     buffer 4096 there.
     """
-    return ((limit - buffer - lengths_S) / max(buffer, 1)).clamp(-1, 0)
+    return ((limit - buffer - lengths_S.double()) / max(buffer, 1)).clamp(-1, 0)
 
 
 def length_normalized(rewards_S: torch.Tensor, lengths_S: torch.Tensor, *, unit: float = 1.0) -> torch.Tensor:

@@ -18,3 +18,8 @@ class Tokens(NamedTuple):
     """[T] int64, versions between the weights that sampled the token and those that are trained."""
     cu_seqlens: torch.Tensor
     """[S + 1] where each sequence begins."""
+
+    @property
+    def trained_advantages(self) -> torch.Tensor:
+        """[T] the advantages, and 0 where the mask is 0: what may be multiplied with."""
+        return torch.where(self.loss_mask_T > 0, self.advantages_T, torch.zeros_like(self.advantages_T))

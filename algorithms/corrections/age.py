@@ -28,7 +28,7 @@ def age_weight(
     loss weight by age that we know of. The power form at 0.5 is FedAsync's in federated learning (Xie et al.
     2019, arXiv:1903.03934); TorchRL samples replay with 1 / (1 + lag). Treat it as an experiment.
     """
-    lags_T = tokens.lags_T.to(tokens.loss_mask_T.dtype)
+    lags_T = tokens.lags_T.to(torch.promote_types(policy_logprobs_T.dtype, tokens.loss_mask_T.dtype))
     weights_T = _DECAYS[kind](lags_T, rate)
     if max_lag > 0:
         weights_T = torch.where(tokens.lags_T > max_lag, torch.zeros_like(weights_T), weights_T)

@@ -6,6 +6,7 @@ So an update's batch gives the same weights however it is cut into micro-batches
 correction itself will look at: of the current policy, before the update, or of the proximal one.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,9 +58,7 @@ def _limit(sums: torch.Tensor, *, budget: float = 0.04, **_: Any) -> dict[str, f
 
 def _edges() -> torch.Tensor:
     """[BINS] the largest |log r| of each bin."""
-    return torch.logspace(
-        torch.tensor(_SMALLEST).log10().item(), torch.tensor(_LARGEST).log10().item(), _BINS, dtype=torch.float64
-    )
+    return torch.logspace(math.log10(_SMALLEST), math.log10(_LARGEST), _BINS, dtype=torch.float64)
 
 
 OF_BATCH = {

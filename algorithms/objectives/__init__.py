@@ -5,8 +5,8 @@ All have one signature, which your own (`package.module:function` in a recipe) s
     f(current_logprobs_T, anchor_logprobs_T, tokens, **options) -> (losses_T, metrics)
 
 `tokens` is an `algorithms.tokens.Tokens`. `anchor_logprobs_T` is the denominator of the ratio: the behavior policy's
-or the proximal policy's logprobs. Losses must be finite where the mask is 0; aggregation gives them no weight.
-Metrics: see `algorithms.metrics`.
+or the proximal policy's logprobs. Losses must be finite where the mask is 0, whatever stands there (ours are 0, by
+`tokens.trained_advantages`); aggregation gives them no weight. Metrics: see `algorithms.metrics`.
 
     a bound silences the token        ppo_clip (token ratio), gspo, gspo_token (sequence), dppo (divergence)
     a bound limits its weight         cispo (token ratio), topr (sequence, A < 0 only)

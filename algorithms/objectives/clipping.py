@@ -23,7 +23,7 @@ def clipped_surrogate(
     Source: PPO, Schulman et al. 2017 (arXiv:1707.06347), equation 7; two bounds: DAPO, Yu et al. 2025
     (arXiv:2503.14476), equation 10; dual clip: Ye et al. 2020 (arXiv:1912.09729), equation 5.
     """
-    advantages_T = tokens.advantages_T
+    advantages_T = tokens.trained_advantages
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     losses_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
     is_clipped_T = is_beyond(ratio_T, advantages_T, low=1 - clip_low, high=1 + clip_high)
@@ -46,4 +46,4 @@ def weighted_log_likelihood(weights_T: torch.Tensor, current_logprobs_T: torch.T
     """
     is_trained_T = tokens.loss_mask_T > 0
     logprobs_T = torch.where(is_trained_T, current_logprobs_T, torch.zeros_like(current_logprobs_T))
-    return -weights_T.detach() * tokens.advantages_T * logprobs_T
+    return -weights_T.detach() * tokens.trained_advantages * logprobs_T

@@ -26,7 +26,8 @@ def sapo(
     Source: SAPO, Gao et al. 2025 (arXiv:2511.20347), tau 1 and 1.05 as there and in Trinity and ms-swift.
     """
     ratio_T = token_ratio(current_logprobs_T, anchor_logprobs_T, tokens.loss_mask_T)
-    tau_T = torch.where(tokens.advantages_T > 0, tau_positive, tau_negative)
+    advantages_T = tokens.trained_advantages
+    tau_T = torch.full_like(ratio_T, tau_negative).masked_fill(advantages_T > 0, tau_positive)
     gate_T = torch.sigmoid(tau_T * (ratio_T - 1))
-    losses_T = -4 / tau_T * gate_T * tokens.advantages_T
+    losses_T = -4 / tau_T * gate_T * advantages_T
     return losses_T, masked_mean("gate", 4 * gate_T * (1 - gate_T), tokens.loss_mask_T)

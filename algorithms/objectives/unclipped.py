@@ -21,4 +21,4 @@ def unclipped(
     equation 6.
     """
     ratio_T = token_ratio(current_logprobs_T, anchor_logprobs_T, tokens.loss_mask_T)
-    return -ratio_T * tokens.advantages_T, {}
+    return -ratio_T * tokens.trained_advantages, {}

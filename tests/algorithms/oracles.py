@@ -1,4 +1,4 @@
-"""The equations as naive float64 loops, one token after another."""
+"""The equations as naive float64 loops, one token after another; a masked token's loss is 0."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def clipped(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: floa
 
 def ppo_losses(b: Ragged, low: float, high: float) -> torch.Tensor:
     ratios = token_ratios(b)
-    return stack([clipped(ratios[t], b.advantages_S[s], low, high) for s, row in b.rows() for t in row])
+    return stack([clipped(ratios[t], b.advantages_S[s] * b.mask_T[t], low, high) for s, row in b.rows() for t in row])
 
 
 def gspo_loss(b: Ragged, low: float, high: float) -> torch.Tensor:
@@ -59,7 +59,7 @@ def dual_clipped_losses(b: Ragged, low: float, high: float, cap: float) -> torch
     ratios = token_ratios(b)
     for s, row in b.rows():
         for t in row:
-            advantage = b.advantages_S[s]
+            advantage = b.advantages_S[s] * b.mask_T[t]
             surrogate = -clipped(ratios[t], advantage, low, high)
             if advantage < 0:
                 surrogate = torch.maximum(surrogate, cap * advantage)
@@ -75,7 +75,7 @@ def gspo_token_losses(b: Ragged, advantages: list[float], low: float, high: floa
         for t in row:
             has_gradient = b.mask_T[t] > 0 and math.exp(-LIMIT) < ratio < math.exp(LIMIT)
             own = b.current_T[t] if has_gradient else 0 * ONE
-            losses.append(clipped(ratio * torch.exp(own - own.detach()), advantages[t] * ONE, low, high))
+            losses.append(clipped(ratio * torch.exp(own - own.detach()), advantages[t] * b.mask_T[t], low, high))
     return stack(losses)
 
 
@@ -120,7 +120,7 @@ def sapo_losses(b: Ragged, positive: float, negative: float) -> torch.Tensor:
     ratios = token_ratios(b)
     for s, row in b.rows():
         tau = positive if b.advantages_S[s] > 0 else negative
-        losses += [-(4 / tau) / (1 + torch.exp(-tau * (ratios[t] - 1))) * b.advantages_S[s] for t in row]
+        losses += [-(4 / tau) / (1 + torch.exp(-tau * (ratios[t] - 1))) * b.advantages_S[s] * b.mask_T[t] for t in row]
     return stack(losses)
 
 

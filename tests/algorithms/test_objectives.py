@@ -159,23 +159,6 @@ def test_a_sequence_alone_gets_what_it_gets_inside_a_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@every_case
-def test_what_stands_at_masked_places_gives_no_gradient_and_no_nan(name: str, case: str) -> None:
-    batch = make(case)
-    is_masked_T = batch.mask_T == 0
-    absurd_T = torch.tensor([float("nan"), float("-inf"), float("inf")])[torch.arange(batch.mask_T.numel()) % 3]
-    batch = replace(
-        batch,
-        current_T=torch.where(is_masked_T, absurd_T, batch.current_T),
-        anchor_T=torch.where(is_masked_T, absurd_T.flip(0), batch.anchor_T),
-    )
-    losses_T, gradient_T = _losses_and_gradient(name, batch)
-    assert torch.isfinite(losses_T).all()
-    assert torch.isfinite(gradient_T).all()
-    assert (gradient_T[is_masked_T] == 0).all()
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
 def test_at_ratio_one_every_objective_has_the_policy_gradient(name: str) -> None:
     batch = make("ragged")
     on_policy = replace(batch, current_T=batch.anchor_T)

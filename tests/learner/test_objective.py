@@ -68,7 +68,14 @@ class Whole:
         self.proximal_T, self.reference_T, self.current_T = (
             self.behavior_T + 0.3 * torch.randn(total, generator=generator) for _ in range(3)
         )
-        self.advantages_S = torch.randn(len(LENGTHS), generator=generator)
+        advantages_S = torch.randn(len(LENGTHS), generator=generator)
+        self.advantages_T = spread(advantages_S, torch.tensor(self.bounds)) * self.mask_T
+
+    def spoil(self, garbage: float) -> None:
+        """Put this at all masked places."""
+        for name in ("behavior_T", "proximal_T", "reference_T", "current_T", "advantages_T"):
+            values_T = getattr(self, name)
+            setattr(self, name, torch.where(self.mask_T > 0, values_T, torch.full_like(values_T, garbage)))
 
     def part(self, sequences: Sequence[int]) -> tuple[PackedBatch, torch.Tensor]:
         """The batch of these sequences, in this order, and the places of its tokens in the whole."""
@@ -81,7 +88,7 @@ class Whole:
             cu_seqlens=torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32),
             loss_mask_T=self.mask_T[index_T],
             behavior_logprobs_T=self.behavior_T[index_T],
-            advantages_T=spread(self.advantages_S, torch.tensor(self.bounds))[index_T] * self.mask_T[index_T],
+            advantages_T=self.advantages_T[index_T],
             lags_T=torch.zeros_like(index_T),
         )
         return batch, index_T
@@ -119,6 +126,18 @@ def test_any_split_gives_the_same_loss_gradient_and_metrics(name: str, split: li
     assert split_metrics == pytest.approx(metrics, rel=1e-5)
     assert gradient_T.abs().sum() > 0
     assert gradient_T[whole.mask_T == 0].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", sorted(COMPOSITIONS.keys() - {"own"}))
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
+def test_what_stands_at_masked_places_changes_nothing(name: str, garbage: float) -> None:
+    whole, objective = Whole(), Objective(algorithm(COMPOSITIONS[name]))
+    split = [[4, 0], [1, 2, 3, 5]]
+    loss, gradient_T, metrics = whole.train(objective, split)
+    whole.spoil(garbage)
+    spoiled_loss, spoiled_gradient_T, spoiled_metrics = whole.train(objective, split)
+    assert (spoiled_loss, spoiled_metrics) == (loss, metrics)
+    assert torch.equal(spoiled_gradient_T, gradient_T)
 
 
 @every_composition
@@ -194,7 +213,7 @@ def test_the_composition_is_the_equation() -> None:
                 current, proximal, behavior, reference = (
                     float(x[t]) for x in (whole.current_T, whole.proximal_T, whole.behavior_T, whole.reference_T)
                 )
-                advantage, ratio = float(whole.advantages_S[s]), np.exp(current - proximal)
+                advantage, ratio = float(whole.advantages_T[t]), np.exp(current - proximal)
                 surrogate = min(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
                 penalty = np.exp(reference - current) - 1 - (reference - current)
                 expected += (-np.exp(proximal - behavior) * surrogate + 0.1 * penalty) / tokens
