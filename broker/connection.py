@@ -124,9 +124,10 @@ class Connection:
         await self._attempt(lambda: self._on_primaries(lambda _, server: server.send(loads)))
 
     async def scan(self, pattern: str) -> list[str]:
-        """Names of all keys that match."""
+        """Names of all keys that match; those that are no text are none of ours."""
         found = await self._attempt(lambda: self._on_primaries(lambda _, server: _scan(server, pattern)))
-        return sorted({key.decode() for names in found for key in names})
+        keys = {key.decode(errors="replace") for names in found for key in names}
+        return sorted(key for key in keys if "\N{REPLACEMENT CHARACTER}" not in key)
 
     async def make_durable(self, replicas: int, timeout_ms: int) -> bool:
         """Whether all that was written up to now has reached the servers' disks, and so many replicas of each.

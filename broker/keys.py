@@ -61,17 +61,31 @@ from zlib import crc32
 from .errors import BrokerError
 
 PREFIX = "headway:"
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check_run_name(run: str) -> str:
-    """The name itself, if it is one."""
-    if not _RUN_NAME.fullmatch(run):
+    """The name itself, if it is one. Raises BrokerError."""
+    return _checked(run, "run")
+
+
+def check_worker_name(worker: str) -> str:
+    """The name itself, if it is one. Raises BrokerError."""
+    return _checked(worker, "worker")
+
+
+def is_name(text: str) -> bool:
+    """Whether a run or a worker could be called so."""
+    return _NAME.fullmatch(text) is not None
+
+
+def _checked(name: str, kind: str) -> str:
+    if not is_name(name):
         raise BrokerError(
-            f"{run!r} is no name for a run: use 1 to 100 letters, digits, '.', '_' or '-', "
+            f"{name[:200]!r} is no name for a {kind}: use 1 to 100 letters, digits, '.', '_' or '-', "
             "the first of them a letter or digit."
         )
-    return run
+    return name
 
 
 class Keys:

@@ -54,7 +54,7 @@ class Phases:
         None: nobody can say yet, as the server was away.
         """
         names = await self._connection.learner_script("phase", owner, 0)
-        return tuple(name.decode() for name in names) if self._has_heard() else None
+        return tuple(name.decode(errors="backslashreplace") for name in names) if self._has_heard() else None
 
     async def may_generate(self, worker: str, ttl_s: float = AWAKE_S, *, is_awake: bool) -> bool:
         """Whether engines may generate now; the worker then counts as awake for `ttl_s` seconds, and else as long as it

@@ -2,21 +2,26 @@
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from .codec import decode, encode
 from .connection import Command, Connection
 from .errors import BrokerError, FrameError, RunNotFoundError
-from .keys import PREFIX, run_of
+from .keys import PREFIX, check_worker_name, is_name, run_of
 from .owner import Owner
 from .schema import QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
 from .versions import put_blob
 
 _KEPT_STEPS = 512
 _WORKER_NAMES_TTL_S = 86400
+_ERROR_CHARACTERS = 2000
+_WARNINGS = 100
+"""Of reports that cannot be read: whoever sends such may send many."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
@@ -38,7 +43,9 @@ class StatusBoard:
         return blob
 
     async def heartbeat(self, info: WorkerInfo, ttl_s: float) -> None:
-        """Alive for so long, unless it beats again."""
+        """Alive for so long, unless it beats again. Raises BrokerError where its name is none."""
+        check_worker_name(info.worker)
+        info = replace(info, last_error=_storable(info.last_error))
         keys = self._connection.keys
         names, serving = keys("workers"), keys("serving")
         serves = info.version is not None and info.state != "draining"
@@ -73,9 +80,9 @@ class StatusBoard:
             beat.exception()  # whoever still waits for it has been told
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
-        """Those alive, by name; without those of another schema version."""
+        """Those alive, by name; without those of another schema version, and what is no worker's name or report."""
         keys = self._connection.keys
-        names = sorted(name.decode() for name in await self._connection.execute("SMEMBERS", keys("workers")))
+        names = self._readable_names(await self._connection.execute("SMEMBERS", keys("workers")))
         if not names:
             return ()
         blobs = await self._connection.execute("MGET", *(keys(f"worker:{name}") for name in names))
@@ -84,16 +91,32 @@ class StatusBoard:
         if dead:  # one that comes back adds itself again with its next heartbeat
             with suppress(BrokerError):  # who only looks may not
                 await self._connection.execute("SREM", keys("workers"), *dead)
-        heard = (self._readable(blob, WorkerInfo, f"worker {name}") for name, blob in alive.items())
-        return tuple(info for info in heard if info is not None)
+        heard = ((name, self._readable(blob, WorkerInfo, f"worker {name}")) for name, blob in alive.items())
+        return tuple(info for name, info in heard if info is not None and self._is_of(name, info))
+
+    def _readable_names(self, members: Iterable[bytes]) -> list[str]:
+        """In order. Anybody who has a worker's password can add others."""
+        names = [member.decode(errors="backslashreplace") for member in members]
+        for name in names:
+            if not is_name(name):
+                self._warn_once(name, f"{name[:200]!r} is passed over: it is no name for a worker.")
+        return sorted(name for name in names if is_name(name))
+
+    def _is_of(self, name: str, info: WorkerInfo) -> bool:
+        if info.worker != name:
+            self._warn_once(name, f"Worker {name} is passed over: it reports as {info.worker[:200]!r}.")
+        return info.worker == name
+
+    def _warn_once(self, what: str, text: str) -> None:
+        if what not in self._unreadable and len(self._unreadable) < _WARNINGS:
+            self._unreadable.add(what)
+            log.warning("%s", text)
 
     def _readable(self, frame: bytes, kind: type[T], what: str) -> T | None:
         try:
             return decode(frame, kind)
         except FrameError as error:
-            if what not in self._unreadable:
-                log.warning("%s is passed over, its report cannot be read: %s", what, error)
-                self._unreadable.add(what)
+            self._warn_once(what, f"{what} is passed over, its report cannot be read: {error}")
             return None
 
     async def report_step(self, owner: Owner, metrics: StepMetrics) -> None:
@@ -134,7 +157,8 @@ class StatusBoard:
 
     async def runs(self) -> tuple[str, ...]:
         """Names of all runs on this server."""
-        return tuple(sorted(map(run_of, await self._connection.scan(f"{PREFIX}{{*}}:meta"))))
+        names = map(run_of, await self._connection.scan(f"{PREFIX}{{*}}:meta"))
+        return tuple(sorted(filter(is_name, names)))
 
     async def delete_run(self) -> int:
         """Removes everything of this run; how many keys that were."""
@@ -194,6 +218,11 @@ class StatusBoard:
             trimmed_samples=number["trimmed_samples"],
             uninformative=number["uninformative"],
         )
+
+
+def _storable(text: str) -> str:
+    """An error as UTF-8 has it: messages may hold halves of characters, such as those of file names."""
+    return text[:_ERROR_CHARACTERS].encode(errors="backslashreplace").decode()
 
 
 def _pairs(flat: Any) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from .codec import decode
 from .connection import Command, Connection
 from .errors import FrameError
+from .keys import is_name
 from .schema import StepMetrics, WeightVersion
 
 
@@ -51,7 +52,7 @@ class Usage:
             incarnation=int(meta["incarnation"]),
             announced=_announced(meta),
             last_step=_read(steps[0]) if steps else None,
-            workers=await self._alive([name.decode() for name in names]),
+            workers=await self._alive([name.decode() for name in names if is_name(name.decode(errors="replace"))]),
             payload_bytes=int(meta.get("payload_bytes", 0)),
             idle_s=int(idle_s or 0),
         )

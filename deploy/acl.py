@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import click
-
 from broker.access import Role, users
 from broker.errors import ConfigError
 
 from .config_files import read_yaml
+from .printing import say
 
 
 def print_acl(run: str | None, passwords: Path | None, *, as_file: bool, is_for_7_0: bool) -> None:
@@ -15,9 +14,9 @@ def print_acl(run: str | None, passwords: Path | None, *, as_file: bool, is_for_
     given = _read(passwords) if passwords else dict[str, str]()
     for user in users(run, given):
         command = "user" if as_file else "ACL SETUSER"
-        click.echo(f"{command} {user.name} {' '.join(user.rules(is_for_7_0=is_for_7_0))}")
+        say(f"{command} {user.name} {' '.join(user.rules(is_for_7_0=is_for_7_0))}")
         if user.role not in given:
-            click.echo(f"{user.name} {user.password}", err=True)
+            say(f"{user.name} {user.password}", to_stderr=True)
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -7,14 +7,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
-from rich.text import Text
 
 from learner.catalog import PARTS, Composition, Function, compositions, functions
+
+from .terminal import styled
 
 
 def overview() -> RenderableType:
     """All of it, a line each."""
-    return Group(_presets_table(), *(_functions_table(part) for part in PARTS), Text(FOOTER))
+    return Group(_presets_table(), *(_functions_table(part) for part in PARTS), FOOTER)
 
 
 FOOTER = """
@@ -31,7 +32,7 @@ def page(one: Function | Composition) -> RenderableType:
         parts.add_row(name, _inline(value))
     named = _named_by(one.algorithm)
     pages = [_function_page(other) for other in functions() if (other.part, other.name) in named]
-    texts = [Text(text) for text in (one.note, f"Source: {one.source}.") if text]
+    texts = [styled(text) for text in (one.note, f"Source: {one.source}.") if text]
     return Group(Panel(Group(parts, *texts), title=f"preset {one.name}", title_align="left"), *pages)
 
 
@@ -69,8 +70,8 @@ def _functions_table(part: str) -> Table:
 
 
 def _function_page(one: Function) -> Panel:
-    texts = [Text(one.equation, style="bold")]
-    texts += [Text(text) for text in (one.notes, f"Defaults: {_defaults(one)}", f"Source: {one.source}") if text]
+    texts = [styled((one.equation, "bold"))]
+    texts += [styled(text) for text in (one.notes, f"Defaults: {_defaults(one)}", f"Source: {one.source}") if text]
     return Panel(Group(*texts), title=f"{one.part} {one.name}", title_align="left")
 
 

@@ -1,6 +1,7 @@
 """Each role by itself, in its own terminal or on its own machine: what the commands do around the roles' own work."""
 
 import os
+import re
 import secrets
 import socket
 import tempfile
@@ -9,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import click
 import msgspec
-from rich.console import Console
 from rich.live import Live
 
 from broker.address import without_password
 from broker.client import BlockingBroker
 from broker.errors import ConfigError, RunNotFoundError
+from broker.keys import check_worker_name
 from broker.schema import RunStatus
 from learner.rewind import Rewind
 from rollout_workers.config import EngineConfig
@@ -40,12 +40,14 @@ from .local import (
     worker_commands,
 )
 from .packages import check_packages
+from .printing import say, say_json
 from .processes import Command
 from .recipe import Recipe
 from .run_directory import SFT, endpoint, find_endpoint, held, prepare
 from .sft_output import is_complete, is_of, mark_complete
 from .status import status_json, status_tables
 from .supervisor import Supervisor
+from .terminal import Terminal
 
 NOT_YET = "A learner claims its run once the warm-up is done."
 WATCH_S = 1.0
@@ -68,11 +70,11 @@ def run_learner(
             check_packages(recipe, has_workers=False)
             ping(url, recipe.run.name)  # first: a run that cannot start leaves nothing and takes nothing away
             check_rewind(recipe, rewind)
-            directory = prepare(recipe, resume=resume, overwrite=overwrite, say=click.echo)
+            directory = prepare(recipe, resume=resume, overwrite=overwrite, say=say)
             if overwrite:
                 forget(url, recipe.run.name)
             stack.enter_context(endpoint(directory, url, recipe.run.name))
-        if not prepared and not is_rank and (code := warm_up(recipe, recipe.run_directory.resolve(), click.echo)):
+        if not prepared and not is_rank and (code := warm_up(recipe, recipe.run_directory.resolve(), say)):
             return code
         recipe = after_warm_up(recipe)
         if recipe.learner.processes > 1 and not is_rank:
@@ -102,11 +104,11 @@ def run_workers(url: str, run: str, count: int, overrides: Sequence[str], allowe
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
     with tempfile.TemporaryDirectory(prefix="headway-workers-") as private:
         commands = worker_commands(url, run, count, (*named, *overrides), Path(private), logs, engine_threads)
-        click.echo(
+        say(
             f"{count} worker{'s' * (count > 1)} for run {run} at {without_password(url)}; logs in {logs}."
             " Ctrl-C hands their work back and stops."
         )
-        with watch_run(url, run, Console()) as monitor:
+        with watch_run(url, run, Terminal()) as monitor:
             return Supervisor(commands, say=monitor.say).run()
 
 
@@ -114,7 +116,8 @@ def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed:
     """One worker. Its id is new for every process: a restarted one must not be taken for the dead."""
     from .rollout import run_worker as work
 
-    work(url, run, f"{socket.gethostname()}-{name}-{secrets.token_hex(2)}", overrides, allowed)
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40].lstrip("._-")
+    work(url, run, check_worker_name(f"{host or 'host'}-{name}-{secrets.token_hex(2)}"), overrides, allowed)
 
 
 def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str]) -> int:
@@ -132,10 +135,10 @@ def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str]) -> int:
     from .warm_up import run_sft as train
 
     is_first = os.environ.get("RANK", "0") == "0"
-    outcome = train(recipe, output, console=Console(quiet=not is_first))
+    outcome = train(recipe, output, console=Terminal(quiet=not is_first))
     if is_first:
         mark_complete(output, recipe, outcome)
-        click.echo(f"Warm-up done: {output}")
+        say(f"Warm-up done: {output}")
     return 0
 
 
@@ -152,9 +155,9 @@ def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: 
 
     result = evaluate(recipe, checkpoint, prompts)
     if as_json:
-        click.echo(msgspec.json.encode(result).decode())
+        say_json(result, in_one_line=True)
         return
-    click.echo(
+    say(
         f"Pass rate {result.pass_rate:.3f} on {result.prompts} held-out prompts; mean reward"
         f" {result.reward_mean:.3f}, {result.response_tokens_mean:.1f} tokens a response."
     )
@@ -171,12 +174,12 @@ def run_replay(
     recipe = replayed_recipe(original, preset, overrides)
     comparison = Replay(original=original, recipe=recipe, first_step=first_step, steps=steps).run()
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(comparison_json(comparison))).decode())
+        say_json(comparison_json(comparison))
     else:
-        Console().print(comparison_table(comparison))
+        Terminal().print(comparison_table(comparison))
         for sentence in verdict(comparison):
-            click.echo(sentence)
-        click.echo(f"Replay: {comparison.directory}")
+            say(sentence)
+        say(f"Replay: {comparison.directory}")
     return 0 if comparison.is_as_promised else 1
 
 
@@ -192,9 +195,9 @@ def show_status(url: str | None, run: str | None, *, as_json: bool, watch: bool)
         except RunNotFoundError as error:
             raise RunNotFoundError(f"{error} {NOT_YET} --watch waits for it.") from error
         if as_json:
-            click.echo(msgspec.json.format(_json_line(status)).decode())
+            say_json(status_json(status))
         else:
-            Console().print(status_tables(status))
+            Terminal().print(status_tables(status))
 
 
 def _watch_status(snapshot: Callable[[], RunStatus], as_json: bool) -> None:
@@ -202,10 +205,10 @@ def _watch_status(snapshot: Callable[[], RunStatus], as_json: bool) -> None:
     status = _first_status(snapshot)
     if as_json:
         while True:
-            click.echo(_json_line(status))
+            say_json(status_json(status), in_one_line=True)
             time.sleep(WATCH_S)
             status = snapshot()
-    with Live(status_tables(status), auto_refresh=False, screen=True) as live:
+    with Live(status_tables(status), console=Terminal(), auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(WATCH_S)
             live.update(status_tables(snapshot()), refresh=True)
@@ -218,13 +221,9 @@ def _first_status(snapshot: Callable[[], RunStatus]) -> RunStatus:
             return snapshot()
         except RunNotFoundError as error:
             if not is_told:
-                click.echo(f"{error} {NOT_YET} Waiting for it.", err=True)
+                say(f"{error} {NOT_YET} Waiting for it.", to_stderr=True)
             is_told = True
             time.sleep(WATCH_S)
-
-
-def _json_line(status: RunStatus) -> bytes:
-    return msgspec.json.encode(status_json(status))
 
 
 def _find_run(url: str | None, run: str | None) -> tuple[str, str]:

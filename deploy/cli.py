@@ -1,5 +1,7 @@
 """The command line. Thin: parse first, import what the command needs after: `--help` answers at once."""
 
+import io
+import logging
 import os
 import sys
 import tempfile
@@ -11,8 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from broker.errors import HeadwayError
+from learner.disk import FULL
 
 from .ending import Ending
+from .printing import OF_ROLES, complain, log_to_stderr, paragraph, say_json
 
 if TYPE_CHECKING:
     from learner.rewind import Rewind
@@ -28,26 +32,35 @@ def main() -> None:
     sys.path.append(os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()))  # rewards and sources of the user's own
     if not sys.stderr.isatty():  # in a log or a pipe, transformers' progress bars are noise
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    log_to_stderr()
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         code = cli.main(arguments, prog_name="headway", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
-        code = error.exit_code
+        code = _correct(error)
     except (KeyboardInterrupt, click.Abort):
         code = INTERRUPT_EXIT
     except HeadwayError as error:
         code = _complain(str(error), debug)
+    except OSError as error:
+        code = _complain(f"{error}. Make room.", debug) if error.errno in FULL else _confess(error, debug)
     except Exception as error:  # noqa: BLE001 - the outermost edge: what is no HeadwayError is a bug of ours
         code = _confess(error, debug)
     ending.exit(code or 0)
 
 
+def _correct(error: click.ClickException) -> int:
+    shown = io.StringIO()
+    error.show(shown)
+    complain(shown.getvalue().rstrip())
+    return error.exit_code
+
+
 def _complain(message: str, debug: bool) -> int:
     if debug:
-        traceback.print_exc()
-    click.echo(f"Error: {message}", err=True)
+        complain(traceback.format_exc().rstrip())
+    complain(paragraph(f"Error: {message}"))
     return 1
 
 
@@ -56,7 +69,9 @@ def _confess(error: Exception, debug: bool) -> int:
     if debug:
         _complain(text, debug)
         return BUG_EXIT
-    with tempfile.NamedTemporaryFile("w", prefix="headway-bug-", suffix=".log", delete=False) as log:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="headway-bug-", suffix=".log", errors="backslashreplace", delete=False
+    ) as log:
         traceback.print_exception(error, file=log)
     _complain(f"{text} The traceback is in {log.name}; --debug shows it here.", debug)
     return BUG_EXIT
@@ -141,17 +156,16 @@ def run(
     """
     _refuse_both(resume, overwrite)
     rewind = _rewind(resume, rewind_to, regenerate)
-    from rich.console import Console
-
     from .config import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     from .local import Local
     from .report import read_summary
+    from .terminal import Terminal
 
-    code = Local(loaded, recipe, overrides, resume, overwrite, Console(stderr=as_json), rewind).run()
+    code = Local(loaded, recipe, overrides, resume, overwrite, Terminal(stderr=as_json), rewind).run()
     if as_json:
-        _print_json(read_summary(loaded.run_directory))
+        say_json(read_summary(loaded.run_directory))
     return code
 
 
@@ -401,19 +415,17 @@ def algorithms(name: str | None, as_json: bool) -> None:
 
     With NAME one preset or one function in full.
     """
-    import msgspec
-    from rich.console import Console
-
     from learner.catalog import compositions, find, functions
 
     from .algorithm_pages import overview, page
+    from .terminal import Terminal
 
     if as_json:
         found = find(name) if name else [*compositions(), *functions()]
-        _print_json({"algorithms": msgspec.to_builtins(found)})
+        say_json({"algorithms": found})
         return
     for shown in [page(one) for one in find(name)] if name else [overview()]:
-        Console().print(shown)
+        Terminal().print(shown)
 
 
 @cli.command("plan-memory")
@@ -428,16 +440,15 @@ def plan_memory(recipe: str, overrides: tuple[str, ...], device_memory: float | 
 
     Neither weights nor a GPU are needed. The exit code is 1 if --device-memory is too little.
     """
-    from rich.console import Console
-
     from .config import load_recipe
     from .memory_pages import as_builtins, page, report
+    from .terminal import Terminal
 
     found = report(load_recipe(recipe, overrides), device_memory)
     if as_json:
-        _print_json(as_builtins(found))
+        say_json(as_builtins(found))
     else:
-        Console().print(page(found))
+        Terminal().print(page(found))
     return int(found.fits is False)
 
 
@@ -449,26 +460,15 @@ def doctor(as_json: bool) -> None:
     And what is installed, and what to install for the rest.
     """
     from .doctor import examine, report_tables
+    from .terminal import Terminal
 
     report = examine()
     if as_json:
-        import msgspec
-
-        _print_json(msgspec.to_builtins(report))
+        say_json(report)
         return
-    from rich.console import Console
-
-    Console().print(report_tables(report))
+    Terminal().print(report_tables(report))
 
 
 def _log_to_stderr() -> None:
     """A role tells its log, or the terminal that it has for itself, what it does."""
-    import logging
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-
-
-def _print_json(content: Any) -> None:
-    import json
-
-    click.echo(json.dumps(content, indent=2))
+    log_to_stderr(logging.INFO, OF_ROLES)

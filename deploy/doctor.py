@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import psutil
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from broker.errors import HeadwayError
 from rollout_workers.config import VLLM_REMEDY
 
 from .packages import MEGATRON_REMEDY
+from .terminal import styled
 
 PROBE_DEADLINE_S = 60.0
 TORCH_PROBE = """
@@ -36,7 +36,7 @@ print(json.dumps({
 }))
 """
 INFINIBAND = Path("/sys/class/infiniband")
-MARKS = {True: "[green]works[/]", False: "[yellow]no[/]"}
+MARKS = {True: ("works", "green"), False: ("no", "yellow")}
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,10 +85,10 @@ def report_tables(report: Report) -> RenderableType:
     for column in ("name", "works", "detail"):
         table.add_column(column, overflow="fold")
     for section in ("machine", "servers", "engines", "backends", "transports", "rewards"):
-        table.add_row(f"[bold]{section}[/]")
+        table.add_row(styled((section, "bold")))
         for found in getattr(report, section):
-            remedy = f"\n[dim]{escape(found.remedy)}[/]" if found.remedy and not found.works else ""
-            table.add_row(f"  {found.name}", MARKS[found.works], escape(found.detail) + remedy)
+            remedy = f"\n{found.remedy}" if found.remedy and not found.works else ""
+            table.add_row(f"  {found.name}", styled(MARKS[found.works]), styled(found.detail, (remedy, "dim")))
     verdict = (
         "Ready. Try: headway run arithmetic.yaml"
         if report.ready

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +18,7 @@ from broker.schema import RunStatus, StepMetrics
 from rollout_workers.run_end import RUN_OVER
 
 from .status import generated_per_s, trained_per_s, version_text
+from .terminal import Terminal, styled
 
 POLL_S = 0.5
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -38,7 +38,7 @@ STATES = {
 class Monitor:
     """Polls `snapshot` in a thread of its own and shows it on `console` between `with` and its end."""
 
-    def __init__(self, snapshot: Callable[[], RunStatus], console: Console, max_lag: int | None = None) -> None:
+    def __init__(self, snapshot: Callable[[], RunStatus], console: Terminal, max_lag: int | None = None) -> None:
         self._snapshot, self._console, self._max_lag = snapshot, console, max_lag
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
@@ -63,8 +63,7 @@ class Monitor:
 
     def say(self, text: str) -> None:
         """A line above the panel."""
-        # As Text: what print is told of markup, it does to the panel below, too.
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
     def _watch(self) -> None:
         while True:
@@ -111,7 +110,7 @@ def _last_but_one(steps: Sequence[StepMetrics]) -> tuple[int, int]:
 
 
 @contextmanager
-def watch(url: str, run: str, console: Console, max_lag: int | None = None) -> Iterator[Monitor]:
+def watch(url: str, run: str, console: Terminal, max_lag: int | None = None) -> Iterator[Monitor]:
     """A Monitor of the run, with a connection of its own."""
     broker = BlockingBroker(url, run)
 
@@ -156,7 +155,7 @@ def _title(status: RunStatus, elapsed_s: float) -> RenderableType:
     done, total = (step.step + 1, step.total_steps) if step is not None else (0, 1)
     row = Table.grid(padding=(0, 2))
     row.add_row(
-        f"[bold]{status.run}[/] {status.state}",
+        styled((status.run, "bold"), f" {status.state}"),
         f"step {done}/{total}" if step is not None else "",
         ProgressBar(total=total, completed=done, width=30),
         f"{_clock(elapsed_s)}{_remaining(status)}",
@@ -164,8 +163,8 @@ def _title(status: RunStatus, elapsed_s: float) -> RenderableType:
     return row
 
 
-def _rows(status: RunStatus, max_lag: int | None) -> list[tuple[str, str]]:
-    rows = []
+def _rows(status: RunStatus, max_lag: int | None) -> list[tuple[str, str | Text]]:
+    rows: list[tuple[str, str | Text]] = []
     if status.last_step is not None:
         rows += [("reward", _reward(status.recent_steps)), ("lag", _lag(status.last_step, max_lag))]
     rows.append(("tokens/s", f"{generated_per_s(status):,.0f} generated, {trained_per_s(status):,.0f} trained"))
@@ -174,12 +173,12 @@ def _rows(status: RunStatus, max_lag: int | None) -> list[tuple[str, str]]:
     return rows
 
 
-def _reward(steps: Sequence[StepMetrics]) -> str:
+def _reward(steps: Sequence[StepMetrics]) -> Text:
     values = [step.reward_mean for step in steps]
     recent = values[-MEAN_STEPS:]
     shown = values[-SPARK_STEPS:]
     line = sparkline(shown, min(0.0, *shown), max(1.0, *shown))
-    return f"[green]{line}[/] {values[-1]:.3f}, mean of {len(recent)}: {sum(recent) / len(recent):.3f}"
+    return styled((line, "green"), f" {values[-1]:.3f}, mean of {len(recent)}: {sum(recent) / len(recent):.3f}")
 
 
 def _lag(step: StepMetrics, max_lag: int | None) -> str:
@@ -195,12 +194,14 @@ def _queue(status: RunStatus) -> str:
     return text + (f", {stale} over the bound" if stale else "")
 
 
-def _workers(status: RunStatus) -> list[str]:
+def _workers(status: RunStatus) -> list[Text]:
     if not status.workers:
-        return ["none"]
+        return [styled("none")]
     return [
-        f"{info.worker}  version {version_text(info.version)}  {info.state}"
-        f"  {info.active}/{info.capacity} leases" + (f"  [red]{escape(info.last_error)}[/]" if info.last_error else "")
+        styled(
+            f"{info.worker}  version {version_text(info.version)}  {info.state}  {info.active}/{info.capacity} leases",
+            (f"  {info.last_error}" if info.last_error else "", "red"),
+        )
         for info in status.workers
     ]
 

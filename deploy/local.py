@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from broker.client import BlockingBroker
@@ -29,6 +28,7 @@ from .report import amend_summary, read_summary
 from .run_directory import CHECKPOINTS, CONFIG, EXPERIENCE, SFT, endpoint, held, prepare
 from .sft_output import is_complete
 from .supervisor import Supervisor
+from .terminal import Terminal, styled
 
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""
@@ -64,14 +64,14 @@ class Local:
     """Both as the user typed them, for what to try next."""
     resume: bool
     overwrite: bool
-    console: Console
+    console: Terminal
     rewind: Rewind | None = None
 
     def run(self) -> int:
         """Run to the end; the exit code. Raises HeadwayError."""
         with held(self.recipe.run_directory), ExitStack() as stack:
             directory = self._prepare()
-            self.console.print(f"Run [bold]{self.recipe.run.name}[/]: {self.recipe.run_directory}", highlight=False)
+            self.console.print(styled("Run ", (self.recipe.run.name, "bold"), f": {self.recipe.run_directory}"))
             if code := warm_up(self.recipe, directory, self._say):
                 return code
             server = self._own_server(directory, stack)
@@ -161,7 +161,7 @@ class Local:
         return shlex.join([self.recipe_name, *kept, *(f"{key}={value}" for key, value in new.items())])
 
     def _say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
 
 def warm_up(recipe: Recipe, directory: Path, say: Callable[[str], None]) -> int:

@@ -21,6 +21,7 @@ from weightsync.config import broadcast_device
 
 from .config import with_overrides
 from .recipe import Recipe
+from .terminal import styled
 
 GB, MB = 10**9, 10**6
 USABLE = 0.95
@@ -162,12 +163,12 @@ def as_builtins(found: Report) -> dict[str, Any]:
 def page(found: Report) -> RenderableType:
     """Largest ranks first; those that hold the same in one line."""
     return Group(
-        Text(_headline(found)),
+        styled(_headline(found)),
         _ranks_table(found.ranks),
         _activations_line(found),
         *_turns_line(found),
         *_verdict(found),
-        Text(NOTE),
+        styled(NOTE),
     )
 
 
@@ -211,30 +212,28 @@ def _spans(numbers: list[int]) -> str:
 def _activations_line(found: Report) -> Text:
     now = found.planned.learner.compute.recompute
     parts = [f"{how} {_amount(number)}" for how, number in found.activations.items()]
-    return Text(f"Activations by learner.compute.recompute: {', '.join(parts)}. The recipe's is {now}.")
+    return styled(f"Activations by learner.compute.recompute: {', '.join(parts)}. The recipe's is {now}.")
 
 
 def _turns_line(found: Report) -> Iterator[Text]:
     if found.turns is None:
         return
     kept = found.turns.device
-    yield Text(
+    yield styled(
         f"While engines generate, {_amount(found.turns.host)} of the largest rank lie in host memory. A GPU keeps up to"
         f" {_amount(kept)} of published weights; besides there are CUDA's contexts, and an engine's graphs while it"
         " sleeps."
     )
     if found.device_bytes is not None:
         left = max(0, round(USABLE * found.device_bytes) - kept)
-        yield Text(f"That leaves an engine {_amount(left)} of {_amount(found.device_bytes)}.")
+        yield styled(f"That leaves an engine {_amount(left)} of {_amount(found.device_bytes)}.")
 
 
 def _verdict(found: Report) -> Iterator[Text | Table]:
     if found.device_bytes is not None:
-        does = "fits" if found.fits else "does not fit"
-        yield Text(
-            f"The largest rank {does} a device of {_amount(found.device_bytes)}, of which {USABLE:.0%} can be used.",
-            style="green" if found.fits else "red",
-        )
+        does, style = ("fits", "green") if found.fits else ("does not fit", "red")
+        device = f"a device of {_amount(found.device_bytes)}, of which {USABLE:.0%} can be used"
+        yield styled((f"The largest rank {does} {device}.", style))
     if found.changes and not found.fits:
         yield _changes_table(found)
 

@@ -22,6 +22,7 @@ from broker.errors import ConfigError, HeadwayError
 from learner.disk import FULL
 
 from .config import dump_recipe
+from .printing import say
 from .recipe import Recipe
 from .sft_output import is_complete, is_of
 from .whole_files import UNFINISHED, replace_file
@@ -39,7 +40,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     run: str
 
 
-def prepare(recipe: Recipe, *, resume: bool, overwrite: bool, say: Callable[[str], None] = print) -> Path:
+def prepare(recipe: Recipe, *, resume: bool, overwrite: bool, say: Callable[[str], None] = say) -> Path:
     """Make the run's directory and write config.yaml. Raises ConfigError where a run is there already."""
     directory = recipe.run_directory
     with _writable(directory):

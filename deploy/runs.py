@@ -4,10 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import click
-import msgspec
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from broker.client import BlockingBroker
@@ -15,7 +12,9 @@ from broker.errors import HeadwayError, RunNotFoundError
 from broker.usage import RunUsage
 from rollout_workers.run_end import RUN_OVER
 
+from .printing import say, say_json
 from .status import status_json, status_tables, version_text
+from .terminal import Terminal
 
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""
@@ -28,9 +27,9 @@ def list_runs(url: str, *, as_json: bool) -> None:
     """A line for every run."""
     usages = [usage for run in _names(url) if (usage := _usage(url, run)) is not None]
     if as_json:
-        _print_json([_plain(usage) for usage in usages])
+        say_json([_plain(usage) for usage in usages])
     else:
-        Console().print(_table(usages))
+        Terminal().print(_table(usages))
 
 
 def show_run(url: str, run: str, *, as_json: bool) -> None:
@@ -40,9 +39,9 @@ def show_run(url: str, run: str, *, as_json: bool) -> None:
         status = client.call(client.broker.status.snapshot())
     assert usage is not None
     if as_json:
-        _print_json(status_json(status) | {"idle_s": usage.idle_s})
+        say_json(status_json(status) | {"idle_s": usage.idle_s})
     else:
-        Console().print(_table([usage]), status_tables(status))
+        Terminal().print(_table([usage]), status_tables(status))
 
 
 def delete_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: Callable[[str], object]) -> None:
@@ -56,9 +55,9 @@ def delete_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: C
     with _client(url, run) as client:
         count = client.call(client.broker.status.delete_run())
     if as_json:
-        _print_json({"deleted": run, "keys": count})
+        say_json({"deleted": run, "keys": count})
     else:
-        click.echo(f"Deleted run {run}: {count} keys.")
+        say(f"Deleted run {run}: {count} keys.")
 
 
 def _refuse_if_used(usage: RunUsage) -> None:
@@ -130,7 +129,3 @@ def _duration(seconds: int) -> str:
         if seconds >= 2 * size:
             return f"{seconds // size} {unit}"
     return f"{seconds} s"
-
-
-def _print_json(content: Any) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(content)).decode())

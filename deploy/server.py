@@ -5,13 +5,12 @@ import time
 from pathlib import Path
 from types import FrameType
 
-import click
-
 from broker.address import without_password
 from broker.client import BlockingBroker
 from broker.errors import HeadwayError
 from broker.server import EmbeddedServer
 
+from .printing import say
 from .processes import guarded
 from .run_directory import held
 
@@ -34,16 +33,16 @@ def run_server(directory: Path, port: int | None) -> int:
         EmbeddedServer(directory.resolve(), port=port) as server,
         guarded(server.pid),
     ):
-        click.echo(f"Serving {server.url}, data in {directory}. Ctrl-C stops. In other terminals:")
-        click.echo(f"  export HEADWAY_BROKER={server.url} HEADWAY_RUN=NAME")
-        click.echo("  headway learner RECIPE.yaml\n  headway workers --count 2")
+        say(f"Serving {server.url}, data in {directory}. Ctrl-C stops. In other terminals:")
+        say(f"  export HEADWAY_BROKER={server.url} HEADWAY_RUN=NAME")
+        say("  headway learner RECIPE.yaml\n  headway workers --count 2")
         while not stops:
             if not server.is_alive():
                 raise HeadwayError(
                     f"The server has died; its log is in {directory}. Starting again goes on with its data."
                 )
             time.sleep(POLL_S)
-    click.echo("Stopped; starting again with the same --directory goes on with its data.")
+    say("Stopped; starting again with the same --directory goes on with its data.")
     return 0
 
 
@@ -54,5 +53,5 @@ def check_server(url: str) -> int:
         runs = client.call(client.broker.status.runs())
     finally:
         client.close()
-    click.echo(f"{without_password(url)} answers. Runs: {', '.join(runs) or 'none'}.")
+    say(f"{without_password(url)} answers. Runs: {', '.join(runs) or 'none'}.")
     return 0

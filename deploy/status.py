@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from broker.schema import QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
@@ -69,13 +68,15 @@ def status_tables(status: RunStatus) -> RenderableType:
 
 def _head(status: RunStatus) -> Table:
     table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
     step = status.last_step
-    table.add_row("[bold]run", f"{status.run}: {status.state}, incarnation {status.incarnation}")
-    table.add_row("[bold]weights", f"version {version_text(status.announced)} announced")
+    table.add_row("run", f"{status.run}: {status.state}, incarnation {status.incarnation}")
+    table.add_row("weights", f"version {version_text(status.announced)} announced")
     if step is not None:
-        table.add_row("[bold]step", f"{step.step + 1} of {step.total_steps}, reward {step.reward_mean:.3f}")
+        table.add_row("step", f"{step.step + 1} of {step.total_steps}, reward {step.reward_mean:.3f}")
     table.add_row(
-        "[bold]tokens/s",
+        "tokens/s",
         f"{generated_per_s(status):,.0f} generated, {trained_per_s(status):,.0f} trained",
     )
     return table
@@ -127,7 +128,7 @@ def _workers(workers: tuple[WorkerInfo, ...]) -> Table:
         table.add_row(
             info.worker,
             info.engine,
-            info.state + (f": {escape(info.last_error)}" if info.last_error else ""),
+            info.state + (f": {info.last_error}" if info.last_error else ""),
             version_text(info.version),
             f"{info.active}/{info.capacity}",
             f"{info.tokens_per_s:,.0f}",

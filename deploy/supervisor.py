@@ -12,6 +12,7 @@ from types import FrameType
 
 from broker.errors import HeadwayError
 
+from .printing import say
 from .processes import Child, Command
 
 POLL_S = 0.1
@@ -56,7 +57,7 @@ class Supervisor:
     drain_notice: str = "the learner finishes its step and writes a checkpoint"
     fails_when_stopped: bool = False
     """Once told to stop, the learner ends with an error and says so itself: a warm-up keeps nothing."""
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = say
     check: Callable[[], None] | None = None
     """Called now and then while all is well, for what else must be kept alive; what it raises ends the run."""
     restarts: int = field(default=0, init=False)

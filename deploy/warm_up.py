@@ -6,7 +6,6 @@ from typing import Self
 
 import msgspec
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from learner.composition import check_algorithm
@@ -20,6 +19,7 @@ from .backend import recipe_backend
 from .evaluation import Evaluator
 from .recipe import Recipe
 from .stop_request import StopRequest
+from .terminal import Terminal
 
 LINE_EVERY_STEPS = 50
 
@@ -33,7 +33,7 @@ class SftOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Of the model as it was saved, on the held-out prompts."""
 
 
-def run_sft(recipe: Recipe, output: Path, *, console: Console) -> SftOutcome:
+def run_sft(recipe: Recipe, output: Path, *, console: Terminal) -> SftOutcome:
     """Run all phases and write a model for `from_pretrained` to `output`. Raises WarmUpError when it is stopped."""
     check_algorithm(recipe.algorithm)  # what follows the warm-up must not fail for a misspelt option
     backend = recipe_backend(recipe)
@@ -75,7 +75,7 @@ def run_sft(recipe: Recipe, output: Path, *, console: Console) -> SftOutcome:
 class ProgressBars:
     """One bar a phase on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Terminal) -> None:
         self._console = console
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -108,7 +108,4 @@ class ProgressBars:
             )
         self._progress.update(self._tasks[progress.phase], completed=progress.step, loss=progress.loss, passed=passed)
         if not self._console.is_terminal and progress.step % LINE_EVERY_STEPS == 0:
-            self._console.print(
-                f"{name}: step {progress.step}/{progress.max_steps}  loss {progress.loss:.3f}{passed}",
-                highlight=False,
-            )
+            self._console.print(f"{name}: step {progress.step}/{progress.max_steps}  loss {progress.loss:.3f}{passed}")

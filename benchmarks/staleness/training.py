@@ -10,12 +10,12 @@ from statistics import fmean
 
 import msgspec
 import torch
-from rich.console import Console
 
 from broker.schema import Prompt, WeightVersion
 from deploy.backend import recipe_backend
 from deploy.config import load_recipe
 from deploy.recipe import Recipe
+from deploy.terminal import Terminal
 from deploy.training import recipe_updater
 from deploy.warm_up import run_sft
 from learner.backends.base import Backend
@@ -52,7 +52,7 @@ def make_start(seed: int, settings: Settings, directory: Path) -> float:
         ]
         recipe = msgspec.structs.replace(recipe, sft=msgspec.structs.replace(recipe.sft, phases=tuple(phases)))
     with open(os.devnull, "w") as nowhere:
-        return run_sft(recipe, directory, console=Console(file=nowhere)).pass_rate
+        return run_sft(recipe, directory, console=Terminal(file=nowhere)).pass_rate
 
 
 def run_trial(trial: Trial, start: Path) -> Outcome:

@@ -9,6 +9,7 @@ import pytest
 
 from broker import BlockingBroker, Broker, open_broker
 from broker.batches import Owner
+from broker.codec import encode
 from broker.connection import without_password
 from broker.errors import (
     BrokerError,
@@ -191,6 +192,44 @@ async def test_a_heartbeat_of_another_schema_is_passed_over(broker: Broker, capl
     assert (await broker.status.snapshot()).workers == (WORKER,)
     assert caplog.text.count("worker new is passed over") == 1
     assert "this is schema" in caplog.text
+
+
+async def test_names_and_reports_that_are_no_workers_are_passed_over(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    await begin(broker, rules(0))
+    await broker.status.heartbeat(WORKER, 30)
+    send, keys = broker._connection.execute, broker._connection.keys
+    await send("SADD", keys("workers"), b"\xff", "[/]", "\x1b[2J", "", "a:b", "w9", "w8")
+    await send("SET", keys("worker:[/]"), encode(msgspec.structs.replace(WORKER, worker="[/]")))
+    await send("SET", keys("worker:w9"), encode(msgspec.structs.replace(WORKER, worker="\x1b[2J")))
+    await send("SET", keys("worker:w8"), b"no frame")
+    for _ in range(2):
+        assert [info.worker for info in await broker.status.workers()] == [WORKER.worker]
+    assert "\x1b" not in caplog.text
+    assert caplog.text.count("is no name for a worker") == 5
+    assert "Worker w9 is passed over" in caplog.text
+    usage = await broker.usage.look()
+    assert usage is not None
+    assert usage.workers == 3  # of a name and alive, whatever they say
+
+
+async def test_a_worker_without_a_name_is_refused_and_its_errors_are_text(broker: Broker) -> None:
+    await begin(broker, rules(0))
+    for name in ("", "a b", "[/]", "\x1b", "a:b", "\udcff", "x" * 101):
+        with pytest.raises(BrokerError, match="is no name for a worker"):
+            await broker.status.heartbeat(msgspec.structs.replace(WORKER, worker=name), 30)
+    await broker.status.heartbeat(msgspec.structs.replace(WORKER, last_error="\udcff" + "x" * 10_000), 30)
+    (info,) = await broker.status.workers()
+    assert info.last_error.startswith("\\udcffxxx")
+    assert len(info.last_error) < 3000
+
+
+async def test_keys_that_are_no_text_are_none_of_ours(broker: Broker) -> None:
+    await begin(broker, rules(0))
+    await broker._connection.execute("SET", b"headway:{\xff}:meta", "x")
+    await broker._connection.execute("SET", "headway:{[/]}:meta", "x")
+    assert await broker.status.runs() == (broker._connection.run,)
 
 
 async def test_an_out_of_memory_server_says_so_and_commits_still_free(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from deploy import doctor
+from deploy.terminal import Terminal
 
 
 def test_the_report_of_this_machine() -> None:
@@ -54,7 +54,7 @@ def test_tables_show_remedies_only_where_something_is_missing() -> None:
     report = doctor.Report(
         machine=(), servers=(), engines=(finding,), backends=(fine,), transports=(), rewards=(), ready=False
     )
-    console = Console(record=True, width=100, file=io.StringIO())
+    console = Terminal(record=True, width=100, file=io.StringIO())
     console.print(doctor.report_tables(report))
     text = console.export_text()
     assert "pip install [vllm]" in text

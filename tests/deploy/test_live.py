@@ -4,18 +4,19 @@ import io
 from collections.abc import Iterator
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from broker.errors import BrokerUnavailableError, RunNotFoundError
 from broker.schema import RunStatus, StepMetrics
 from deploy.live import Monitor, panel, sparkline, step_line
 from deploy.status import status_json, status_tables
+from deploy.terminal import Terminal
 
 from .runs import run_status, step_metrics
 
 
 def text_of(content: RenderableType) -> str:
-    console = Console(width=120, record=True, file=io.StringIO())
+    console = Terminal(width=120, record=True, file=io.StringIO())
     console.print(content)
     return console.export_text()
 
@@ -70,7 +71,7 @@ class Script:
 
 def test_in_a_pipe_every_step_is_one_line_once() -> None:
     output = io.StringIO()
-    console = Console(file=output, width=200)
+    console = Terminal(file=output, width=200)
     script = Script(RunNotFoundError("not yet"), BrokerUnavailableError("away"), run_status(1), run_status(3))
     monitor = Monitor(script, console)
     for _ in range(4):
@@ -85,7 +86,7 @@ def test_in_a_pipe_every_step_is_one_line_once() -> None:
 
 def test_who_joins_a_run_is_told_where_it_stands_and_what_follows() -> None:
     output = io.StringIO()
-    monitor = Monitor(Script(run_status(3), run_status(5)), Console(file=output, width=200))
+    monitor = Monitor(Script(run_status(3), run_status(5)), Terminal(file=output, width=200))
     for _ in range(2):
         monitor._look()
     lines = output.getvalue().splitlines()
@@ -96,7 +97,7 @@ def test_how_a_run_had_ended_that_is_resumed_is_old_news() -> None:
     output = io.StringIO()
     states = ("stopped", "training", "stopped")
     statuses = [msgspec.structs.replace(run_status(), state=state) for state in states]
-    monitor = Monitor(Script(*statuses), Console(file=output, width=200))
+    monitor = Monitor(Script(*statuses), Terminal(file=output, width=200))
     for _ in states:
         monitor._look()
     lines = output.getvalue().splitlines()
@@ -106,7 +107,7 @@ def test_how_a_run_had_ended_that_is_resumed_is_old_news() -> None:
 def test_a_line_above_the_panel_leaves_its_markup_alone() -> None:
     output = io.StringIO()
     monitor = Monitor(
-        Script(run_status()), Console(file=output, width=200, force_terminal=True, force_interactive=True)
+        Script(run_status()), Terminal(file=output, width=200, force_terminal=True, force_interactive=True)
     )
     with monitor:
         monitor._look()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from deploy.config import load_recipe
 from deploy.local import Local, after_warm_up, warm_up, worker_commands
 from deploy.run_directory import prepare
+from deploy.terminal import Terminal
 from learner.config import ModelConfig
 from learner.model import load_model, load_tokenizer
 from tests.end_to_end.recipes import MODEL, TINY
@@ -20,7 +20,7 @@ def hints(directory: Path, code: int, *overrides: str) -> str:
     """What is printed after a run with these overrides."""
     recipe = load_recipe("arithmetic.yaml", overrides)
     said = StringIO()
-    Local(recipe, "arithmetic.yaml", overrides, False, False, Console(file=said))._conclude(directory, code)
+    Local(recipe, "arithmetic.yaml", overrides, False, False, Terminal(file=said))._conclude(directory, code)
     return said.getvalue()
 
 

@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from deploy.config import load_recipe
 from deploy.memory_pages import as_builtins, page, report
+from deploy.terminal import Terminal
 from tests.deploy.test_cli import headway, run_main
 
 RECIPE = """
@@ -35,7 +35,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def shown(path: Path, device_gb: float | None = None, *overrides: str) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
+    console = Terminal(width=200, record=True, file=io.StringIO())
     console.print(page(report(load_recipe(path, overrides), device_gb)))
     return console.export_text()
 

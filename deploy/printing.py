@@ -1,0 +1,76 @@
+"""All that Headway prints goes through here, or `terminal.py`, and a terminal obeys none of it but our own styles.
+
+Names, errors and reports come from workers, servers, recipes and files. Whatever of them would move a cursor, ring a
+bell, colour or reverse what follows is shown as an escape such as \\x1b instead, and brackets are never markup.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import click
+import msgspec
+
+from broker.errors import HeadwayError
+
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls of C0, but for tab and new line, and of C1
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # line ends and changes of direction
+    "\ud800-\udfff]"  # halves of characters, which no output takes
+)
+PLAIN, OF_ROLES = "%(message)s", "%(asctime)s %(message)s"
+
+
+def visible(text: str) -> str:
+    """The text with escapes for whatever a terminal would obey; tabs and new lines stay."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def paragraph(text: str) -> str:
+    """The same in one line."""
+    return visible(re.sub(r"\s*[\r\n]+\s*", " ", text.strip()))
+
+
+def say(text: str, *, to_stderr: bool = False) -> None:
+    """A line, or several. Raises HeadwayError where the output takes no more; a reader that left is click's affair."""
+    with told():
+        click.echo(visible(text), err=to_stderr)
+
+
+def complain(text: str) -> None:
+    """A paragraph on stderr; where that takes no more, nobody can be told."""
+    with suppress(HeadwayError, BrokenPipeError):
+        say(text, to_stderr=True)
+
+
+def say_json(content: Any, *, in_one_line: bool = False) -> None:
+    """For programs; numbers that JSON lacks become null. Raises as `say` does."""
+    encoded = msgspec.json.encode(content)
+    text = (encoded if in_one_line else msgspec.json.format(encoded)).decode()
+    with told():
+        click.echo(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}" if found[0] >= "\x7f" else found[0], text))
+
+
+def log_to_stderr(level: int = logging.WARNING, form: str = PLAIN) -> None:
+    """What any part logs from `level` on; the last call counts."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Visible(form, "%H:%M:%S"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+class _Visible(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """An output that takes no more, as a HeadwayError."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise HeadwayError(f"The output cannot be written: {error.strerror or error}.") from error
