@@ -13,7 +13,7 @@ where each sequence begins, `loss_mask_T` is 1 where a token is trained. pi is t
     pi_prox / mu ─ corrections/ ─► weights_T    importance weights, masks, rejection, second moment, age
     pi, mu, lag ─ proximal.py ─► pi_prox        interpolated by age instead of a forward pass
     kl.py ─► penalty_T                          k1, k2, k3
-    aggregation.py ─► shares_T                  token mean, sequence mean, fixed denominator: loss = sum(w * losses)
+    aggregation.py ─► shares_T                  means, sums over a sequence, fixed denominator: loss = sum(w * losses)
     supervised.py                               SFT, DPO, Bradley-Terry, value loss, distillation, on the same rows
     metrics.py                                  sums that add up over micro-batches and ranks; ESS; who survives a mask
     segments.py                                 sums, means and broadcasts over the sequences of a row

@@ -6,7 +6,7 @@ and have one signature:
 
     f(loss_mask_T, cu_seqlens, *, tokens, sequences, **options) -> shares_T
 
-DAPO is `token_mean`, GRPO and GSPO `sequence_mean`, Dr. GRPO `fixed_denominator`.
+DAPO is `token_mean`, GRPO and GSPO `sequence_mean`, RLOO and TOPR `sequence_sum`, Dr. GRPO `fixed_denominator`.
 """
 
 from collections.abc import Callable
@@ -40,6 +40,21 @@ def sequence_mean(
     return loss_mask_T / (spread(lengths_S, cu_seqlens) * max(sequences, 1.0))
 
 
+def sequence_sum(
+    loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor, *, tokens: float, sequences: float
+) -> torch.Tensor:
+    """share_t = m_t / sequences.
+
+    `sequences`: those of the whole batch that have a trained token. A response is one action, whose logprob is the sum
+    of its tokens', so long responses count more. The loss grows with length; Adam takes a constant factor out again,
+    the clip on the gradient's norm does not.
+
+    Source: REINFORCE, Williams 1992, with the response as the action: RLOO (arXiv:2402.14740), TOPR (arXiv:2503.14286).
+    verl calls it seq-mean-token-sum.
+    """
+    return loss_mask_T / max(sequences, 1.0)
+
+
 def fixed_denominator(
     loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor, *, tokens: float, sequences: float, length: int
 ) -> torch.Tensor:
@@ -65,5 +80,6 @@ def trained_sequences(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> to
 AGGREGATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "token_mean": token_mean,
     "sequence_mean": sequence_mean,
+    "sequence_sum": sequence_sum,
     "fixed_denominator": fixed_denominator,
 }

@@ -70,9 +70,13 @@ PRESETS: dict[str, Preset] = {
     ),
     "rloo": Preset(
         "RLOO, Ahmadian et al. 2024 (arXiv:2402.14740)",
+        _of("leave_one_out", "policy_gradient", corrections=("truncated_is",), aggregation="sequence_sum"),
+        "The paper is on-policy; here truncated importance weights correct for lag.",
+    ),
+    "rloo_sequence_mean": Preset(
+        "RLOO, Ahmadian et al. 2024 (arXiv:2402.14740)",
         _of("leave_one_out", "policy_gradient", corrections=("truncated_is",), aggregation="sequence_mean"),
-        "The paper is on-policy and sums over a response's tokens; here truncated importance weights correct for lag, "
-        "and tokens are averaged.",
+        "rloo with the mean over a response's tokens where the paper has their sum: long responses do not count more.",
     ),
     "reinforce_plus_plus": Preset(
         "REINFORCE++, Hu et al. 2025 (arXiv:2501.03262)",
@@ -91,9 +95,13 @@ PRESETS: dict[str, Preset] = {
     ),
     "topr": Preset(
         "TOPR, Le Roux et al. 2025 (arXiv:2503.14286)",
+        _of("group_mean", "topr", aggregation="sequence_sum"),
+        "The paper's baseline is that of the reward; here the group's mean.",
+    ),
+    "topr_sequence_mean": Preset(
+        "TOPR, Le Roux et al. 2025 (arXiv:2503.14286)",
         _of("group_mean", "topr", aggregation="sequence_mean"),
-        "The paper's baseline is that of the reward, and it sums over a response's tokens; here the group's mean, "
-        "and the mean over tokens.",
+        "topr with the mean over a response's tokens where the paper has their sum: long responses do not count more.",
     ),
     "aspo": Preset("ASPO, Wang et al. 2025 (arXiv:2510.06062)", _of("group_mean_std", "aspo")),
     "sapo": Preset(

@@ -28,7 +28,7 @@ def gae(
     t + 1 is the next trained token of the sequence; V_t is the value of the state in which token t is chosen, V = 0
     after the last. Gives (advantages_T, returns_T), the returns being what the critic is fitted to.
 
-    verl skips masked tokens in the same way, but whitens the advantages at once; here `whiten` does that.
+    verl (0.9.1) skips masked tokens in the same way, but whitens the advantages at once; here `whiten` does that.
 
     Source: Schulman et al. 2016 (arXiv:1506.02438), equation 16. lam 0.95 as in PPO (arXiv:1707.06347) and TRL,
     gamma 1 as in InstructGPT (arXiv:2203.02155); verl's lam is 1.
@@ -47,8 +47,8 @@ def returns_to_go(
 ) -> torch.Tensor:
     """R_t = sum_k gamma^k r_{t+k}, over t and the trained tokens after it in its sequence.
 
-    On `rewards.kl_shaped_tokens`, whitened over the batch, these are REINFORCE++'s token advantages. verl starts
-    anew at every masked token, so that a turn doesn't see what later turns earn; here it does.
+    On `rewards.kl_shaped_tokens`, whitened over the batch, these are REINFORCE++'s token advantages. As in verl (0.9.1)
+    masked tokens are passed over, so a turn sees what later turns earn.
 
     Source: REINFORCE, Williams 1992; REINFORCE++, Hu et al. 2025 (arXiv:2501.03262), whose gamma is 1.
     """

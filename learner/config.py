@@ -84,7 +84,8 @@ class AggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How the losses of tokens become the loss of a batch."""
 
     kind: Annotated[
-        Literal["token_mean", "sequence_mean", "fixed_denominator"], Meta(description="what is averaged")
+        Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_denominator"],
+        Meta(description="what is averaged"),
     ] = "token_mean"
     options: Annotated[dict[str, Any], Meta(description="its keyword arguments")] = {}
 

@@ -1,8 +1,9 @@
 """Masks, weights of 0 or 1: what has drifted too far from the sampler is left out. Any number may be combined.
 
 All compare the learner's policy pi (the proximal logprobs, or the current ones) with the behavior policy mu that
-sampled, r_t = pi(y_t) / mu(y_t). Aggregation still divides by the tokens before masking, as the published masks
-do, so a masked token is a loss of 0. Estimates of KL(mu || pi) clamp each token's log r_t to +-20.
+sampled, r_t = pi(y_t) / mu(y_t). Aggregation still divides by the tokens and sequences before masking, as the published
+masks do, so a masked token is a loss of 0; verl takes what it rejects out of the response mask, and divides by what is
+left. Estimates of KL(mu || pi) clamp each token's log r_t to +-20.
 """
 
 import math
@@ -73,7 +74,7 @@ def kl_rejection(
     sequence_mean, log 1.01 is the mask on the geometric mean from 1 / 1.01 to 1.01.
 
     Source: verl's rollout_rs (token_k1, seq_mean_k3, ...); defaults are its preset decoupled_k3_rs. verl gives
-    the bounds of k1 as ratios, lower and upper, and has no seq_max_k1.
+    k1 a lower and an upper bound, as ratios mu / pi: its "0.5_3.0" keeps r from 1 / 3 to 2. It has no seq_max_k1.
     """
     estimates_T = kl.ESTIMATORS[kind](tokens.behavior_logprobs_T, policy_logprobs_T.detach(), tokens.loss_mask_T)
     is_masked_T = _LEVELS[level](estimates_T, tokens).abs() > threshold
@@ -91,7 +92,7 @@ def veto(
     Anchored to the behavior policy. One token that the learner would hardly ever have sampled ("catastrophic")
     discards the whole response, since all that follows was conditioned on it.
 
-    Source: verl's rollout_token_veto_threshold, in Dr. Kernel (Liu et al. 2026, arXiv:2602.05885) at 1e-4.
+    Source: verl's former rollout_token_veto_threshold, in Dr. Kernel (Liu et al. 2026, arXiv:2602.05885) at 1e-4.
     """
     log_ratio_T = token_log_ratio(policy_logprobs_T.detach(), tokens.behavior_logprobs_T, tokens.loss_mask_T)
     is_bad_T = (log_ratio_T < math.log(threshold)).to(tokens.loss_mask_T.dtype)

@@ -30,9 +30,9 @@ def dppo(
 
     Source: DPPO, Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (arXiv:2602.04879),
     equations 11 to 14. 0.15 is for `tv`; with `kl` give 0.05 (both as TRL documents the paper's choice). The cap 20
-    and the form of the loss are verl's; up to the cap the gradient is that of -m_t r_t A_t. prime-rl masks by |p - q|
-    too, but whatever the sign of A_t. The paper's top-k divergences need more than the sampled token's logprob and
-    are not here.
+    and the form of the loss are verl's; up to the cap the gradient is that of -m_t r_t A_t. prime-rl's default loss
+    masks by p - q on the same side of A_t, beyond 0.2. The paper's top-k divergences need more than the sampled
+    token's logprob and are not here.
     """
     ratio_T = token_ratio(current_logprobs_T, anchor_logprobs_T, tokens.loss_mask_T)
     with torch.no_grad():

@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from algorithms.aggregation import AGGREGATIONS, fixed_denominator, sequence_mean, token_mean, trained_sequences
+from algorithms.aggregation import (
+    AGGREGATIONS,
+    fixed_denominator,
+    sequence_mean,
+    sequence_sum,
+    token_mean,
+    trained_sequences,
+)
 from tests.algorithms.ragged import Ragged, every_case, make
 
 
@@ -23,6 +30,14 @@ def test_sequence_mean(case: str) -> None:
     shares_T = sequence_mean(batch.mask_T, batch.cu_seqlens, tokens=0, sequences=sequences)
     expected = sum(means) / max(len(means), 1)
     assert float((losses_T * shares_T).sum()) == pytest.approx(expected, abs=1e-6)
+
+
+@every_case
+def test_sequence_sum(case: str) -> None:
+    batch, losses_T = _with_losses(case)
+    sums = [sum(float(losses_T[t]) for t in row) for _, row in batch.trained() if row]
+    shares_T = sequence_sum(batch.mask_T, batch.cu_seqlens, tokens=0, sequences=len(sums))
+    assert float((losses_T * shares_T).sum()) == pytest.approx(sum(sums) / max(len(sums), 1), abs=1e-6)
 
 
 @every_case

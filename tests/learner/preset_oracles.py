@@ -142,6 +142,10 @@ def sequence_mean(losses: Sequence[Losses]) -> torch.Tensor:
     return torch.stack([torch.stack(row).mean() for row in losses]).mean()
 
 
+def sequence_sum(losses: Sequence[Losses]) -> torch.Tensor:
+    return torch.stack([torch.stack(row).sum() for row in losses]).mean()
+
+
 def fixed_denominator(losses: Sequence[Losses]) -> torch.Tensor:
     return torch.stack([torch.stack(row).sum() for row in losses]).sum() / (len(losses) * MAX_NEW_TOKENS)
 
@@ -153,11 +157,13 @@ LOSSES: dict[str, tuple[Callable[[Response], Losses], Callable[[Sequence[Losses]
     "gspo": (gspo, sequence_mean),
     "gspo_token": (gspo, sequence_mean),
     "cispo": (weighted(lambda _, t: min(now_ratio(t), 5.0)), token_mean),
-    "rloo": (weighted(lambda _, t: min(now_ratio(t), 2.0)), sequence_mean),
+    "rloo": (weighted(lambda _, t: min(now_ratio(t), 2.0)), sequence_sum),
+    "rloo_sequence_mean": (weighted(lambda _, t: min(now_ratio(t), 2.0)), sequence_mean),
     "reinforce_plus_plus": (behavior_clip(), token_mean),
     "reinforce_plus_plus_baseline": (behavior_clip(), token_mean),
     "ppo": (behavior_clip(), token_mean),
-    "topr": (weighted(topr), sequence_mean),
+    "topr": (weighted(topr), sequence_sum),
+    "topr_sequence_mean": (weighted(topr), sequence_mean),
     "aspo": (weighted(aspo), token_mean),
     "sapo": (sapo, sequence_mean),
     "dppo": (weighted(dppo), token_mean),
