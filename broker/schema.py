@@ -179,6 +179,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Where late joiners fetch the buckets, on the learner's host."""
     pull_token: str
     """Sent back as a bearer token by those who pull."""
+    pull_certificate: str = ""
+    """The only one that whoever is at `pull_url` may show (PEM); empty: it speaks without TLS."""
     fingerprints: tuple[int, ...] = ()
     """Of each tensor (`weightsync.fingerprint`): what must arrive, and what an engine that took the version holds. An
     offer has none yet: they follow the last bucket."""

@@ -50,6 +50,13 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="first and last port at which workers may pull from the learner, for a firewall; default: any"
         ),
     ] = None
+    tls: Annotated[
+        bool | None,
+        Meta(
+            description="encrypt what workers pull from the learner; default: unless it listens at a loopback address."
+            " Broadcasts are never encrypted"
+        ),
+    ] = None
     poll_s: Annotated[
         float,
         Meta(gt=0, description="how often a worker looks for a new version or group; members of a group are told"),

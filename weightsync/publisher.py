@@ -100,6 +100,7 @@ class Publisher:
             self._token,
             config.broadcast_timeout_s,
             ports=config.ports,
+            tls=config.tls,
             memory_is_reused=self._memory_is_reused,
         )
         self._chain = DeltaChain(config.delta_chain)
@@ -227,6 +228,7 @@ class Publisher:
             group_epoch=epoch,
             pull_url=self._pulls.url,
             pull_token=self._token,
+            pull_certificate=self._pulls.certificate,
         )
 
     def _workers(self) -> tuple[WorkerInfo, ...]:

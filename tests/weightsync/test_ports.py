@@ -11,11 +11,13 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import torch
+from msgspec.structs import replace
 
 from broker.errors import WeightSyncError
 from tests.weightsync.test_transports import DATA, LOCAL, V0, manifest, pull, until
 from weightsync.addresses import learner_address
 from weightsync.transports import requests
+from weightsync.transports.certificate import new_identity, trusting
 from weightsync.transports.listening import allow_many_files, listen
 from weightsync.transports.pull_server import PullServer
 from weightsync.transports.visits import STRANGERS
@@ -25,16 +27,28 @@ TIMEOUT_S = 30.0
 GET = b"GET /1/0/0 HTTP/1.1\r\nAuthorization: Bearer secret\r\n\r\n"
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def pulls(request: pytest.FixtureRequest) -> Iterator[PullServer]:
+    server = PullServer(LOCAL, "secret", TIMEOUT_S, tls=request.param)
+    server.serve(V0, DATA)
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def pulls() -> Iterator[PullServer]:
+def plain() -> Iterator[PullServer]:
     server = PullServer(LOCAL, "secret", TIMEOUT_S)
+    assert server.url.startswith("http://")  # at a loopback address
     server.serve(V0, DATA)
     yield server
     server.close()
 
 
 def connect(server: PullServer, says: bytes = b"") -> socket.socket:
+    """Who says something says it through TLS, if the server does."""
     connection = socket.create_connection((LOCAL, urlsplit(server.url).port or 0), timeout=TIMEOUT_S)
+    if says and server.certificate:
+        connection = trusting(server.certificate).wrap_socket(connection)
     connection.sendall(says)
     return connection
 
@@ -57,15 +71,15 @@ def no_files() -> Iterator[list[int]]:
 
 
 def assert_pulled(server: PullServer) -> None:
-    got = pull(manifest(V0, server.url))
+    got = pull(replace(manifest(V0, server.url), pull_certificate=server.certificate))
     assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
 
 
-@pytest.mark.parametrize("says", [b"", b"GET /1/0/0 HTTP/1.1\r\n", b"\x16\x03\x01"])
-def test_who_connects_and_says_nothing_of_use_keeps_nobody_out(pulls: PullServer, says: bytes) -> None:
+@pytest.mark.parametrize(("idle", "says"), [(IDLE, b""), (300, b"GET /1/0/0 HTTP/1.1\r\n"), (300, b"\x16\x03\x01")])
+def test_who_connects_and_says_nothing_of_use_keeps_nobody_out(pulls: PullServer, idle: int, says: bytes) -> None:
     before = threading.active_count()
     with ExitStack() as open_ones:
-        for _ in range(IDLE):
+        for _ in range(idle):
             open_ones.enter_context(connect(pulls, says))
         assert_pulled(pulls)
         until(lambda: kept_by(pulls) <= 4 * STRANGERS + 1)
@@ -80,15 +94,15 @@ def kept_by(server: PullServer) -> int:
 
 
 @pytest.mark.parametrize("strangers", [0, 40])
-def test_a_learner_without_files_answers_who_has_the_secret(pulls: PullServer, strangers: int) -> None:
+def test_a_learner_without_files_answers_who_has_the_secret(plain: PullServer, strangers: int) -> None:
     """One who has not makes room; where there is none, it waits until there is a file again."""
     with ExitStack() as open_ones:
         for _ in range(strangers):
-            open_ones.enter_context(connect(pulls))
-        until(lambda: kept_by(pulls) == strangers)
+            open_ones.enter_context(connect(plain))
+        until(lambda: kept_by(plain) == strangers)
         reader = open_ones.enter_context(socket.socket())
         with no_files() as opened:
-            reader.connect((LOCAL, urlsplit(pulls.url).port))
+            reader.connect((LOCAL, urlsplit(plain.url).port))
             reader.sendall(GET)
             if not strangers:
                 reader.settimeout(0.5)
@@ -97,7 +111,7 @@ def test_a_learner_without_files_answers_who_has_the_secret(pulls: PullServer, s
                 os.close(opened.pop())
             reader.settimeout(TIMEOUT_S)
             assert reader.recv(12) == b"HTTP/1.1 200"
-    assert_pulled(pulls)
+    assert_pulled(plain)
 
 
 def test_who_does_not_read_costs_no_thread_and_keeps_nobody_out(pulls: PullServer) -> None:
@@ -139,8 +153,7 @@ def test_more_than_there_is_room_for_are_asked_to_come_again(
     ],
 )
 def test_what_is_no_request_is_not_answered(pulls: PullServer, says: bytes) -> None:
-    with connect(pulls) as connection, suppress(ConnectionResetError):
-        connection.sendall(says)
+    with connect(pulls, says) as connection, suppress(ConnectionResetError):
         assert connection.recv(100) == b""
     assert_pulled(pulls)
 
@@ -156,6 +169,45 @@ def test_a_wrong_secret_is_refused_before_anything_is_looked_up(
     with connect(pulls, says) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 401 ")
     assert looked_up == []
+
+
+@pytest.mark.parametrize("knows", ["another certificate", "none"])
+def test_whoever_does_not_show_the_learners_certificate_is_not_told_the_secret(knows: str) -> None:
+    impostor = PullServer(LOCAL, "secret", TIMEOUT_S, tls=True)
+    impostor.serve(V0, DATA)
+    _, certificate = new_identity()
+    promised = replace(manifest(V0, impostor.url), pull_certificate=certificate if knows != "none" else "")
+    with pytest.raises(
+        WeightSyncError, match="does not show the learner's certificate" if knows != "none" else "failed"
+    ):
+        pull(promised)
+    assert impostor._requests.answered == 0
+    impostor.close()
+
+
+def test_a_server_without_tls_is_told_nothing(plain: PullServer) -> None:
+    _, certificate = new_identity()
+    with pytest.raises(WeightSyncError, match="failed"):
+        pull(replace(manifest(V0, plain.url), pull_certificate=certificate))
+
+
+def test_what_others_can_reach_is_encrypted() -> None:
+    address = own_address()
+    if address is None:
+        pytest.skip("this machine has no address but loopback")
+    server = PullServer(address, "secret", TIMEOUT_S)
+    server.serve(V0, DATA)
+    assert server.url.startswith(f"https://{address}:")
+    assert_pulled(server)
+    server.close()
+
+
+def own_address() -> str | None:
+    """Of an interface that leads elsewhere."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("198.51.100.7", 9))
+        return str(probe.getsockname()[0])
+    return None
 
 
 @pytest.mark.parametrize("host", ["198.51.100.7", "no.such.host.invalid"])

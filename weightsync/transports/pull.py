@@ -7,6 +7,7 @@ bearer token. 404: superseded, look for the newer one. 503: so many pull at this
 import http.client
 import random
 import socket
+import ssl
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ from weightsync.buckets import as_bytes, digest_bytes, verify
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
 from weightsync.transports.base import SupersededError, UnreachableError
+from weightsync.transports.certificate import trusting
 from weightsync.transports.pull_server import DELTA
 
 
@@ -65,8 +67,7 @@ class HttpPull:
         self, manifest: WeightManifest, version: WeightVersion, name: str, data: memoryview, deadline: Deadline
     ) -> float | None:
         """None, or after how long to come again."""
-        address = urlsplit(manifest.pull_url)
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=self._timeout_s)
+        connection = _connection(manifest, self._timeout_s)
         try:
             path = f"/{version.incarnation}/{version.step}/{name}"
             connection.connect()
@@ -79,6 +80,11 @@ class HttpPull:
                 _check_response(response, manifest.pull_url, version, len(data))
                 self._read_into(response, data, deadline)
                 return None
+        except ssl.SSLCertVerificationError as error:
+            raise UnreachableError(
+                f"who answers at {manifest.pull_url} does not show the learner's certificate ({error.verify_message}): "
+                "another process has its port now, or somebody stands between"
+            ) from error
         except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a number that is none
             raise UnreachableError(f"pulling version {version} from {manifest.pull_url} failed: {error!r}") from error
         finally:
@@ -88,6 +94,15 @@ class HttpPull:
         done = self._pace.fill(data, response.fp.readinto1, deadline)
         if done < len(data):
             raise UnreachableError(f"the learner closed the connection after {done} of {len(data)} bytes")
+
+
+def _connection(manifest: WeightManifest, timeout_s: float) -> http.client.HTTPConnection:
+    """Not yet connected."""
+    address = urlsplit(manifest.pull_url)
+    host, port = address.hostname or "", address.port
+    if not manifest.pull_certificate:
+        return http.client.HTTPConnection(host, port, timeout=timeout_s)
+    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=trusting(manifest.pull_certificate))
 
 
 def _check_response(response: http.client.HTTPResponse, url: str, version: WeightVersion, nbytes: int) -> None:

@@ -6,7 +6,8 @@ from contextlib import nullcontext
 import torch
 
 from broker.schema import WeightVersion
-from weightsync.transports.listening import Ports, listen
+from weightsync.transports.certificate import new_identity
+from weightsync.transports.listening import Ports, is_loopback, listen
 from weightsync.transports.requests import Found, Requests
 from weightsync.transports.served import ServedVersion
 from weightsync.transports.visits import Visits
@@ -32,9 +33,11 @@ class PullServer:
         timeout_s: float,
         *,
         ports: Ports | None = None,
+        tls: bool | None = None,
         memory_is_reused: bool = False,
     ) -> None:
-        """`memory_is_reused`: the next version's buckets lie where those of the newest do.
+        """`tls`: with a certificate that is made now; None: unless only this machine can connect.
+        `memory_is_reused`: the next version's buckets lie where those of the newest do.
 
         Raises WeightSyncError where it cannot listen at `address` and one of `ports`.
         """
@@ -42,11 +45,13 @@ class PullServer:
         self._versions: dict[WeightVersion, ServedVersion] = {}
         self._deltas: dict[WeightVersion, bytes] = {}
         listener = listen(address, ports)
+        is_encrypted = not is_loopback(listener) if tls is None else tls
+        context, self.certificate = new_identity() if is_encrypted else (None, "")
         host = f"[{address}]" if ":" in address else address
-        self.url = f"http://{host}:{listener.getsockname()[1]}"
+        self.url = f"{'https' if is_encrypted else 'http'}://{host}:{listener.getsockname()[1]}"
         # The methods are looked up anew for every request.
         self._requests = Requests(token, timeout_s, lambda path: self.is_ready(path), lambda path: self.find(path))
-        self._visits = Visits(listener, _THREADS, self._requests.visit)
+        self._visits = Visits(listener, _THREADS, self._requests.visit, context)
 
     def serve(self, version: WeightVersion, buckets: tuple[torch.Tensor, ...]) -> None:
         """Beside the versions served so far."""

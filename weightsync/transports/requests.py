@@ -19,6 +19,7 @@ MOST = 256
 _HEAD_S = 10.0
 """For all that precedes the answer: who says nothing goes then, if not sooner."""
 _HEAD_BYTES = 2048
+_GET = b"GET "
 _SEND_BUFFER_BYTES = 1 << 20
 """What the system holds of a bucket, which a slow line takes long to read when all of it has been sent."""
 _CHUNK_BYTES = 1 << 20
@@ -99,13 +100,11 @@ def _head(connection: socket.socket, deadline: Deadline) -> Generator[int, None,
     head = bytearray()
     while not head.endswith(b"\r\n\r\n"):
         some = yield from when_ready(lambda: connection.recv(_HEAD_BYTES), READ, deadline)
-        if not some or len(head) + len(some) > _HEAD_BYTES:
-            raise ValueError("no request of a worker")
         head += some
+        if not some or len(head) > _HEAD_BYTES or not head.startswith(_GET[: len(head)]):
+            raise ValueError("no request of a worker")
     first, _, rest = bytes(head).partition(b"\r\n")
-    method, path, _ = first.decode("ascii").split(" ")
-    if method != "GET":
-        raise ValueError(f"{method} is no request of a worker")
+    _, path, _ = first.decode("ascii").split(" ")
     return path, parse_headers(io.BytesIO(rest)).get("Authorization", "").encode()
 
 
