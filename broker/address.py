@@ -1,10 +1,12 @@
 """Where the server is, and who we are there: a URL, and a password that need not stand in it."""
 
 import os
+import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
-from urllib.parse import SplitResult, parse_qs, parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qs, parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
@@ -15,9 +17,12 @@ from .errors import BrokerError
 
 PASSWORD = "HEADWAY_BROKER_PASSWORD"
 PASSWORD_FILE = "HEADWAY_BROKER_PASSWORD_FILE"
+PASSWORD_FILE_OPTION = "password_file"
+"""Of a URL: the file whose content is the password."""
 _CLUSTER = "+cluster"
 _SCHEMES = ("redis", "rediss", "unix", f"redis{_CLUSTER}", f"rediss{_CLUSTER}")
 _SECRETS = ("password", "ssl_password")
+_FILES = (PASSWORD_FILE_OPTION, "ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _CONNECTIONS = 8
 
 
@@ -37,6 +42,19 @@ def without_secrets(url: str) -> str:
     where = f"{parts.username}@{where}" if parts.username else where
     query = urlencode([pair for pair in parse_qsl(parts.query) if pair[0] not in _SECRETS], safe="/")
     return f"{parts.scheme}://{where}{parts.path}" + (f"?{query}" if query else "")
+
+
+def with_whole_paths(url: str) -> str:
+    """The URL as a process in another working directory can use it: the files that it names begin with `/`."""
+    where, mark, query = url.partition("?")
+    options = (option.partition("=") for option in query.split("&"))
+    whole = (
+        f"{name}={quote(os.path.abspath(os.path.expanduser(unquote(value))))}"
+        if name in _FILES
+        else name + sign + value
+        for name, sign, value in options
+    )
+    return where + mark + "&".join(whole)
 
 
 def _split(url: str) -> SplitResult:
@@ -60,19 +78,30 @@ class Address:
     def parse(cls, url: str) -> Self:
         """Raises BrokerError for what is no broker URL, and for a password file that cannot be read.
 
-        The password: the URL's, else $HEADWAY_BROKER_PASSWORD, else the content of the file that
-        $HEADWAY_BROKER_PASSWORD_FILE names. A unix socket, which its file's mode protects, is sent none but the URL's.
+        The password: the URL's, else the content of the file that the URL names as `password_file`, else
+        $HEADWAY_BROKER_PASSWORD, else the content of the file that $HEADWAY_BROKER_PASSWORD_FILE names. A unix socket,
+        which its file's mode protects, is sent none but the URL's.
         """
         shown = without_password(url)
         parts = urlsplit(url)
         if parts.scheme not in _SCHEMES:
             raise _no_url(shown, ValueError(f"its scheme is {parts.scheme!r}"))
-        has_password = parts.password or parse_qs(parts.query).get("password") or parts.scheme == "unix"
+        options = _options(url)
+        url = _without_option(url, PASSWORD_FILE_OPTION)
         return cls(
             url=url.replace(_CLUSTER, "", 1) if parts.scheme.endswith(_CLUSTER) else url,
-            password=None if has_password else _password(),
+            password=None if parts.password or "password" in options else _password(options, parts.scheme),
             is_cluster=parts.scheme.endswith(_CLUSTER),
         )
+
+    def anonymous(self) -> Self:
+        """The same server, for somebody who gives neither a name nor a password."""
+        where = self.url.partition("?")[0]
+        netloc = _split(where).netloc
+        url = self.url.replace(netloc, netloc.rpartition("@")[2], 1) if "@" in netloc else self.url
+        for option in ("username", "password"):
+            url = _without_option(url, option)
+        return replace(self, url=url, password=None)
 
     def at(self, host: str, port: int) -> Self:
         """The same credentials and options at another node; an empty host is this one's."""
@@ -82,7 +111,9 @@ class Address:
         return replace(self, url=urlunsplit(parts._replace(netloc=f"{user}{where}:{port}")))
 
     def pool(self, timeout_s: float) -> redis.ConnectionPool:
-        """Of connections, none of them made yet; it never retries by itself."""
+        """Of connections, none of them made yet; it never retries by itself. Raises BrokerError for options that there
+        are not, and certificates that cannot be used."""
+        _check_certificates(self.url)
         try:
             return open_pool(
                 self.url,
@@ -98,16 +129,55 @@ class Address:
             raise _no_url(without_password(self.url), error) from error
 
 
-def _password() -> str | None:
+def _password(options: Mapping[str, str], scheme: str) -> str | None:
+    if path := options.get(PASSWORD_FILE_OPTION):
+        return _read_password(path)
+    if scheme == "unix":
+        return None
     if password := os.environ.get(PASSWORD):
         return password
     path = os.environ.get(PASSWORD_FILE)
-    if not path:
-        return None
+    return _read_password(path) if path else None
+
+
+def _read_password(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text().strip()
+        password = Path(path).expanduser().read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise BrokerError(f"The broker's password cannot be read from {path} ({error}).") from error
+        raise BrokerError(
+            f"The broker's password cannot be read from {path} ({error}): take the URL that the server's `headway"
+            " broker` prints for your role, and on another machine a copy of that file."
+        ) from error
+    if not password:
+        raise BrokerError(f"The broker's password cannot be read from {path}: the file is empty.")
+    return password
+
+
+def _options(url: str) -> dict[str, str]:
+    return {name: values[-1] for name, values in parse_qs(urlsplit(url).query).items()}
+
+
+def _check_certificates(url: str) -> None:
+    """The driver would tell of a missing file as of a server that does not answer."""
+    options = _options(url)
+    try:
+        if authority := options.get("ssl_ca_certs"):
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(authority)
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            if name in options:
+                Path(options[name]).read_bytes()
+    except OSError as error:  # also what is read and is no certificate
+        named = ", ".join(f"{name}={options[name]}" for name in _FILES if name.startswith("ssl_") and name in options)
+        raise BrokerError(
+            f"A certificate that the URL of {without_password(url)} names cannot be used ({error.strerror or error}):"
+            f" {named}. Name files in PEM format that this process may read."
+        ) from error
+
+
+def _without_option(url: str, name: str) -> str:
+    where, _, query = url.partition("?")
+    rest = "&".join(option for option in query.split("&") if option.partition("=")[0] != name)
+    return where + (f"?{rest}" if rest else "")
 
 
 def _bracketed(host: str) -> str:

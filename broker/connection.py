@@ -29,7 +29,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import TimeoutError as SlowServerError
 
-from .address import PASSWORD_FILE, Address, without_password
+from .address import PASSWORD_FILE, PASSWORD_FILE_OPTION, Address, without_password
 from .driver import Argument, Command
 from .errors import BrokerError, BrokerUnavailableError
 from .keys import Keys
@@ -123,6 +123,11 @@ class Connection:
         loads: list[Command] = [("SCRIPT", "LOAD", script_source(name)) for name in script_names()]
         await self._attempt(lambda: self._on_primaries(lambda _, server: server.send(loads)))
 
+    async def on_primaries(self, command: Command) -> list[Any]:
+        """The reply of every server that takes writes."""
+        sent = await self._attempt(lambda: self._on_primaries(lambda _, server: _replied(server, command)))
+        return [reply for (reply,) in sent]
+
     async def scan(self, pattern: str) -> list[str]:
         """Names of all keys that match; those that are no text are none of ours."""
         found = await self._attempt(lambda: self._on_primaries(lambda _, server: _scan(server, pattern)))
@@ -203,8 +208,9 @@ class Connection:
             )
         if _is_caused_by(error, AuthenticationError):
             return BrokerUnavailableError(
-                f"The broker at {self.url} refuses our user or password ({reason}): put them into the URL, "
-                f"or the password into a file that ${PASSWORD_FILE} names."
+                f"The broker at {self.url} refuses our user or password ({reason}): take the URL that its "
+                "`headway broker` prints for our role, or put the user into the URL (redis://USER@HOST) and name a "
+                f"file with the password: ?{PASSWORD_FILE_OPTION}=FILE there, or ${PASSWORD_FILE}."
             )
         return BrokerUnavailableError(
             f"No answer from the broker at {self.url} within {self._timeout_s:g} s ({reason}). "
@@ -238,6 +244,10 @@ def _ends_by_itself(error: ResponseError) -> bool:
     """A cluster that moves slots or is electing a primary."""
     is_moving = isinstance(error, (AskError, TryAgainError, ClusterDownError)) or _MOVED_KEY in str(error)
     return is_moving and not isinstance(error, MasterDownError)
+
+
+async def _replied(server: RoundTrips, command: Command) -> list[Any]:
+    return _accepted(await server.send([command]))
 
 
 async def _scan(server: RoundTrips, pattern: str) -> list[bytes]:

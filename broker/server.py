@@ -21,6 +21,9 @@ from typing import Literal, Self
 
 import redis
 
+from .access import Role
+from .address import Address
+from .credentials import Credentials
 from .errors import HeadwayError
 
 _LONGEST_SOCKET_PATH = 107
@@ -62,13 +65,16 @@ class EmbeddedServer:
         port: int | None = None,
         appendfsync: Literal["always", "everysec", "no"] = "everysec",
         maxmemory_bytes: int = 2 << 30,
+        has_users: bool = False,
         settings: Sequence[str] = (),
     ) -> None:
-        """`settings`: further lines of its configuration, for a replica or a cluster's node."""
+        """`has_users`: it obeys nobody but a user for each role, whose passwords it keeps in `directory`. `settings`:
+        further lines of its configuration, for a replica or a cluster's node."""
         self._directory = directory.resolve()
         self._port = port
         self._appendfsync = appendfsync
         self._maxmemory_bytes = maxmemory_bytes
+        self._credentials = Credentials(self._directory) if has_users else None
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = self._directory / _SOCKET
@@ -80,6 +86,10 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         return f"unix://{self._socket}" if self._port is None else f"redis://127.0.0.1:{self._port}"
+
+    def url_of(self, role: Role) -> str:
+        """As this role reaches it. Where there are no users it is `url`, for everybody."""
+        return self._credentials.url_of(role, self.url) if self._credentials else self.url
 
     @property
     def log(self) -> Path:
@@ -99,10 +109,12 @@ class EmbeddedServer:
         """Returns once the server answers. Raises HeadwayError with the end of its log."""
         if self.is_alive():
             return
+        binary = find_server()
         self._prepare()
+        config = self._config(binary)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [find_server(), "-"],
+                [binary, "-"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -111,7 +123,7 @@ class EmbeddedServer:
             )
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(self._config().encode())
+            self._process.stdin.write(config.encode())
             self._process.stdin.close()
         except BrokenPipeError:
             pass  # it died; its log says why
@@ -121,9 +133,7 @@ class EmbeddedServer:
         """Asks the server to flush and exit, then insists. Its data stay."""
         process = self._process
         if process is not None and process.poll() is None:
-            self._shut_down()
-            if not _has_exited(process, _STOP_DEADLINE_S):
-                process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
             if not _has_exited(process, _STOP_DEADLINE_S):
                 process.kill()
                 process.wait()
@@ -145,6 +155,8 @@ class EmbeddedServer:
         if self._short_directory is not None:
             self._short_directory.mkdir(exist_ok=True)
             self._short_directory.chmod(0o700)  # fails where it is somebody else's
+        if self._credentials is not None:
+            self._credentials.make()
         if self._port is None:
             self._refuse_second_server()
             self._socket.unlink(missing_ok=True)
@@ -159,6 +171,11 @@ class EmbeddedServer:
         try:
             with self._client() as client:
                 pid = client.info("server")["process_id"]
+        except redis.AuthenticationError as error:
+            raise HeadwayError(
+                f"A server with other passwords than those in {self._directory} already runs on {self._socket}: end it"
+                " (`fuser` finds its process), or choose another directory."
+            ) from error
         except (redis.ConnectionError, redis.TimeoutError):
             return
         raise HeadwayError(
@@ -166,7 +183,7 @@ class EmbeddedServer:
             "or choose another directory."
         )
 
-    def _config(self) -> str:
+    def _config(self, binary: Path) -> str:
         where = (
             [f'unixsocket "{self._socket}"', "unixsocketperm 700", "port 0", 'bind ""']
             if self._port is None
@@ -185,12 +202,16 @@ class EmbeddedServer:
             "daemonize no",
             'logfile ""',
             "tcp-backlog 128",
+            *(self._credentials.acl(is_for_7_0=_is_redis_7_0(binary)) if self._credentials else ()),
             *self._settings,
         ]
         return "\n".join(lines) + "\n"
 
     def _client(self) -> redis.Redis:
-        return redis.Redis.from_url(self.url, socket_timeout=1.0, socket_connect_timeout=1.0)
+        address = Address.parse(self.url_of(Role.LEARNER))
+        return redis.Redis.from_url(
+            address.url, password=address.password, socket_timeout=1.0, socket_connect_timeout=1.0
+        )
 
     def _await_answer(self) -> None:
         deadline = time.monotonic() + _START_DEADLINE_S
@@ -209,12 +230,11 @@ class EmbeddedServer:
     def _log_tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
-    def _shut_down(self) -> None:
-        try:
-            with self._client() as client:
-                client.execute_command("SHUTDOWN")
-        except (redis.RedisError, OSError):
-            pass  # a successful SHUTDOWN closes the connection; a failed one is followed by signals
+
+def _is_redis_7_0(binary: Path) -> bool:
+    """Whose access control lacks some names."""
+    said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False).stdout
+    return said.startswith("Redis") and "v=7.0." in said
 
 
 def _short_directory(directory: Path) -> Path:

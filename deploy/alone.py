@@ -7,7 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,7 @@ from rich.live import Live
 
 from broker.address import without_password
 from broker.client import BlockingBroker
-from broker.errors import ConfigError, RunNotFoundError
+from broker.errors import BrokerUnavailableError, ConfigError, RunNotFoundError
 from broker.keys import check_worker_name
 from broker.schema import RunStatus
 from learner.rewind import Rewind
@@ -40,10 +40,11 @@ from .local import (
     worker_commands,
 )
 from .packages import check_packages
-from .printing import say, say_json
+from .printing import complain, say, say_json
 from .processes import Command
 from .recipe import Recipe
 from .run_directory import SFT, endpoint, find_endpoint, held, prepare
+from .server_traits import check_traits
 from .sft_output import is_complete, is_of, mark_complete
 from .status import status_json, status_tables
 from .supervisor import Supervisor
@@ -68,7 +69,7 @@ def run_learner(
         if not prepared and os.environ.get("RANK", "0") == "0":
             stack.enter_context(held(recipe.run_directory))
             check_packages(recipe, has_workers=False)
-            ping(url, recipe.run.name)  # first: a run that cannot start leaves nothing and takes nothing away
+            ping(url, recipe.run.name, complain)  # first: a run that cannot start leaves nothing and takes nothing away
             check_rewind(recipe, rewind)
             directory = prepare(recipe, resume=resume, overwrite=overwrite, say=say)
             if overwrite:
@@ -101,6 +102,8 @@ def run_workers(url: str, run: str, count: int, overrides: Sequence[str], allowe
     """Supervise `count` workers until the run is over or a signal stops them. They may import what is `allowed`."""
     engine_threads = _engine_threads(overrides)
     named = [argument for module in allowed for argument in ("--allow-import", module)]
+    with suppress(BrokerUnavailableError):  # workers wait for it
+        check_traits(url, complain, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
     with tempfile.TemporaryDirectory(prefix="headway-workers-") as private:
         commands = worker_commands(url, run, count, (*named, *overrides), Path(private), logs, engine_threads)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from broker.access import Role
 from broker.server import EmbeddedServer
 
 from .processes import guarded
@@ -21,7 +22,7 @@ class KeptServer:
     """An embedded server between `with` and its end, whose owner calls `check` now and then."""
 
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
-        self._server = EmbeddedServer(directory)
+        self._server = EmbeddedServer(directory, has_users=True)
         self._say = say
         self._guard = ExitStack()
         self._started = 0.0
@@ -30,10 +31,9 @@ class KeptServer:
         self.restarts = 0
         """Of the whole run, for the summary."""
 
-    @property
-    def url(self) -> str:
-        """The same after every start."""
-        return self._server.url
+    def url_of(self, role: Role) -> str:
+        """As this role reaches it; the same after every start."""
+        return self._server.url_of(role)
 
     @property
     def pid(self) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from broker.access import Role
+from broker.address import PASSWORD_FILE, with_whole_paths, without_secrets
 from broker.client import BlockingBroker
 from learner.rewind import Rewind
 
@@ -26,12 +28,14 @@ from .processes import Command
 from .recipe import Recipe
 from .report import amend_summary, read_summary
 from .run_directory import CHECKPOINTS, CONFIG, EXPERIENCE, SFT, endpoint, held, prepare
+from .server_traits import check_traits
 from .sft_output import is_complete
 from .supervisor import Supervisor
 from .terminal import Terminal, styled
 
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""
+QUOTES = "'\""
 PYTHON = (sys.executable, "-m", "deploy", "--debug")
 SHOWN = (
     ("held-out pass rate, before", "eval_before", ".3f"),
@@ -75,18 +79,17 @@ class Local:
             if code := warm_up(self.recipe, directory, self._say):
                 return code
             server = self._own_server(directory, stack)
-            url = server.url if server is not None else self.recipe.broker.url
             if self.overwrite:
-                forget(url, self.recipe.run.name)
-            stack.enter_context(endpoint(directory, url, self.recipe.run.name))
-            code = self._train(directory, url, server)
+                forget(self._url_of(Role.LEARNER, server), self.recipe.run.name)
+            stack.enter_context(endpoint(directory, self._url_of(Role.OBSERVER, server), self.recipe.run.name))
+            code = self._train(directory, server)
         self._conclude(directory, code)
         return code
 
     def _prepare(self) -> Path:
         check_packages(self.recipe, has_workers=True)
         if self.recipe.broker.url != "embedded":
-            ping(self.recipe.broker.url, self.recipe.run.name)  # before anything is taken away
+            ping(self.recipe.broker.url, self.recipe.run.name, self._say)  # before anything is taken away
         check_rewind(self.recipe, self.rewind)
         return prepare(self.recipe, resume=self.resume, overwrite=self.overwrite, say=self._say).resolve()
 
@@ -96,15 +99,18 @@ class Local:
             return None
         return stack.enter_context(KeptServer(directory / "broker", self._say))
 
-    def _train(self, directory: Path, url: str, server: KeptServer | None) -> int:
+    def _url_of(self, role: Role, server: KeptServer | None) -> str:
+        return server.url_of(role) if server is not None else self.recipe.broker.url
+
+    def _train(self, directory: Path, server: KeptServer | None) -> int:
         name, recipe = self.recipe.run.name, self.recipe
         with (
             tempfile.TemporaryDirectory(prefix="headway-workers-") as private,
-            watch(url, name, self.console, recipe.staleness.max_lag) as monitor,
+            watch(self._url_of(Role.OBSERVER, server), name, self.console, recipe.staleness.max_lag) as monitor,
         ):
             supervisor = Supervisor(
                 worker_commands(
-                    url,
+                    self._url_of(Role.WORKER, server),
                     name,
                     recipe.workers.count,
                     passed_on(recipe),
@@ -113,7 +119,7 @@ class Local:
                     recipe.engine.threads,
                     worker_gpus(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", "")),
                 ),
-                learner_command(recipe, directory, url, self.resume, self.rewind),
+                learner_command(recipe, directory, self._url_of(Role.LEARNER, server), self.resume, self.rewind),
                 recipe.workers.max_restarts,
                 say=monitor.say,
                 check=server.check if server is not None else None,
@@ -157,11 +163,17 @@ class Local:
         while (parent / name).exists():
             name = f"{name}-{bound}"
         new = {"staleness.max_lag": f"{bound}", "run.name": name}
-        kept = [override for override in self.overrides if override.partition("=")[0].strip() not in new]
+        kept = [_showable(override) for override in self.overrides if override.partition("=")[0].strip() not in new]
         return shlex.join([self.recipe_name, *kept, *(f"{key}={value}" for key, value in new.items())])
 
     def _say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
+
+
+def _showable(override: str) -> str:
+    """A URL without its password."""
+    key, sign, value = override.partition("=")
+    return f"{key}{sign}{without_secrets(value.strip(QUOTES))}" if key.strip() == "broker.url" else override
 
 
 def warm_up(recipe: Recipe, directory: Path, say: Callable[[str], None]) -> int:
@@ -197,9 +209,11 @@ def after_warm_up(recipe: Recipe) -> Recipe:
     return msgspec.structs.replace(recipe, model=model)
 
 
-def ping(url: str, run: str) -> None:
-    """Raises BrokerUnavailableError where no server answers, BrokerError where the URL is none."""
+def ping(url: str, run: str, say: Callable[[str], object]) -> None:
+    """Says what is risky about the server. Raises BrokerUnavailableError where none answers, BrokerError where the URL
+    is none or the server is none for us."""
     BlockingBroker(url, run, timeout_s=PATIENCE_S).close()
+    check_traits(url, say, timeout_s=PATIENCE_S)
 
 
 def forget(url: str, run: str) -> None:
@@ -290,8 +304,11 @@ def visible(devices: Sequence[str], worker: int) -> dict[str, str]:
 
 
 def connection(url: str, run: str) -> dict[str, str]:
-    """For a child. Arguments would show a password to every user, and torchrun takes --run for its own."""
-    return {"HEADWAY_BROKER": url, "HEADWAY_RUN": run}
+    """For a child, in whichever directory. Arguments would show a password to every user, and torchrun takes --run for
+    its own."""
+    file = os.environ.get(PASSWORD_FILE)
+    place = {PASSWORD_FILE: os.path.abspath(os.path.expanduser(file))} if file else {}
+    return {"HEADWAY_BROKER": with_whole_paths(url), "HEADWAY_RUN": run, **place}
 
 
 def threads(count: int) -> dict[str, str]:

@@ -1,22 +1,30 @@
 """`headway broker`: the embedded server in a terminal of its own, or a look at one that is there already."""
 
+import shlex
 import signal
 import time
 from pathlib import Path
 from types import FrameType
 
+from broker.access import Role
 from broker.address import without_password
 from broker.client import BlockingBroker
 from broker.errors import HeadwayError
 from broker.server import EmbeddedServer
 
-from .printing import say
+from .printing import complain, say
 from .processes import guarded
 from .run_directory import held
+from .server_traits import check_traits
 
 POLL_S = 0.2
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""
+COMMANDS = {
+    Role.LEARNER: "headway learner RECIPE.yaml",
+    Role.WORKER: "headway workers --count 2",
+    Role.OBSERVER: "headway status --watch",
+}
 
 
 def run_server(directory: Path, port: int | None) -> int:
@@ -30,12 +38,14 @@ def run_server(directory: Path, port: int | None) -> int:
         signal.signal(number, note)
     with (
         held(directory.resolve(), "directory (--directory)"),  # two servers would spoil each other's files
-        EmbeddedServer(directory.resolve(), port=port) as server,
+        EmbeddedServer(directory.resolve(), port=port, has_users=True) as server,
         guarded(server.pid),
     ):
-        say(f"Serving {server.url}, data in {directory}. Ctrl-C stops. In other terminals:")
-        say(f"  export HEADWAY_BROKER={server.url} HEADWAY_RUN=NAME")
-        say("  headway learner RECIPE.yaml\n  headway workers --count 2")
+        say(f"Serving {server.url}, data in {directory}. Ctrl-C stops. In other terminals, each with its own user:")
+        for role, command in COMMANDS.items():
+            say(f"  export HEADWAY_RUN=NAME HEADWAY_BROKER={shlex.quote(server.url_of(role))}")
+            say(f"  {command}")
+        say("Passwords are in the files that these URLs name; whoever reads the learner's may do all that it does.")
         while not stops:
             if not server.is_alive():
                 raise HeadwayError(
@@ -47,7 +57,8 @@ def run_server(directory: Path, port: int | None) -> int:
 
 
 def check_server(url: str) -> int:
-    """Say whether Headway can use the server at `url`, and its runs. Raises BrokerUnavailableError."""
+    """Say whether Headway can use the server at `url`, and its runs. Raises HeadwayError where it cannot."""
+    check_traits(url, complain, timeout_s=PATIENCE_S)
     client = BlockingBroker(url, "headway-check", timeout_s=PATIENCE_S)
     try:
         runs = client.call(client.broker.status.runs())

@@ -107,6 +107,33 @@ async def test_a_file_of_a_password_that_is_not_there(tmp_path: Path, monkeypatc
         await open_broker("redis://127.0.0.1:1", "r")
 
 
+async def test_a_password_file_in_the_url(guarded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "right file").write_text("sesame\n")
+    (tmp_path / "empty").touch()
+    monkeypatch.setenv(PASSWORD, "barley")
+    broker = await open_broker(f"{guarded}?password_file={tmp_path}/right%20file", "r")
+    await broker.close()
+    with pytest.raises(BrokerError, match="the file is empty"):
+        await open_broker(f"{guarded}?password_file={tmp_path}/empty", "r")
+    with pytest.raises(BrokerError, match="take the URL that the server's `headway broker` prints for your role"):
+        await open_broker(f"{guarded}?password_file={tmp_path}/missing", "r")
+    assert Address.parse(f"unix://ali@/s?password_file={tmp_path}/right%20file&db=1").password == "sesame"
+    with pytest.raises(BrokerUnavailableError, match=r"refuses our user or password .*\?password_file=FILE"):
+        await open_broker(guarded, "r")
+
+
+@pytest.mark.parametrize("option", ["ssl_ca_certs", "ssl_certfile", "ssl_keyfile"])
+async def test_a_certificate_that_is_not_there(option: str, tmp_path: Path) -> None:
+    with pytest.raises(BrokerError, match=rf"cannot be used \(No such file.*\): {option}={tmp_path}/ca.pem"):
+        await open_broker(f"rediss://{LOCAL}:1?{option}={tmp_path}/ca.pem", "r")
+
+
+async def test_a_file_that_is_no_certificate(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("nothing\n")
+    with pytest.raises(BrokerError, match=r"certificate that the URL of rediss://.* names cannot be used"):
+        await open_broker(f"rediss://{LOCAL}:1?ssl_ca_certs={tmp_path}/ca.pem", "r")
+
+
 def test_a_nodes_address_keeps_credentials_and_options() -> None:
     first = Address.parse("rediss+cluster://ali:open%20sesame@first:1?ssl_ca_certs=/ca.pem")
     assert first.is_cluster

@@ -2,15 +2,18 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from broker import Broker
+from broker.access import Role
 from broker.owner import CheckpointMark, Owner
 from broker.schema import RunRules
 from broker.server import EmbeddedServer
@@ -224,8 +227,14 @@ def test_the_broker_serves_until_told_to_stop_and_keeps_its_data(tmp_path: Path)
         assert process.stdout is not None
         url = f"redis://127.0.0.1:{port}"
         assert process.stdout.readline().startswith(f"Serving {url}, data in data.")
-        check = headway("broker", "--url", url, cwd=tmp_path)
-        assert check.stdout == f"{url} answers. Runs: none.\n"
+        urls = dict(exported(process.stdout) for _ in Role)
+        assert sorted(urls) == sorted(Role)
+        for given in urls.values():
+            check = headway("broker", "--url", given, cwd=tmp_path)
+            assert check.stdout.endswith(f"@127.0.0.1:{port} answers. Runs: none.\n"), check.stderr
+            assert check.stderr == ""
+        stranger = headway("broker", "--url", url, cwd=tmp_path)
+        assert "refuses our user or password" in stranger.stderr
         taken = headway("broker", "--port", str(port), "--directory", "other", cwd=tmp_path)
         assert taken.returncode == 1
         assert f"Port {port} on 127.0.0.1 is taken" in taken.stderr
@@ -236,6 +245,30 @@ def test_the_broker_serves_until_told_to_stop_and_keeps_its_data(tmp_path: Path)
         process.send_signal(signal.SIGINT)
         assert process.wait() == 0
     assert (tmp_path / "data").is_dir()
+
+
+def exported(printed: IO[str]) -> tuple[str, str]:
+    """The role, and the URL that its two lines give it."""
+    (setting,) = [word for word in shlex.split(printed.readline()) if word.startswith("HEADWAY_BROKER=")]
+    commands = {"learner": Role.LEARNER, "workers": Role.WORKER, "status": Role.OBSERVER}
+    return commands[printed.readline().split()[1]], setting.partition("=")[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "told"),
+    [
+        ([], 0, "Warning: the server at {url} asks for no password. Whoever reaches its port"),
+        (["appendonly no"], 0, "Warning: the server at {url} keeps no append-only file"),
+        (["maxmemory-policy allkeys-lru"], 1, "Error: The server at {url} throws keys away once its memory is full"),
+    ],
+)
+def test_what_is_wrong_with_a_server_is_said(settings: list[str], code: int, told: str, tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path / "server", port=free_port(), settings=settings) as server:
+        for arguments in (["broker", "--url", server.url], ["run", "arithmetic.yaml", f"broker.url={server.url}"]):
+            if code or arguments[0] == "broker":
+                answer = headway(*arguments, cwd=tmp_path)
+                assert answer.returncode == code
+                assert told.format(url=server.url) in answer.stderr
 
 
 async def claimed(broker: Broker) -> Owner:

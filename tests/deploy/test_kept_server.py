@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 import redis
 
+from broker.access import Role
+from broker.address import Address
 from deploy.kept_server import MAX_RESTARTS, KeptServer
 from deploy.supervisor import RoleFailedError, Supervisor
 from tests.processes import children_left
 
 from .test_supervisor import FOREVER, await_end, await_files, role
+
+KEY = "headway:{r}:key"
 
 
 def test_a_server_that_dies_under_a_run_is_started_again_with_its_data(tmp_path: Path) -> None:
@@ -23,16 +27,17 @@ def test_a_server_that_dies_under_a_run_is_started_again_with_its_data(tmp_path:
         "learner", "import pathlib, time\nwhile not pathlib.Path('seen').exists(): time.sleep(0.05)", tmp_path
     )
     with KeptServer(tmp_path / "broker", said.append) as server:
-        url, first = server.url, server.pid
+        url, first = server.url_of(Role.LEARNER), server.pid
+        address = Address.parse(url)
 
         def kill_it_and_come_back() -> None:
-            client = redis.Redis.from_url(url)
-            client.set("key", "value")
+            client = redis.Redis.from_url(address.url, password=address.password)
+            client.set(KEY, "value")
             client.execute_command("WAITAOF", 1, 0, 5000)
             os.kill(first, signal.SIGKILL)
             while True:
                 try:
-                    found = client.get("key")
+                    found = client.get(KEY)
                     break
                 except redis.RedisError:  # it is away, or loads its data
                     pass
@@ -46,7 +51,7 @@ def test_a_server_that_dies_under_a_run_is_started_again_with_its_data(tmp_path:
         assert Supervisor(workers, learner, say=lambda _: None, check=server.check).run() == 0
         thread.join()
         assert (tmp_path / "found").read_text() == "value"
-        assert (server.url, server.restarts) == (url, 1)
+        assert (server.url_of(Role.LEARNER), server.restarts) == (url, 1)
         assert server.pid != first
     assert said == [
         f"The server has died. Starting it again with its data (1 of {MAX_RESTARTS})."

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deploy.config import load_recipe
-from deploy.local import Local, after_warm_up, warm_up, worker_commands
+from deploy.local import Local, after_warm_up, connection, warm_up, worker_commands
 from deploy.run_directory import prepare
 from deploy.terminal import Terminal
 from learner.config import ModelConfig
@@ -33,6 +33,23 @@ def test_hints_name_the_runs_own_recipe(tmp_path: Path, monkeypatch: pytest.Monk
     text = hints(directory, 0, *overrides)
     assert " eval runs/stale/config.yaml --checkpoint runs/stale/checkpoints/1/step_3\n" in text
     assert f" run arithmetic.yaml learner.steps=3 {overrides[2]} staleness.max_lag=8 run.name=stale-8\n" in text
+
+
+def test_hints_show_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "arithmetic").mkdir(parents=True)
+    text = hints(tmp_path / "runs" / "arithmetic", 0, "broker.url='redis://ali:sesame@h:1?db=1'", "learner.steps=3")
+    assert "sesame" not in text
+    assert " run arithmetic.yaml 'broker.url=redis://ali@h:1?db=1' learner.steps=3 " in text
+
+
+def test_children_find_the_files_that_a_url_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADWAY_BROKER_PASSWORD_FILE", "secret")
+    environment = connection("rediss://h:1/0?ssl_ca_certs=certs/ca.pem&db=1&password_file=/p", "r")
+    assert environment["HEADWAY_BROKER"] == f"rediss://h:1/0?ssl_ca_certs={tmp_path}/certs/ca.pem&db=1&password_file=/p"
+    assert environment["HEADWAY_BROKER_PASSWORD_FILE"] == f"{tmp_path}/secret"
+    assert connection("unix:///a/b", "r")["HEADWAY_BROKER"] == "unix:///a/b"
 
 
 def test_workers_share_the_gpus_that_they_are_given(tmp_path: Path) -> None:

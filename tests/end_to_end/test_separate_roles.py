@@ -4,6 +4,7 @@ They come and go meanwhile: a worker joins, one is drained, one is killed.
 """
 
 import json
+import shlex
 import signal
 import socket
 from contextlib import suppress
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from broker.schema import RunStatus, WorkerInfo
+from tests.broker.topologies import wait_until
 
 from .recipes import write_recipe
 from .records import check_trained, summary
@@ -25,19 +27,18 @@ RUN, STEPS = "four", 150
 
 
 def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None:
-    url = f"redis://127.0.0.1:{free_port()}"
-    server = terminals.open("server", "broker", "--port", url.rpartition(":")[2])
-    connection = {"HEADWAY_BROKER": url, "HEADWAY_RUN": RUN}
-    with watching(url, RUN, terminals) as watch:
-        drained = terminals.open("drained", "worker", **connection)
-        killed = terminals.open("killed", "workers", **connection)
-        learner = terminals.open("learner", "learner", learners_recipe(terminals), **connection)
+    server = terminals.open("server", "broker", "--port", str(free_port()))
+    learns, works, looks = [exported(terminals, server, command) for command in ("learner", "workers", "status")]
+    with watching(looks["HEADWAY_BROKER"], RUN, terminals) as watch:
+        drained = terminals.open("drained", "worker", **works)
+        killed = terminals.open("killed", "workers", **works)
+        learner = terminals.open("learner", "learner", learners_recipe(terminals), **learns)
         watch.until("both generate", lambda status: all(is_busy(status, worker) for worker in (drained, killed)))
         watch.until_step(2)
-        check_status(terminals, url)
+        check_status(terminals, looks["HEADWAY_BROKER"])
 
         with paused(learner.pid):  # or the run might be over before the newcomer has imported torch
-            joined = terminals.open("joined", "workers", **connection)
+            joined = terminals.open("joined", "workers", **works)
             watch.until("the newcomer is there", lambda status: info_of(status, joined) is not None)
         watch.until("it generates", lambda status: is_busy(status, joined))
 
@@ -62,6 +63,17 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
     assert summary(run)["mixed_version_trajectories"] > 0
     assert summary(run)["weight_versions"] == STEPS + 1
     check_nothing_is_shared(terminals)
+    for terminal in (learner, joined):
+        assert "Warning" not in terminal.said, terminal.said
+
+
+def exported(terminals: Terminals, server: Terminal, command: str) -> dict[str, str]:
+    """What `headway broker` tells the terminal of `headway COMMAND` to export."""
+    wait_until(lambda: "Passwords are in the files" in server.said)
+    lines = server.said.splitlines()
+    (position,) = [number for number, line in enumerate(lines) if line.startswith(f"  headway {command}")]
+    settings = dict(word.split("=", 1) for word in shlex.split(lines[position - 1])[1:])
+    return {**settings, "HEADWAY_RUN": RUN}
 
 
 def learners_recipe(terminals: Terminals) -> Path:

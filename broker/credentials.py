@@ -1,0 +1,63 @@
+"""The embedded server's users, one for each role. Their passwords lie beside the server's data, each in a file that
+only its owner may read.
+
+    DIRECTORY/passwords/learner   worker   observer
+
+They are made once, so that a server which is started again takes the same ones.
+"""
+
+import os
+import secrets
+from pathlib import Path
+from urllib.parse import quote
+
+from .access import Role, User, users
+from .address import PASSWORD_FILE_OPTION
+from .errors import HeadwayError
+
+_FOLDER = "passwords"
+_PASSWORD_BYTES = 24
+
+
+class Credentials:
+    """The passwords below `directory`, a server's own."""
+
+    def __init__(self, directory: Path) -> None:
+        self._folder = directory / _FOLDER
+
+    def file(self, role: Role) -> Path:
+        """Where the role's password stands."""
+        return self._folder / role
+
+    def url_of(self, role: Role, url: str) -> str:
+        """The server at `url` as this role reaches it: under its name, with the place of its password."""
+        user = User(role, None, "").name
+        return f"{url.replace('://', f'://{user}@', 1)}?{PASSWORD_FILE_OPTION}={quote(str(self.file(role)))}"
+
+    def make(self) -> None:
+        """Makes the files that are missing. Idempotent. Raises HeadwayError where they cannot be written."""
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._folder.chmod(0o700)
+            for role in Role:
+                if not self.file(role).exists():
+                    self._write(role)
+        except OSError as error:
+            raise HeadwayError(
+                f"The server's passwords cannot be kept in {self._folder} ({error.strerror or error}): make it"
+                " writable, or choose another directory."
+            ) from error
+
+    def acl(self, *, is_for_7_0: bool) -> list[str]:
+        """Lines of the server's configuration: a user for each role, and nobody without a password."""
+        passwords = {role.value: self.file(role).read_text().strip() for role in Role}
+        lines = [f"user {user.name} {' '.join(user.rules(is_for_7_0=is_for_7_0))}" for user in users(None, passwords)]
+        return ["user default off", *lines]
+
+    def _write(self, role: Role) -> None:
+        """Never seen half-written, nor by anybody else."""
+        partial = self._folder / f".{role}.partial"
+        partial.unlink(missing_ok=True)
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(_PASSWORD_BYTES) + "\n")
+        partial.rename(self.file(role))

@@ -1,0 +1,72 @@
+"""What kind of server it is: whether it obeys strangers, throws keys away, and keeps what it holds on a disk."""
+
+from dataclasses import dataclass
+
+from redis.exceptions import AskError, MovedError, NoPermissionError, RedisError
+
+from .address import Address
+from .connection import ANSWER_S, Connection
+from .driver import exchange
+from .errors import BrokerError
+
+_NO_RUN = "headway-check"
+
+
+@dataclass(frozen=True)
+class ServerTraits:
+    """Of a server, or of all primaries of a cluster together. None: our user may not ask."""
+
+    is_open: bool
+    """It obeys who gives no password."""
+    evictions: tuple[str, ...] | None
+    """The policies, other than noeviction, by which it throws keys away once its memory is full."""
+    has_file: bool | None
+    """It keeps an append-only file."""
+
+
+async def inspect(url: str, *, timeout_s: float = ANSWER_S) -> ServerTraits:
+    """Raises BrokerUnavailableError where nobody answers, BrokerError for a URL that is none."""
+    connection = Connection(url, _NO_RUN, timeout_s)
+    try:
+        await connection.execute("PING")
+        said = await _info(connection)
+    finally:
+        await connection.close()
+    is_open = await _obeys_strangers(Address.parse(url), connection.keys("config"), timeout_s)
+    if said is None:
+        return ServerTraits(is_open, None, None)
+    policies = {info.get("maxmemory_policy", "noeviction") for info in said}
+    return ServerTraits(
+        is_open=is_open,
+        evictions=tuple(sorted(policies - {"noeviction"})),
+        has_file=all(info.get("aof_enabled") == "1" for info in said),
+    )
+
+
+async def _info(connection: Connection) -> list[dict[str, str]] | None:
+    try:
+        replies = await connection.on_primaries(("INFO",))
+    except BrokerError as error:
+        if isinstance(error.__cause__, NoPermissionError):
+            return None
+        raise
+    return [_fields(reply) for reply in replies]
+
+
+def _fields(info: bytes) -> dict[str, str]:
+    lines = (line.partition(":") for line in info.decode(errors="replace").splitlines())
+    return {name: value for name, colon, value in lines if colon}
+
+
+async def _obeys_strangers(address: Address, key: str, timeout_s: float) -> bool:
+    """A unix socket is guarded by the modes of its file and folder."""
+    if address.url.startswith("unix:"):
+        return False
+    pool = address.anonymous().pool(timeout_s)
+    try:
+        (reply,) = await exchange(pool, [("GET", key)], timeout_s)
+    except (RedisError, OSError):
+        return False
+    finally:
+        await pool.aclose()
+    return isinstance(reply, (AskError, MovedError)) or not isinstance(reply, RedisError)

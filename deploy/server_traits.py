@@ -1,0 +1,32 @@
+"""What users are told of a server before they rely on it."""
+
+import asyncio
+from collections.abc import Callable
+
+from broker.address import without_password
+from broker.errors import BrokerError
+from broker.inspection import inspect
+
+
+def check_traits(url: str, say: Callable[[str], object], *, timeout_s: float) -> None:
+    """Says what is risky about the server at `url`. Raises BrokerError where it would lose samples without a word, and
+    BrokerUnavailableError where it does not answer."""
+    traits, shown = asyncio.run(inspect(url, timeout_s=timeout_s)), without_password(url)
+    if traits.evictions:
+        raise BrokerError(
+            f"The server at {shown} throws keys away once its memory is full (maxmemory-policy"
+            f" {', '.join(traits.evictions)}), and samples, leases and batches with them: set it to noeviction"
+            " (`CONFIG SET maxmemory-policy noeviction`, and in its configuration)."
+        )
+    if traits.is_open:
+        say(
+            f"Warning: the server at {shown} asks for no password. Whoever reaches its port can write the"
+            " configuration, prompts and weights of its runs. `headway acl` prints users for it, one for each role;"
+            " `headway broker` starts a server that has them."
+        )
+    if traits.has_file is False:
+        say(
+            f"Warning: the server at {shown} keeps no append-only file: when it restarts, all that was generated and"
+            " not yet trained is generated anew. `CONFIG SET appendonly yes` mends that, and the same in its"
+            " configuration."
+        )

@@ -1,0 +1,77 @@
+"""The embedded server's users: made once, told to nobody, and nobody else is obeyed."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from broker import Broker, open_broker
+from broker.access import Role
+from broker.errors import BrokerError, BrokerUnavailableError, HeadwayError
+from broker.server import EmbeddedServer
+
+from .scenario import Scenario, begin, rules
+from .topologies import free_port
+
+
+def open_server(directory: Path, *, has_port: bool) -> EmbeddedServer:
+    return EmbeddedServer(directory, port=free_port() if has_port else None, has_users=True)
+
+
+async def opened(server: EmbeddedServer, role: Role) -> Broker:
+    return await open_broker(server.url_of(role), "r", timeout_s=2)
+
+
+@pytest.mark.parametrize("has_port", [True, False])
+async def test_configuration_prompts_and_weights_are_the_learners_alone(tmp_path: Path, has_port: bool) -> None:
+    with open_server(tmp_path / "server", has_port=has_port) as server:
+        learner, worker, observer = [await opened(server, role) for role in Role]
+        run = await begin(learner, rules(1))
+        await Scenario(worker, run.claim).generate(4, 0)
+        assert (await observer.status.snapshot()).announced is not None
+        for broker in (worker, observer):
+            for key in ("config", "prompt:x", "manifest:announced", "model"):
+                with pytest.raises(BrokerError, match="may not do this"):
+                    await broker._connection.execute("SET", broker._connection.keys(key), "x")
+        for broker in (learner, worker, observer):
+            await broker.close()
+
+
+@pytest.mark.parametrize("has_port", [True, False])
+async def test_strangers_are_refused(tmp_path: Path, has_port: bool) -> None:
+    with open_server(tmp_path / "server", has_port=has_port) as server:
+        for url in (server.url, server.url.replace("://", "://headway-learner:guess@")):
+            with pytest.raises(BrokerUnavailableError, match="refuses our user or password"):
+                await open_broker(url, "r", timeout_s=2)
+
+
+def test_passwords_are_their_owners_alone_and_shown_nowhere(tmp_path: Path) -> None:
+    with open_server(tmp_path / "server", has_port=True) as server:
+        folder = tmp_path / "server" / "passwords"
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        passwords = {path.name: path.read_text().strip() for path in folder.iterdir()}
+        assert sorted(passwords) == sorted(Role)
+        assert all(stat.S_IMODE((folder / role).stat().st_mode) == 0o600 for role in Role)
+        elsewhere = b"".join(path.read_bytes() for path in (tmp_path / "server").glob("*") if path.is_file())
+        for role, password in passwords.items():
+            assert len(password) >= 32
+            assert password not in server.url_of(Role(role))
+            assert password.encode() not in elsewhere
+
+
+async def test_a_server_that_is_started_again_takes_the_same_passwords(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path / "server", has_users=True)
+    passwords = []
+    for _ in range(2):
+        with server:
+            await (await opened(server, Role.WORKER)).close()
+            passwords.append((tmp_path / "server" / "passwords" / "worker").read_text())
+            os.kill(server.pid, 9)
+    assert passwords[0] == passwords[1]
+
+
+def test_passwords_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "passwords").touch()
+    with pytest.raises(HeadwayError, match=r"passwords cannot be kept in .*choose another directory"):
+        EmbeddedServer(tmp_path, has_users=True).start()
