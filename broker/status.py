@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
+from redis.exceptions import NoPermissionError
 
 from .codec import decode, encode
 from .connection import Command, Connection
@@ -160,6 +161,15 @@ class StatusBoard:
         names = map(run_of, await self._connection.scan(f"{PREFIX}{{*}}:meta"))
         return tuple(sorted(filter(is_name, names)))
 
+    async def runs_for_people(self) -> str:
+        """Their names; a worker's user may not ask for them."""
+        try:
+            return ", ".join(await self.runs()) or "none"
+        except BrokerError as error:
+            if isinstance(error.__cause__, NoPermissionError):
+                return "our user may not list them"
+            raise
+
     async def delete_run(self) -> int:
         """Removes everything of this run; how many keys that were."""
         names = await self._connection.scan(f"{self._connection.keys.prefix}*")
@@ -183,8 +193,9 @@ class StatusBoard:
         flat = await self._connection.execute("HGETALL", self._connection.keys.meta)
         meta = dict(_pairs(flat))
         if "state" not in meta:
-            there_are = ", ".join(await self.runs()) or "none"
-            raise RunNotFoundError(f"No run {self._connection.run} at {self._connection.url}. Runs there: {there_are}.")
+            raise RunNotFoundError(
+                f"No run {self._connection.run} at {self._connection.url}. Runs there: {await self.runs_for_people()}."
+            )
         return meta
 
     async def _queues(self, meta: dict[str, str]) -> QueueDepths:

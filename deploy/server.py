@@ -61,8 +61,8 @@ def check_server(url: str) -> int:
     check_traits(url, complain, timeout_s=PATIENCE_S)
     client = BlockingBroker(url, "headway-check", timeout_s=PATIENCE_S)
     try:
-        runs = client.call(client.broker.status.runs())
+        runs = client.call(client.broker.status.runs_for_people())
     finally:
         client.close()
-    say(f"{without_password(url)} answers. Runs: {', '.join(runs) or 'none'}.")
+    say(f"{without_password(url)} answers. Runs: {runs}.")
     return 0

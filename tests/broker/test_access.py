@@ -229,6 +229,13 @@ async def test_a_worker_waits_for_scripts_until_the_learner_loads_them(
         await worker.lease(4, 0)
 
 
+async def test_a_run_that_is_not_there_yet_is_none_for_a_worker_either(brokers: dict[Role, Broker]) -> None:
+    with pytest.raises(RunNotFoundError, match=r"Runs there: our user may not list them\."):
+        await brokers[Role.WORKER].status.snapshot()
+    with pytest.raises(RunNotFoundError, match=r"Runs there: none\."):
+        await brokers[Role.OBSERVER].status.snapshot()
+
+
 async def test_users_of_all_runs(server: EmbeddedServer) -> None:
     made = admit(server, None)
     for run in ("one", "two"):
