@@ -4,9 +4,15 @@ Everything that Headway raises for the world's faults (bad input, dead servers, 
 the command line prints its message as one paragraph. Our own bugs are assertions.
 """
 
+LASTING_EXIT = 78
+"""Exit code of a process whose error is there again if it is started again."""
+
 
 class HeadwayError(Exception):
     """Base of all errors that a user can mend. `str(error)` is one clear paragraph with the remedy."""
+
+    exit_code = 1
+    """Of a process that ends with it."""
 
 
 class ConfigError(HeadwayError):
@@ -43,6 +49,10 @@ class FrameError(HeadwayError):
 
 class SchemaMismatchError(FrameError):
     """A whole frame of another schema version: two versions of Headway in one run."""
+
+
+class UserCodeError(HeadwayError):
+    """A function of the user's own raised, ran past its deadline or ended its process."""
 
 
 class WeightSyncError(HeadwayError):

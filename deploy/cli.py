@@ -42,7 +42,7 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         code = INTERRUPT_EXIT
     except HeadwayError as error:
-        code = _complain(str(error), debug)
+        code = _complain(str(error), debug, error.exit_code)
     except OSError as error:
         code = _complain(f"{error}. Make room.", debug) if error.errno in FULL else _confess(error, debug)
     except Exception as error:  # noqa: BLE001 - the outermost edge: what is no HeadwayError is a bug of ours
@@ -57,11 +57,11 @@ def _correct(error: click.ClickException) -> int:
     return error.exit_code
 
 
-def _complain(message: str, debug: bool) -> int:
+def _complain(message: str, debug: bool, exit_code: int = 1) -> int:
     if debug:
         complain(traceback.format_exc().rstrip())
     complain(paragraph(f"Error: {message}"))
-    return 1
+    return exit_code
 
 
 def _confess(error: Exception, debug: bool) -> int:

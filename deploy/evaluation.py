@@ -49,7 +49,7 @@ class Evaluator:
         self._engine = open_engine(config, model, seed=recipe.run.seed)
         if not self._has_weights:
             self._runner.run(self._engine.sleep())
-        self._scorer = open_reward(recipe.rewards, roots_of(recipe))
+        self._scorer = self._runner.run(open_reward(recipe.rewards, roots_of(recipe)))
 
     def measure(
         self, tensors: Iterable[tuple[str, "torch.Tensor"]] | None = None, prompts: int | None = None

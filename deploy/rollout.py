@@ -158,7 +158,7 @@ async def _work(
         broker=broker,
         engine=engine,
         subscriber=Subscriber(broker, worker, recipe.weights),
-        scorer=open_reward(recipe.rewards, roots),
+        scorer=await open_reward(recipe.rewards, roots),
         decoding=load_decoding(model),
         sampling=recipe.sampling,
         config=recipe.workers,

@@ -55,6 +55,13 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "verl", "trl"],
         Meta(description="how your function is called: compute_score(...) as in verl, or lists as in TRL"),
     ] = "auto"
+    deadline_s: Annotated[
+        float,
+        Meta(gt=0, description="for one call of your own function; one that passes it is killed, and called once more"),
+    ] = 60.0
+    processes: Annotated[
+        int, Meta(ge=1, le=256, description="processes of each worker in which your own function runs")
+    ] = 1
 
 
 class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

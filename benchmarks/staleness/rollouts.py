@@ -30,7 +30,7 @@ class Rollouts:
         self._model = model.eval().requires_grad_(False)
         self._version = WeightVersion(0, 0)
         self._decoding = load_decoding(model_dir)
-        self._scorer = open_reward(recipe.rewards)
+        self._scorer = asyncio.run(open_reward(recipe.rewards))
         self._sampling = recipe.sampling
         self._max_model_len = recipe.engine.max_model_len
 

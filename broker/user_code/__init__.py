@@ -1,8 +1,15 @@
-"""Code of the user's own: which of it may run here (`roots.py`).
+"""Code of the user's own: which of it may run (`roots.py`), and where: in processes that can be killed.
 
-Headway takes rewards, engines, prompt sources, losses and backends by import path, `package.module:name`. The
-invariant: what a configuration that came over the network names is imported only from below the modules that this
-process's own operator named, and never from the standard library.
+    pool ── call, deadline ──► shared hosts ── raised, late, or gone? ──► once more, alone in a host ──► UserCodeError
+                               (many calls each)                          (one call at a time)
+
+A host (`host.py`) is a process that opened one program, such as a reward function, before it is needed. One that a
+call has hung or ended is killed and replaced (`host_process.py`); all calls that were in it are made once more, one by
+one in a host of their own, so that only the one that is to blame fails (`pool.py`). What user code prints goes to our
+stderr.
+
+Invariants: no call outlives its deadline, nor the process that made it; what a configuration from the network names is
+imported only from below the modules that this process's own operator named, never from the standard library.
 
 It lies in the broker's room because workers and the learner both need it; it imports nothing of the rest but errors.
 """

@@ -3,8 +3,9 @@
      RewardConfig(kind, weight) ──open_reward──► WeightedSum ─┬─ arithmetic, math_verify, reasoning_gym
                                                               └─ package.module:function (verl, TRL)
 
-The invariant: a scorer that fails stops the worker with an error that names function and prompt; nothing is
-ever trained on a score that no function returned.
+The invariant: nothing is ever trained on a score that no function returned. A call of your own function that raises,
+hangs or ends its process is made once more; then its sample is handed back to be generated anew, and a worker that
+could score none of several in a row ends with an error that names function and prompt.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from rollout_workers.config import REWARDS, RewardConfig
 from .base import Score, Scorer
 
 
-def open_reward(configs: Sequence[RewardConfig], roots: ImportRoots | None = None) -> Scorer:
+async def open_reward(configs: Sequence[RewardConfig], roots: ImportRoots | None = None) -> Scorer:
     """The weighted sum of `configs`. Raises ConfigError where a kind does not exist, may not be imported (`roots`, by
     default Headway's own modules and the working directory's) or cannot be called."""
     from .weighted import WeightedScorer, WeightedSum
@@ -26,10 +27,12 @@ def open_reward(configs: Sequence[RewardConfig], roots: ImportRoots | None = Non
         raise ConfigError(f"rewards: none given; name at least one of {', '.join(REWARDS)} or package.module:function")
     roots = roots or ImportRoots()
     names = _names([config.kind for config in configs])
-    return WeightedSum([WeightedScorer(n, c.weight, _open(c, roots)) for n, c in zip(names, configs, strict=True)])
+    return WeightedSum(
+        [WeightedScorer(n, c.weight, await _open(c, roots)) for n, c in zip(names, configs, strict=True)]
+    )
 
 
-def _open(config: RewardConfig, roots: ImportRoots) -> Scorer:
+async def _open(config: RewardConfig, roots: ImportRoots) -> Scorer:
     match config.kind:
         case "arithmetic":
             from .arithmetic import ArithmeticScorer
@@ -46,7 +49,7 @@ def _open(config: RewardConfig, roots: ImportRoots) -> Scorer:
         case path if ":" in path:
             from .functions import open_function
 
-            return open_function(path, config.signature, roots)
+            return await open_function(config, roots)
         case unknown:
             nearest = get_close_matches(unknown, REWARDS, n=1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(REWARDS)}."

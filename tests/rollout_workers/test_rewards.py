@@ -1,13 +1,11 @@
 """Built-in scorers, adapters for users' functions, weighted sums, and every error they explain."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import reasoning_gym
 
@@ -15,10 +13,10 @@ from broker.errors import ConfigError
 from broker.schema import Prompt
 from rollout_workers.config import RewardConfig
 from rollout_workers.rewards import open_reward
-from rollout_workers.rewards.base import RewardError, Score, Scorer
+from rollout_workers.rewards.base import RewardError, Score, Scorer, UnscoredError
 from rollout_workers.rewards.math_verify import MathVerifyScorer
 
-HERE = __name__
+OWN = "tests.rollout_workers.own_rewards"
 
 
 def prompt(ground_truth: str = "7", **extra_info: Any) -> Prompt:
@@ -35,7 +33,7 @@ def prompt(ground_truth: str = "7", **extra_info: Any) -> Prompt:
 
 @asynccontextmanager
 async def opened(*configs: RewardConfig | str) -> AsyncIterator[Scorer]:
-    scorer = open_reward([RewardConfig(kind=c) if isinstance(c, str) else c for c in configs])
+    scorer = await open_reward([RewardConfig(kind=c) if isinstance(c, str) else c for c in configs])
     try:
         yield scorer
     finally:
@@ -45,86 +43,6 @@ async def opened(*configs: RewardConfig | str) -> AsyncIterator[Scorer]:
 async def score(kind: RewardConfig | str, response: str, task: Prompt, finish_reason: str = "stop") -> Score:
     async with opened(kind) as scorer:
         return await scorer.score(task, response, finish_reason)
-
-
-# What users write.
-
-
-def verl_float(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    assert (data_source, extra_info) == ("sums", {"level": 3})
-    return float(solution_str == ground_truth)
-
-
-def verl_dict(solution_str: str, ground_truth: str, **kwargs: Any) -> dict[str, Any]:
-    assert set(kwargs) == {"data_source", "extra_info"}
-    return {"score": np.float32(0.5), "acc": True, "length": len(solution_str), "pred": solution_str}
-
-
-def verl_short(solution_str: str, ground_truth: str) -> int:
-    return 1
-
-
-async def verl_async(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
-    await asyncio.sleep(0)
-    return 0.25
-
-
-def trl_list(prompts: list[str], completions: list[str], ground_truth: list[str], **kwargs: Any) -> list[float]:
-    assert prompts == ["^3+4="]
-    assert kwargs == {"level": [3], "data_source": ["sums"]}
-    return [float(c == g) for c, g in zip(completions, ground_truth, strict=True)]
-
-
-def trl_short(completions: list[str]) -> list[float]:
-    return [float(len(c)) for c in completions]
-
-
-def trl_needs_column(completions: list[str], answer: list[str]) -> list[float]:
-    return [1.0]
-
-
-def unusual(text: str, truth: str) -> float:
-    return 1.0
-
-
-def raises(solution_str: str) -> float:
-    raise KeyError("answer")
-
-
-def returns_none(solution_str: str) -> None:
-    return None
-
-
-def returns_nan(solution_str: str) -> float:
-    return float("nan")
-
-
-def returns_no_score(solution_str: str) -> dict[str, float]:
-    return {"acc": 1.0}
-
-
-def returns_text(solution_str: str) -> str:
-    return "1.0"
-
-
-def trl_none(completions: list[str]) -> list[None]:
-    return [None]
-
-
-def trl_number(completions: list[str]) -> float:
-    return 1.0
-
-
-def trl_two(completions: list[str]) -> list[float]:
-    return [1.0, 0.0]
-
-
-release = threading.Event()
-
-
-def blocks(solution_str: str) -> float:
-    assert release.wait(60)
-    return 1.0
 
 
 @pytest.mark.parametrize(
@@ -208,56 +126,55 @@ async def test_reasoning_gym_explains_a_prompt_that_it_cannot_score(extra_info: 
 
 
 @pytest.mark.parametrize(
-    ("function", "total", "components"),
+    ("name", "total", "components"),
     [
-        (verl_float, 1.0, {}),
-        (verl_dict, 0.5, {"verl_dict/acc": 1.0, "verl_dict/length": 1.0}),
-        (verl_short, 1.0, {}),
-        (verl_async, 0.25, {}),
-        (trl_list, 1.0, {}),
-        (trl_short, 1.0, {}),
+        ("verl_float", 1.0, {}),
+        ("verl_dict", 0.5, {"verl_dict/acc": 1.0, "verl_dict/length": 1.0}),
+        ("verl_short", 1.0, {}),
+        ("verl_async", 0.25, {}),
+        ("trl_list", 1.0, {}),
+        ("trl_short", 1.0, {}),
     ],
 )
 async def test_users_functions_are_called_in_their_own_signature(
-    function: Callable[..., Any], total: float, components: dict[str, float]
+    name: str, total: float, components: dict[str, float]
 ) -> None:
-    name = function.__name__
-    scored = await score(f"{HERE}:{name}", "7", prompt(level=3))
+    scored = await score(f"{OWN}:{name}", "7", prompt(level=3))
     assert (scored.total, scored.components) == (total, {name: total, **components})
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("name", "message"),
     [
-        (raises, "KeyError: 'answer'"),
-        (returns_none, "returned None"),
-        (returns_nan, "returned nan"),
-        (returns_text, "returned '1.0'"),
-        (returns_no_score, "must have the key 'score'"),
-        (trl_none, "returned None"),
-        (trl_number, "a list of one number, not 1.0"),
-        (trl_two, "a list of one number"),
-        (trl_needs_column, "missing 1 required positional argument: 'answer'"),
+        ("raises", "KeyError: 'answer'"),
+        ("returns_none", "returned None"),
+        ("returns_nan", "returned nan"),
+        ("returns_text", "returned '1.0'"),
+        ("returns_no_score", "must have the key 'score'"),
+        ("trl_none", "returned None"),
+        ("trl_number", "a list of one number, not 1.0"),
+        ("trl_two", "a list of one number"),
+        ("trl_needs_column", "missing 1 required positional argument: 'answer'"),
     ],
 )
-async def test_a_function_that_fails_is_named_with_its_prompt(function: Callable[..., Any], message: str) -> None:
-    with pytest.raises(RewardError) as raised:
-        await score(f"{HERE}:{function.__name__}", "7", prompt())
-    for part in (message, f"{HERE}:{function.__name__}", "0000-00000042", "^3+4=", "The worker stops"):
+async def test_a_function_that_fails_is_named_with_its_prompt(name: str, message: str) -> None:
+    with pytest.raises(UnscoredError) as raised:
+        await score(f"{OWN}:{name}", "7", prompt())
+    for part in (message, f"{OWN}:{name}", "0000-00000042", "^3+4=", "The sample is handed back"):
         assert part in str(raised.value)
 
 
 async def test_a_slow_function_does_not_block_the_loop() -> None:
-    waiting = asyncio.create_task(score(f"{HERE}:blocks", "7", prompt()))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    release.set()
-    assert (await waiting).total == 1.0
+    async with opened(f"{OWN}:slow") as scorer:
+        waiting = asyncio.create_task(scorer.score(prompt(), "7", "stop"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        assert (await waiting).total == 1.0
 
 
 async def test_several_rewards_are_summed_by_weight_under_distinct_names() -> None:
-    dictionary = RewardConfig(kind=f"{HERE}:verl_dict", weight=2.0)
-    length = RewardConfig(kind=f"{HERE}:trl_short", weight=-0.1)
+    dictionary = RewardConfig(kind=f"{OWN}:verl_dict", weight=2.0)
+    length = RewardConfig(kind=f"{OWN}:trl_short", weight=-0.1)
     async with opened("arithmetic", dictionary, length, length) as scorer:
         scored = await scorer.score(prompt(), "#7", "stop")
     assert scored.total == pytest.approx(1.0 + 2 * 0.5 - 0.1 * 2 - 0.1 * 2)
@@ -273,7 +190,7 @@ async def test_several_rewards_are_summed_by_weight_under_distinct_names() -> No
 
 async def test_an_explicit_signature_needs_no_detection() -> None:
     with pytest.raises(RewardError, match="missing 2 required positional arguments"):
-        await score(RewardConfig(kind=f"{HERE}:unusual", signature="verl"), "7", prompt())
+        await score(RewardConfig(kind=f"{OWN}:unusual", signature="verl"), "7", prompt())
 
 
 @pytest.mark.parametrize(
@@ -282,19 +199,19 @@ async def test_an_explicit_signature_needs_no_detection() -> None:
         ("aritmetic", "did you mean 'arithmetic'"),
         ("zzz", "there are arithmetic, math_verify, reasoning_gym"),
         ("no_such_package.rewards:score", "cannot import 'no_such_package.rewards'"),
-        (f"{HERE}:verl_flaot", f"did you mean {HERE}:verl_float"),
-        (f"{HERE}:HERE", "is a str, and no function or class"),
+        (f"{OWN}:verl_flaot", f"did you mean {OWN}:verl_float"),
+        (f"{OWN}:asyncio", "is a module, and no function or class"),
         (
-            f"{HERE}:unusual",
+            f"{OWN}:unusual",
             r"unusual\(text, truth\) has neither.*verl: compute_score\(.*TRL: reward\(prompts",
         ),
     ],
 )
-def test_a_reward_that_cannot_be_opened_says_what_could(kind: str, message: str) -> None:
+async def test_a_reward_that_cannot_be_opened_says_what_could(kind: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_reward([RewardConfig(kind=kind)])
+        await open_reward([RewardConfig(kind=kind)])
 
 
-def test_no_reward_at_all_is_an_error() -> None:
+async def test_no_reward_at_all_is_an_error() -> None:
     with pytest.raises(ConfigError, match="none given"):
-        open_reward([])
+        await open_reward([])

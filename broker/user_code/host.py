@@ -1,0 +1,112 @@
+"""A process for user code: `python -m broker.user_code.host`. A Program comes in, then Calls; Answers go out.
+
+Calls run side by side, plain functions in threads, coroutines in the event loop. Whatever happens to it is seen from
+outside: it is killed where a call runs past its deadline, and dies with the process that started it.
+"""
+
+import asyncio
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from inspect import isawaitable
+from typing import Any, BinaryIO
+
+import msgspec
+
+from broker.errors import HeadwayError
+
+from .wire import LENGTH, Answer, Call, Program, frame
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    asyncio.run(_serve(*_channels()))
+
+
+def _channels() -> tuple[BinaryIO, BinaryIO]:
+    """Where calls come from and answers go, which nothing that user code starts has; what it prints goes to stderr."""
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    for channel in (calls, answers):
+        os.register_at_fork(after_in_child=channel.close)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return calls, answers
+
+
+async def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), calls)
+    program = msgspec.msgpack.decode(await _read(reader), type=Program)
+    try:
+        opened = _open(program)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever opening it raises is an answer
+        _say(answers, frame(Answer(0, raised=str(error) if isinstance(error, HeadwayError) else _words(error))))
+        os._exit(1)
+    _say(answers, frame(Answer(0, value=opened.places)))
+    threads = ThreadPoolExecutor(opened.places)
+    running: set[asyncio.Task[None]] = set()
+    while True:
+        call = msgspec.msgpack.decode(await _read(reader), type=Call)
+        task = asyncio.create_task(_answer(opened, call, threads, answers))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+def _open(program: Program) -> Any:
+    sys.path.append(program.import_path)
+    module, _, name = program.factory.partition(":")
+    return getattr(importlib.import_module(module), name)(**program.arguments)
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    try:
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        return await reader.readexactly(length)
+    except asyncio.IncompleteReadError:
+        os._exit(0)  # nobody wants an answer any more, whatever still runs
+
+
+async def _answer(program: Any, call: Call, threads: ThreadPoolExecutor, answers: BinaryIO) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        method = getattr(program, call.method)
+        result = await loop.run_in_executor(threads, _called, method, call.arguments)
+        answer = frame(Answer(call.number, value=await result if isawaitable(result) else result))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is an answer
+        traceback.print_exception(error)
+        answer = frame(Answer(call.number, raised=_words(error)))
+    _say(answers, answer)
+
+
+def _called(method: Any, arguments: list[Any]) -> Any:
+    try:
+        return method(*arguments)
+    except SystemExit as error:
+        raise _ExitedError(_words(error)) from error  # a pool of threads would end with it
+
+
+class _ExitedError(Exception):
+    """A function in a thread has called sys.exit."""
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({'' if error.code is None else repr(error.code)})"
+    return str(error) if isinstance(error, _ExitedError) else f"raised {type(error).__name__}: {error}"
+
+
+def _say(answers: BinaryIO, message: bytes) -> None:
+    answers.write(message)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

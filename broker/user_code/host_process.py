@@ -1,0 +1,141 @@
+"""One life of a host, seen from the process that makes the calls: from its start until it ends or is killed."""
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import Any, Self
+
+import msgspec
+
+from broker.errors import ConfigError, UserCodeError
+
+from .wire import LENGTH, MAX_FRAME_BYTES, Answer, Call, Program, frame
+
+OPEN_S = 300.0
+"""For importing what user code imports, such as torch, on a busy machine."""
+END_S = 5.0
+"""For a process to be gone after its channel is, before it is killed."""
+
+
+class HostLostError(UserCodeError):
+    """The host was killed, or ended by itself, while a call was in it: this one or another."""
+
+
+class HostProcess:
+    """A process with an opened program. Made by `start`, on the event loop that it is used on."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._listening: asyncio.Task[None] | None = None
+        self._end = ""
+        self.places = asyncio.Semaphore(1)
+        """To be held during a call."""
+
+    @classmethod
+    async def start(cls, program: Program, most_places: int) -> Self:
+        """A new process with `program` opened. Raises ConfigError with its words where it cannot be, UserCodeError
+        where opening it hangs or ends the process."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "broker.user_code.host"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+        host = cls(process)
+        try:
+            places = await host._open(program)
+        except BaseException:
+            await host.lose("its opening failed")
+            raise
+        host.places = asyncio.Semaphore(min(places, most_places))
+        return host
+
+    @property
+    def is_lost(self) -> bool:
+        """It takes no calls any more."""
+        return bool(self._end)
+
+    async def call(self, method: str, arguments: list[Any], deadline_s: float) -> Any:
+        """What the method returns. Raises UserCodeError where it raises, HostLostError where the deadline passes, at
+        which the process is killed, or where it ends meanwhile."""
+        number = next(self._numbers)
+        answered = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._send(Call(number, method, arguments))
+                answer = await answered
+        except TimeoutError:
+            await self.lose(f"ran past its deadline of {deadline_s:g} s")
+            raise HostLostError(self._end) from None
+        finally:
+            self._waiting.pop(number, None)
+        if answer.raised is not None:
+            raise UserCodeError(answer.raised)
+        return answer.value
+
+    async def lose(self, reason: str) -> None:
+        """Kill it with all that it started; calls that are in it fail. Idempotent."""
+        self._end = self._end or reason
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        if self._listening is not None and self._listening is not asyncio.current_task():
+            self._listening.cancel()
+        for answered in self._waiting.values():
+            if not answered.done():
+                answered.set_exception(HostLostError(self._end))
+
+    async def _open(self, program: Program) -> int:
+        """How many calls it takes at once."""
+        try:
+            async with asyncio.timeout(OPEN_S):
+                await self._write(frame(program))
+                answer = await self._read()
+        except TimeoutError:
+            raise UserCodeError(f"{program.name}: importing it took more than {OPEN_S:g} s") from None
+        except asyncio.IncompleteReadError:
+            raise UserCodeError(f"{program.name}: importing it {await self._describe_end()}") from None
+        if answer.raised is not None:
+            raise ConfigError(answer.raised)
+        self._listening = asyncio.create_task(self._listen())
+        return int(answer.value)
+
+    async def _listen(self) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError):
+            while True:
+                answer = await self._read()
+                answered = self._waiting.get(answer.number)
+                if answered is not None and not answered.done():
+                    answered.set_result(answer)
+        await self.lose(await self._describe_end())
+
+    async def _describe_end(self) -> str:
+        """Such as `ended its process with exit code 0`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                code = await self._process.wait()
+                ending = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+                return f"ended its process with {ending}"
+        return "closed its process's channel"
+
+    async def _send(self, call: Call) -> None:
+        with suppress(ConnectionError):  # it has ended, as the listener is about to find out
+            await self._write(frame(call))
+
+    async def _write(self, message: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(message)
+        await self._process.stdin.drain()
+
+    async def _read(self) -> Answer:
+        assert self._process.stdout is not None
+        (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
+        if length > MAX_FRAME_BYTES:
+            raise ConnectionError(f"an answer of {length} bytes")
+        return msgspec.msgpack.decode(await self._process.stdout.readexactly(length), type=Answer)

@@ -1,0 +1,86 @@
+"""Calls of one program under a deadline, in hosts that are replaced when a call hangs or ends them."""
+
+import asyncio
+import logging
+from typing import Any
+
+from broker.errors import UserCodeError
+
+from .host_process import HostProcess
+from .wire import Program
+
+MOST_PLACES = 1024
+log = logging.getLogger(__name__)
+
+
+class Host:
+    """A place for a process, which is started anew whenever it was lost."""
+
+    def __init__(self, program: Program, most_places: int = MOST_PLACES) -> None:
+        self._program = program
+        self._most_places = most_places
+        self._starting = asyncio.Lock()
+        self._process: HostProcess | None = None
+        self.calls = 0
+        """That are in it, or wait for a place."""
+
+    async def start(self) -> HostProcess:
+        """The process, running. Raises ConfigError, UserCodeError."""
+        async with self._starting:
+            if self._process is None or self._process.is_lost:
+                self._process = await HostProcess.start(self._program, self._most_places)
+            return self._process
+
+    async def call(self, method: str, arguments: list[Any], deadline_s: float) -> Any:
+        """As HostProcess.call. The deadline begins when there is a place; one that was lost meanwhile is no place."""
+        self.calls += 1
+        try:
+            while True:
+                process = await self.start()
+                async with process.places:
+                    if not process.is_lost:
+                        return await process.call(method, arguments, deadline_s)
+        finally:
+            self.calls -= 1
+
+    async def close(self) -> None:
+        """Kill the process."""
+        if self._process is not None:
+            await self._process.lose("was closed")
+            self._process = None
+
+
+class Pool:
+    """Hosts of one program: some for many calls at once, and one where calls that failed are made again, one by one.
+
+    So a call that hangs takes others along only once, and what fails in the end is that call alone.
+    """
+
+    def __init__(self, program: Program, *, processes: int = 1) -> None:
+        self._program = program
+        self._shared = [Host(program) for _ in range(processes)]
+        self._alone = Host(program, most_places=1)
+        self.repeated = 0
+        """Calls that had to be made once more."""
+
+    async def open(self) -> None:
+        """Start the hosts that calls go to first, so that none waits for an import.
+
+        Raises ConfigError, UserCodeError."""
+        await asyncio.gather(*(host.start() for host in self._shared))
+
+    async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
+        """What the method returns, called at most twice. Raises UserCodeError, which says how the second call ended."""
+        host = min(self._shared, key=lambda host: host.calls)
+        try:
+            return await host.call(method, list(arguments), deadline_s)
+        except UserCodeError as error:
+            log.warning(
+                "%s: a call, or another one beside it, %s; it is made once more, alone", self._program.name, error
+            )
+        self.repeated += 1
+        return await self._alone.call(method, list(arguments), deadline_s)
+
+    async def close(self) -> None:
+        """Kill all hosts. Idempotent; a later call would start them again."""
+        await asyncio.gather(*(host.close() for host in (*self._shared, self._alone)))

@@ -1,0 +1,111 @@
+"""What runs in the process of a reward function of the user's own: it calls it as verl or as TRL does."""
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal
+
+from broker.errors import ConfigError
+from broker.user_code.roots import ImportRoots
+
+Arguments = dict[str, Any]
+Scored = tuple[float, dict[str, float]]
+"""The score, and further measures by name."""
+
+SIGNATURES = (
+    "verl: compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict, or "
+    "TRL: reward(prompts, completions, **kwargs) -> list[float]"
+)
+THREADS = 32
+"""Calls of a plain function that run side by side; those of a coroutine function are as many as there are samples."""
+COROUTINES = 1024
+
+
+def open_calls(path: str, signature: Literal["auto", "verl", "trl"], named: Sequence[str], directory: str) -> "Calls":
+    """The function, ready to be called. Raises ConfigError if it is not there, not allowed, or of neither signature."""
+    function = ImportRoots(tuple(named), Path(directory)).load(path, "rewards.kind")
+    return Calls(function, _detect(path, function) if signature == "auto" else signature)
+
+
+class Calls:
+    """One reward function."""
+
+    def __init__(self, function: Callable[..., Any], signature: Literal["verl", "trl"]) -> None:
+        self._function = function
+        self._arguments, self._read = (
+            (_verl_arguments, _verl_score) if signature == "verl" else (_trl_arguments, _trl_score)
+        )
+        self.places = COROUTINES if inspect.iscoroutinefunction(function) else THREADS
+
+    def score(
+        self, text: str, response: str, ground_truth: str, data_source: str, extra_info: dict[str, Any]
+    ) -> Scored | Awaitable[Scored]:
+        """Raises whatever the function raises, ValueError where it returns anything but finite numbers."""
+        arguments = self._arguments(text, response, ground_truth, data_source, extra_info)
+        result = self._function(**_accepted(self._function, arguments))
+        return self._later(result) if inspect.isawaitable(result) else self._read(result)
+
+    async def _later(self, result: Awaitable[Any]) -> Scored:
+        return self._read(await result)
+
+
+def _detect(path: str, function: Callable[..., Any]) -> Literal["verl", "trl"]:
+    names = inspect.signature(function).parameters
+    if "solution_str" in names and "completions" not in names:
+        return "verl"
+    if "completions" in names and "solution_str" not in names:
+        return "trl"
+    raise ConfigError(
+        f"rewards: {path}({', '.join(names)}) has neither of the signatures that can be called. {SIGNATURES}"
+    )
+
+
+def _verl_arguments(
+    text: str, response: str, ground_truth: str, data_source: str, extra_info: dict[str, Any]
+) -> Arguments:
+    return {
+        "data_source": data_source,
+        "solution_str": response,
+        "ground_truth": ground_truth,
+        "extra_info": extra_info,
+    }
+
+
+def _trl_arguments(
+    text: str, response: str, ground_truth: str, data_source: str, extra_info: dict[str, Any]
+) -> Arguments:
+    columns = {**extra_info, "data_source": data_source, "ground_truth": ground_truth}
+    columns |= {"prompts": text, "completions": response}
+    return {name: [value] for name, value in columns.items()}
+
+
+def _accepted(function: Callable[..., Any], arguments: Arguments) -> Arguments:
+    """Those that the function can take: all of them if it has **kwargs."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _verl_score(result: Any) -> Scored:
+    if not isinstance(result, Mapping):
+        return _finite(result), {}
+    if "score" not in result:
+        raise ValueError(f"a dict must have the key 'score', this one has {sorted(result)}")
+    parts = {str(key): float(value) for key, value in result.items() if key != "score" and isinstance(value, Real)}
+    return _finite(result["score"]), parts
+
+
+def _trl_score(result: Any) -> Scored:
+    if isinstance(result, str) or not hasattr(result, "__len__") or len(result) != 1:
+        raise ValueError(f"one completion must give a list of one number, not {result!r}")
+    return _finite(result[0]), {}
+
+
+def _finite(value: Any) -> float:
+    """Numbers of Python, numpy and torch."""
+    if value is None or isinstance(value, str) or not math.isfinite(number := float(value)):
+        raise ValueError(f"returned {value!r}, which is no finite number")
+    return number

@@ -1,0 +1,150 @@
+"""What users write: reward functions that behave, and that do not. Processes import this: keep it light."""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def verl_float(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    assert (data_source, extra_info) == ("sums", {"level": 3})
+    return float(solution_str == ground_truth)
+
+
+def verl_dict(solution_str: str, ground_truth: str, **kwargs: Any) -> dict[str, Any]:
+    import numpy as np
+
+    assert set(kwargs) == {"data_source", "extra_info"}
+    return {"score": np.float32(0.5), "acc": True, "length": len(solution_str), "pred": solution_str}
+
+
+def verl_short(solution_str: str, ground_truth: str) -> int:
+    return 1
+
+
+async def verl_async(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+    await asyncio.sleep(0)
+    return 0.25
+
+
+def trl_list(prompts: list[str], completions: list[str], ground_truth: list[str], **kwargs: Any) -> list[float]:
+    assert prompts == ["^3+4="]
+    assert kwargs == {"level": [3], "data_source": ["sums"]}
+    return [float(c == g) for c, g in zip(completions, ground_truth, strict=True)]
+
+
+def trl_short(completions: list[str]) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+def trl_needs_column(completions: list[str], answer: list[str]) -> list[float]:
+    return [1.0]
+
+
+def unusual(text: str, truth: str) -> float:
+    return 1.0
+
+
+def raises(solution_str: str) -> float:
+    raise KeyError("answer")
+
+
+def returns_none(solution_str: str) -> None:
+    return None
+
+
+def returns_nan(solution_str: str) -> float:
+    return float("nan")
+
+
+def returns_no_score(solution_str: str) -> dict[str, float]:
+    return {"acc": 1.0}
+
+
+def returns_text(solution_str: str) -> str:
+    return "1.0"
+
+
+def trl_none(completions: list[str]) -> list[None]:
+    return [None]
+
+
+def trl_number(completions: list[str]) -> float:
+    return 1.0
+
+
+def trl_two(completions: list[str]) -> list[float]:
+    return [1.0, 0.0]
+
+
+def slow(solution_str: str) -> float:
+    time.sleep(0.2)
+    return 1.0
+
+
+def hangs_on(solution_str: str, extra_info: dict[str, Any]) -> float:
+    """On the response `hang`; notes each call in the file that the prompt names."""
+    with Path(extra_info["calls"]).open("a") as calls:
+        calls.write(f"{solution_str} {os.getpid()}\n")
+    while solution_str == "hang":
+        time.sleep(1)
+    time.sleep(0.05)
+    return 1.0
+
+
+async def hangs_in_a_coroutine(solution_str: str) -> float:
+    while solution_str == "hang":
+        time.sleep(1)  # noqa: ASYNC251 - that is the mistake
+    return 1.0
+
+
+def never_lets_go(solution_str: str) -> float:
+    """In one long call of C, which no thread interrupts."""
+    return float(solution_str != "hang" or 9**9**9 % 2)
+
+
+def exits(solution_str: str) -> float:
+    if solution_str == "exit":
+        sys.exit(0)
+    return 1.0
+
+
+async def exits_in_a_coroutine(solution_str: str) -> float:
+    if solution_str == "exit":
+        sys.exit()
+    return 1.0
+
+
+def ends_its_process(solution_str: str) -> float:
+    if solution_str == "exit":
+        os._exit(0)
+    return 1.0
+
+
+def fails_once(solution_str: str, extra_info: dict[str, Any]) -> float:
+    """As one that asks a judge over the network does."""
+    if Path(extra_info["tried"]).exists():
+        return 1.0
+    Path(extra_info["tried"]).touch()
+    raise ConnectionError("the judge is away")
+
+
+def starts_others(solution_str: str, extra_info: dict[str, Any]) -> float:
+    """A sandbox, say, which reads its input, writes, and is still there when the call is given up."""
+    import subprocess
+
+    subprocess.run(["cat"], check=True)
+    print("to be seen in the log")
+    sandbox = subprocess.Popen(["sleep", "300"])
+    Path(extra_info["pid"]).write_text(str(sandbox.pid))
+    if solution_str == "hang":
+        sandbox.wait()
+    sandbox.kill()
+    sandbox.wait()
+    return 1.0
+
+
+def where(solution_str: str) -> float:
+    return float(os.getpid())

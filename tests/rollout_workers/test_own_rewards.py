@@ -1,0 +1,200 @@
+"""Reward functions that hang, exit, end their process or raise: each costs its own sample, and nothing else."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from broker.errors import LASTING_EXIT, ConfigError, UserCodeError
+from broker.schema import Prompt
+from rollout_workers.config import RewardConfig
+from rollout_workers.rewards import open_reward
+from rollout_workers.rewards.base import RewardError, Score, UnscoredError
+
+OWN = "tests.rollout_workers.own_rewards"
+HANGS_S, PLENTY_S = 1.5, 60.0
+
+Reward = Callable[..., Awaitable[Score]]
+
+
+@pytest.fixture
+async def open_own() -> Any:
+    """`open(name, deadline_s)` gives `score(response, **extra_info)` of that function."""
+    opened = []
+
+    async def open_function(name: str, deadline_s: float = PLENTY_S, **config: Any) -> Reward:
+        scorer = await open_reward([RewardConfig(kind=f"{OWN}:{name}", deadline_s=deadline_s, **config)])
+        opened.append(scorer)
+
+        def score(response: str, **extra_info: Any) -> Awaitable[Score]:
+            return scorer.score(prompt(extra_info), response, "stop")
+
+        return score
+
+    yield open_function
+    for scorer in opened:
+        await scorer.close()
+
+
+def prompt(extra_info: dict[str, Any]) -> Prompt:
+    return Prompt(
+        group="0000-00000042",
+        token_ids=[1],
+        text="^3+4=",
+        ground_truth="7",
+        data_source="sums",
+        extra_info=extra_info,
+        num_samples=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "message"),
+    [
+        ("hangs_in_a_coroutine", "hang", r"it ran past its deadline of 1\.5 s"),
+        ("never_lets_go", "hang", r"it ran past its deadline of 1\.5 s"),
+        ("exits", "exit", r"called sys\.exit\(0\)"),
+        ("exits_in_a_coroutine", "exit", r"called sys\.exit\(\)"),
+        ("ends_its_process", "exit", "it ended its process with exit code 0"),
+    ],
+)
+async def test_one_that_cannot_score_a_response_scores_the_next_one(
+    open_own: Any, name: str, response: str, message: str
+) -> None:
+    score = await open_own(name, HANGS_S if response == "hang" else PLENTY_S)
+    assert (await score("7")).total == 1.0
+    with pytest.raises(UnscoredError, match=f"{OWN}:{name} failed twice on prompt '0000-00000042' .*{message}"):
+        await score(response)
+    assert (await score("7")).total == 1.0
+
+
+async def test_a_call_that_hangs_costs_those_beside_it_a_repetition(open_own: Any, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    score = await open_own("hangs_on", HANGS_S)
+    hanging = asyncio.ensure_future(score("hang", calls=str(calls)))
+    beside = [score(f"{number}", calls=str(calls)) for number in range(20)]
+    assert [scored.total for scored in await asyncio.gather(*beside)] == [1.0] * 20
+    with pytest.raises(UnscoredError, match="ran past its deadline"):
+        await hanging
+    made = [line.split() for line in calls.read_text().splitlines()]
+    assert [response for response, _ in made].count("hang") == 2
+    for pid in {int(pid) for _, pid in made if "hang" in (response for response, p in made if p == pid)}:
+        assert not psutil.pid_exists(pid)
+
+
+async def test_a_function_that_never_scored_anything_ends_the_worker_after_three(open_own: Any) -> None:
+    score = await open_own("raises")
+    for _ in range(2):
+        with pytest.raises(UnscoredError):
+            await score("7")
+    with pytest.raises(
+        RewardError, match=f"{OWN}:raises .*KeyError.* on 3 samples in a row: the worker ends"
+    ) as raised:
+        await score("7")
+    assert not isinstance(raised.value, UnscoredError)
+    assert raised.value.exit_code == LASTING_EXIT
+
+
+async def test_one_that_has_worked_has_as_long_as_a_call_may_take(open_own: Any) -> None:
+    score = await open_own("exits", deadline_s=1.0)
+    await score("7")
+    for _ in range(3):
+        with pytest.raises(UnscoredError):
+            await score("exit")
+    await asyncio.sleep(1.1)
+    with pytest.raises(RewardError, match="on 4 samples in a row"):
+        await score("exit")
+    await score("7")
+    with pytest.raises(UnscoredError):
+        await score("exit")
+
+
+async def test_a_call_that_fails_once_is_made_once_more(
+    open_own: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    score = await open_own("fails_once")
+    with caplog.at_level(logging.WARNING):
+        assert (await score("7", tried=str(tmp_path / "tried"))).total == 1.0
+    assert "raised ConnectionError: the judge is away; it is made once more" in caplog.text
+
+
+async def test_what_it_started_ends_with_it_and_what_it_printed_is_kept(
+    open_own: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    score = await open_own("starts_others", HANGS_S)
+    pid = tmp_path / "pid"
+    await score("7", pid=str(pid))
+    with pytest.raises(UnscoredError, match="ran past its deadline"):
+        await score("hang", pid=str(pid))
+    assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
+    said = capfd.readouterr()
+    assert (said.out, said.err.count("to be seen in the log")) == ("", 3)
+
+
+async def test_calls_run_in_several_processes_if_told_to_and_never_in_ours(open_own: Any) -> None:
+    score = await open_own("where", processes=2)
+    pids = {scored.total for scored in await asyncio.gather(*(score("7") for _ in range(8)))}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("import os; os._exit(0)", UserCodeError, "importing it ended its process with exit code 0"),
+        ("import sys; sys.exit(0)", ConfigError, "importing 'at_import' raised SystemExit: 0"),
+        ("1 / 0", ConfigError, "importing 'at_import' raised ZeroDivisionError"),
+    ],
+)
+async def test_a_module_that_cannot_be_imported_is_told_before_any_call(
+    source: str, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "at_import.py").write_text(source)
+    monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
+    with pytest.raises(error, match=message):
+        await open_reward([RewardConfig(kind="at_import:score")])
+
+
+DIES = f"""
+import asyncio, os, signal
+from broker.schema import Prompt
+from rollout_workers.config import RewardConfig
+from rollout_workers.rewards import open_reward
+
+async def main():
+    scorer = await open_reward([RewardConfig(kind="{OWN}:hangs_on")])
+    prompt = Prompt(group="g", token_ids=[1], text="", ground_truth="", data_source="", num_samples=1,
+                    extra_info={{"calls": "calls"}})
+    hanging = asyncio.ensure_future(scorer.score(prompt, "hang", "stop"))
+    while not os.path.exists("calls"):
+        await asyncio.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_call_that_hangs_does_not_outlive_its_worker(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    environment["HEADWAY_IMPORT_PATH"] = os.getcwd()
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", DIES, cwd=tmp_path, env=environment)
+    assert await worker.wait() == -signal.SIGKILL
+    pid = int((tmp_path / "calls").read_text().split()[1])
+    with suppress(psutil.NoSuchProcess):
+        await asyncio.to_thread(psutil.Process(pid).wait, 30)
+
+
+async def test_no_process_is_left_over(open_own: Any) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    scorer = await open_reward([RewardConfig(kind=f"{OWN}:where")])
+    await scorer.score(prompt({}), "7", "stop")
+    await scorer.close()
+    assert {child.pid for child in psutil.Process().children()} == before
