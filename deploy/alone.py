@@ -25,6 +25,7 @@ from weightsync.config import WeightsConfig
 from .config_checks import check_engine
 from .config_files import apply_overrides
 from .config_words import check_shape, explain
+from .farewell import say_farewell
 from .live import watch as watch_run
 from .local import (
     after_warm_up,
@@ -83,6 +84,8 @@ def run_learner(
         from .training import run_learner as train
 
         train(recipe, url, resume=resume, rewind=rewind)
+    if os.environ.get("RANK", "0") == "0":
+        say_farewell()
     return 0
 
 
@@ -121,6 +124,7 @@ def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed:
 
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40].lstrip("._-")
     work(url, run, check_worker_name(f"{host or 'host'}-{name}-{secrets.token_hex(2)}"), overrides, allowed)
+    say_farewell()
 
 
 def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str]) -> int:

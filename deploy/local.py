@@ -119,7 +119,14 @@ class Local:
                     recipe.engine.threads,
                     worker_gpus(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", "")),
                 ),
-                learner_command(recipe, directory, self._url_of(Role.LEARNER, server), self.resume, self.rewind),
+                learner_command(
+                    recipe,
+                    directory,
+                    self._url_of(Role.LEARNER, server),
+                    self.resume,
+                    self.rewind,
+                    farewell=Path(private) / "learner.farewell",
+                ),
                 recipe.workers.max_restarts,
                 say=monitor.say,
                 check=server.check if server is not None else None,
@@ -244,7 +251,9 @@ def check_rewind(recipe: Recipe, rewind: Rewind | None) -> None:
     )
 
 
-def learner_command(recipe: Recipe, directory: Path, url: str, resume: bool, rewind: Rewind | None) -> Command:
+def learner_command(
+    recipe: Recipe, directory: Path, url: str, resume: bool, rewind: Rewind | None, *, farewell: Path | None = None
+) -> Command:
     """The learner, under torchrun if it has several ranks; after a warm-up it starts from what that left."""
     return Command(
         name="learner",
@@ -252,6 +261,7 @@ def learner_command(recipe: Recipe, directory: Path, url: str, resume: bool, rew
         log=directory / "logs" / "learner.log",
         environment=connection(url, recipe.run.name) | threads(recipe.learner.threads),
         relay=recipe.learner.processes > 1,
+        farewell=farewell,
     )
 
 
@@ -293,6 +303,7 @@ def worker_commands(
                 log=logs / f"{name}.log",
                 cwd=private / name,
                 environment=connection(url, run) | threads(worker_threads) | visible(devices, index),
+                farewell=private / f"{name}.farewell",
             )
         )
     return commands

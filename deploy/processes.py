@@ -14,6 +14,7 @@ from typing import BinaryIO
 import psutil
 
 from . import tether
+from .farewell import ENVIRONMENT
 
 TAIL_BYTES = 64 * 1024
 TAIL_LINES = 12
@@ -26,7 +27,8 @@ NO_MORE_OF_IT = re.compile(r"\n(?=\s*(\n|$)|[IWEF]\d{4} \d\d:|\d\d:\d\d:\d\d |Tr
 
 @dataclass(frozen=True)
 class Command:
-    """What to start. `cwd` None: ours. `relay`: signal its children instead (torchrun cuts drains short)."""
+    """What to start. `cwd` None: ours. `relay`: signal its children instead (torchrun cuts drains short). `farewell`: a
+    file that is there once it has done its work, see `farewell.py`; None: its exit code is believed."""
 
     name: str
     argv: tuple[str, ...]
@@ -35,6 +37,7 @@ class Command:
     cwd: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     relay: bool = False
+    farewell: Path | None = None
 
 
 class Child:
@@ -42,6 +45,9 @@ class Child:
 
     def __init__(self, command: Command) -> None:
         self.command = command
+        farewell = {} if command.farewell is None else {ENVIRONMENT: str(command.farewell)}
+        if command.farewell is not None:
+            command.farewell.unlink(missing_ok=True)  # of the process before
         with _open_log(command.log) as log:
             self._log_start = 0 if log is None else log.seek(0, os.SEEK_END)
             self._process = subprocess.Popen(
@@ -50,7 +56,7 @@ class Child:
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,
                 cwd=command.cwd,
-                env=child_environment(command.environment),
+                env=child_environment({**command.environment, **farewell}),
                 start_new_session=True,
             )
 
@@ -62,6 +68,11 @@ class Child:
     def exit_code(self) -> int | None:
         """None while it runs; negative: the signal that ended it."""
         return self._process.poll()
+
+    def is_done(self) -> bool:
+        """It has ended as it should, its work done or handed back."""
+        farewell = self.command.farewell
+        return self.exit_code() == 0 and (farewell is None or farewell.exists())
 
     def terminate(self) -> None:
         """Ask it to end in an orderly way (SIGTERM). Idempotent."""
@@ -80,6 +91,8 @@ class Child:
         code = self.exit_code()
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
+        if code == 0 and not self.is_done():
+            return "exited with code 0 in the midst of its work (does code of yours call sys.exit or os._exit?)"
         return f"exited with code {code}"
 
     def last_words(self) -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from broker.errors import HeadwayError
+from broker.errors import LASTING_EXIT, HeadwayError
 
 from .printing import say
 from .processes import Child, Command
@@ -38,7 +38,7 @@ class Slot:
     """In a row."""
     restart_at: float = 0.0
     has_left: bool = False
-    """It ended by itself, with code 0."""
+    """It ended by itself, its work handed back."""
 
     def start(self) -> None:
         """Start the process, again if it ran before."""
@@ -103,7 +103,7 @@ class Supervisor:
         assert learner.child is not None
         code = learner.child.exit_code()
         is_stopped = self._stops and (self.fails_when_stopped or code == -signal.SIGTERM)
-        if code not in (None, 0) and not is_stopped:
+        if code is not None and not learner.child.is_done() and not is_stopped:
             raise RoleFailedError(_obituary(learner.child, "The run has been stopped."))
         return code is not None
 
@@ -112,13 +112,15 @@ class Supervisor:
             if slot.child is None:
                 if time.monotonic() >= slot.restart_at:
                     slot.start()
-            elif not slot.has_left and (code := slot.child.exit_code()) is not None:
-                if code == 0:
+            elif not slot.has_left and slot.child.exit_code() is not None:
+                if slot.child.is_done():
                     slot.has_left = True  # on purpose: the run is over, or somebody drained it
                 else:
                     self._died(slot, slot.child)
 
     def _died(self, slot: Slot, child: Child) -> None:
+        if child.exit_code() == LASTING_EXIT:
+            raise RoleFailedError(_obituary(child, f"Another start would not mend it: {self._whole()} been stopped."))
         recovered = time.monotonic() - slot.started > HEALTHY_S
         slot.failures = 1 if recovered else slot.failures + 1
         if slot.failures > self.max_restarts:
@@ -157,7 +159,7 @@ class Supervisor:
 
     def _workers_left(self) -> bool:
         """There was no learner to stop, and every worker ended as it was asked to."""
-        ends = [slot.child is not None and slot.child.exit_code() == 0 for slot in self._slots]
+        ends = [slot.child is not None and slot.child.is_done() for slot in self._slots]
         return self._learner is None and all(ends)
 
     def _kill_all(self) -> None:

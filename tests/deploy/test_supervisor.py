@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from broker.errors import LASTING_EXIT
 from deploy.processes import Child, Command, guarded
 from deploy.supervisor import RoleFailedError, Supervisor
 from tests.processes import children_left
@@ -109,6 +111,61 @@ def test_a_worker_that_keeps_failing_stops_the_run_with_its_own_last_error(tmp_p
         f"It failed again after 2 restarts: the run has been stopped. Its log: {failing.log}"
     )
     assert supervisor.restarts == 2
+    assert children_left() == []
+
+
+LEAVES = (
+    "import os, sys; sys.path.insert(0, {root!r})\nfrom deploy.farewell import say_farewell\n{work}\nsay_farewell()"
+)
+
+
+def says_farewell(name: str, work: str, directory: Path) -> Command:
+    """A role that says when it has done its work."""
+    script = LEAVES.format(root=os.getcwd(), work=work)
+    return replace(role(name, script, directory), farewell=directory / f"{name}.farewell")
+
+
+@pytest.mark.parametrize("leaves", ["sys.exit(0)", "os._exit(0)"])
+def test_a_worker_that_leaves_without_a_farewell_has_failed(tmp_path: Path, leaves: str) -> None:
+    said: list[str] = []
+    worker = says_farewell("worker-0", f"print('in a reward'); {leaves}", tmp_path)
+    supervisor = Supervisor([worker], role("learner", FOREVER, tmp_path), 1, backoff_s=0.05, say=said.append)
+    with pytest.raises(RoleFailedError, match=r"^worker-0 exited with code 0 in the midst of its work .*sys\.exit"):
+        supervisor.run()
+    assert supervisor.restarts == len(said) == 1
+    with pytest.raises(
+        RoleFailedError, match="It failed again after 1 restarts: the workers of this command have been"
+    ):
+        Supervisor([worker], max_restarts=1, backoff_s=0.05, say=said.append).run()
+
+
+def test_a_worker_that_says_farewell_has_left(tmp_path: Path) -> None:
+    once = "tried = os.path.exists('tried'); open('tried', 'w'); tried or os._exit(0)"
+    supervisor = Supervisor([says_farewell("w", once, tmp_path)], backoff_s=0.05, say=lambda _: None)
+    assert (supervisor.run(), supervisor.restarts) == (0, 1)
+    supervisor = Supervisor([says_farewell("w", "os._exit(0)", tmp_path)], max_restarts=0, say=lambda _: None)
+    with pytest.raises(RoleFailedError):  # what the one before it said does not count
+        supervisor.run()
+
+
+def test_a_learner_that_leaves_without_a_farewell_has_failed(tmp_path: Path) -> None:
+    for work, code in (("pass", 0), ("os._exit(0)", None)):
+        supervisor = Supervisor([], says_farewell("learner", work, tmp_path), say=lambda _: None)
+        if code is not None:
+            assert supervisor.run() == code
+            continue
+        with pytest.raises(RoleFailedError, match="learner exited with code 0 in the midst of its work"):
+            supervisor.run()
+
+
+def test_a_worker_whose_error_is_a_lasting_one_is_not_started_again(tmp_path: Path) -> None:
+    words = f"import sys; print('Error: reward mine:score hangs.', flush=True); sys.exit({LASTING_EXIT})"
+    supervisor = Supervisor([role("w", words, tmp_path)], role("learner", FOREVER, tmp_path), say=lambda _: None)
+    with pytest.raises(
+        RoleFailedError, match=r"reward mine:score hangs\.\nAnother start would not mend it: the run has"
+    ):
+        supervisor.run()
+    assert supervisor.restarts == 0
     assert children_left() == []
 
 
