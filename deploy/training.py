@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from learner.probe import TOLERANCE
 from learner.prompts import open_prompts
 from learner.prompts.cursor import PromptCursor
 from learner.ranks import Ranks
+from learner.resumption import load_first
 from learner.rewind import Rewind, check_rewind, rewound_to
 from learner.update import Updater
 from weightsync.publisher import Publisher
@@ -66,9 +68,12 @@ class Parts:
     recipe: Recipe
     backend: Backend
     ranks: Ranks
+    updater: Updater
     checkpoints: CheckpointStore
     checkpoint: Checkpoint | None
     rewind: Rewind | None
+    is_branch: bool
+    """It goes on from another checkpoint than the latest."""
     cursor: PromptCursor
     held_out: Sequence[Prompt]
     probe_tokens: Sequence[int]
@@ -102,12 +107,13 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
     torch.set_num_threads(recipe.learner.threads)
     seed_generators(recipe.run.seed)
     backend = recipe_backend(recipe)
+    ranks = Ranks.of(backend)
     checkpoints = CheckpointStore(recipe.run_directory / CHECKPOINTS, recipe.checkpoint.keep)
-    checkpoint = rewound_to(checkpoints, rewind) if rewind else checkpoints.latest() if resume else None
-    if checkpoint is not None:
-        backend.load(checkpoint.path)
-        log.info("resuming from %s", checkpoint.path)
-    elif resume:
+    updater = recipe_updater(recipe, backend, ranks)
+    lineage = checkpoints.lineage()[::-1] if resume else []
+    candidates = [rewound_to(checkpoints, rewind)] if rewind else lineage
+    checkpoint = load_first(candidates, lambda path: _load(backend, updater, path), ranks) if candidates else None
+    if resume and checkpoint is None:
         log.warning("no checkpoint to resume from yet: starting from the first weights")
     tokenizer = load_tokenizer(recipe.model)
     prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
@@ -116,10 +122,12 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
     return Parts(
         recipe=recipe,
         backend=backend,
-        ranks=Ranks.of(backend),
+        ranks=ranks,
+        updater=updater,
         checkpoints=checkpoints,
         checkpoint=checkpoint,
         rewind=rewind,
+        is_branch=rewind is not None or (checkpoint is not None and checkpoint.path != lineage[0].path),
         cursor=PromptCursor(
             prompts,
             num_samples=recipe.learner.group_size,
@@ -133,6 +141,11 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
         probe_tokens=[*probe, *probe][:PROBE_TOKENS],  # twice: a prompt of one token predicts none
         files=model_files(load_config(recipe.model), tokenizer),
     )
+
+
+def _load(backend: Backend, updater: Updater, checkpoint: Path) -> None:
+    backend.load(checkpoint)
+    updater.load(checkpoint)
 
 
 def seed_generators(seed: int) -> None:
@@ -213,7 +226,7 @@ def _claim(
     start = Start(
         version=WeightVersion(claim.owner.incarnation, mark.step),
         caught_up_at=0 if is_anew else replayable_to if is_forgotten else claim.highest_announced or 0,
-        is_branch=is_anew or rewind is not None,
+        is_branch=is_anew or parts.is_branch,
     )
     return claim, start, range(mark.step, replayable_to) if is_replayed else range(0)
 
@@ -227,13 +240,10 @@ def _learner(
         writer = RunWriter(recipe.run_directory)
         if recipe.evaluation.prompts:
             evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out))
-    updater = recipe_updater(recipe, parts.backend, parts.ranks)
-    if parts.checkpoint is not None:
-        updater.load(parts.checkpoint.path)
     return Learner(
         backend=parts.backend,
         ranks=parts.ranks,
-        updater=updater,
+        updater=parts.updater,
         experience=experience,
         cursor=parts.cursor,
         checkpoints=parts.checkpoints,
@@ -251,7 +261,9 @@ def _learner(
         ),
         should_stop=parts.should_stop,
         version=start.version,
-        lent_device=LentDevice(phases, updater.models, parts.ranks, experience) if recipe.run.is_colocated else None,
+        lent_device=LentDevice(phases, parts.updater.models, parts.ranks, experience)
+        if recipe.run.is_colocated
+        else None,
     )
 
 

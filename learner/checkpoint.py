@@ -3,6 +3,7 @@
     checkpoints/INCARNATION/step_N/    contains the steps < N; a Hugging Face model with its tokenizer on top
         learner.json                   LearnerState
         files.json                     the others with their sizes; written last, makes the checkpoint whole
+        digests.json                   what they contain, for who resumes; added later (`checkpoint_digests`)
 
 A directory appears under its name only once all of it is durable, and older ones go only after that.
 """

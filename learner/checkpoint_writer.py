@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint import CheckpointStore, LearnerState, seal
+from .checkpoint_digests import add_digests
 from .ranks import Ranks
 from .saving import Saving
 
@@ -41,14 +42,15 @@ class CheckpointWriter:
         (saving, state), self._begun = self._begun, None
         saving.finish(partial(seal, state=state))
         if self._ranks.is_first:
-            self._delete(self._store.retired())
+            self._tidy(self._store.path(state.incarnation, state.step), self._store.retired())
         return state.step
 
-    def _delete(self, paths: list[Path]) -> None:
+    def _tidy(self, written: Path, retired: list[Path]) -> None:
         """Terabytes take their time. What stays, the next checkpoint finds."""
         run: Callable[..., object] = self._background.submit if self._background else _call
-        for path in paths:
+        for path in retired:
             run(shutil.rmtree, path, ignore_errors=True)
+        run(add_digests, written)
 
 
 def _call(function: Callable[..., object], *arguments: object, **options: object) -> object:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.damage import flip_bits
+
 from .fixed_batches import (
     STEPS,
     checkpoint_at,
@@ -52,6 +54,23 @@ def test_a_killed_and_resumed_learner_ends_with_the_same_bits(
     assert (resumed / rng).read_bytes() == (uninterrupted / rng).read_bytes()
     model = "model.safetensors"
     assert (resumed / model).read_bytes() == (uninterrupted / model).read_bytes()
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    terminals: Terminals, url: str, uninterrupted: Path
+) -> None:
+    with scripted_worker(url, terminals) as worker:
+        first = start_learner(terminals, url)
+        worker.answer(range(STEPS))
+        first.succeeds()
+    damaged = final_checkpoint(terminals, incarnation=1)
+    flip_bits(damaged / "training_state" / "__0_0.distcp")
+    second = start_learner(terminals, url, "--resume")
+    second.succeeds()
+    assert f"{damaged.name} is damaged: training_state/__0_0.distcp has other bytes than were written." in second.said
+    assert "Going back to the checkpoint before." in second.said
+    resumed, expected = training_state(final_checkpoint(terminals, incarnation=2)), training_state(uninterrupted)
+    assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
 
 
 def test_a_run_goes_on_after_its_learner_was_killed(terminals: Terminals, url: str) -> None:

@@ -14,6 +14,9 @@ from learner.checkpoint import CheckpointError, CheckpointStore, LearnerState
 from learner.checkpoint_writer import CheckpointWriter
 from learner.packing import pack
 from learner.ranks import Ranks
+from learner.resumption import load_first
+from tests.broker.topologies import wait_until
+from tests.damage import flip_bits
 from tests.learner.full_disk import no_file_larger_than
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
@@ -165,6 +168,39 @@ def test_damaged_checkpoints_are_skipped_and_said_so(
     assert (f"{broken} is not whole" in caplog.text) is (damage != "unfinished")
     write(store, backend, state(1, 30))
     assert names(tmp_path) == ["1/step_10", "1/step_30"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", ["training_state/__0_0.distcp", "training_state/.metadata", "rng/rank_0.msgpack"])
+def test_the_newest_checkpoint_with_the_bytes_that_were_written_is_loaded(
+    asynchronous: bool, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend, store = open_tiny(), CheckpointStore(tmp_path, keep=2)
+    whole = write(store, backend, state(1, 10))
+    expected = everything(backend)
+    train(backend, range(1))
+    broken = write(store, backend, state(1, 20), asynchronous=asynchronous)
+    wait_until((broken / "digests.json").exists)
+    flip_bits(broken / name)
+    with caplog.at_level(logging.WARNING):
+        found = load_first(store.lineage()[::-1], backend.load, Ranks.of(backend))
+    assert (found.path, found.state) == (whole, state(1, 10))
+    assert f"{broken} is damaged: {name} has other bytes than were written. Going back" in caplog.text
+    for got, wanted in zip(everything(backend)[:-1], expected[:-1], strict=True):
+        assert torch.equal(got, wanted)
+    flip_bits(whole / name)
+    with pytest.raises(CheckpointError, match=rf"{broken} is damaged: {name} has other bytes"):
+        load_first(store.lineage()[::-1], backend.load, Ranks.of(backend))
+
+
+def test_damage_without_digests_is_told_in_our_words(backend: FsdpBackend, tmp_path: Path) -> None:
+    path = write(CheckpointStore(tmp_path, keep=1), backend, state(1, 10))
+    (path / "digests.json").unlink()
+    file = path / "training_state" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().replace(b"torch._utils", b"torch.nowhere"[:12]))
+    with pytest.raises(CheckpointError, match="a file of it is damaged") as caught:
+        load_first(CheckpointStore(tmp_path, keep=1).lineage(), backend.load, Ranks.of(backend))
+    assert "weights_only" not in str(caught.value)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -3,6 +3,7 @@
 They go through torch.distributed.checkpoint, every rank its shards, so another number of ranks can load them.
 """
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -113,4 +114,6 @@ def _silence_torch() -> None:
 def _first_line(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
+    if isinstance(error, pickle.UnpicklingError | UnicodeDecodeError | EOFError):  # torch advises to unpickle it then
+        return "a file of it is damaged"
     return str(error).strip().splitlines()[0]
