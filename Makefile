@@ -5,6 +5,7 @@ TORCH_INDEX ?=
 
 VENV := .venv
 BENCH := $(VENV)/bench
+PEERS := $(VENV)/peers
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Much of the suite waits for processes that it started, so two of its files at a time suit two cores.
@@ -13,7 +14,7 @@ SEED ?= 0
 MINUTES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity bench-broker study-staleness test check format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness test check format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -62,6 +63,9 @@ chaos: install  ## kill -9, power loss, cuts and more for MINUTES, then an audit
 parity: install-dev  ## every layout of both backends against plain transformers: 246 cases of 1, 2 and 4 processes
 	@$(BIN)/python -m benchmarks.parity
 
+peer-losses: $(PEERS)/.installed  ## every loss against verl's and TRL's own code, in an environment of its own
+	@$(PEERS)/bin/python -W ignore -m benchmarks.peer_losses
+
 bench-broker: $(BENCH)/.installed  ## the broker against Streams, ZeroMQ, Ray queues and others: figures and whether targets are met
 	@$(BENCH)/bin/python -m benchmarks.broker
 
@@ -74,6 +78,13 @@ $(BENCH)/.installed: $(VENV)/.installed
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$($(BENCH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
 	@$(BENCH)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt -e '.[bench]'
+	@touch $@
+
+$(PEERS)/.installed: $(VENV)/.installed-dev benchmarks/peer_losses/requirements.txt
+	@$(BIN)/python -m venv $(PEERS)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r benchmarks/peer_losses/requirements.txt
 	@touch $@
 
 test: install-dev  ## the whole test suite

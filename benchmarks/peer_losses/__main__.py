@@ -1,0 +1,52 @@
+"""Compare, setting by setting; ends with 1 where one disagrees."""
+
+import json
+import sys
+from collections.abc import Iterable
+from importlib.metadata import version
+
+import torch
+
+from .ours import Side
+from .sample import Outcome, draw
+
+TOLERANCE = 1e-8
+
+
+def difference(ours: Outcome, theirs: Outcome) -> float:
+    """The largest, over the largest number there is."""
+    pairs = [(ours.value, theirs.value)]
+    if ours.gradient_T is not None and theirs.gradient_T is not None:
+        pairs.append((ours.gradient_T, theirs.gradient_T))
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs)
+
+
+def main() -> int:
+    """Prints the report; the exit status."""
+    try:
+        from . import of_trl, of_verl
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"{error}: `make peer-losses` installs verl and TRL into an environment of their own and runs this there."
+        )
+    torch.set_default_dtype(torch.float64)
+    found = {
+        f"{peer} {version(peer)}": compared(module.settings()) for peer, module in (("verl", of_verl), ("trl", of_trl))
+    }
+    agree = {peer: sum(one <= TOLERANCE for one in settings.values()) for peer, settings in found.items()}
+    report = {peer: {"settings": len(one), "agree": agree[peer], "differences": one} for peer, one in found.items()}
+    print(json.dumps(report))
+    return int(any(agree[peer] < len(settings) for peer, settings in found.items()))
+
+
+def compared(settings: Iterable[tuple[str, Side, Side]]) -> dict[str, float]:
+    """The difference of each."""
+    found = {}
+    for name, ours, theirs in settings:
+        found[name] = difference(ours(draw()), theirs(draw()))
+        print(f"{name}: {found[name]:.1e}", file=sys.stderr)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What is compared with verl: (name, our side, verl's side)."""
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from algorithms.kl import ESTIMATORS
+
+from . import ours, verl_calls
+from .ours import Side, composed
+from .verl_calls import bypass, policy_loss, rejection
+
+Setting = tuple[str, Side, Side]
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "fixed_denominator",
+}
+DUAL = {"dual_clip": 3.0}
+"""verl's clip has it always."""
+
+
+def settings() -> Iterator[Setting]:
+    """All of them."""
+    yield from losses()
+    yield from corrected()
+    yield from rejected()
+    yield from estimated()
+
+
+LOSSES: tuple[tuple[str, tuple[float, float, float], str, dict[str, Any]], ...] = (
+    ("vanilla", (0.2, 0.2, 3.0), "ppo_clip", DUAL),
+    ("vanilla", (0.2, 0.28, 1.3), "ppo_clip", {"dual_clip": 1.3, "clip_high": 0.28}),
+    ("gspo", (3e-4, 4e-4, 3.0), "gspo", {}),
+    ("gspo", (0.1, 0.05, 3.0), "gspo", {"clip_low": 0.1, "clip_high": 0.05}),
+    ("cispo", (1.0, 4.0, 3.0), "cispo", {}),
+    ("cispo", (0.2, 0.28, 3.0), "cispo", {"clip_low": 0.2, "clip_high": 0.28}),
+    ("dppo_tv", (0.15, 0.15, 20.0), "dppo", {}),
+    ("dppo_tv", (0.03, 0.03, 1.2), "dppo", {"threshold": 0.03, "cap": 1.2}),
+    ("dppo_kl", (0.05, 0.05, 20.0), "dppo", {"divergence": "kl", "threshold": 0.05}),
+)
+"""verl's loss and its bounds: low, high, cap; ours and its options."""
+
+
+def losses() -> Iterator[Setting]:
+    """Each policy loss under each aggregation; verl's SAPO has one of its own."""
+    for (mode, (low, high, cap), objective, options), (theirs, mine) in product(LOSSES, AGGREGATIONS.items()):
+        bounds = {"clip_ratio": low, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": cap}
+        name = f"{mode} {low:g} {high:g} {cap:g} {theirs}"
+        yield name, composed(objective, options, aggregation=mine), policy_loss(mode, theirs, **bounds)
+    for positive, negative in ((1.0, 1.05), (2.0, 5.0)):
+        taus = {"tau_positive": positive, "tau_negative": negative}
+        theirs_side = policy_loss("sapo", "seq-mean-token-mean", tau_pos=positive, tau_neg=negative)
+        yield f"sapo {positive:g} {negative:g}", composed("sapo", taus, aggregation="sequence_mean"), theirs_side
+    yield (
+        "vanilla with k3 in the loss",
+        composed("ppo_clip", DUAL, kl=0.1),
+        policy_loss("vanilla", "token-mean", kl=0.1),
+    )
+
+
+CORRECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "token": ({"rollout_is": "token"}, {"kind": "truncated_is"}),
+    "token 1.1": (
+        {"rollout_is": "token", "rollout_is_threshold": 1.1},
+        {"kind": "truncated_is", "options": {"cap": 1.1}},
+    ),
+    "sequence": ({"rollout_is": "sequence"}, {"kind": "sequence_truncated_is"}),
+    "icepop": ({"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}, {"kind": "icepop"}),
+    "icepop 0.9 1.1": (
+        {"rollout_is": "token", "rollout_is_threshold": "0.9_1.1"},
+        {"kind": "icepop", "options": {"low": 0.9, "high": 1.1}},
+    ),
+    "normalized": ({"rollout_is": "token", "rollout_is_batch_normalize": True}, {"kind": "self_normalized_is"}),
+}
+
+
+def corrected() -> Iterator[Setting]:
+    """Importance weights: of the proximal policy beside its clip, and of the current one without a clip (bypass)."""
+    for name, (theirs, mine) in CORRECTIONS.items():
+        clipped = composed("ppo_clip", DUAL, anchor="proximal", corrections=(mine,))
+        yield f"decoupled {name}", clipped, policy_loss("vanilla", "token-mean", correction=theirs)
+        for their_mode, our_mode in (("token-mean", "token_mean"), ("seq-mean-token-sum", "sequence_sum")):
+            plain = composed("policy_gradient", corrections=(mine,), aggregation=our_mode)
+            yield f"bypass {name} {their_mode}", plain, bypass(their_mode, loss_type="reinforce", **theirs)
+    yield "bypass without weights", composed("policy_gradient"), bypass("token-mean", loss_type="reinforce")
+    yield "bypass with PPO's clip", composed("ppo_clip", DUAL), bypass("token-mean", loss_type="ppo_clip")
+
+
+LEVELS = {
+    "token": ("token", 0.2, 0.02),
+    "seq_mean": ("sequence_mean", 0.07, 0.05),
+    "seq_sum": ("sequence_sum", 0.4, 0.3),
+    "seq_max": ("sequence_max", 0.0, 0.2),
+}
+"""verl's name; ours, a threshold of k1 and one of k2 and k3 that some responses of the batch exceed."""
+
+
+def rejected() -> Iterator[Setting]:
+    """What is kept of the proximal policy. The bounds of k1 are of mu / pi."""
+    for (theirs, (level, of_k1, threshold)), kind in product(LEVELS.items(), ("k2", "k3")):
+        kept = ours.kept("kl_rejection", kind=kind, level=level, threshold=threshold)
+        yield f"rejection {theirs}_{kind}", kept, rejection(f"{theirs}_{kind}", threshold)
+        if kind == "k2" and of_k1:  # verl has no seq_max_k1
+            kept = ours.kept("kl_rejection", kind="k1", level=level, threshold=of_k1)
+            bounds = f"{math.exp(-of_k1)}_{math.exp(of_k1)}"
+            yield f"rejection {theirs}_k1", kept, rejection(f"{theirs}_k1", bounds)
+    low, high = 0.95, 1.1
+    inverted = f"{1 / high}_{1 / low}"
+    for name, correction, option in (
+        ("token ratio", "token_mask", "token_k1"),
+        ("geometric mean", "geometric_sequence_mask", "seq_mean_k1"),
+    ):
+        yield f"rejection by {name}", ours.kept(correction, low=low, high=high), rejection(option, inverted)
+    rule = {"kind": "kl_rejection", "options": {"kind": "k2", "level": "token", "threshold": 0.02}}
+    theirs_left = bypass("token-mean", loss_type="reinforce", rollout_rs="token_k2", rollout_rs_threshold=0.02)
+    yield "rejection, over the share that is left", ours.over_share_left(rule), theirs_left
+
+
+def estimated() -> Iterator[Setting]:
+    """Advantages, returns, KL estimates, the critic's loss."""
+    yield "advantage grpo", ours.advantages("group_mean_std"), verl_calls.advantages("grpo", epsilon=1e-4)
+    centered = verl_calls.advantages("grpo", norm_adv_by_std_in_grpo=False)
+    yield "advantage dr_grpo", ours.advantages("group_mean"), centered
+    yield "advantage rloo", ours.advantages("leave_one_out"), verl_calls.advantages("rloo")
+    for gamma, lam in ((1.0, 0.95), (0.9, 0.8), (1.0, 1.0)):
+        yield f"gae {gamma:g} {lam:g}", ours.generalized(gamma, lam), verl_calls.generalized(gamma, lam)
+    for gamma in (1.0, 0.9):
+        yield f"reinforce_plus_plus {gamma:g}", ours.reinforce_plus_plus(gamma), verl_calls.reinforce_plus_plus(gamma)
+    for kind in ESTIMATORS:
+        yield f"kl {kind}", ours.kl(kind), verl_calls.kl(kind)
+    yield "value loss", ours.value_loss(0.5), verl_calls.value_loss(0.5)

@@ -1,0 +1,137 @@
+"""Our side: the learner's own composition of a recipe's keys, or one function."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from algorithms.advantages import ADVANTAGES
+from algorithms.corrections import CORRECTIONS
+from algorithms.kl import ESTIMATORS
+from algorithms.returns import gae, returns_to_go, whiten, whitening_sums
+from algorithms.supervised import clipped_value_loss
+from learner.config import AlgorithmConfig
+from learner.objective import Objective
+
+from .sample import Outcome, Sample
+
+Side = Callable[[Sample], Outcome]
+"""One side of a setting."""
+
+
+def composed(
+    objective: str,
+    options: dict[str, Any] | None = None,
+    *,
+    anchor: str = "behavior",
+    corrections: tuple[dict[str, Any], ...] = (),
+    aggregation: str = "token_mean",
+    kl: float = 0.0,
+) -> Side:
+    """The loss of a recipe with these keys, and its gradient by token."""
+    raw = {
+        "objective": {"kind": objective, "anchor": anchor, "options": options or {}},
+        "corrections": corrections,
+        "aggregation": {"kind": aggregation},
+        "kl": {"coefficient": kl},
+    }
+
+    def side(sample: Sample) -> Outcome:
+        learner = Objective(msgspec.convert(raw, AlgorithmConfig), max_new_tokens=sample.longest)
+        token_loss = learner.token_loss(
+            [sample.batch()],
+            proximal_logprobs=[sample.proximal_T],
+            reference_logprobs=[sample.reference_T],
+            current_logprobs=[sample.current_T],
+        )
+        return differentiated(sample, lambda current_T: token_loss(0, current_T)[0])
+
+    return side
+
+
+def differentiated(sample: Sample, loss: Callable[[torch.Tensor], torch.Tensor]) -> Outcome:
+    """A loss of the current logprobs [T], and its gradient."""
+    current_T = sample.current_T.clone().requires_grad_()
+    value = loss(current_T)
+    (gradient_T,) = torch.autograd.grad(value, current_T)
+    return Outcome(value.detach(), gradient_T)
+
+
+def kept(correction: str, /, **options: Any) -> Side:
+    """What a mask leaves of the trained tokens, by the proximal policy."""
+
+    def side(sample: Sample) -> Outcome:
+        weights_T, _ = CORRECTIONS[correction](sample.proximal_T, sample.batch().tokens, **options)
+        return Outcome(weights_T * sample.mask_T)
+
+    return side
+
+
+def advantages(kind: str, **options: Any) -> Side:
+    """At trained tokens."""
+
+    def side(sample: Sample) -> Outcome:
+        advantages_S, _ = ADVANTAGES[kind](sample.rewards_S, sample.group, **options)
+        return Outcome(sample.spread(advantages_S) * sample.mask_T)
+
+    return side
+
+
+def generalized(gamma: float, lam: float) -> Side:
+    """Advantages, whitened, and returns."""
+
+    def side(sample: Sample) -> Outcome:
+        advantages_T, returns_T = gae(
+            sample.rewards_T, sample.values_T, sample.mask_T, sample.cu_seqlens, gamma=gamma, lam=lam
+        )
+        return Outcome(torch.stack([_whitened(advantages_T, sample), returns_T]))
+
+    return side
+
+
+def reinforce_plus_plus(gamma: float) -> Side:
+    """Advantages and returns of tokens."""
+
+    def side(sample: Sample) -> Outcome:
+        returns_T = returns_to_go(sample.rewards_T, sample.mask_T, sample.cu_seqlens, gamma=gamma)
+        return Outcome(torch.stack([_whitened(returns_T, sample), returns_T]))
+
+    return side
+
+
+def kl(kind: str) -> Side:
+    """The mean over trained tokens."""
+
+    def loss(current_T: torch.Tensor, sample: Sample) -> torch.Tensor:
+        estimates_T = ESTIMATORS[kind](current_T, sample.reference_T, sample.mask_T)
+        return estimates_T.sum() / sample.mask_T.sum()
+
+    return lambda sample: differentiated(sample, lambda current_T: loss(current_T, sample))
+
+
+def value_loss(clip: float) -> Side:
+    """With the current logprobs as the critic's new values."""
+
+    def loss(current_T: torch.Tensor, sample: Sample) -> torch.Tensor:
+        losses_T, _ = clipped_value_loss(current_T, sample.values_T, sample.rewards_T, sample.mask_T, clip=clip)
+        return losses_T.sum() / sample.mask_T.sum()
+
+    return lambda sample: differentiated(sample, lambda current_T: loss(current_T, sample))
+
+
+def over_share_left(rule: dict[str, Any]) -> Side:
+    """A policy gradient masked by the current policy, over the share of the trained tokens that the mask leaves."""
+
+    def side(sample: Sample) -> Outcome:
+        weights_T, _ = CORRECTIONS[rule["kind"]](sample.current_T, sample.batch().tokens, **rule["options"])
+        share = (weights_T * sample.mask_T).sum() / sample.mask_T.sum()
+        value, gradient_T = composed("policy_gradient", corrections=(rule,))(sample)
+        assert gradient_T is not None
+        return Outcome(value / share, gradient_T / share)
+
+    return side
+
+
+def _whitened(values_T: torch.Tensor, sample: Sample) -> torch.Tensor:
+    return whiten(values_T, sample.mask_T, *whitening_sums(values_T, sample.mask_T))
