@@ -41,6 +41,9 @@ class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     shuffle: Annotated[bool, Meta(description="a new order for every epoch, from the run's seed")] = True
     epochs: Annotated[int, Meta(ge=0, description="passes over the prompts; 0: until learner.steps is reached")] = 0
     system_prompt: Annotated[str, Meta(description="put before text prompts of chat models")] = ""
+    deadline_s: Annotated[
+        float, Meta(gt=0, description="for one call of your own source; one that passes it is killed, and called again")
+    ] = 60.0
 
 
 class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,6 +212,7 @@ class SftPhaseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 0.0
     gate_every_steps: Annotated[int, Meta(ge=1, description="steps between measurements of the pass rate")] = 25
     gate_prompts: Annotated[int, Meta(ge=1, description="prompts of one measurement")] = 128
+    deadline_s: Annotated[float, Meta(gt=0, description="for the next few examples of your own function")] = 60.0
 
 
 class SftConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """Data of the supervised warm-up: {query, response} examples, without end and the same for the same seed.
 
 Whoever tokenizes them renders the query as a prompt is and appends the stop token. Your own: `package.module:function`,
-called as function(path=..., seed=..., **options), which yields `Example`s.
+called as function(path=..., seed=..., **options) in a process of its own, which yields `Example`s.
 """
 
 import random
@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Meta
 
 from broker.errors import ConfigError
-from broker.user_code.roots import load
 
 from .choices import typed_options, unknown_kind
 from .config import EXAMPLES, SftPhaseConfig
@@ -56,8 +55,9 @@ def open_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
             examples = [_example(row, place) for place, row in read_rows(config.kind, config.path, "sft.phases.path")]
             return _repeated(examples, config.path, seed)
         case own if ":" in own:
-            function = load(own, "sft.phases.kind")
-            return iter(function(path=config.path, seed=seed, **config.options))
+            from .own_examples import own_examples
+
+            return own_examples(config, seed)
         case unknown:
             raise unknown_kind(unknown, EXAMPLES, "sft.phases.kind")
 

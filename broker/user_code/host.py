@@ -48,7 +48,12 @@ async def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
     try:
         opened = _open(program)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever opening it raises is an answer
-        _say(answers, frame(Answer(0, raised=str(error) if isinstance(error, HeadwayError) else _words(error))))
+        is_told = isinstance(error, HeadwayError)  # in a whole paragraph
+        if not is_told:
+            traceback.print_exception(error)
+        _say(
+            answers, frame(Answer(0, raised=str(error) if is_told else f"{program.name}: opening it {_words(error)}."))
+        )
         os._exit(1)
     _say(answers, frame(Answer(0, value=opened.places)))
     threads = ThreadPoolExecutor(opened.places)

@@ -14,8 +14,6 @@ from broker.errors import ConfigError, UserCodeError
 
 from .wire import LENGTH, MAX_FRAME_BYTES, Answer, Call, Program, frame
 
-OPEN_S = 300.0
-"""For importing what user code imports, such as torch, on a busy machine."""
 END_S = 5.0
 """For a process to be gone after its channel is, before it is killed."""
 
@@ -94,13 +92,13 @@ class HostProcess:
     async def _open(self, program: Program) -> int:
         """How many calls it takes at once."""
         try:
-            async with asyncio.timeout(OPEN_S):
+            async with asyncio.timeout(program.open_s):
                 await self._write(frame(program))
                 answer = await self._read()
         except TimeoutError:
-            raise UserCodeError(f"{program.name}: importing it took more than {OPEN_S:g} s") from None
+            raise UserCodeError(f"{program.name}: opening it took more than {program.open_s:g} s") from None
         except asyncio.IncompleteReadError:
-            raise UserCodeError(f"{program.name}: importing it {await self._describe_end()}") from None
+            raise UserCodeError(f"{program.name}: opening it {await self._describe_end()}") from None
         if answer.raised is not None:
             raise ConfigError(answer.raised)
         self._listening = asyncio.create_task(self._listen())

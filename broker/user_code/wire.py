@@ -18,6 +18,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     factory: str
     arguments: dict[str, Any] = {}
     import_path: str
+    open_s: float = 300.0
+    """For importing what user code imports, such as torch, on a busy machine, and for the factory."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):

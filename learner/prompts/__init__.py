@@ -7,24 +7,27 @@ walks over epochs and remembers what has been trained. The invariant: what stand
 on the recipe and the seed alone, so a resumed learner feeds the same prompts under the same names, and
 held-out ones never.
 
-Your own source: `package.module:Class`, called as Class(path=, seed=, **options); see `base.PromptSource`.
+Your own source: `package.module:Class`, called as Class(path=, seed=, **options) in a process of its own, each of its
+calls under a deadline (`own.py`); see `base.PromptSource`.
 """
 
 from typing import TYPE_CHECKING
 
-from broker.user_code.roots import load
 from learner.choices import unknown_kind
 from learner.config import PROMPTS, PromptsConfig
 
 from .base import PromptSource
-from .rendering import Prompts, Renderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from .rendering import Prompts
 
-def open_prompts(config: PromptsConfig, tokenizer: "PreTrainedTokenizerBase", seed: int) -> Prompts:
+
+def open_prompts(config: PromptsConfig, tokenizer: "PreTrainedTokenizerBase", seed: int) -> "Prompts":
     """The recipe's prompts, as tokens. Raises ConfigError if the source cannot be opened."""
+    from .rendering import Prompts, Renderer  # with torch, which a process for a source of the user's own does without
+
     return Prompts(open_source(config, seed), Renderer(tokenizer, config.system_prompt))
 
 
@@ -48,7 +51,8 @@ def open_source(config: PromptsConfig, seed: int) -> PromptSource:
 
             return open_tasks(config.path, config.options, seed=seed)
         case own if ":" in own:
-            source: PromptSource = load(own, "prompts.kind")(path=config.path, seed=seed, **config.options)
-            return source
+            from .own import OwnPrompts
+
+            return OwnPrompts(config, seed)
         case unknown:
             raise unknown_kind(unknown, PROMPTS, "prompts.kind")

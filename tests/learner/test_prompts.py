@@ -37,23 +37,6 @@ def character_tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
     return fast
 
 
-class ThreeTasks:
-    """A source of one's own."""
-
-    def __init__(self, path: str, seed: int, answer: str = "yes") -> None:
-        self._items = [Item(content=f"{path}{i}", ground_truth=answer, data_source="own") for i in range(3)]
-
-    @property
-    def size(self) -> int:
-        return len(self._items)
-
-    def train(self, epoch: int, position: int) -> Item:
-        return self._items[position]
-
-    def held_out(self, count: int) -> list[Item]:
-        return [Item(content="other", ground_truth="no", data_source="own")][:count]
-
-
 def prompts_of(seed: int = 0, **config: Any) -> Prompts:
     return open_prompts(PromptsConfig(**config), character_tokenizer(), seed)
 
@@ -292,13 +275,6 @@ def test_several_reasoning_gym_tasks_take_turns() -> None:
     assert {item.data_source for item in held_out} == {"reasoning_gym/chain_sum", "reasoning_gym/leg_counting"}
 
 
-def test_a_source_of_ones_own() -> None:
-    prompts = prompts_of(kind=f"{__name__}:ThreeTasks", path="task", options={"answer": "no"})
-    assert prompts.size == 3
-    assert prompts.train(0, 1, group="g", num_samples=2).ground_truth == "no"
-    assert prompts.held_out(1)[0].text == "other"
-
-
 # --- rendering
 
 
@@ -488,15 +464,6 @@ def test_prompts_that_leave_no_room_are_passed_over(tmp_path: Path) -> None:
     endless = PromptCursor(prompts_of(**config), num_samples=1, seed=0, max_prompt_tokens=3)
     with pytest.raises(ConfigError, match=r"raise engine\.max_model_len"):
         endless.next(1)
-
-
-def own_examples(path: str, seed: int, word: str) -> list[Example]:
-    return [Example(query=path, response=word)]
-
-
-def test_examples_of_ones_own() -> None:
-    got = examples_of(5, kind=f"{__name__}:own_examples", path="p", options={"word": "w"})
-    assert got == [Example(query="p", response="w")]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ async def test_calls_run_in_several_processes_if_told_to_and_never_in_ours(open_
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ("import os; os._exit(0)", UserCodeError, "importing it ended its process with exit code 0"),
+        ("import os; os._exit(0)", UserCodeError, "opening it ended its process with exit code 0"),
         ("import sys; sys.exit(0)", ConfigError, "importing 'at_import' raised SystemExit: 0"),
         ("1 / 0", ConfigError, "importing 'at_import' raised ZeroDivisionError"),
     ],

@@ -1,0 +1,57 @@
+"""The same for callers that have no event loop: one call after the other, each under a deadline."""
+
+import asyncio
+import logging
+import weakref
+from collections.abc import Coroutine
+from threading import Thread
+from typing import Any, TypeVar
+
+from broker.errors import UserCodeError
+
+from .pool import Host
+from .wire import Program
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class BlockingHost:
+    """A host of one program, which ends when this is forgotten, or our process ends."""
+
+    def __init__(self, program: Program, *, deadline_s: float) -> None:
+        """Start it. Raises ConfigError, UserCodeError."""
+        self._program = program
+        self._deadline_s = deadline_s
+        self._host = Host(program, most_places=1)
+        self._loop = asyncio.new_event_loop()
+        thread = Thread(target=_serve, args=(self._loop, self._host), name=program.name, daemon=True)
+        thread.start()
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+        self._run(self._host.start())
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What the method returns. Raises UserCodeError."""
+        try:
+            return self._run(self._host.call(method, list(arguments), self._deadline_s))
+        except UserCodeError as error:
+            asked = f"{method}({', '.join(map(repr, arguments))})"
+            raise UserCodeError(f"{self._program.name}: {asked} {error}.") from error
+
+    def call_again(self, method: str, *arguments: Any) -> Any:
+        """The same of a method that may be repeated: once more, if need be in another process."""
+        try:
+            return self.call(method, *arguments)
+        except UserCodeError as error:
+            log.warning("%s It is called once more.", error)
+        return self.call(method, *arguments)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _serve(loop: asyncio.AbstractEventLoop, host: Host) -> None:
+    """Until the loop is stopped; then the host goes with it."""
+    loop.run_forever()
+    loop.run_until_complete(host.close())
+    loop.close()

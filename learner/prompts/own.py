@@ -1,0 +1,70 @@
+"""A prompt source of the user's own, in a process that can be killed: a hub that hangs stops no learner silently."""
+
+from typing import Any
+
+import msgspec
+
+from broker.user_code.blocking import BlockingHost
+from broker.user_code.roots import import_directory, load
+from broker.user_code.wire import Program
+from learner.config import PromptsConfig
+
+from .base import Item, PromptSource
+
+OPEN_S = 1800.0
+"""For its constructor, which may read a large data set."""
+
+
+class OwnPrompts:
+    """`package.module:Class`, called as Class(path=, seed=, **options) in a process of its own.
+
+    A call that raises, runs past `prompts.deadline_s` or ends that process is made once more; then UserCodeError.
+    """
+
+    def __init__(self, config: PromptsConfig, seed: int) -> None:
+        program = Program(
+            name=f"prompts.kind={config.kind}",
+            factory=f"{__name__}:Opened",
+            arguments={"kind": config.kind, "path": config.path, "seed": seed, "options": config.options},
+            import_path=str(import_directory()),
+            open_s=OPEN_S,
+        )
+        self._host = BlockingHost(program, deadline_s=config.deadline_s)
+        self._size: int | None = self._host.call_again("size")
+
+    @property
+    def size(self) -> int | None:
+        return self._size
+
+    def train(self, epoch: int, position: int) -> Item:
+        return msgspec.convert(self._host.call_again("train", epoch, position), Item)
+
+    def held_out(self, count: int) -> list[Item]:
+        return msgspec.convert(self._host.call_again("held_out", count), list[Item])
+
+
+class Opened:
+    """The source where it runs; what it returns is checked there, and travels as plain data."""
+
+    places = 1
+
+    def __init__(self, kind: str, path: str, seed: int, options: dict[str, Any]) -> None:
+        self._source: PromptSource = load(kind, "prompts.kind")(path=path, seed=seed, **options)
+
+    def size(self) -> int | None:
+        """See PromptSource."""
+        return msgspec.convert(self._source.size, int | None)
+
+    def train(self, epoch: int, position: int) -> Any:
+        """See PromptSource."""
+        return _plain(self._source.train(epoch, position))
+
+    def held_out(self, count: int) -> list[Any]:
+        """See PromptSource."""
+        return [_plain(item) for item in self._source.held_out(count)]
+
+
+def _plain(item: Item) -> Any:
+    plain = msgspec.to_builtins(item)
+    msgspec.convert(plain, Item)  # raises for what is no item
+    return plain
