@@ -11,6 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.grouped_experts import routed_counts
+from benchmarks.peer_losses.__main__ import difference
+from benchmarks.peer_losses.ours import composed
+from benchmarks.peer_losses.sample import draw
 from benchmarks.throughput import checkpoint, isolated
 from benchmarks.throughput.case import Case
 from benchmarks.throughput.leaks import leak_of
@@ -194,3 +197,19 @@ def test_long_sequences_are_measured(models: Path, tmp_path: Path) -> None:
     chunked, plain = result["logprobs chunked"], result["logprobs plain"]
     assert chunked["logprobs_mean"] == pytest.approx(plain["logprobs_mean"], rel=1e-2)
     assert chunked["grad_norms"] == pytest.approx(plain["grad_norms"], rel=2e-2)
+
+
+def test_peers_get_the_same_batch_as_we_and_their_losses_are_told_apart() -> None:
+    sample = draw()
+    for values_T in (sample.current_T, sample.mask_T, sample.spread(sample.advantages_S)):
+        assert torch.equal(sample.packed(sample.padded(values_T)), values_T)
+    wide, narrow = (composed("ppo_clip", {"clip_high": clip})(sample) for clip in (0.28, 0.2))
+    assert difference(wide, wide) == 0
+    assert difference(wide, narrow) > 1e-3
+
+
+def test_where_no_peer_is_installed_the_comparison_says_how_to() -> None:
+    command = [sys.executable, "-m", "benchmarks.peer_losses"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "`make peer-losses` installs verl and TRL" in done.stderr

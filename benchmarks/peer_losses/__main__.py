@@ -29,7 +29,7 @@ def main() -> int:
         sys.exit(
             f"{error}: `make peer-losses` installs verl and TRL into an environment of their own and runs this there."
         )
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64)  # of the constants that a peer makes tensors of
     found = {
         f"{peer} {version(peer)}": compared(module.settings()) for peer, module in (("verl", of_verl), ("trl", of_trl))
     }

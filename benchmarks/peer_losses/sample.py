@@ -80,20 +80,17 @@ def draw(seed: int = 0) -> Sample:
     bounds = torch.tensor((0, *LENGTHS)).cumsum(0)
     mask_T = (torch.rand(total, generator=generator) < 0.75).double()
     mask_T[bounds[:-1]] = 1.0  # nobody defines a response without a trained token in the same way
-    behavior_T = -2 * torch.rand(total, generator=generator) - 0.05
-
-    def near(logprobs_T: torch.Tensor, noise: float) -> torch.Tensor:
-        return logprobs_T + noise * torch.randn(total, generator=generator)
+    behavior_T = -2 * torch.rand(total, generator=generator, dtype=torch.float64) - 0.05
 
     def numbers(size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator)
+        return torch.randn(size, generator=generator, dtype=torch.float64)
 
     return Sample(
         cu_seqlens=bounds,
         mask_T=mask_T,
-        proximal_T=near(behavior_T, 0.3),
-        current_T=near(behavior_T, 0.4),
-        reference_T=near(behavior_T, 0.3),
+        proximal_T=behavior_T + 0.3 * numbers(total),
+        current_T=behavior_T + 0.4 * numbers(total),
+        reference_T=behavior_T + 0.3 * numbers(total),
         behavior_T=behavior_T,
         advantages_S=numbers(count),
         rewards_S=numbers(count),

@@ -259,6 +259,17 @@ def test_an_objective_without_a_ratio_is_weighed_by_the_current_policy_whatever_
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize(
+    "name", ["grpo", "dapo", "gspo", "aspo", "tis", "sequence_tis", "icepop", "decoupled_ppo", "m2po"]
+)
+def test_an_earlier_update_that_pushed_all_tokens_too_far_leaves_later_ones_no_gradient(name: str) -> None:
+    whole = Whole()
+    whole.proximal_T = whole.behavior_T
+    whole.current_T = whole.behavior_T + whole.advantages_T.sign()
+    _, gradient_T, _ = whole.train(Objective(algorithm(COMPOSITIONS[name])), [[0, 1, 2], [3, 4, 5]])
+    assert gradient_T.abs().sum() == 0
+
+
 def test_own_metrics_are_reported() -> None:
     _, _, metrics = Whole().train(Objective(algorithm(COMPOSITIONS["own"])), [[0, 1, 2], [3, 4, 5]])
     assert metrics["own"] == pytest.approx(2)
