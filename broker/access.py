@@ -48,21 +48,22 @@ _LOOKED_AT = "batch:* leases meta pinned pool ready retry steps tally worker:* w
 _RIGHTS = {
     Role.LEARNER: _Rights(
         commands=f"{_CONNECTION} {_LOOKING} eval script|load scan object|idletime expire hdel hincrby hset hsetnx"
-        " lindex lrem ltrim persist rename rpush sadd set srem strlen unlink xadd zadd zpopmin zrangebyscore zrem"
-        " zremrangebylex zscore",
+        " lindex lrem ltrim persist rename rpush sadd set sismember srem strlen unlink xadd xrevrange zadd"
+        " zpopmin zrangebyscore zrem zremrangebylex zscore",
         writes="*",
     ),
     Role.WORKER: _Rights(
-        commands=f"{_CONNECTION} {_LOOKING} expire getrange hdel hincrby hset lindex persist rpush sadd set srem strlen"
-        " unlink xadd zadd zpopmin zrangebyscore zrem",
-        writes="awake dead durable garbage group:* leases lost meta none open payload:* pool ready retry segment:*"
-        " segments:* serving tally turns worker:* workers",
-        reads=f"{_LOOKED_AT} archive:* broadcast config forks manifest:* model phase prompt:*",
+        commands=f"{_CONNECTION} {_LOOKING} expire getrange hdel hincrby hset lindex persist rpush sadd set sismember"
+        " srem strlen unlink xadd zadd zpopmin zrangebyscore zrem",
+        writes="awake dead durable garbage group:* leases lost meta none of:* open payload:* pool quarantined ready"
+        " retry segment:* segments:* serving strikes tally turns worker:* workers",
+        reads=f"{_LOOKED_AT} identity archive:* broadcast config forks manifest:* model phase prompt:*",
         frees="prompt:*",
     ),
     Role.OBSERVER: _Rights(
-        commands=f"ping client|setinfo client|no-touch cluster|slots multi exec scan object|idletime {_LOOKING}",
-        reads=f"{_LOOKED_AT} config dead dropped lost open settled",
+        commands="ping client|setinfo client|no-touch cluster|slots multi exec scan object|idletime xrevrange"
+        f" {_LOOKING}",
+        reads=f"{_LOOKED_AT} config dead dropped identity lost open quarantined settled strikes",
     ),
 }
 

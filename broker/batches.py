@@ -18,10 +18,11 @@ from .codec import decode, decode_trajectory
 from .connection import Argument, Command, Connection
 from .errors import FrameError
 from .owner import CheckpointMark, Claim, Contains, Owner
-from .schema import Group, Prompt, RunRules, Trajectory, TrajectoryId, WeightVersion
+from .possible import check_lag, check_possible
+from .schema import Group, Prompt, RunRules, SampleLimits, Trajectory, TrajectoryId, WeightVersion
 from .versions import Versions
 
-__all__ = ["Batches", "CheckpointMark", "Claim", "Contains", "Owner", "TakenBatch"]
+__all__ = ["Batches", "CheckpointMark", "Claim", "Contains", "Owner", "TakenBatch", "new_identity"]
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,11 @@ _REPLICA_TIMEOUT_MS = 5000
 _ON_A_SHARD = re.compile(rb"\d+/(payload|segment):")
 """What workers may put on the garbage list: they name their blobs."""
 NOTHING = Contains("", ())
+
+
+def new_identity() -> str:
+    """For a run that begins: 16 random hexadecimal digits."""
+    return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ class Batches:
         self._connection = connection
         self._versions = versions
         self._known: _Known | None = None
+        self.limits = SampleLimits()
+        """What a sample of this run can be; to be set before the first take."""
         self.waiting_for = ""
         """Why the last take gave nothing: groups, stragglers, bytes (commit early!), rejected, announce (the
         newest announced weights are older than this step's: announce these), or rewind (the step's batch is
@@ -87,6 +95,7 @@ class Batches:
         contains: Contains = NOTHING,
         replayable_to: int = 0,
         regenerate: bool = False,
+        identity: str | None = None,
     ) -> Claim:
         """Takes the run over from whoever owned it, from this checkpoint on.
 
@@ -94,9 +103,14 @@ class Batches:
         pinned and will be delivered again; workers keep their leases. Where the run has committed more than
         the checkpoint contains, the learner promises with `replayable_to` to train the steps below that from
         its own record; if that is not enough the run forgets them, to be fed and generated again. With
-        `regenerate` it forgets everything that the checkpoint does not contain. Raises BrokerError where a
-        fresh start meets a run that has advanced.
+        `regenerate` it forgets everything that the checkpoint does not contain.
+
+        `identity`: of the run (`new_identity`); None: of the one that has the name, else a new one. Raises
+        ForeignRunError where another run has the name, BrokerError where a fresh start meets a run that has advanced.
         """
+        if identity is None:
+            identity = await self._connection.join() or new_identity()
+        self._connection.identity = identity
         await self._connection.load_scripts()  # workers may not be allowed to
         token = secrets.token_hex(16)
         flat = _flat(rules)
@@ -129,7 +143,7 @@ class Batches:
         )
         await self._replicate()
         announced = int(reply[2]) if reply[2] else None
-        return Claim(Owner(int(reply[0]), token), announced, int(reply[3]), bool(reply[4]))
+        return Claim(Owner(int(reply[0]), token), identity, announced, int(reply[3]), bool(reply[4]))
 
     async def take(self, owner: Owner, step: int, n: int) -> TakenBatch | None:
         """The n groups that train `step`, or None while they are not ready (see `waiting_for`).
@@ -229,7 +243,7 @@ class Batches:
     async def _decode_or_reject(
         self, owner: Owner, step: int, pinned: _Pinned, blobs: Sequence[bytes | None]
     ) -> Group | None:
-        """The group; or None after its next round was begun, because something in it could not be decoded."""
+        """The group; or None after what cannot be trained of it was sent back to be generated anew."""
         blob, trajectories = blobs[0], list[Trajectory]()
         where: str = f"prompt:{pinned.group}"
         try:
@@ -237,12 +251,23 @@ class Batches:
             for sample, blob in zip(pinned.payloads, blobs[1:], strict=True):
                 tid = TrajectoryId(pinned.group, pinned.round, sample)
                 where = str(tid)
-                trajectories.append(_decode_as(tid, blob))
+                trajectories.append(self._trainable(tid, prompt, blob, WeightVersion(owner.incarnation, step)))
         except FrameError as error:
+            log.warning("%s is not trained but generated anew: %s", where, error)
             what = (step, pinned.group, pinned.round, where, str(error), (blob or b"")[:_HEAD_BYTES])
-            await self._connection.learner_script("reject", owner, *what, int(where.startswith("prompt:")))
+            kind = "prompt" if where.startswith("prompt:") else "sample" if blob else "missing"
+            await self._connection.learner_script("reject", owner, *what, kind)
             return None
         return Group(prompt=prompt, round=pinned.round, trajectories=tuple(trajectories))
+
+    def _trainable(self, tid: TrajectoryId, prompt: Prompt, blob: bytes | None, newest: WeightVersion) -> Trajectory:
+        """Raises FrameError for anything that is not a sample of this prompt by weights up to `newest`."""
+        trajectory = _decode_as(tid, blob)
+        check_possible(trajectory, prompt, self.limits, identity=self._connection.identity, newest=newest)
+        rules = self._known.rules if self._known else None
+        if rules is not None and rules.on_over_bound != "mask":
+            check_lag(trajectory, newest.step, rules.max_lag)
+        return trajectory
 
     async def _sweep(self, owner: Owner) -> None:
         """Frees blobs on other shards that scripts could not free."""

@@ -42,6 +42,11 @@ class Broker:
         """Raises BrokerUnavailableError where nobody answers."""
         await self._connection.execute("PING")
 
+    async def join(self) -> str:
+        """Belong to the run that has the name now; its identity, empty where there is none. What this client says and
+        reads is of that run from then on, or ForeignRunError. Every verb joins by itself."""
+        return await self._connection.join()
+
     async def close(self) -> None:
         await self.leases.close()
         await self._connection.close()

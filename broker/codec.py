@@ -63,6 +63,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 class _SegmentEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     tid: TrajectoryId
+    identity: str
+    worker: str
     index: int
     start: int
     length: int
@@ -74,6 +76,7 @@ class _SegmentEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 
 class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     tid: TrajectoryId
+    identity: str
     prompt_length: int
     response_length: int
     spans: tuple[VersionSpan, ...]
@@ -104,6 +107,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     envelope = msgspec.msgpack.encode(
         _Envelope(
             trajectory.tid,
+            trajectory.identity,
             len(trajectory.prompt_tokens),
             len(trajectory.response_tokens),
             trajectory.spans,
@@ -130,6 +134,7 @@ def decode_trajectory(frame: bytes) -> Trajectory:
     tokens, logprobs, mask = _cut(rest, envelope.tid, total, length, envelope.token_bytes, mask_bytes=(length + 7) // 8)
     trajectory = Trajectory(
         tid=envelope.tid,
+        identity=envelope.identity,
         prompt_tokens=tokens[: envelope.prompt_length],
         response_tokens=tokens[envelope.prompt_length :],
         behavior_logprobs=logprobs,
@@ -152,7 +157,15 @@ def encode_segment(segment: Segment) -> bytes:
     experts_head, experts = pack_experts(segment.experts)
     envelope = msgspec.msgpack.encode(
         _SegmentEnvelope(
-            segment.tid, segment.index, segment.start, len(segment.tokens), segment.spans, experts_head, len(tokens)
+            segment.tid,
+            segment.identity,
+            segment.worker,
+            segment.index,
+            segment.start,
+            len(segment.tokens),
+            segment.spans,
+            experts_head,
+            len(tokens),
         )
     )
     logprobs = segment.behavior_logprobs.astype("<f4", copy=False).tobytes()
@@ -167,6 +180,8 @@ def decode_segment(frame: bytes) -> Segment:
     tokens, logprobs, _ = _cut(rest, envelope.tid, length, length, envelope.token_bytes, mask_bytes=0)
     segment = Segment(
         tid=envelope.tid,
+        identity=envelope.identity,
+        worker=envelope.worker,
         index=envelope.index,
         start=envelope.start,
         tokens=tokens,

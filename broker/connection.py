@@ -34,7 +34,7 @@ from .driver import Argument, Command
 from .errors import BrokerError, BrokerUnavailableError
 from .keys import Keys
 from .owner import Owner
-from .refusals import translated
+from .refusals import foreign, translated
 from .round_trips import RoundTrips
 from .routes import open_routes
 
@@ -77,6 +77,8 @@ class Connection:
         self.keys = Keys(run)
         self.run = run
         self.url = without_password(url)
+        self.identity = ""
+        """Of the run that this client belongs to; empty until it has met one (see `join`)."""
         self.server_id = ""
         """The server that this client claimed the run on; learner verbs are refused by any other one."""
         self.answered_since_s = -math.inf
@@ -108,7 +110,9 @@ class Connection:
 
     async def script(self, name: str, *arguments: Argument, before: Sequence[Command] = ()) -> Any:
         """A script's reply; the commands `before` it have been carried out, where possible in the same round trip."""
-        call = (1, self.keys.meta, *arguments)
+        if not self.identity:
+            await self.join()
+        call = (1, self.keys.of(self.identity), *arguments)
         digest = script_digest(name)  # here, where a missing file is no lost connection
         return await self._attempt(lambda: self._run(name, ("EVALSHA", digest, *call), before))
 
@@ -117,6 +121,20 @@ class Connection:
     ) -> Any:
         """A script that only the run's owner may run, on the server that it claimed the run on."""
         return await self.script(name, owner.incarnation, owner.token, self.server_id, *arguments, before=before)
+
+    async def join(self) -> str:
+        """Belong to the run that has the name now; its identity, empty where there is none yet. Raises
+        ForeignRunError where this client belongs to another one."""
+        held = await self.execute("GET", self.keys("identity"))
+        self.check_identity(held.decode() if held else "")
+        return self.identity
+
+    def check_identity(self, identity: str) -> None:
+        """Whether what came from the server is of this client's run; one that has none yet joins it. Raises
+        ForeignRunError."""
+        self.identity = self.identity or identity
+        if identity and identity != self.identity:
+            raise foreign(self.run, self.url, identity)
 
     async def load_scripts(self) -> None:
         """Makes every script known to the server, for users who may only run those that are."""

@@ -35,6 +35,14 @@ class FencedError(BrokerError):
     """Another process has taken this role over; this one must stop."""
 
 
+class ForeignRunError(FencedError):
+    """Another run has the name by now: this process leaves everything of its own run behind, and joins anew."""
+
+
+class QuarantinedError(BrokerError):
+    """Too many samples of this worker were refused: it gets no more leases and must stop."""
+
+
 class ServerRestartedError(BrokerError):
     """The server is not the one that this client knew: re-assert what it must not forget, then go on."""
 

@@ -3,6 +3,8 @@
 key                   type    meaning                                            lifetime        written by
 --------------------  ------  -------------------------------------------------  --------------  -------------
 meta                  hash    rules, versions, counters, state (below)           the run         most scripts
+identity              string  which run has the name now: 16 hexadecimal digits  the run         claim
+of:IDENTITY           none    tells scripts the run, and which one the caller is of  never stored  nobody
 owner                 string  a digest of the owner's token                      the run         claim
 tally                 hash    groups dispatched and trained, by length and lag   the run         lease, commit
 config                string  the resolved recipe                                the run         claim
@@ -37,18 +39,21 @@ serving               set     names of those with a version that do not drain   
 turns                 zset    tokens of workers that swap, by deadline           its last turn   turn
 phase                 string  in a colocated run: engines may generate (server's id)  until renewed   phase
 awake                 zset    in a colocated run: workers awake, by deadline     a day           awake, phase
-dead                  stream  undecodable blobs: tid, reason, first bytes        last 1000       reject...
+dead                  stream  what was refused: tid, worker, reason, first bytes last 1000       reject...
+strikes               hash    refused samples by holder: a worker's name and session  the run    reject, submit
+quarantined           set     holders that get no more leases                    the run         reject, submit
 
 Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by: a digest of the token); the rules
 (`schema.RunRules`); the counters admitted, dropped, uninformative (of these), trained, requeued, expired_leases,
-fenced, rejected, payload_bytes, generated_tokens, wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples;
-archive_bytes; feed_closed, watermark, committed_step, newest_step (highest that sampled anything), is_rewound, state,
-started.
+fenced, rejected, highest_step (of what was ever offered or announced), payload_bytes, generated_tokens, wasted_tokens,
+resumed_tokens, discarded_tokens, trimmed_samples; archive_bytes; feed_closed, watermark, committed_step, newest_step
+(highest that sampled anything), is_rewound, state, started.
 
 Fields of `group:G`: size, length (of the prompt, up to a power of two), round, state (pool, open, ready, pinned; lost:
 without its prompt), index (admission number), floor (lowest weight step in this round), newest (highest), bytes, done,
 trimmed, pin (step); for each sample I token:I, step:I (the lowest of its lease and segments, then of its submission),
-oldest:I (lowest of its segments) and payload:I (once submitted).
+oldest:I (lowest of its segments), by:I (who leased it last: name and session), and once submitted bytes:I and
+payload:I.
 
 With `payload_shards` above 1, payloads and segments lie under `headway:{RUN/N}:` instead, so that a cluster spreads
 them over its nodes. Their names then begin with `N/`, scripts leave them alone, and the learner frees what they put on
@@ -98,6 +103,10 @@ class Keys:
 
     def __call__(self, name: str) -> str:
         return self.prefix + name
+
+    def of(self, identity: str) -> str:
+        """What scripts are called with: it names the run, and which run of this name the caller belongs to."""
+        return self(f"of:{identity}")
 
     def blob(self, name: str) -> str:
         """The key of a payload or segment, by the name that scripts know it by."""

@@ -4,6 +4,7 @@ A lease expires on the server's clock and then goes to another worker under a ne
 segments that were appended; whoever comes late is fenced.
 """
 
+import logging
 import secrets
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,16 +13,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from msgspec.structs import replace
+
 from .blobs import Blobs, Storage
 from .codec import decode, decode_segment, encode_segment
 from .connection import Command, Connection
-from .errors import BrokerError, FrameError, HeadwayError, SchemaMismatchError
-from .schema import Lease, Prompt, Segment, Trajectory, TrajectoryId, WeightVersion
+from .errors import BrokerError, FrameError, HeadwayError, QuarantinedError, SchemaMismatchError
+from .possible import check_possible_segment
+from .schema import Lease, Prompt, SampleLimits, Segment, Trajectory, TrajectoryId, WeightVersion
 from .submissions import ATTEMPTS, Submissions, SubmitOutcome, steps
 
 __all__ = ["AppendOutcome", "AppendReply", "LeaseReply", "Leases", "SubmitOutcome", "parse_tid"]
 
 _HEAD_BYTES = 256
+
+log = logging.getLogger(__name__)
 
 
 class AppendOutcome(StrEnum):
@@ -50,8 +56,8 @@ class LeaseReply:
     state: str
     """Of the run; "absent" where no learner has claimed it yet."""
     reason: str
-    """"" | capacity | stale weights | no prompts | bytes | worker limit | finished | paused (nothing announced,
-    or stopped)."""
+    """"" | capacity | stale weights | no prompts | bytes | worker limit | finished | paused (nothing announced, or
+    stopped)."""
 
 
 class Leases:
@@ -63,6 +69,10 @@ class Leases:
         self._held: dict[str, dict[TrajectoryId, str]] = defaultdict(dict)
         self._blobs = Blobs(connection)
         self._submissions = Submissions(connection, self._blobs)
+        self._session = secrets.token_hex(16)
+        """Under which this process is blamed for what it sends, and nobody else can be."""
+        self.limits = SampleLimits()
+        """What a sample of this run can be; to be set before the first lease."""
 
     @property
     def storage(self) -> Storage:
@@ -71,19 +81,27 @@ class Leases:
 
     async def lease(self, worker: str, version: WeightVersion, count: int, ttl_s: float) -> LeaseReply:
         """Up to `count` samples for an engine that holds `version`. A lost reply's leases expire by
-        themselves."""
+        themselves. Raises QuarantinedError, ForeignRunError."""
         await self._submissions.note_server()
         held = self._held[worker]
-        state, reason, *granted = await self._connection.script(
+        state, reason, highest_step, *granted = await self._connection.script(
             "lease",
             version.incarnation,
             version.step,
             count,
             ttl_s,
             secrets.token_hex(8),
+            f"{worker} {self._session}",
             *(f"{tid} {token}" for tid, token in held.items()),
         )
-        leases = await self._fetched([_Granted.read(one) for one in granted], ttl_s)
+        if reason == b"quarantined":
+            raise QuarantinedError(
+                f"Worker {worker} gets no more leases of run {self._connection.run}: too many of its samples were not"
+                " what they can be (`headway status` shows why). Look for a model, an engine or a version of Headway"
+                " that is not the learner's, mend it, and start the worker again."
+            )
+        newest = WeightVersion(version.incarnation, max(version.step, int(highest_step)))
+        leases = await self._fetched([_Granted.read(one) for one in granted], worker, newest, ttl_s)
         held.update((lease.tid, lease.token) for lease in leases)
         return LeaseReply(leases, state.decode(), reason.decode())
 
@@ -100,7 +118,7 @@ class Leases:
 
     async def append(self, lease: Lease, segment: Segment, ttl_s: float) -> AppendReply:
         """Keeps a segment for whoever goes on with the sample, and renews the lease. Raises FrameError."""
-        frame = encode_segment(segment)
+        frame = encode_segment(replace(segment, identity=lease.identity, worker=lease.worker))
         for _ in range(ATTEMPTS):
             name, store = self._blobs.store("segment", lease.tid, secrets.token_hex(6), frame)
             outcome, held = await self._connection.script(
@@ -150,17 +168,21 @@ class Leases:
             if held.get(lease.tid) == lease.token:
                 del held[lease.tid]
 
-    async def _fetched(self, granted: "Sequence[_Granted]", ttl_s: float) -> tuple[Lease, ...]:
+    async def _fetched(
+        self, granted: "Sequence[_Granted]", worker: str, newest: WeightVersion, ttl_s: float
+    ) -> tuple[Lease, ...]:
         """As `_fetch`; what cannot be fetched is handed back, or nobody would have it until it expires."""
         try:
-            return await self._fetch(granted, ttl_s)
+            return await self._fetch(granted, worker, newest, ttl_s)
         except HeadwayError:
             members = [part for one in granted for part in (str(one.tid), one.token)]
             with suppress(BrokerError):
                 await self._connection.script("release", *members)
             raise
 
-    async def _fetch(self, granted: "Sequence[_Granted]", ttl_s: float) -> tuple[Lease, ...]:
+    async def _fetch(
+        self, granted: "Sequence[_Granted]", worker: str, newest: WeightVersion, ttl_s: float
+    ) -> tuple[Lease, ...]:
         """The leases with their prompts and segments. What is damaged is reported; its lease, or its segments, go."""
         if not granted:
             return ()
@@ -174,8 +196,11 @@ class Leases:
             frames = [next(left) for _ in one.segments]
             prompt = prompts[one.tid.group]
             if prompt is not None:  # else the group was settled since, or lost, and the lease with it
-                lease = Lease(tid=one.tid, token=one.token, ttl_s=ttl_s, prompt=prompt)
-                leases.append(await self._with_segments(lease, frames))
+                identity = self._connection.identity
+                lease = Lease(
+                    tid=one.tid, identity=identity, worker=worker, token=one.token, ttl_s=ttl_s, prompt=prompt
+                )
+                leases.append(await self._with_segments(lease, frames, newest))
         return tuple(leases)
 
     async def _prompt(self, group: str, blob: bytes | None) -> Prompt | None:
@@ -187,16 +212,21 @@ class Leases:
             await self._connection.script("lose", group, str(error), (blob or b"")[:_HEAD_BYTES])
             return None
 
-    async def _with_segments(self, lease: Lease, frames: Sequence[bytes | None]) -> Lease:
+    async def _with_segments(self, lease: Lease, frames: Sequence[bytes | None], newest: WeightVersion) -> Lease:
         segments: list[Segment] = []
         for frame in frames:
+            author = ""
             try:
-                segments.append(_decode_next(lease.tid, segments, frame))
+                segment = _decode_next(lease.tid, segments, frame)
+                author = segment.worker
+                check_possible_segment(segment, lease, self.limits, newest=newest)
+                segments.append(segment)
             except FrameError as error:
+                log.warning("%s is begun anew, as its segments cannot be gone on from: %s", lease.tid, error)
                 head = (frame or b"")[:_HEAD_BYTES]
-                await self._connection.script("discard", str(lease.tid), lease.token, str(error), head)
+                await self._connection.script("discard", str(lease.tid), lease.token, author, str(error), head)
                 return lease
-        return Lease(tid=lease.tid, token=lease.token, ttl_s=lease.ttl_s, prompt=lease.prompt, segments=tuple(segments))
+        return replace(lease, segments=tuple(segments))
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ class Claim:
     """What a learner finds when it takes a run over."""
 
     owner: Owner
+    identity: str
+    """Of the run."""
     highest_announced: int | None
     """Step of the newest announced weights; None if nothing was ever announced."""
     committed_step: int = 0

@@ -6,6 +6,7 @@ from .errors import (
     BrokerError,
     BrokerUnavailableError,
     FencedError,
+    ForeignRunError,
     ServerRestartedError,
     VersionRegressionError,
 )
@@ -23,6 +24,8 @@ def translated(error: ResponseError, *, run: str, url: str, server_id: str) -> B
                 f"Another learner has taken run {run} over (incarnation {rest}), "
                 "or the run was deleted: this one must stop."
             )
+        case "FOREIGN":
+            return foreign(run, url, rest)
         case "RESTARTED":
             return ServerRestartedError(
                 f"The server at {url} is no longer {server_id} but {rest}: "
@@ -47,6 +50,14 @@ def translated(error: ResponseError, *, run: str, url: str, server_id: str) -> B
                 "sampling.max_new_tokens, or take weights.archive out of the broker."
             )
     return _refused_by_server(error, url)
+
+
+def foreign(run: str, url: str, identity: str) -> ForeignRunError:
+    """For a client that belongs to the run which had the name before."""
+    return ForeignRunError(
+        f"Run {run} at {url} is another run by now (identity {identity}): the one before was deleted or overwritten,"
+        " and begun anew under its name. What belongs to that one is of no use to the new one."
+    )
 
 
 def _refused_by_server(error: ResponseError, url: str) -> BrokerError:

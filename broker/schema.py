@@ -11,7 +11,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
+
+# Every struct that is part of one run carries its `identity`: 16 random hexadecimal digits, made when the run begins.
+# Names, incarnations and steps of two runs may be equal; their identities never are. The broker's client writes it.
 
 Experts = NDArray[np.uint8 | np.uint16]
 """[N, layers, experts per token] chosen experts of N tokens: uint8 where a layer has at most 256, else uint16."""
@@ -65,6 +68,10 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A piece of a sample that is being generated, kept so that another worker can go on after it."""
 
     tid: TrajectoryId
+    identity: str = ""
+    """Of the run; written when the segment is appended."""
+    worker: str = ""
+    """Who appended it; written then, too."""
     index: int
     """0, 1, 2 ... within the sample."""
     start: int
@@ -84,6 +91,10 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The right, until a deadline, to generate one sample. The random token fences late writers."""
 
     tid: TrajectoryId
+    identity: str = ""
+    """Of the run."""
+    worker: str = ""
+    """To whom it was granted."""
     token: str
     ttl_s: float
     prompt: Prompt
@@ -95,6 +106,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One finished sample. R response tokens, P prompt tokens."""
 
     tid: TrajectoryId
+    identity: str = ""
+    """Of the run; written when the trajectory is submitted."""
     prompt_tokens: NDArray[np.int32]
     """[P]"""
     response_tokens: NDArray[np.int32]
@@ -168,6 +181,8 @@ class Archived(msgspec.Struct, frozen=True, array_like=True):
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """All an engine needs to receive, verify and name one version of the weights."""
 
+    identity: str = ""
+    """Of the run whose version it is; written when it is offered or announced."""
     version: WeightVersion
     tensors: tuple[TensorSpec, ...]
     buckets: tuple[int, ...]
@@ -199,6 +214,8 @@ class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
     own, where the learner is rank 0 and they follow in order.
     """
 
+    identity: str = ""
+    """Of the run; written when the group is stored."""
     epoch: int
     incarnation: int
     transport: Literal["gloo", "nccl", "ucc", "ipc"]
@@ -213,15 +230,30 @@ class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
     """So many of them are a wave."""
 
 
+class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sample of the run can be at all. None: not known, so not checked."""
+
+    vocabulary: int | None = None
+    """Token ids are below it."""
+    max_new_tokens: int | None = None
+    """Of a response."""
+    experts: tuple[int, int, int] | None = None
+    """Layers with experts, experts per token, experts of a layer: of a run that replays what routers chose."""
+
+
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A model without its weights: config.json, the tokenizer's files. No shared file system is needed."""
 
     files: dict[str, bytes]
+    limits: SampleLimits = SampleLimits()
+    """What its samples can be."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker says of itself with every heartbeat."""
 
+    identity: str = ""
+    """Of the run that it works for; written when it is sent."""
     worker: str
     host: str
     pid: int
@@ -309,7 +341,7 @@ class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
     fenced: int
     """Late or duplicate submissions refused."""
     rejected: int
-    """Payloads that could not be decoded."""
+    """Samples, segments and prompts that could not be decoded, or that cannot be; see `RunStatus.dead_letters`."""
     payload_bytes: int
     generated_tokens: int = 0
     """Response tokens of all samples accepted since the run began."""
@@ -338,10 +370,21 @@ class Tallies(msgspec.Struct, frozen=True, kw_only=True):
     """Groups committed, by the lag of their oldest token."""
 
 
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
+    """What was refused: it was not trained, and is generated anew."""
+
+    tid: str
+    """Of the sample, or the name of a group whose prompt was damaged."""
+    worker: str
+    """Who sent it, as far as that is known."""
+    reason: str
+
+
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One look at a run, for `headway status` and the live display."""
 
     run: str
+    identity: str = ""
     state: str
     incarnation: int
     announced: WeightVersion | None
@@ -351,6 +394,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     recent_steps: tuple[StepMetrics, ...]
     """Oldest first; at most the last 512."""
     tallies: Tallies = Tallies()
+    quarantined: tuple[str, ...] = ()
+    """Workers that get no more leases, as too many of their samples were refused."""
+    dead_letters: tuple[DeadLetter, ...] = ()
+    """The newest, oldest first."""
 
 
 class RunRules(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from .connection import Command, Connection
 from .errors import BrokerError, FrameError, RunNotFoundError
 from .keys import PREFIX, check_worker_name, is_name, run_of
 from .owner import Owner
-from .schema import QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
+from .schema import DeadLetter, QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
 from .versions import put_blob
 
 _KEPT_STEPS = 512
@@ -23,6 +23,7 @@ _WORKER_NAMES_TTL_S = 86400
 _ERROR_CHARACTERS = 2000
 _WARNINGS = 100
 """Of reports that cannot be read: whoever sends such may send many."""
+_SHOWN_LETTERS = 8
 
 T = TypeVar("T", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
@@ -39,14 +40,18 @@ class StatusBoard:
         """Heartbeats on their way, those that their callers gave up among them."""
 
     async def config(self) -> bytes | None:
-        """The resolved recipe that the learner stored when it claimed the run."""
-        blob: bytes | None = await self._connection.execute("GET", self._connection.keys("config"))
-        return blob
+        """The resolved recipe that the learner stored when it claimed the run. Raises ForeignRunError."""
+        keys = self._connection.keys
+        identity, blob = await self._connection.execute("MGET", keys("identity"), keys("config"))
+        self._connection.check_identity(identity.decode() if identity else "")
+        return bytes(blob) if blob is not None else None
 
     async def heartbeat(self, info: WorkerInfo, ttl_s: float) -> None:
-        """Alive for so long, unless it beats again. Raises BrokerError where its name is none."""
+        """Alive for so long, unless it beats again. Raises ForeignRunError, BrokerError where its name is none."""
         check_worker_name(info.worker)
-        info = replace(info, last_error=_storable(info.last_error))
+        if not self._connection.identity:
+            await self._connection.join()
+        info = replace(info, identity=self._connection.identity, last_error=_storable(info.last_error))
         keys = self._connection.keys
         names, serving = keys("workers"), keys("serving")
         serves = info.version is not None and info.state != "draining"
@@ -56,11 +61,13 @@ class StatusBoard:
             ("EXPIRE", names, _WORKER_NAMES_TTL_S),
             ("SADD" if serves else "SREM", serving, info.worker),
             ("EXPIRE", serving, _WORKER_NAMES_TTL_S),
+            ("GET", keys("identity")),
         ]
         beat = asyncio.create_task(self._connection.pipeline(commands))
         self._beats.add(beat)
         beat.add_done_callback(self._forget)
-        await asyncio.shield(beat)
+        *_, identity = await asyncio.shield(beat)
+        self._connection.check_identity(identity.decode() if identity else "")
 
     async def leave(self, worker: str) -> None:
         """Gone on purpose: at once no longer among the workers."""
@@ -81,9 +88,12 @@ class StatusBoard:
             beat.exception()  # whoever still waits for it has been told
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
-        """Those alive, by name; without those of another schema version, and what is no worker's name or report."""
+        """Those alive, by name; without those of another schema version, what is no worker's name or report, and what
+        is left over from another run of this name."""
         keys = self._connection.keys
-        names = self._readable_names(await self._connection.execute("SMEMBERS", keys("workers")))
+        asked: list[Command] = [("SMEMBERS", keys("workers")), ("GET", keys("identity"))]
+        members, identity = await self._connection.pipeline(asked)
+        names = self._readable_names(members)
         if not names:
             return ()
         blobs = await self._connection.execute("MGET", *(keys(f"worker:{name}") for name in names))
@@ -93,7 +103,10 @@ class StatusBoard:
             with suppress(BrokerError):  # who only looks may not
                 await self._connection.execute("SREM", keys("workers"), *dead)
         heard = ((name, self._readable(blob, WorkerInfo, f"worker {name}")) for name, blob in alive.items())
-        return tuple(info for name, info in heard if info is not None and self._is_of(name, info))
+        of_run = identity.decode() if identity else ""
+        return tuple(
+            info for name, info in heard if info is not None and self._is_of(name, info) and info.identity == of_run
+        )
 
     def _readable_names(self, members: Iterable[bytes]) -> list[str]:
         """In order. Anybody who has a worker's password can add others."""
@@ -137,6 +150,7 @@ class StatusBoard:
         """One look at everything. Raises RunNotFoundError, which lists the runs that there are."""
         meta = await self._meta()
         queues = await self._queues(meta)
+        identity, quarantined, dead_letters = await self._refused()
         frames = await self._connection.execute("LRANGE", self._connection.keys("steps"), 0, -1)
         steps = tuple(step for frame in frames if (step := self._readable(frame, StepMetrics, "a step")))
         announced = (
@@ -146,6 +160,7 @@ class StatusBoard:
         )
         return RunStatus(
             run=self._connection.run,
+            identity=identity,
             state=meta["state"],
             incarnation=int(meta["incarnation"]),
             announced=announced,
@@ -154,6 +169,8 @@ class StatusBoard:
             last_step=steps[-1] if steps else None,
             recent_steps=steps,
             tallies=await self._tallies(),
+            quarantined=quarantined,
+            dead_letters=dead_letters,
         )
 
     async def runs(self) -> tuple[str, ...]:
@@ -174,12 +191,23 @@ class StatusBoard:
         """Removes everything of this run; how many keys that were."""
         names = await self._connection.scan(f"{self._connection.keys.prefix}*")
         names += await self._connection.scan(self._connection.keys.blob("*/*"))
-        # This first: from then on every verb of a learner still alive is refused.
-        meta = self._connection.keys.meta
-        await self._connection.execute("UNLINK", meta)
+        # These first: from then on every verb of a learner still alive is refused.
+        keys = self._connection.keys
+        await self._connection.execute("UNLINK", keys.meta, keys("owner"), keys("identity"))
         for start in range(0, len(names), 1000):
             await self._connection.pipeline([("UNLINK", name) for name in names[start : start + 1000]])
         return len(names)
+
+    async def _refused(self) -> tuple[str, tuple[str, ...], tuple[DeadLetter, ...]]:
+        """The run's identity; names of workers that get no more leases; the newest dead letters, oldest first."""
+        keys = self._connection.keys
+        asked: list[Command] = [("GET", keys("identity")), ("SMEMBERS", keys("quarantined"))]
+        identity, holders = await self._connection.pipeline(asked)
+        letters: list[Any] = []
+        with suppress(BrokerError):  # workers may not: they hold parts of others' samples
+            letters = await self._connection.execute("XREVRANGE", keys("dead"), "+", "-", "COUNT", _SHOWN_LETTERS)
+        names = sorted({_text(holder).partition(" ")[0] for holder in holders})
+        return _text(identity or b""), tuple(names), tuple(_letter(entry) for _, entry in reversed(letters))
 
     async def _tallies(self) -> Tallies:
         flat = await self._connection.execute("HGETALL", self._connection.keys("tally"))
@@ -234,6 +262,17 @@ class StatusBoard:
 def _storable(text: str) -> str:
     """An error as UTF-8 has it: messages may hold halves of characters, such as those of file names."""
     return text[:_ERROR_CHARACTERS].encode(errors="backslashreplace").decode()
+
+
+def _letter(flat: Any) -> DeadLetter:
+    pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
+    entry = {_text(name): _text(value) for name, value in pairs}
+    return DeadLetter(tid=entry.get("tid", ""), worker=entry.get("worker", ""), reason=entry.get("reason", ""))
+
+
+def _text(value: bytes) -> str:
+    """Of what a worker wrote."""
+    return value.decode(errors="backslashreplace")
 
 
 def _pairs(flat: Any) -> list[tuple[str, str]]:

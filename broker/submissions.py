@@ -4,6 +4,8 @@ import time
 from collections.abc import Sequence
 from enum import StrEnum
 
+from msgspec.structs import replace
+
 from .blobs import Blobs
 from .codec import encode_trajectory
 from .connection import Argument, Command, Connection
@@ -61,7 +63,8 @@ class Submissions:
     async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
         """Raises FrameError where its parts contradict each other."""
         metadata = (len(trajectory.response_tokens), *steps(trajectory.spans))
-        submission = Submission(lease, encode_trajectory(trajectory), metadata, time.monotonic())
+        frame = encode_trajectory(replace(trajectory, identity=lease.identity))
+        submission = Submission(lease, frame, metadata, time.monotonic())
         return await self._shared.send(submission)
 
     async def confirm(self) -> int:

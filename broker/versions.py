@@ -7,6 +7,8 @@ import secrets
 from contextlib import suppress
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from .codec import decode, encode
 from .connection import Connection
 from .errors import FrameError, SchemaMismatchError, VersionRegressionError
@@ -42,6 +44,7 @@ class Versions:
         await self._swap("announced", owner, manifest)
 
     async def offered(self) -> WeightManifest | None:
+        """Raises ForeignRunError, as do the two below: equal versions of two runs are different weights."""
         return await self._get("manifest:offered", WeightManifest)
 
     async def announced(self) -> WeightManifest | None:
@@ -54,7 +57,7 @@ class Versions:
         return _version(held[0], held[1]), _version(held[2], held[3])
 
     async def put_group(self, owner: Owner, group: BroadcastGroup) -> None:
-        await self._store("broadcast", owner, encode(group))
+        await self._store("broadcast", owner, encode(replace(group, identity=self._connection.identity)))
 
     async def group(self) -> BroadcastGroup | None:
         return await self._get("broadcast", BroadcastGroup)
@@ -85,6 +88,7 @@ class Versions:
             await self._swap_now(what, owner, manifest)
 
     async def _swap_now(self, what: str, owner: Owner, manifest: WeightManifest) -> None:
+        manifest = replace(manifest, identity=self._connection.identity)
         blob, staged = encode(manifest), f"stage:{secrets.token_hex(8)}"
         version = manifest.version
         await self._connection.learner_script(
@@ -107,7 +111,12 @@ class Versions:
     async def _get(self, key: str, kind: type[T]) -> T | None:
         blob = await self._connection.execute("GET", self._connection.keys(key))
         try:
-            return None if blob is None else decode(blob, kind)
+            if blob is None:
+                return None
+            held = decode(blob, kind)
+            if not isinstance(held, ModelFiles):
+                self._connection.check_identity(held.identity)
+            return held
         except SchemaMismatchError:
             raise  # two versions of Headway in one run: somebody must act
         except FrameError as error:

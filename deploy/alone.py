@@ -1,9 +1,11 @@
 """Each role by itself, in its own terminal or on its own machine: what the commands do around the roles' own work."""
 
+import logging
 import os
 import re
 import secrets
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +17,7 @@ from rich.live import Live
 
 from broker.address import without_password
 from broker.client import BlockingBroker
-from broker.errors import BrokerUnavailableError, ConfigError, RunNotFoundError
+from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, RunNotFoundError
 from broker.keys import check_worker_name
 from broker.schema import RunStatus
 from learner.rewind import Rewind
@@ -50,6 +52,8 @@ from .sft_output import is_complete, is_of, mark_complete
 from .status import status_json, status_tables
 from .supervisor import Supervisor
 from .terminal import Terminal
+
+log = logging.getLogger(__name__)
 
 NOT_YET = "A learner claims its run once the warm-up is done."
 WATCH_S = 1.0
@@ -119,11 +123,21 @@ def run_workers(url: str, run: str, count: int, overrides: Sequence[str], allowe
 
 
 def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> None:
-    """One worker. Its id is new for every process: a restarted one must not be taken for the dead."""
+    """One worker. Its id is new for every process: a restarted one must not be taken for the dead.
+
+    Where another run has taken the name over, or its configuration has changed, the process begins anew as it was
+    started, and joins that: no weights, caches or leases of before are left in it.
+    """
+    from .rollout import ConfigChangedError
     from .rollout import run_worker as work
 
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40].lstrip("._-")
-    work(url, run, check_worker_name(f"{host or 'host'}-{name}-{secrets.token_hex(2)}"), overrides, allowed)
+    try:
+        work(url, run, check_worker_name(f"{host or 'host'}-{name}-{secrets.token_hex(2)}"), overrides, allowed)
+    except (ForeignRunError, ConfigChangedError) as error:
+        log.warning("%s This worker starts anew.", error)
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     say_farewell()
 
 

@@ -29,6 +29,8 @@ EDGE_STEPS = 3
 class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
     """One line of trained.jsonl: what one step trained."""
 
+    identity: str = ""
+    """Of the run; empty in lines from before runs had one."""
     incarnation: int
     step: int
     tids: tuple[str, ...]
@@ -53,8 +55,10 @@ class RunWriter:
     A line is written whole, or HeadwayError says why it is not there.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, identity: str = "") -> None:
+        """`identity`: of the run."""
         self._directory = directory
+        self._identity = identity
         with told(directory):
             directory.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, TRAINED, EVALUATIONS):
@@ -69,7 +73,9 @@ class RunWriter:
         names = tuple(str(tid) for tid in tids)
         _append(
             self._directory / TRAINED,
-            TrainedLine(incarnation=incarnation, step=step, tids=names, oldest_step=oldest_step),
+            TrainedLine(
+                identity=self._identity, incarnation=incarnation, step=step, tids=names, oldest_step=oldest_step
+            ),
         )
 
     def write_evaluation(self, incarnation: int, step: int, pass_rate: float) -> None:

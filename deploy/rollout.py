@@ -8,14 +8,14 @@ import signal
 import tempfile
 import zlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
 from broker.client import Broker, open_broker
-from broker.errors import BrokerError, HeadwayError
+from broker.errors import BrokerError, ForeignRunError, HeadwayError
 from broker.user_code.roots import ImportRoots
 
 from .config import recipe_from_bytes, with_overrides
@@ -107,13 +107,14 @@ async def _drained_when_changed(broker: Broker, stored: bytes, drain: asyncio.Ev
 async def _watch_config(broker: Broker, stored: bytes) -> None:
     while True:
         await asyncio.sleep(CONFIG_CHECK_S)
-        with suppress(BrokerError):  # an outage: the worker says so
+        try:
             now = await broker.status.config() or stored
-            if now != stored and _workers_part(now) != _workers_part(stored):
-                raise ConfigChangedError(
-                    f"The configuration of run {broker.run} has changed since this worker started: it starts anew. "
-                    "If nothing restarts it, start it again."
-                )
+        except ForeignRunError:
+            raise
+        except BrokerError:  # an outage: the worker says so
+            continue
+        if now != stored and _workers_part(now) != _workers_part(stored):
+            raise ConfigChangedError(f"The configuration of run {broker.run} has changed since this worker started.")
 
 
 def _workers_part(stored: bytes) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 runs/NAME/        config.yaml  metrics.jsonl  trained.jsonl  evaluations.jsonl  summary.json
                   plots/  checkpoints/  experience/  replays/  logs/  sft/  broker/
+                  identity: which run it is, for a broker where another one may get its name
                   incarnation: the last that a learner was given here
                   broker.json, while it runs: where its server is
 runs/.NAME.lock   held by whoever runs it
@@ -27,9 +28,9 @@ from .recipe import Recipe
 from .sft_output import is_complete, is_of
 from .whole_files import UNFINISHED, replace_file
 
-CONFIG, ENDPOINT, INCARNATION = "config.yaml", "broker.json", "incarnation"
+CONFIG, ENDPOINT, IDENTITY, INCARNATION = "config.yaml", "broker.json", "identity", "incarnation"
 SFT, SERVER, CHECKPOINTS, EXPERIENCE, REPLAYS = "sft", "broker", "checkpoints", "experience", "replays"
-BEFORE_TRAINING = {CONFIG, ENDPOINT, INCARNATION, SFT, f".{SFT}.partial", SERVER, EXPERIENCE, "logs"}
+BEFORE_TRAINING = {CONFIG, ENDPOINT, IDENTITY, INCARNATION, SFT, f".{SFT}.partial", SERVER, EXPERIENCE, "logs"}
 """What a start leaves that came to nothing: no step, no checkpoint."""
 
 
@@ -126,6 +127,19 @@ def _lock(directory: Path) -> Iterator[bool]:
         yield is_ours
     finally:
         os.close(descriptor)
+
+
+def identity_of(directory: Path) -> str:
+    """Of the run in `directory`; empty where it has none yet."""
+    path = directory / IDENTITY
+    return path.read_text().strip() if path.exists() else ""
+
+
+def note_identity(directory: Path, identity: str) -> None:
+    """Durable once this returns: to be called before the run is claimed, which nobody else can go on with."""
+    with _writable(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        replace_file(directory / IDENTITY, f"{identity}\n".encode())
 
 
 def last_incarnation(directory: Path) -> int:

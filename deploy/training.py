@@ -12,11 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from broker import BlockingBroker
-from broker.batches import CheckpointMark, Claim, Contains
+from broker.batches import CheckpointMark, Claim, Contains, new_identity
+from broker.errors import ConfigError
 from broker.phases import Phases
-from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, WeightVersion
+from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
 from learner.backends.base import Backend
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.colocation import LentDevice, wait_for_device
@@ -45,7 +47,14 @@ from .observer import RunObserver
 from .plots import plot
 from .recipe import Recipe
 from .report import RunWriter, summarize
-from .run_directory import CHECKPOINTS, EXPERIENCE, last_incarnation, note_incarnation
+from .run_directory import (
+    CHECKPOINTS,
+    EXPERIENCE,
+    identity_of,
+    last_incarnation,
+    note_identity,
+    note_incarnation,
+)
 from .stop_request import StopRequest
 
 log = logging.getLogger(__name__)
@@ -57,6 +66,8 @@ class Start(msgspec.Struct, frozen=True):
     """Where all ranks begin, as rank 0 learned it from the broker."""
 
     version: WeightVersion
+    identity: str
+    """Of the run."""
     caught_up_at: int
     is_branch: bool = False
 
@@ -87,7 +98,7 @@ def run_learner(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None
         wait_for_device(url, recipe.run.name)
     parts = _build(recipe, resume, rewind)
     with ExitStack() as stack:
-        experience, phases, start = None, None, Start(WeightVersion(0, 0), 0)
+        experience, phases, start = None, None, Start(WeightVersion(0, 0), "", 0)
         if parts.ranks.is_first:
             experience, phases, start = stack.enter_context(_connected(parts, url, resume))
         start = msgspec.msgpack.decode(parts.ranks.share_bytes(msgspec.msgpack.encode(start)), type=Start)
@@ -139,7 +150,17 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
         ),
         held_out=[p for p in prompts.held_out(recipe.evaluation.prompts) if len(p.token_ids) <= max_prompt_tokens],
         probe_tokens=[*probe, *probe][:PROBE_TOKENS],  # twice: a prompt of one token predicts none
-        files=model_files(load_config(recipe.model), tokenizer),
+        files=replace(model_files(load_config(recipe.model), tokenizer), limits=_limits(recipe)),
+    )
+
+
+def _limits(recipe: Recipe) -> SampleLimits:
+    """What a sample of this run can be."""
+    routing = recipe_routing(recipe)
+    return SampleLimits(
+        vocabulary=getattr(load_config(recipe.model).get_text_config(), "vocab_size", None),
+        max_new_tokens=recipe.sampling.max_new_tokens,
+        experts=(routing.layers, routing.per_token, routing.experts) if routing else None,
     )
 
 
@@ -162,8 +183,9 @@ def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experienc
     with ExitStack() as stack:
         blocking = BlockingBroker(url, recipe.run.name)
         stack.callback(blocking.close)
-        experience_log = _open_log(parts, resume)
-        claim, start, replayed = _claim(parts, blocking, experience_log, resume)
+        identity = _identity(parts, blocking, resume)
+        experience_log = _open_log(parts, identity, resume)
+        claim, start, replayed = _claim(parts, blocking, identity, experience_log, resume)
         blocking.call(blocking.broker.versions.put_model(claim.owner, parts.files))
         allow_many_files()
         publisher = Publisher(blocking, claim.owner, recipe.weights)
@@ -184,10 +206,29 @@ def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experienc
         yield experience, blocking.broker.phases, start
 
 
-def _open_log(parts: Parts, resume: bool) -> ExperienceLog:
+def _identity(parts: Parts, blocking: BlockingBroker, resume: bool) -> str:
+    """Of the run in its directory; a run from before there were any takes the broker's, or a new one. Raises
+    ConfigError for the checkpoint of another run."""
+    directory = parts.recipe.run_directory
+    noted, checkpoint = identity_of(directory), parts.checkpoint
+    saved = checkpoint.state.identity if checkpoint else ""
+    if checkpoint and noted and saved not in ("", noted):
+        raise ConfigError(
+            f"{checkpoint.path} is a checkpoint of another run (identity {saved}) than the one in {directory}"
+            f" (identity {noted}). Move it back to its own run; to start a new run from its weights, name them as"
+            " model.path."
+        )
+    identity = noted or saved or (blocking.call(blocking.broker.join()) if resume else "") or new_identity()
+    note_identity(directory, identity)
+    return identity
+
+
+def _open_log(parts: Parts, identity: str, resume: bool) -> ExperienceLog:
     """Raises RewindError where it lacks what a rewind would train again."""
     recipe, checkpoints = parts.recipe, parts.checkpoints
-    opened = ExperienceLog(recipe.run_directory / EXPERIENCE, recipe.checkpoint.log_bytes, checkpoints.oldest_step)
+    opened = ExperienceLog(
+        recipe.run_directory / EXPERIENCE, recipe.checkpoint.log_bytes, checkpoints.oldest_step, identity=identity
+    )
     if parts.rewind is not None:
         check_rewind(checkpoints, opened, parts.rewind)
     elif not resume:
@@ -196,7 +237,7 @@ def _open_log(parts: Parts, resume: bool) -> ExperienceLog:
 
 
 def _claim(
-    parts: Parts, blocking: BlockingBroker, experience_log: ExperienceLog, resume: bool
+    parts: Parts, blocking: BlockingBroker, identity: str, experience_log: ExperienceLog, resume: bool
 ) -> tuple[Claim, Start, range]:
     """The run, where to begin in it, and the steps that the log must give: the broker has settled or forgotten them."""
     state, cursor, rewind = parts.checkpoint.state if parts.checkpoint else None, parts.cursor, parts.rewind
@@ -214,8 +255,10 @@ def _claim(
             contains=Contains(cursor.watermark, cursor.trained_beyond),
             replayable_to=replayable_to,
             regenerate=is_anew,
+            identity=identity,
         )
     )
+    blocking.broker.batches.limits = parts.files.limits
     note_incarnation(directory, claim.owner.incarnation)
     is_anew = is_anew or claim.is_rewound
     if is_anew:
@@ -225,6 +268,7 @@ def _claim(
     is_replayed = not is_anew and (is_forgotten or claim.committed_step > mark.step)
     start = Start(
         version=WeightVersion(claim.owner.incarnation, mark.step),
+        identity=identity,
         caught_up_at=0 if is_anew else replayable_to if is_forgotten else claim.highest_announced or 0,
         is_branch=is_anew or parts.is_branch,
     )
@@ -237,7 +281,7 @@ def _learner(
     recipe = parts.recipe
     writer = evaluator = None
     if experience is not None:
-        writer = RunWriter(recipe.run_directory)
+        writer = RunWriter(recipe.run_directory, start.identity)
         if recipe.evaluation.prompts:
             evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out))
     return Learner(
@@ -253,6 +297,7 @@ def _learner(
             asynchronous=recipe.checkpoint.asynchronous,
             probe_tokens=tuple(parts.probe_tokens),
             probe_tolerance=max(TOLERANCE[recipe.engine.dtype], TOLERANCE[recipe.model.dtype]),
+            identity=start.identity,
             caught_up_at=start.caught_up_at,
             is_branch=start.is_branch,
         ),

@@ -35,6 +35,8 @@ class CheckpointError(HeadwayError):
 class LearnerState(msgspec.Struct, frozen=True, kw_only=True):
     """What the learner knows besides weights, moments and RNG."""
 
+    identity: str = ""
+    """Of the run; empty in checkpoints from before runs had one."""
     incarnation: int
     step: int
     """The next step: everything below it is contained."""

@@ -25,9 +25,18 @@ MIB = 1 << 20
 class ExperienceLog:
     """The batches of one run, by step. Only the learner that owns the run writes."""
 
-    def __init__(self, directory: Path, limit_bytes: int = 0, needed_from: Callable[[], int] = lambda: 0) -> None:
-        """`limit_bytes` 0: nothing new is logged. `needed_from`: the lowest step that a checkpoint could go on from."""
+    def __init__(
+        self,
+        directory: Path,
+        limit_bytes: int = 0,
+        needed_from: Callable[[], int] = lambda: 0,
+        *,
+        identity: str = "",
+    ) -> None:
+        """`limit_bytes` 0: nothing new is logged. `needed_from`: the lowest step that a checkpoint could go on from.
+        `identity`: of the run, whose batches alone count as held; empty: of any."""
         self._directory = directory
+        self._identity = identity
         self._limit_bytes = limit_bytes
         self._needed_from = needed_from
         self._sizes = {
@@ -51,7 +60,7 @@ class ExperienceLog:
             return
         try:
             self._directory.mkdir(exist_ok=True)  # in a run's directory that was removed nothing is written
-            write_batch(self._path(step), step, groups)
+            write_batch(self._path(step), self._identity, step, groups)
             self._sizes[step] = self._path(step).stat().st_size
         except (OSError, LoggedBatchError) as error:
             self._complain(step, error)
@@ -64,7 +73,7 @@ class ExperienceLog:
         if step not in self._sizes:
             return None
         try:
-            return read_batch(self._path(step), step)
+            return read_batch(self._path(step), self._identity, step)
         except LoggedBatchError as error:
             log.warning("%s", error)
             del self._sizes[step]
@@ -73,14 +82,14 @@ class ExperienceLog:
     def tids(self, step: int) -> tuple[TrajectoryId, ...]:
         """Of the batch of `step`; none where it is not held."""
         with suppress(LoggedBatchError):
-            return read_header(self._path(step), step).tids if step in self._sizes else ()
+            return read_header(self._path(step), self._identity, step).tids if step in self._sizes else ()
         return ()
 
     def held_until(self, step: int) -> int:
         """The first step from `step` on whose batch is not there, whole; a warning where that is by damage."""
         try:
             while step in self._sizes:
-                check_batch(self._path(step), step)
+                check_batch(self._path(step), self._identity, step)
                 step += 1
         except LoggedBatchError as error:
             log.warning("%s", error)

@@ -45,6 +45,8 @@ class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
     """What a file says of itself, so that a part of it is never taken for the whole."""
 
     format: int
+    identity: str = ""
+    """Of the run; empty in files from before runs had one."""
     step: int
     groups: int
     tids: tuple[TrajectoryId, ...]
@@ -56,12 +58,12 @@ def tids_of(groups: Sequence[Group]) -> tuple[TrajectoryId, ...]:
     return tuple(trajectory.tid for group in groups for trajectory in group.trajectories)
 
 
-def write_batch(path: Path, step: int, groups: Sequence[Group]) -> None:
+def write_batch(path: Path, identity: str, step: int, groups: Sequence[Group]) -> None:
     """Durable under its name when this returns, else nothing is left. Raises OSError, LoggedBatchError."""
     staged = path.with_name(f".{path.name}.staged")
     try:
         with staged.open("wb") as file:
-            _write_records(file, step, groups)
+            _write_records(file, identity, step, groups)
             os.fsync(file.fileno())
         staged.rename(path)
         sync(path.parent)
@@ -71,23 +73,23 @@ def write_batch(path: Path, step: int, groups: Sequence[Group]) -> None:
         raise
 
 
-def read_header(path: Path, step: int) -> BatchHeader:
-    """Raises LoggedBatchError where the file does not begin like a batch of `step`."""
+def read_header(path: Path, identity: str, step: int) -> BatchHeader:
+    """Raises LoggedBatchError where the file does not begin like this run's batch of `step`."""
     with _opened(path) as stream:
-        return _header(stream, step)
+        return _header(stream, identity, step)
 
 
-def check_batch(path: Path, step: int) -> None:
+def check_batch(path: Path, identity: str, step: int) -> None:
     """Read it all, by its checksum and counts. Raises LoggedBatchError unless it is whole."""
     with _opened(path) as stream:
-        for _ in _records(stream, _header(stream, step).groups):
+        for _ in _records(stream, _header(stream, identity, step).groups):
             pass
 
 
-def read_batch(path: Path, step: int) -> list[Group]:
+def read_batch(path: Path, identity: str, step: int) -> list[Group]:
     """In the order trained. Raises LoggedBatchError unless every byte is as it was written."""
     with _opened(path) as stream:
-        header = _header(stream, step)
+        header = _header(stream, identity, step)
         frames = (msgspec.msgpack.decode(record, type=GroupFrames) for record in _records(stream, header.groups))
         groups = [one.group() for one in frames]
         if tids_of(groups) != header.tids:
@@ -95,8 +97,8 @@ def read_batch(path: Path, step: int) -> list[Group]:
         return groups
 
 
-def _write_records(file: BinaryIO, step: int, groups: Sequence[Group]) -> None:
-    header = BatchHeader(format=FORMAT, step=step, groups=len(groups), tids=tids_of(groups))
+def _write_records(file: BinaryIO, identity: str, step: int, groups: Sequence[Group]) -> None:
+    header = BatchHeader(format=FORMAT, identity=identity, step=step, groups=len(groups), tids=tids_of(groups))
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
     with compressor.stream_writer(file, closefd=False) as stream:
         for record in (header, *map(GroupFrames.of, groups)):
@@ -116,10 +118,12 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise LoggedBatchError(f"{path} is damaged ({error}): what it held counts as not logged.") from error
 
 
-def _header(stream: BinaryIO, step: int) -> BatchHeader:
+def _header(stream: BinaryIO, identity: str, step: int) -> BatchHeader:
     header = msgspec.msgpack.decode(_record(stream), type=BatchHeader)
     if (header.format, header.step) != (FORMAT, step):
         raise FrameError(f"format {header.format}, step {header.step}; format {FORMAT}, step {step} are expected")
+    if identity and header.identity not in ("", identity):
+        raise FrameError(f"a batch of run {header.identity}, this is run {identity}")
     return header
 
 

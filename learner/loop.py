@@ -57,6 +57,8 @@ class LoopConfig:
     checkpoint_every: int
     probe_tokens: tuple[int, ...]
     probe_tolerance: float
+    identity: str = ""
+    """Of the run."""
     asynchronous: bool = True
     """Whether training goes on while a checkpoint is written."""
     caught_up_at: int = 0
@@ -198,7 +200,12 @@ class Learner:
         self.commit_durable(self._writer.wait())
         if self.experience is not None:
             self.experience.mark_dropped()
-        state = LearnerState(incarnation=self.version.incarnation, step=self.version.step, cursor=self.cursor.state())
+        state = LearnerState(
+            identity=self.config.identity,
+            incarnation=self.version.incarnation,
+            step=self.version.step,
+            cursor=self.cursor.state(),
+        )
         self._writer.begin({"": self.backend, **self.updater.beside}, state)
         self._saved_step = self.version.step
 

@@ -20,7 +20,8 @@ class ModelFilesError(HeadwayError):
 
 
 async def fetch_model(broker: Broker, directory: Path) -> Path:
-    """Wait for the run's model files and write them to a new `directory/model` that only this user reads."""
+    """Wait for the run's model files and write them to a new `directory/model` that only this user reads. Segments that
+    cannot be of this model are refused from then on."""
     outages = Outages(broker.url)
     files = await outages.ride_out(broker.versions.model)
     if files is None:
@@ -28,6 +29,7 @@ async def fetch_model(broker: Broker, directory: Path) -> Path:
     while files is None:
         await asyncio.sleep(POLL_S)
         files = await outages.ride_out(broker.versions.model)
+    broker.leases.limits = files.limits
     return await asyncio.to_thread(write_model, files, directory / "model")
 
 

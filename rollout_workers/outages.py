@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from broker.connection import without_password
-from broker.errors import BrokerError
+from broker.errors import BrokerError, FencedError, QuarantinedError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -32,16 +32,18 @@ class Outages:
             wait_s = min(2 * wait_s, self._longest_s)
 
     def __enter__(self) -> None:
-        """`with outages:` swallows a broker's error, and logs when an outage begins and when it ends."""
+        """`with outages:` swallows a broker's error, and logs when an outage begins and when it ends. What no waiting
+        mends ends the worker."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, BrokerError):
+        is_outage = isinstance(error, BrokerError) and not isinstance(error, (FencedError, QuarantinedError))
+        if is_outage:
             self._begin(error)
         elif error is None:
             self._end()
-        return isinstance(error, BrokerError)
+        return is_outage
 
-    def _begin(self, error: BrokerError) -> None:
+    def _begin(self, error: BaseException | None) -> None:
         self.last_error = str(error)
         if not self._is_down:
             self._is_down = True

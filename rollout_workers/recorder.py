@@ -9,13 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from broker.errors import HeadwayError
+from broker.possible import LOGPROB_ROUNDING
 from broker.schema import Lease, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 
 from .chosen_experts import ChosenExperts
 from .engines.base import Chunk, FinishReason
-
-LOGPROB_ROUNDING = 1e-3
-"""A logprob of a certain token may come out as slightly more than 0 in low precision."""
 
 
 class EngineOutputError(HeadwayError):

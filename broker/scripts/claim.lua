@@ -5,7 +5,7 @@
 -- Takes the run over from whoever owned it. What the checkpoint contains (all groups below its watermark, and those
 -- named) is settled; batches after it stay pinned. Where more was committed than it contains, the claimant trains that
 -- again by itself (`replayable to`), or the run forgets it: it is fed and generated anew; with `regenerate` all of it.
--- Touches: meta, owner, config, archive, archive:*, and what commit touches.
+-- Touches: meta, identity, owner, config, archive, archive:*, and what commit touches.
 free_first()
 local step, owner, mark = tonumber(ARGV[2]), ARGV[4], ARGV[8]
 local announced, committed = announced_step(), number('committed_step')
@@ -22,6 +22,7 @@ if call('GET', P .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a c
   end
   call('HSET', META, 'incarnation', math.max(number('incarnation'), tonumber(ARGV[1])) + 1)
   call('SET', P .. 'owner', redis.sha1hex(owner))
+  call('SET', P .. 'identity', IDENTITY)
   call('HSET', META, 'state', 'claimed', 'feed_closed', 0, 'is_rewound', is_rewound and 1 or 0)
   call('HSETNX', META, 'started', now())
   for a = 10, 8 + 2 * ARGV[9], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end

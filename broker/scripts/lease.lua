@@ -1,20 +1,23 @@
 -- include: lib_base lib_samples
--- lease(incarnation, step, count, ttl_s, nonce, 'member token' held...) -> {state, reason, {member, token, segment...}...}
+-- lease(incarnation, step, count, ttl_s, nonce, holder, 'member token' held...)
+--   -> {state, reason, highest step, {member, token, segment...}...}
 -- Admitted samples without a lease (expired, handed back, never begun) in the order of their deadlines, then new groups as
 -- far as admission allows. Touches: meta, tally, pool, retry, leases, open, group:*, segments:*.
 local incarnation, step, wanted, ttl = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'announced_incarnation', 'announced_step', 'max_lag',
   'groups_per_step', 'max_leases_per_worker', 'admitted', 'dropped', 'payload_bytes', 'max_bytes',
-  'archive_bytes')
+  'archive_bytes', 'highest_step')
 local state, on_over_bound = known[1] or 'absent', known[2]
 for a = 3, #known do known[a] = tonumber(known[a] or '') end
 local newest_incarnation, announced_incarnation, announced, lag, groups_per_step = unpack(known, 3, 7)
-local reply, given, time, held, n_held = { state, '' }, 0, now(), {}, #ARGV - 5
-for a = 6, #ARGV do held[ARGV[a]] = true end
+local reply, given, time, held, n_held = { state, '', known[14] or 0 }, 0, now(), {}, #ARGV - 6
+local holder = ARGV[6]
+for a = 7, #ARGV do held[ARGV[a]] = true end
 
 local function refuse(reason) reply[2] = reason return reply end
 
 if state == 'finished' then return refuse('finished') end
+if call('SISMEMBER', P .. 'quarantined', holder) == 1 then return refuse('quarantined') end
 if not announced or state == 'stopped' or incarnation > newest_incarnation then return refuse('paused') end
 -- Weights of an abandoned branch, or too old for the step that comes next: nothing begun with them could be trained.
 if step + lag < announced or (incarnation < announced_incarnation and step > announced) or is_abandoned(incarnation, step) then
@@ -57,10 +60,11 @@ local function hand(g, samples, handed, leased)
       given = given + 1
       token = ARGV[5] .. '.' .. given
       set[n + 1], set[n + 2], set[n + 3], set[n + 4] = names[3 * a - 1], token, names[3 * a], from
-      n = n + 4
+      set[n + 5], set[n + 6] = 'by:' .. samples.numbers[a], holder
+      n = n + 6
       lowest = math.min(lowest or from, from)
       is_raised = is_raised or (had_from and tonumber(had_from) < from)
-      reply[given + 2] = segments and { m, token, unpack(segments) } or { m, token }
+      reply[given + 3] = segments and { m, token, unpack(segments) } or { m, token }
       local at = #handed
       handed[at + 1], leased[2 * at + 1], leased[2 * at + 2] = m, time + ttl, m
     end

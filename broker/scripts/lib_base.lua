@@ -1,14 +1,16 @@
 -- What all scripts share: keys, counters, fields, blobs. Scripts begin with `-- include: FILE...`, and those files stand in
 -- front of them; each costs every call some microseconds, so a script includes no more than it uses.
--- KEYS[1] is the run's meta hash; its prefix names all other keys (see broker/keys.py). Blobs never pass through here:
--- scripts see only their names.
+-- KEYS[1] is `of:IDENTITY`; its prefix names all other keys (see broker/keys.py), and the identity tells to which run of
+-- that name the caller belongs. Blobs never pass through here: scripts see only their names.
 local call = redis.call
-local META = KEYS[1]
-local P = string.sub(META, 1, -5)
+local P, IDENTITY = string.match(KEYS[1], '^(.*:)of:(%x*)$')
+local META = P .. 'meta'
 local RETRY, LEASES, OPEN, READY = P .. 'retry', P .. 'leases', P .. 'open', P .. 'ready'
 
--- While a cluster moves the run to another node, a script fails at the first key that is not there: before it has written.
-call('EXISTS', P .. 'none')
+-- A run that was deleted or overwritten is not the one that has its name now: nothing of it may reach that one. (While a
+-- cluster moves the run to another node, a script fails at the first key that is not there: here, before it has written.)
+local held_identity = call('GET', P .. 'identity')
+if held_identity and held_identity ~= IDENTITY then return redis.error_reply('FOREIGN ' .. held_identity) end
 
 -- An out-of-memory server refuses a script's first write if it may need memory, but none after one that frees.
 local function free_first() call('UNLINK', P .. 'none') end
@@ -62,9 +64,16 @@ local function keep_blob(name)
   return is_remote(name) or call('PERSIST', P .. name) == 1 or call('EXISTS', P .. name) == 1
 end
 
-local function to_dead_letters(tid, reason, head)
+local function to_dead_letters(tid, worker, reason, head)
   count('rejected')
-  call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'tid', tid, 'reason', reason, 'head', head)
+  call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'tid', tid, 'worker', worker, 'reason', reason, 'head', head)
+end
+
+-- A sample of this holder could not be what it was said to be. Three of them, and it gets no more leases. A holder is
+-- `name session`: sessions are secret, so that nobody is blamed for another's samples.
+local function name_of(holder) return string.match(holder or '', '^%S*') end
+local function strike(holder)
+  if holder and call('HINCRBY', P .. 'strikes', holder, 1) >= 3 then call('SADD', P .. 'quarantined', holder) end
 end
 
 local function set_floor(g, floor, state)

@@ -2,6 +2,11 @@
 local POOL, PINNED, SETTLED, DROPPED = P .. 'pool', P .. 'pinned', P .. 'settled', P .. 'dropped'
 local LOST, FORKS = P .. 'lost', P .. 'forks'
 
+-- What workers may ever have been sent.
+local function raise_highest(step)
+  if step > number('highest_step') then call('HSET', META, 'highest_step', step) end
+end
+
 local function batch_key(step) return P .. 'batch:' .. step end
 local function size_of(g) return tonumber(field(g, 'size')) end
 
@@ -38,7 +43,7 @@ end
 local function clear_round(g)
   local names = { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed' }
   for i = 0, free_round(g) - 1 do
-    for _, name in ipairs({ 'token:', 'step:', 'payload:' }) do names[#names + 1] = name .. i end
+    for _, name in ipairs({ 'token:', 'step:', 'by:', 'bytes:', 'payload:' }) do names[#names + 1] = name .. i end
   end
   call('HDEL', group_key(g), unpack(names))
 end
@@ -60,6 +65,20 @@ local function requeue(g)
   end
   call('HSET', group_key(g), 'state', 'open')
   enqueue(g)
+end
+
+-- A sample of a pinned group is generated anew under the same round, and the group is open until it is there.
+local function redo(g, i)
+  local round, pin, index, payload, bytes = fields(g, 'round', 'pin', 'index', 'payload:' .. i, 'bytes:' .. i)
+  call('LREM', batch_key(pin), 0, g)
+  free_blob(payload)
+  call('HINCRBY', group_key(g), 'bytes', -bytes)
+  count('payload_bytes', -bytes)
+  call('HDEL', group_key(g), 'pin', 'token:' .. i, 'step:' .. i, 'by:' .. i, 'bytes:' .. i, 'payload:' .. i)
+  call('HSET', group_key(g), 'state', 'open')
+  call('HINCRBY', group_key(g), 'done', -1)
+  call('ZADD', RETRY, index, member(g, round, i))
+  refloor(g)
 end
 
 -- Ready again, if it is whole: no step is sure of it any more.

@@ -14,7 +14,7 @@ end
 local function hand_back(m)
   local g, _, i = parse(m)
   local oldest = field(g, 'oldest:' .. i)
-  call('HDEL', group_key(g), 'token:' .. i)
+  call('HDEL', group_key(g), 'token:' .. i, 'by:' .. i)
   if oldest then call('HSET', group_key(g), 'step:' .. i, oldest) else call('HDEL', group_key(g), 'step:' .. i) end
   call('ZREM', LEASES, m)
   call('ZADD', RETRY, field(g, 'index'), m)
@@ -32,15 +32,20 @@ local function is_abandoned(incarnation, step)
 end
 
 -- {incarnation, its newest step}... in ARGV[a] to ARGV[last]: the newest step of all, and whether any was abandoned by a
--- rewind.
+-- rewind, or is newer than what the server knows of.
 local function newest_of(a, last)
   local newest, is_void = -1, false
   for b = a, last, 2 do
     newest = math.max(newest, tonumber(ARGV[b + 1]))
     is_void = is_void or is_abandoned(tonumber(ARGV[b]), tonumber(ARGV[b + 1]))
   end
-  return newest, is_void
+  return newest, is_void or newest > number('highest_step')
 end
+
+-- Weights that nobody can have: newer than all that were ever sent out, by more than what a server forgets that loses its
+-- last second.
+local FORGOTTEN = 64
+local function is_impossible(newest) return newest > number('highest_step') + FORGOTTEN end
 
 local function note_newest(g, had, newest)
   if newest <= (tonumber(had or '') or -1) then return end

@@ -14,5 +14,5 @@ if state == 'pool' then
 else
   requeue(g)
 end
-to_dead_letters(g, ARGV[2], ARGV[3])
+to_dead_letters(g, '', ARGV[2], ARGV[3])
 return 1

@@ -3,7 +3,7 @@
 --          replayable to, is rewound, regenerate, n rules, {rule, value} * n, n forks, {incarnation, step} * n,
 --          n settled, group * n, {step, group, round, size}...) -> server id
 -- The server came back, perhaps without its last second: what the learner knows is put in force again.
--- Touches: meta, owner, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*, forks.
+-- Touches: meta, identity, owner, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*, forks.
 local owner = redis.sha1hex(ARGV[2])
 local is_ours = call('GET', P .. 'owner') == owner and meta('incarnation') == ARGV[1]
 if not is_ours and number('incarnation') >= tonumber(ARGV[1]) then
@@ -13,6 +13,7 @@ free_first()
 if not is_ours then
   call('HSET', META, 'incarnation', ARGV[1], 'state', 'training', 'feed_closed', 0)
   call('SET', P .. 'owner', owner)
+  call('SET', P .. 'identity', IDENTITY)
   call('HSETNX', META, 'started', now())
   call('SET', P .. 'config', ARGV[7])
 end
@@ -45,6 +46,7 @@ local function at_least(name, incarnation, step)
   -- A rewind that was forgotten; it may have been to a lower step, but not by more than the second that was lost.
   if name == 'announced' and step < held_step then fork(incarnation, step) end
   call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', owner)
+  raise_highest(step)
 end
 if ARGV[3] ~= '' then
   for _, name in ipairs({ 'announced', 'offered' }) do at_least(name, tonumber(ARGV[3]), tonumber(ARGV[4])) end

@@ -1,14 +1,25 @@
 -- include: lib_base lib_samples lib_groups
--- reject(incarnation, owner, server, step, group, round, member, reason, first bytes, is prompt) -> 1, or 0 if not pinned.
--- A payload of a pinned group, or its prompt (1), cannot be decoded: the group is generated anew (its prompt fed again),
--- the bytes go to the dead-letter stream. Touches: meta, pinned groups' queues (see requeue), prompt:*, lost, dead.
+-- reject(incarnation, owner, server, step, group, round, member, reason, first bytes, 'prompt' | 'missing' | 'sample')
+--   -> 1, or 0 if not pinned.
+-- A payload of a pinned group cannot be trained: that sample is generated anew, and its worker blamed unless it is
+-- missing. Or the group's prompt is damaged: it is fed again, and all of the group generated anew. The first bytes go to the dead-letter
+-- stream. Touches: meta, pinned groups' queues (see redo, requeue), prompt:*, lost, dead, strikes, quarantined.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 free_first()
 local g = ARGV[5]
 if field(g, 'pin') ~= ARGV[4] or field(g, 'round') ~= ARGV[6] then return 0 end
-if ARGV[10] == '1' then call('UNLINK', P .. 'prompt:' .. g) end
-requeue(g)
+local _, _, i = parse(ARGV[7])
+local by = i and field(g, 'by:' .. i)
+if ARGV[10] == 'prompt' then
+  call('UNLINK', P .. 'prompt:' .. g)
+  requeue(g)
+elseif field(g, 'trimmed') == '1' then -- the samples that it went without are not there to wait for
+  requeue(g)
+else
+  redo(g, i)
+end
 give_up_reproducing(tonumber(ARGV[4]))
-to_dead_letters(ARGV[7], ARGV[8], ARGV[9])
+to_dead_letters(ARGV[7], name_of(by), ARGV[8], ARGV[9])
+if ARGV[10] == 'sample' then strike(by) end
 return 1

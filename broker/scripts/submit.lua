@@ -4,7 +4,7 @@
 -- The payloads were SET (with a TTL) just before, under keys of their own. The first finished sample of a round wins; whoever
 -- lost the lease, writes for an earlier round, or used weights of an abandoned branch is fenced, its payload freed. What is
 -- submitted again (1) was accepted once by a server that may have forgotten it, lease and all: there the round decides.
--- Touches: meta, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK).
+-- Weights that nobody can have are a strike against the holder. Touches: strikes, quarantined, dead, meta, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK).
 free_first()
 local is_again = ARGV[1] == '1'
 local accepted, bytes_accepted, tokens_accepted = {}, 0, 0
@@ -19,6 +19,12 @@ local function submit(m, token, payload, bytes, tokens, from, newest_now, is_voi
     -- The same one again, its reply lost: storing it once more has put a time to live on it.
     if had_payload == payload then keep_blob(payload) else free_blob(payload) end
     return 'duplicate'
+  end
+  if mine and is_impossible(newest_now) and not is_again then
+    local by = field(g, 'by:' .. i)
+    to_dead_letters(m, name_of(by), 'tokens of weights ' .. newest_now .. ', which were never announced', '')
+    strike(by)
+    is_void = true
   end
   if mine and is_void and state == 'open' and had_token == token then hand_back(m) end
   if not mine or is_void or state ~= 'open' then
@@ -36,7 +42,7 @@ local function submit(m, token, payload, bytes, tokens, from, newest_now, is_voi
   end
   done = (done or 0) + 1
   local is_done = done == tonumber(size)
-  call('HSET', key, 'token:' .. i, token, 'payload:' .. i, payload, 'step:' .. i, from, 'done', done,
+  call('HSET', key, 'token:' .. i, token, 'payload:' .. i, payload, 'bytes:' .. i, bytes, 'step:' .. i, from, 'done', done,
     'bytes', (had_bytes or 0) + bytes, 'state', is_done and 'ready' or 'open')
   note_newest(g, newest, newest_now)
   if had_from ~= from then floor = refloor(g) end

@@ -18,6 +18,7 @@ local function compare(name)
 end
 local function put(name)
   call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', by)
+  raise_highest(step)
 end
 
 local against = compare('announced')

@@ -25,7 +25,10 @@ return cjson.encode(seen)
 """
 _WITHOUT_OWNER = {
     "meta",
+    "identity",
     "owner",
+    "strikes",
+    "quarantined",
     "tally",
     "config",
     "settled",

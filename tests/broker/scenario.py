@@ -3,8 +3,11 @@
 import struct
 import zlib
 from collections.abc import Sequence
+from typing import TypeVar
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from broker import Broker
 from broker.batches import CheckpointMark, Claim, Owner
@@ -25,6 +28,7 @@ from broker.schema import (
 HEADER = struct.Struct("<4sHHII")
 FRESH = CheckpointMark(0, 0)
 TTL_S = 30.0
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def group_id(position: int) -> str:
@@ -75,6 +79,11 @@ def manifest(incarnation: int, step: int) -> WeightManifest:
         pull_token="secret",
         fingerprints=(),
     )
+
+
+def of_no_run(struct: T) -> T:
+    """As it was before the broker's client wrote the run's identity into it."""
+    return replace(struct, identity="")
 
 
 def broadcast_group(epoch: int = 1) -> BroadcastGroup:

@@ -16,7 +16,7 @@ from broker.owner import Owner
 from broker.schema import Lease, ModelFiles, Segment, TrajectoryId, VersionSpan, WeightVersion
 from broker.server import EmbeddedServer
 
-from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, prompt, rules, trajectory
+from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, of_no_run, prompt, rules, trajectory
 from .test_codec import STEP, WORKER
 from .topologies import ask, is_redis_7_0
 
@@ -58,13 +58,13 @@ async def work(worker: Broker, shards: int) -> None:
     """Everything that a worker ever does."""
     worker.leases.storage.payload_shards = shards
     assert await worker.status.config() == b"recipe"
-    assert await worker.versions.announced() == manifest(1, 0)
+    assert of_no_run(await worker.versions.announced()) == manifest(1, 0)
     assert await worker.versions.offered() is None
     assert await worker.versions.model() == ModelFiles(files={"config.json": b"{}"})
-    assert await worker.versions.group() == broadcast_group()
+    assert of_no_run(await worker.versions.group()) == broadcast_group()
     assert await worker.versions.current() == (WeightVersion(1, 0), WeightVersion(1, 0))
     await worker.status.heartbeat(WORKER, 30)
-    assert await worker.status.workers() == (WORKER,)
+    assert [of_no_run(info) for info in await worker.status.workers()] == [WORKER]
     assert await worker.archive.read("blob", 2, 3) == b"blo"
     with pytest.raises(BrokerError):
         await worker.archive.put("blob", 0, b"other")

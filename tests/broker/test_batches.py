@@ -57,7 +57,7 @@ async def test_commit_frees_everything(broker: Broker) -> None:
     queues = await run.queues()
     assert (queues.payload_bytes, queues.pinned, queues.open) == (0, 0, 0)
     left = {name.rpartition("}:")[2] for name in await broker._connection.scan("*")}
-    assert left == {"meta", "owner", "config", "settled", "tally", "manifest:announced"}
+    assert left == {"meta", "owner", "config", "settled", "tally", "manifest:announced", "identity"}
     await broker.batches.commit(run.owner, 1, watermark=group_id(2))
     assert await broker._connection.execute("EXISTS", broker._connection.keys("settled")) == 0
     assert await broker.prompts.feed([prompt(0), prompt(1)], run.owner) == 0  # below the watermark
@@ -102,6 +102,7 @@ async def test_a_group_over_the_bound_is_generated_anew_or_dropped(broker: Broke
 async def test_with_mask_a_group_stays_while_something_in_it_is_young_enough(broker: Broker) -> None:
     run = await begin(broker, rules(1, groups_per_step=1, on_over_bound="mask"), group_size=1)
     mixed, old = (await run.lease(2, 0)).leases
+    await run.announce(1)
     await run.submit(mixed, 0, 1)
     await run.submit(old, 0)
     await run.announce(2)
@@ -271,7 +272,7 @@ async def test_admission_goes_on_after_a_resume_on_an_empty_server(broker: Broke
 
 
 @pytest.mark.parametrize("how", ["corrupt", "missing", "foreign"])
-async def test_a_damaged_payload_is_rejected_and_the_group_begun_anew(broker: Broker, how: str) -> None:
+async def test_a_damaged_payload_is_rejected_and_the_sample_generated_anew(broker: Broker, how: str) -> None:
     run = await begin(broker, rules(0))
     await run.generate(4, 0)
     first, _, third, _ = await payloads(broker)
@@ -285,13 +286,13 @@ async def test_a_damaged_payload_is_rejected_and_the_group_begun_anew(broker: Br
     assert await run.take(0) is None
     assert broker.batches.waiting_for == "rejected"
     queues = await run.queues()
-    assert (queues.rejected, queues.retry, queues.pinned) == (1, 2, 1)
+    assert (queues.rejected, queues.retry, queues.pinned) == (1, 1, 1)
     [(_, entry)] = await broker._connection.execute("XRANGE", broker._connection.keys("dead"), "-", "+")
     assert dict(zip(entry[::2], entry[1::2], strict=True))[b"tid"] == f"{group_id(0)}:0:0".encode()
     await run.generate(4, 0)
     batch = await broker.batches.take(run.owner, 0, 2)
     assert batch is not None
-    assert {(g.prompt.group, g.round) for g in batch.groups} == {(group_id(0), 1), (group_id(1), 0)}
+    assert {(g.prompt.group, g.round) for g in batch.groups} == {(group_id(0), 0), (group_id(1), 0)}
     await broker.batches.commit(run.owner, 1)
     assert await payloads(broker) == []
     assert (await run.queues()).payload_bytes == 0

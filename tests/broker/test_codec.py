@@ -251,6 +251,7 @@ def test_a_decompression_bomb_is_refused() -> None:
         envelope = msgspec.msgpack.encode(
             [
                 ["0000-00000007", 1, 3],
+                "0123456789abcdef",
                 prompt_length,
                 total,
                 [[0, 6, [1, 1]]],

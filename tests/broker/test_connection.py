@@ -100,6 +100,7 @@ async def test_a_heartbeat_that_was_given_up_brings_nobody_back(
     proxy: Proxy, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker = await open_broker(f"redis://127.0.0.1:{proxy.port}", run_name)
+    await begin(broker, rules(1))
     await broker.status.heartbeat(WORKER, 60)
     pipeline, sent = broker._connection.pipeline, list[Any]()
 

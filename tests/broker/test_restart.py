@@ -8,16 +8,16 @@ import pytest
 
 from broker import Broker, open_broker, versions
 from broker.batches import CheckpointMark, Contains
-from broker.codec import encode
+from broker.codec import decode
 from broker.connection import Connection
 from broker.errors import FencedError, ServerRestartedError
 from broker.leases import SubmitOutcome
 from broker.owner import Owner
-from broker.schema import TrajectoryId, WeightVersion
+from broker.schema import BroadcastGroup, TrajectoryId, WeightVersion
 from broker.server import EmbeddedServer
 from tests.processes import kill, until_written
 
-from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, prompt, rules
+from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, of_no_run, prompt, rules
 
 
 def tids(*positions: int) -> list[TrajectoryId]:
@@ -74,7 +74,7 @@ async def test_an_announcement_whose_reply_the_crash_swallowed_stays(broker: Bro
     kill(server)
     server.start()
     await reassert(run, 0, [], {})
-    assert await broker.versions.announced() == manifest(1, 1)
+    assert of_no_run(await broker.versions.announced()) == manifest(1, 1)
 
 
 async def test_what_is_restored_replaces_nothing_that_is_stored_meanwhile(
@@ -86,7 +86,7 @@ async def test_what_is_restored_replaces_nothing_that_is_stored_meanwhile(
     is_restoring, goes_on, put_blob = asyncio.Event(), asyncio.Event(), versions.put_blob
 
     async def slow(connection: Connection, owner: Owner, key: str, blob: bytes) -> None:
-        if blob == encode(broadcast_group(1)):
+        if of_no_run(decode(blob, BroadcastGroup)) == broadcast_group(1):
             is_restoring.set()
             await goes_on.wait()
         await put_blob(connection, owner, key, blob)
@@ -100,7 +100,7 @@ async def test_what_is_restored_replaces_nothing_that_is_stored_meanwhile(
     await asyncio.wait([storing], timeout=0.5)
     goes_on.set()
     await asyncio.gather(restoring, storing)
-    assert await broker.versions.group() == broadcast_group(2)
+    assert of_no_run(await broker.versions.group()) == broadcast_group(2)
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ async def test_what_a_rolled_back_server_forgot_is_neither_lost_nor_trained_twic
     await reassert(run, 3, groups(0, 1), {1: tids(2, 3), 2: tids(4, 5)})
     assert (await broker.versions.current())[1] == WeightVersion(1, 3)
     restored = await broker.versions.announced()
-    assert restored == manifest(1, 3)
+    assert of_no_run(restored) == manifest(1, 3)
     assert await feed(run, 0, 12) == 0  # those it held in the pool; the trained ones are known
     assert await run.submit(early[0], 0) is SubmitOutcome.FENCED
     await broker.prompts.close_feed(run.owner)
@@ -171,7 +171,7 @@ async def test_a_server_that_lost_everything_is_filled_again(broker: Broker, rol
     await run.announce(1)
     rolled_back.kill_and_restart()
     await reassert(run, 1, [], {0: tids(0, 1)})
-    assert await broker.versions.group() == broadcast_group(1)
+    assert of_no_run(await broker.versions.group()) == broadcast_group(1)
     assert await broker.status.config() == b"recipe"
     assert await feed(run, 0, 8) == 6
     reply = await run.lease(100, 1)

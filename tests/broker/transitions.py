@@ -32,7 +32,7 @@ def judge_learner(before: Audit, after: Audit, model: Model, step: int, told: Se
             assert name in done or is_dropped or "damaged" in reasons, f"{name} is gone: {had.fields}"
         elif has.round != had.round:
             assert reasons or name in told, f"{name} begins anew at step {step} for no reason: {had.fields}"
-        elif name not in told:
+        elif name not in told and "damaged" not in reasons:
             _judge_payloads(name, had, has)
         if has is not None and has.is_trimmed and not had.is_trimmed:
             assert "straggles" in reasons, f"{name} is trimmed: {had.fields}"

@@ -64,7 +64,7 @@ def test_max_lag_is_of_the_lineage_only() -> None:
 
 
 def test_the_writer_survives_a_torn_line(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path)
+    writer = RunWriter(tmp_path, "0123456789abcdef")
     writer.write_step(step_metrics(0))
     writer.write_trained(1, 0, [TrajectoryId("0000-00000000", 0, 1)], 0)
     with (tmp_path / METRICS).open("ab") as file:
@@ -73,6 +73,7 @@ def test_the_writer_survives_a_torn_line(tmp_path: Path) -> None:
     RunWriter(tmp_path).write_step(step_metrics(1))
     assert read_lines(tmp_path / METRICS, StepMetrics) == [step_metrics(0), step_metrics(1)]
     assert json.loads((tmp_path / TRAINED).read_text()) == {
+        "identity": "0123456789abcdef",
         "incarnation": 1,
         "step": 0,
         "tids": ["0000-00000000:0:1"],

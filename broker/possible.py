@@ -1,0 +1,100 @@
+"""What a sample of a run can be at all.
+
+Workers are not believed: their samples are checked before they are trained, and their segments before another worker
+goes on after them.
+
+The codec has checked by then that the parts of a frame agree with each other (`codec.check_trajectory`); this compares
+them with the run: its identity, the prompt, the model's vocabulary and experts, the longest response, the weights that
+were announced.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import FrameError
+from .schema import (
+    Experts,
+    Lease,
+    Prompt,
+    SampleLimits,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+    WeightVersion,
+)
+from .staleness import lag_of, oldest_step
+
+LOGPROB_ROUNDING = 1e-3
+"""A logprob of a certain token may come out as slightly more than 0 in low precision."""
+
+
+def check_possible(
+    trajectory: Trajectory, prompt: Prompt, limits: SampleLimits, *, identity: str, newest: WeightVersion
+) -> None:
+    """Raises FrameError unless this can be a sample of `prompt` in the run, by weights of up to `newest`."""
+    tid = trajectory.tid
+    if trajectory.identity != identity:
+        raise FrameError(f"{tid}: a sample of run {trajectory.identity!r}, this is {identity!r}")
+    if not np.array_equal(trajectory.prompt_tokens, prompt.token_ids):
+        raise FrameError(f"{tid}: its {len(trajectory.prompt_tokens)} prompt tokens are not those of the prompt")
+    _check_length(tid, len(trajectory.response_tokens), limits)
+    _check_tokens(tid, trajectory.response_tokens, limits)
+    _check_logprobs(tid, trajectory.behavior_logprobs)
+    _check_versions(tid, trajectory.spans, newest)
+    _check_experts(tid, trajectory.experts, limits)
+
+
+def check_lag(trajectory: Trajectory, step: int, max_lag: int) -> None:
+    """Raises FrameError where a token is older than the bound; whoever submitted it said otherwise."""
+    oldest = oldest_step(trajectory.spans)
+    if step - oldest > max_lag:
+        raise FrameError(f"{trajectory.tid}: tokens of step {oldest} at step {step}, with a bound of {max_lag}")
+
+
+def check_possible_segment(segment: Segment, lease: Lease, limits: SampleLimits, *, newest: WeightVersion) -> None:
+    """Raises FrameError unless the lease's sample can be gone on with after this segment."""
+    tid = segment.tid
+    if segment.identity != lease.identity:
+        raise FrameError(f"{tid}: a segment of run {segment.identity!r}, this is {lease.identity!r}")
+    _check_length(tid, segment.start + len(segment.tokens), limits)
+    _check_tokens(tid, segment.tokens, limits)
+    _check_logprobs(tid, segment.behavior_logprobs)
+    _check_versions(tid, segment.spans, newest)
+    _check_experts(tid, segment.experts, limits)
+
+
+def _check_length(tid: TrajectoryId, length: int, limits: SampleLimits) -> None:
+    if limits.max_new_tokens is not None and length > limits.max_new_tokens:
+        raise FrameError(f"{tid}: {length} response tokens, sampling.max_new_tokens is {limits.max_new_tokens}")
+
+
+def _check_tokens(tid: TrajectoryId, tokens: NDArray[np.int32], limits: SampleLimits) -> None:
+    if limits.vocabulary is not None and len(tokens) and int(tokens.max()) >= limits.vocabulary:
+        raise FrameError(f"{tid}: token id {tokens.max()}, the model's vocabulary ends at {limits.vocabulary}")
+
+
+def _check_logprobs(tid: TrajectoryId, logprobs: NDArray[np.float32]) -> None:
+    if len(logprobs) and float(logprobs.max()) > LOGPROB_ROUNDING:
+        raise FrameError(f"{tid}: a behaviour logprob of {logprobs.max():g}; none is above 0")
+
+
+def _check_versions(tid: TrajectoryId, spans: Sequence[VersionSpan], newest: WeightVersion) -> None:
+    """Steps alone tell which is newer; a sample may be of weights that a later incarnation made again."""
+    for span in spans:
+        if span.version.incarnation > newest.incarnation or lag_of(span.version, newest.step) < 0:
+            raise FrameError(f"{tid}: tokens of weights {span.version}; the newest can be {newest}")
+
+
+def _check_experts(tid: TrajectoryId, experts: Experts | None, limits: SampleLimits) -> None:
+    if limits.experts is None:
+        return
+    layers, per_token, count = limits.experts
+    if experts is None:
+        raise FrameError(f"{tid}: it does not say which experts its tokens were given, which are to be replayed")
+    if experts.shape[1:] != (layers, per_token):
+        raise FrameError(f"{tid}: experts of shape {experts.shape[1:]}, the model's is {(layers, per_token)}")
+    if len(experts) and int(experts.max()) >= count:
+        raise FrameError(f"{tid}: expert {experts.max()}, a layer has {count}")

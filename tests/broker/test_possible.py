@@ -1,0 +1,181 @@
+"""Poison: frames whose parts agree with each other, of samples that cannot be. Each kind is refused on its own."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from broker import Broker
+from broker.codec import encode_segment, encode_trajectory
+from broker.errors import QuarantinedError
+from broker.leases import SubmitOutcome
+from broker.schema import Lease, SampleLimits, Segment, Trajectory, VersionSpan, WeightVersion
+from broker.unconfirmed import Submission
+
+from .scenario import begin, groups, rules, trajectory
+
+LIMITS = SampleLimits(vocabulary=151_936, max_new_tokens=8)
+WITH_EXPERTS = SampleLimits(vocabulary=151_936, max_new_tokens=8, experts=(2, 1, 4))
+
+
+def with_tokens(one: Trajectory, *tokens: int) -> Trajectory:
+    changed = np.array([*one.response_tokens[: -len(tokens)], *tokens], np.int32)
+    return replace(one, response_tokens=changed)
+
+
+def longer(one: Trajectory, length: int) -> Trajectory:
+    return replace(
+        one,
+        response_tokens=np.full(length, 7, np.int32),
+        behavior_logprobs=np.full(length, -1, np.float32),
+        loss_mask=np.ones(length, np.uint8),
+        spans=(VersionSpan(0, length, one.spans[0].version),),
+    )
+
+
+PILLS: dict[str, tuple[Callable[[Trajectory], Trajectory], str]] = {
+    "beyond the vocabulary": (lambda one: with_tokens(one, 151_936), "token id 151936"),
+    "another prompt": (lambda one: replace(one, prompt_tokens=np.array([1, 2, 3], np.int32)), "prompt tokens"),
+    "a prompt beyond the vocabulary": (
+        lambda one: replace(one, prompt_tokens=np.array([1, 2, 999_999], np.int32)),
+        "prompt tokens",
+    ),
+    "60,000 tokens": (lambda one: longer(one, 60_000), "60000 response tokens"),
+    "a logprob of 80": (
+        lambda one: replace(one, behavior_logprobs=np.array([-1, -1, -1, -1, -1, 80], np.float32)),
+        "logprob of 80",
+    ),
+    "weights that come later": (
+        lambda one: replace(one, spans=(VersionSpan(0, 6, WeightVersion(1, 1000)),)),
+        "weights 1.1000",
+    ),
+    "an incarnation that comes later": (
+        lambda one: replace(one, spans=(VersionSpan(0, 6, WeightVersion(9, 0)),)),
+        "weights 9.0",
+    ),
+}
+
+
+async def submit_unseen(broker: Broker, lease: Lease, pill: Trajectory, *, step: int = 0) -> SubmitOutcome:
+    """With the metadata of an honest sample: what scripts see is no better than who wrote it."""
+    frame = encode_trajectory(replace(pill, identity=lease.identity))
+    submission = Submission(lease, frame, (len(pill.response_tokens), step, 1, step), 0.0)
+    (outcome,) = await broker.leases._submissions._hand_in([submission])
+    return outcome
+
+
+@pytest.mark.parametrize("kind", PILLS)
+async def test_a_pill_is_dead_lettered_and_the_sample_generated_anew(broker: Broker, kind: str) -> None:
+    broker.batches.limits = LIMITS
+    run = await begin(broker, rules(1))
+    bad, *others = (await run.lease(4, 0)).leases
+    await run.submit_all(others, 0)
+    make, reason = PILLS[kind]
+    assert await submit_unseen(broker, bad, make(trajectory(bad, 0))) is SubmitOutcome.ACCEPTED
+    assert await run.take(0) is None
+    assert broker.batches.waiting_for == "rejected"
+    status = await broker.status.snapshot()
+    assert [(one.tid, one.worker) for one in status.dead_letters] == [(str(bad.tid), "w")]
+    assert reason in status.dead_letters[0].reason
+    assert (status.queues.rejected, status.queues.retry, status.quarantined) == (1, 1, ())
+    (again,) = (await run.lease(1, 0)).leases
+    assert again.tid == bad.tid, "the other three are not generated again"
+    await run.submit(again, 0)
+    assert sorted(await run.take(0) or ()) == groups(0, 1)
+    await broker.batches.commit(run.owner, 1)
+    assert (await run.queues()).payload_bytes == 0
+
+
+@pytest.mark.parametrize(("shape", "top"), [((8, 2, 1), 4), ((8, 3, 1), 0), (None, 0)])
+async def test_experts_that_the_model_lacks_are_refused(
+    broker: Broker, shape: tuple[int, ...] | None, top: int
+) -> None:
+    broker.batches.limits = WITH_EXPERTS
+    run = await begin(broker, rules(1), group_size=1)
+    bad, good = (await run.lease(2, 0)).leases
+    experts = np.full(shape, top, np.uint8) if shape else None
+    await run.broker.leases.submit(good, replace(trajectory(good, 0), experts=np.zeros((8, 2, 1), np.uint8)))
+    await run.broker.leases.submit(bad, replace(trajectory(bad, 0), experts=experts))
+    assert await run.take(0) is None
+    (letter,) = (await broker.status.snapshot()).dead_letters
+    assert letter.tid == str(bad.tid)
+    assert "expert" in letter.reason
+
+
+async def test_weights_that_were_never_announced_are_refused_at_once(broker: Broker) -> None:
+    run = await begin(broker, rules(1))
+    leases = (await run.lease(4, 0)).leases
+    assert await run.submit(leases[0], 1000) is SubmitOutcome.FENCED
+    (letter,) = (await broker.status.snapshot()).dead_letters
+    assert (letter.tid, letter.worker) == (str(leases[0].tid), "w")
+    # A few steps ahead of what the server knows may be its own fault: it can have lost its last second.
+    assert await run.submit(leases[1], 2) is SubmitOutcome.FENCED
+    assert len((await broker.status.snapshot()).dead_letters) == 1
+    await run.submit_all(leases[2:], 0)
+    await run.generate(2, 0)
+    assert await run.take(0) == groups(0, 1)
+
+
+async def test_a_sample_older_than_it_was_said_to_be_is_not_trained(broker: Broker) -> None:
+    run = await begin(broker, rules(0), group_size=1, fed=40)
+    await run.generate(2, 0)
+    assert await run.take(0) == groups(0, 1)
+    await run.announce(1)
+    old, other = (await run.lease(2, 1)).leases
+    assert await submit_unseen(broker, old, trajectory(old, 0), step=1) is SubmitOutcome.ACCEPTED
+    await run.submit(other, 1)
+    assert await run.take(1) is None
+    (letter,) = (await broker.status.snapshot()).dead_letters
+    assert "tokens of step 0 at step 1" in letter.reason
+
+
+async def test_who_sends_three_pills_gets_no_more_leases(broker: Broker) -> None:
+    broker.batches.limits = LIMITS
+    run = await begin(broker, rules(1), group_size=4)
+    leases = (await run.lease(3, 0, worker="bad")).leases
+    for lease in leases:
+        await submit_unseen(broker, lease, with_tokens(trajectory(lease, 0), 999_999))
+    others = (await run.lease(5, 0, worker="w")).leases
+    await run.submit_all(others, 0)
+    for _ in range(3):
+        assert await run.take(0) is None
+        for lease in (await run.lease(8, 0, worker="w")).leases:
+            await run.submit(lease, 0)
+    assert sorted(await run.take(0) or ()) == groups(0, 1)
+    status = await broker.status.snapshot()
+    assert (status.quarantined, status.queues.rejected) == (("bad",), 3)
+    with pytest.raises(QuarantinedError, match="Worker bad gets no more leases"):
+        await run.lease(1, 0, worker="bad")
+    assert (await run.lease(1, 0, worker="w")).reason == "capacity"  # an honest one is only told that all is leased
+
+
+@pytest.mark.parametrize("kind", ["vocabulary", "length", "logprob", "version"])
+async def test_a_segment_that_cannot_be_gone_on_from_is_discarded(broker: Broker, kind: str) -> None:
+    broker.leases.limits = LIMITS
+    run = await begin(broker, rules(1))
+    (lease,) = (await run.lease(1, 0)).leases
+    length = 9 if kind == "length" else 6
+    tokens = np.full(length, 151_936 if kind == "vocabulary" else 7, np.int32)
+    logprobs = np.full(length, 80 if kind == "logprob" else -1, np.float32)
+    version = WeightVersion(1, 0)
+    segment = Segment(
+        tid=lease.tid,
+        index=0,
+        start=0,
+        tokens=tokens,
+        behavior_logprobs=logprobs,
+        spans=(VersionSpan(0, length, version),),
+    )
+    if kind == "version":
+        lying = replace(segment, identity=lease.identity, worker="w", spans=(VersionSpan(0, 6, WeightVersion(1, 7)),))
+        name, store = broker.leases._blobs.store("segment", lease.tid, "abcdef", encode_segment(lying))
+        arguments = (str(lease.tid), lease.token, 0, name, 10, 6, 30, 0, 1, 0)
+        assert (await broker._connection.script("append", *arguments, before=[store]))[0] == b"appended"
+    else:
+        await broker.leases.append(lease, segment, 30)
+    await broker.leases.release([lease])
+    (again,) = (await run.lease(1, 0, worker="v")).leases
+    assert (again.tid, again.segments) == (lease.tid, ())
+    (letter,) = (await broker.status.snapshot()).dead_letters
+    assert letter.worker == "w"
