@@ -163,6 +163,15 @@ class Leases:
         for lease in leases:
             self._forget(lease)
 
+    async def give_up(self, lease: Lease, reason: str) -> None:
+        """Hands back a sample that cannot be used, to be generated anew from its start; the dead letters say why."""
+        await self._discard(lease, lease.worker, reason, b"")
+        await self.release([lease])
+
+    async def _discard(self, lease: Lease, author: str, reason: str, head: bytes) -> None:
+        """Nobody goes on from the segments that there are, which `author` appended."""
+        await self._connection.script("discard", str(lease.tid), lease.token, author, reason, head)
+
     def _forget(self, lease: Lease) -> None:
         for held in self._held.values():
             if held.get(lease.tid) == lease.token:
@@ -223,8 +232,7 @@ class Leases:
                 segments.append(segment)
             except FrameError as error:
                 log.warning("%s is begun anew, as its segments cannot be gone on from: %s", lease.tid, error)
-                head = (frame or b"")[:_HEAD_BYTES]
-                await self._connection.script("discard", str(lease.tid), lease.token, author, str(error), head)
+                await self._discard(lease, author, str(error), (frame or b"")[:_HEAD_BYTES])
                 return lease
         return replace(lease, segments=tuple(segments))
 

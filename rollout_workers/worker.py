@@ -26,7 +26,7 @@ from .generation import generate
 from .held_leases import HeldLeases
 from .outages import Outages
 from .recorder import Recorder
-from .rewards.base import Scorer
+from .rewards.base import Scorer, UnscoredError
 from .run_end import RunEnd
 from .segments import SegmentLog
 from .stalls import StallWatch
@@ -107,6 +107,9 @@ class Worker:
         """How submissions ended: a duplicate was accepted before, its reply lost; a fenced one is void."""
         self.resumed_tokens = 0
         """Of segments that this worker went on after: it did not have to generate them."""
+        self.unscored = 0
+        """Samples that were handed back because no reward could be had for them."""
+        self._last_unscored = ""
 
     async def run(self) -> str:
         """Work until drained ("drained") or the run is over (its state). Raises any part's first error."""
@@ -157,8 +160,12 @@ class Worker:
             self._wake.set()  # the engine has room from now on, not once this one is scored and submitted
         # Tokens of weights that then fail their verification must not reach the learner.
         await self._weights.reach(recorder.newest_version)
-        trajectory = await self._score(lease, recorder)
-        await self._submit(lease, trajectory)
+        try:
+            trajectory = await self._score(lease, recorder)
+        except UnscoredError as error:
+            await self._give_up(lease, str(error))
+        else:
+            await self._submit(lease, trajectory)
         self._held.forget(lease)
         self._wake.set()
 
@@ -228,6 +235,13 @@ class Worker:
         outcome = await self._outages.ride_out(lambda: self._broker.leases.submit(lease, trajectory))
         self.outcomes[outcome] += 1
 
+    async def _give_up(self, lease: Lease, reason: str) -> None:
+        """The sample is generated anew, here or elsewhere: what it says now may be what cannot be scored."""
+        self.unscored += 1
+        self._last_unscored = f"{self.unscored} samples could not be scored; the last one: {reason}"
+        log.warning("%s: %s", lease.tid, reason)
+        await self._outages.ride_out(lambda: self._broker.leases.give_up(lease, reason))
+
     async def _beat(self) -> None:
         """Report, keep the leases, learn whether the run goes on. Raises HeadwayError for an engine that hangs."""
         while True:
@@ -265,7 +279,10 @@ class Worker:
             submitted=self.outcomes[SubmitOutcome.ACCEPTED] + self.outcomes[SubmitOutcome.DUPLICATE],
             tokens_per_s=self._generated.per_second(),
             swaps=self._weights.swaps,
-            last_error=self._weights.last_error or self._subscriber.last_error or self._outages.last_error,
+            last_error=self._weights.last_error
+            or self._subscriber.last_error
+            or self._outages.last_error
+            or self._last_unscored,
         )
 
     def _state(self) -> Literal["starting", "generating", "idle", "paused", "asleep", "draining"]:

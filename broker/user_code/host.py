@@ -22,6 +22,8 @@ from broker.errors import HeadwayError
 from .wire import LENGTH, Answer, Call, Program, frame
 
 PR_SET_PDEATHSIG = 1
+MOST_WORDS = 1000
+"""Characters of what user code raised; all of it is in the log."""
 
 
 def main() -> None:
@@ -105,7 +107,7 @@ class _ExitedError(Exception):
 def _words(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"called sys.exit({'' if error.code is None else repr(error.code)})"
-    return str(error) if isinstance(error, _ExitedError) else f"raised {type(error).__name__}: {error}"
+    return str(error) if isinstance(error, _ExitedError) else f"raised {type(error).__name__}: {error}"[:MOST_WORDS]
 
 
 def _say(answers: BinaryIO, message: bytes) -> None:

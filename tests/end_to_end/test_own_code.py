@@ -1,6 +1,7 @@
-"""One's own reward by import path and one's own prompts from a file; the two ranks of one learner train on them."""
+"""One's own rewards and prompts: two ranks train on them; what hangs or exits costs samples, or the run."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -47,3 +48,67 @@ def test_a_model_learns_from_ones_own_prompts_and_reward(terminals: Terminals) -
     found = summary(run)
     assert found["reward_last"] > found["reward_first"] + 0.2
     assert found["eval_after"] >= found["eval_before"]
+
+
+EXITS = """
+import os, zlib
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if zlib.crc32(solution_str.encode()) % 16 == 0:
+        os._exit(0)
+    return solution_str.count("7") / 16
+"""
+
+
+def test_a_reward_that_ends_its_process_costs_the_samples_that_make_it_do_so(terminals: Terminals) -> None:
+    home = terminals.directory("run")
+    (home / "exits.py").write_text(EXITS)
+    recipe = write_recipe(home, rewards=[{"kind": "exits:compute_score"}], workers={"count": 1})
+    terminals.open("run", "run", recipe).succeeds()
+    run = terminals.root / "run" / "runs" / "tiny"
+    check_trained(run, steps=4, trajectories_per_step=16, max_lag=2)
+    assert summary(run)["rejected_payloads"] > 0
+    assert summary(run)["worker_restarts"] == 0
+    assert "it ended its process with exit code 0" in (run / "logs" / "worker-0.log").read_text()
+
+
+HANGS = """
+import time
+from learner.prompts.arithmetic import ArithmeticPrompts
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(600)
+
+class Prompts(ArithmeticPrompts):
+    def __init__(self, path, seed):
+        super().__init__({}, seed=seed)
+    def train(self, epoch, position):
+        if position == 9:
+            time.sleep(600)
+        return super().train(epoch, position)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"rewards": [{"kind": "hangs:compute_score", "deadline_s": 0.5}]},
+            ["reward hangs:compute_score failed twice", "on 3 samples in a row", "Another start would not mend it"],
+        ),
+        (
+            {"prompts": {"kind": "hangs:Prompts", "deadline_s": 0.5, "options": {}}},
+            ["prompts.kind=hangs:Prompts: train(0, 9) ran past its deadline of 0.5 s", "The run has been stopped"],
+        ),
+    ],
+)
+def test_what_hangs_ends_the_run_with_its_name(
+    terminals: Terminals, sections: dict[str, Any], words: list[str]
+) -> None:
+    home = terminals.directory("run")
+    (home / "hangs.py").write_text(HANGS)
+    command = terminals.open("run", "run", write_recipe(home, workers={"count": 1}, **sections))
+    assert command.wait() == 1, command.tail()
+    said = " ".join(command.said.split())
+    for part in words:
+        assert part in said

@@ -16,7 +16,7 @@ from broker.server import EmbeddedServer
 from rollout_workers import stalls
 from rollout_workers.engines.base import Chunk, GenerationRequest
 from rollout_workers.model_files import ModelFilesError, fetch_model
-from rollout_workers.rewards.base import RewardError, Score
+from rollout_workers.rewards.base import RewardError, Score, UnscoredError
 from rollout_workers.worker import MOST_UNSUBMITTED
 
 from .loop import CAPACITY, GROUP_SIZE, LONG, Deliveries, Learner, OneScorer, make_engine, make_worker, running, until
@@ -198,6 +198,35 @@ async def test_a_failing_reward_ends_the_worker_and_hands_its_leases_back(
     queues = (await brokers[0].status.snapshot()).queues
     assert (queues.leased, queues.retry) == (0, CAPACITY)
     assert await brokers[0].status.workers() == ()
+
+
+async def test_a_sample_that_cannot_be_scored_is_generated_anew_from_its_first_token(
+    brokers: tuple[Broker, Broker], tmp_path: Path
+) -> None:
+    """As often as that happens; the others go on, and the dead letters say why."""
+    refused: list[str] = []
+
+    class PickyScorer(OneScorer):
+        async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+            if len(refused) < 3:
+                refused.append(response)
+                raise UnscoredError("reward mine:score failed twice")
+            return await super().score(prompt, response, finish_reason)
+
+    learner = await Learner.start(brokers[0], groups=8)
+    deliveries = Deliveries()
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, scorer=PickyScorer(), segment_tokens=4)
+    await learner.publish(0, deliveries)
+    async with running(worker), asyncio.timeout(60):
+        groups = await take_all(learner, deliveries)
+        assert worker.info().last_error.startswith("3 samples could not be scored; the last one: reward mine:score")
+    told = [t for group in groups for t in group.trajectories]
+    assert len({t.tid for t in told}) == len(told) == 8 * GROUP_SIZE
+    assert worker.unscored == 3
+    connection = brokers[0].status._connection
+    letters = await connection.execute("XRANGE", connection.keys("dead"), "-", "+")
+    assert [fields[fields.index(b"reason") + 1] for _, fields in letters] == [b"reward mine:score failed twice"] * 3
+    assert (await brokers[0].status.snapshot()).queues.resumed_tokens == 0
 
 
 async def test_an_engine_that_hangs_ends_the_worker_and_hands_its_leases_back(
