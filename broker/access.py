@@ -43,7 +43,7 @@ class _Rights:
 
 _CONNECTION = "ping client|setinfo client|no-touch cluster|slots multi exec evalsha info time wait waitaof"
 _LOOKING = "exists get hget hgetall hmget llen lrange mget smembers zcard zrange"
-_LOOKED_AT = "batch:* leases meta pinned pool ready retry steps tally worker:* workers"
+_LOOKED_AT = "batch:* holder leases meta pinned pool ready retry steps tally worker:* workers"
 
 _RIGHTS = {
     Role.LEARNER: _Rights(

@@ -10,6 +10,7 @@ import uvloop
 from .archive import ArchivedBlobs
 from .batches import Batches
 from .connection import ANSWER_S, Connection
+from .holding import Holding
 from .leases import Leases
 from .phases import Phases
 from .prompts import PromptFeed
@@ -37,6 +38,7 @@ class Broker:
         self.turns = Turns(self._connection)
         self.phases = Phases(self._connection)
         self.usage = Usage(self._connection)
+        self.holding = Holding(self._connection)
 
     async def ping(self) -> None:
         """Raises BrokerUnavailableError where nobody answers."""
@@ -48,6 +50,7 @@ class Broker:
         return await self._connection.join()
 
     async def close(self) -> None:
+        await self.holding.end()
         await self.leases.close()
         await self._connection.close()
 

@@ -5,6 +5,7 @@ key                   type    meaning                                           
 meta                  hash    rules, versions, counters, state (below)           the run         most scripts
 identity              string  which run has the name now: 16 hexadecimal digits  the run         claim
 of:IDENTITY           none    tells scripts the run, and which one the caller is of  never stored  nobody
+holder                string  the learner's process: host, pid, user, since      30 s            holding (SET)
 owner                 string  a digest of the owner's token                      the run         claim
 tally                 hash    groups dispatched and trained, by length and lag   the run         lease, commit
 config                string  the resolved recipe                                the run         claim

@@ -28,6 +28,7 @@ from .config_checks import check_engine
 from .config_files import apply_overrides
 from .config_words import check_shape, explain
 from .farewell import say_farewell
+from .in_use import refuse_if_in_use
 from .live import watch as watch_run
 from .local import (
     after_warm_up,
@@ -64,7 +65,14 @@ _WORKERS_OWN = ("engine.", "weights.follow=", "weights.archive=", "weights.pull_
 
 
 def run_learner(
-    recipe: Recipe, url: str, *, resume: bool, overwrite: bool, prepared: bool, rewind: Rewind | None
+    recipe: Recipe,
+    url: str,
+    *,
+    resume: bool,
+    overwrite: bool,
+    prepared: bool,
+    rewind: Rewind | None,
+    is_forced: bool = False,
 ) -> int:
     """This process is the learner or one rank of it; or it starts torchrun, where ranks are wanted."""
     is_rank = "RANK" in os.environ
@@ -76,6 +84,8 @@ def run_learner(
             check_packages(recipe, has_workers=False)
             ping(url, recipe.run.name, complain)  # first: a run that cannot start leaves nothing and takes nothing away
             check_rewind(recipe, rewind)
+            if overwrite and not is_forced:
+                refuse_if_in_use(url, recipe.run.name)
             directory = prepare(recipe, resume=resume, overwrite=overwrite, say=say)
             if overwrite:
                 forget(url, recipe.run.name)

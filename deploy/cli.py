@@ -138,6 +138,7 @@ def cli(debug: bool) -> None:
 @overrides_argument
 @click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
 @click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds.")
+@click.option("--force", is_flag=True, help="With --overwrite: even if the run is in use.")
 @_going_back
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json at the end; progress goes to stderr.")
 def run(
@@ -145,6 +146,7 @@ def run(
     overrides: tuple[str, ...],
     resume: bool,
     overwrite: bool,
+    force: bool,
     rewind_to: int | None,
     regenerate: bool,
     as_json: bool,
@@ -163,7 +165,7 @@ def run(
     from .report import read_summary
     from .terminal import Terminal
 
-    code = Local(loaded, recipe, overrides, resume, overwrite, Terminal(stderr=as_json), rewind).run()
+    code = Local(loaded, recipe, overrides, resume, overwrite, Terminal(stderr=as_json), rewind, force).run()
     if as_json:
         say_json(read_summary(loaded.run_directory))
     return code
@@ -192,6 +194,7 @@ def broker(directory: Path, port: int, url: str | None) -> int:
 @_connection
 @click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
 @click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds.")
+@click.option("--force", is_flag=True, help="With --overwrite: even if the run is in use.")
 @_going_back
 @click.option("--processes", type=click.IntRange(min=1), help="Ranks on this machine: learner.processes.")
 @click.option("--prepared", is_flag=True, hidden=True, help="A supervisor has made the run's directory.")
@@ -202,6 +205,7 @@ def learner(
     run: str,
     resume: bool,
     overwrite: bool,
+    force: bool,
     rewind_to: int | None,
     regenerate: bool,
     processes: int | None,
@@ -220,7 +224,9 @@ def learner(
     loaded = load_recipe(recipe, (*overrides, f"run.name='{run}'", *ranks))
     from .alone import run_learner
 
-    return run_learner(loaded, url, resume=resume, overwrite=overwrite, prepared=prepared, rewind=rewind)
+    return run_learner(
+        loaded, url, resume=resume, overwrite=overwrite, prepared=prepared, rewind=rewind, is_forced=force
+    )
 
 
 _allow_import = click.option(

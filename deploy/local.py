@@ -20,6 +20,7 @@ from broker.client import BlockingBroker
 from learner.rewind import Rewind
 
 from .colocation import worker_gpus
+from .in_use import refuse_if_in_use
 from .kept_server import KeptServer
 from .live import watch
 from .operators import passed_on
@@ -70,6 +71,7 @@ class Local:
     overwrite: bool
     console: Terminal
     rewind: Rewind | None = None
+    is_forced: bool = False
 
     def run(self) -> int:
         """Run to the end; the exit code. Raises HeadwayError."""
@@ -90,6 +92,8 @@ class Local:
         check_packages(self.recipe, has_workers=True)
         if self.recipe.broker.url != "embedded":
             ping(self.recipe.broker.url, self.recipe.run.name, self._say)  # before anything is taken away
+            if self.overwrite and not self.is_forced:
+                refuse_if_in_use(self.recipe.broker.url, self.recipe.run.name)
         check_rewind(self.recipe, self.rewind)
         return prepare(self.recipe, resume=self.resume, overwrite=self.overwrite, say=self._say).resolve()
 

@@ -5,7 +5,7 @@ runs/NAME/        config.yaml  metrics.jsonl  trained.jsonl  evaluations.jsonl  
                   identity: which run it is, for a broker where another one may get its name
                   incarnation: the last that a learner was given here
                   broker.json, while it runs: where its server is
-runs/.NAME.lock   held by whoever runs it
+runs/.NAME.lock   held by whoever runs it; says who
 """
 
 import fcntl
@@ -13,16 +13,18 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from broker.address import without_secrets
 from broker.errors import ConfigError, HeadwayError
+from broker.holding import Holder
 from learner.disk import FULL
 
 from .config import dump_recipe
+from .in_use import described
 from .printing import say
 from .recipe import Recipe
 from .sft_output import is_complete, is_of
@@ -101,7 +103,10 @@ def held(directory: Path, choice: str = "name (run.name=...)") -> Iterator[None]
     """Nobody else runs in `directory` meanwhile. The lock goes with the process, however that ends."""
     with _lock(directory) as is_ours:
         if not is_ours:
-            raise HeadwayError(f"Another process runs in {directory}. Stop it first, or choose another {choice}.")
+            who = _who_holds(directory)
+            raise HeadwayError(f"Another process runs in {directory}{who}. Stop it first, or choose another {choice}.")
+        with suppress(OSError):  # a full disk: then nobody can say who holds it
+            _lock_path(directory).write_bytes(msgspec.json.encode(Holder.this_process()))
         yield
 
 
@@ -111,10 +116,22 @@ def is_held(directory: Path) -> bool:
         return not is_ours
 
 
+def _lock_path(directory: Path) -> Path:
+    return directory.parent / f".{directory.name}.lock"
+
+
+def _who_holds(directory: Path) -> str:
+    """Empty where nobody can say."""
+    try:
+        return f": {described(msgspec.json.decode(_lock_path(directory).read_bytes(), type=Holder))}"
+    except (OSError, msgspec.DecodeError):
+        return ""
+
+
 @contextmanager
 def _lock(directory: Path) -> Iterator[bool]:
     """Whether the lock was to be had; if so it is ours meanwhile."""
-    path = directory.parent / f".{directory.name}.lock"
+    path = _lock_path(directory)
     with _writable(directory):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -8,18 +8,16 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from broker.client import BlockingBroker
-from broker.errors import HeadwayError, RunNotFoundError
+from broker.errors import RunNotFoundError
 from broker.usage import RunUsage
-from rollout_workers.run_end import RUN_OVER
 
+from .in_use import refuse_if_in_use
 from .printing import say, say_json
 from .status import status_json, status_tables, version_text
 from .terminal import Terminal
 
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""
-IN_USE_S = 30
-"""A run used so recently may have a learner: it asks for groups several times a second."""
 NO_RUN = "headway-runs"
 
 
@@ -50,7 +48,7 @@ def delete_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: C
     if usage is None:
         raise RunNotFoundError(f"No run {run} there. Runs there: {', '.join(_names(url)) or 'none'}.")
     if not is_forced:
-        _refuse_if_used(usage)
+        refuse_if_in_use(url, run)
     confirm(f"Delete run {run} ({usage.state}, idle for {_duration(usage.idle_s)})? Its files stay.")
     with _client(url, run) as client:
         count = client.call(client.broker.status.delete_run())
@@ -58,15 +56,6 @@ def delete_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: C
         say_json({"deleted": run, "keys": count})
     else:
         say(f"Deleted run {run}: {count} keys.")
-
-
-def _refuse_if_used(usage: RunUsage) -> None:
-    is_over = usage.state in RUN_OVER and not usage.workers
-    if usage.idle_s < IN_USE_S and not is_over:
-        raise HeadwayError(
-            f"Run {usage.run} is in use: {usage.state}, {usage.workers} workers alive, last used"
-            f" {_duration(usage.idle_s)} ago. Stop its learner and workers, or delete it with --force."
-        )
 
 
 def _names(url: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from broker import BlockingBroker
 from broker.batches import CheckpointMark, Claim, Contains, new_identity
 from broker.errors import ConfigError
+from broker.holding import Holder
 from broker.phases import Phases
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
 from learner.backends.base import Backend
@@ -186,6 +187,7 @@ def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experienc
         identity = _identity(parts, blocking, resume)
         experience_log = _open_log(parts, identity, resume)
         claim, start, replayed = _claim(parts, blocking, identity, experience_log, resume)
+        blocking.call(blocking.broker.holding.begin(Holder.this_process()))
         blocking.call(blocking.broker.versions.put_model(claim.owner, parts.files))
         allow_many_files()
         publisher = Publisher(blocking, claim.owner, recipe.weights)

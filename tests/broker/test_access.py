@@ -11,6 +11,7 @@ import pytest
 from broker import Broker, open_broker
 from broker.access import Role, User, users
 from broker.errors import BrokerError, BrokerUnavailableError, RunNotFoundError
+from broker.holding import Holder
 from broker.leases import AppendOutcome, SubmitOutcome
 from broker.owner import Owner
 from broker.schema import Lease, ModelFiles, Segment, TrajectoryId, VersionSpan, WeightVersion
@@ -19,6 +20,8 @@ from broker.server import EmbeddedServer
 from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, of_no_run, prompt, rules, trajectory
 from .test_codec import STEP, WORKER
 from .topologies import ask, is_redis_7_0
+
+HOLDER = Holder(host="h", pid=1, user="ali", since=0.0)
 
 
 def admit(server: EmbeddedServer, run: str | None) -> dict[Role, User]:
@@ -93,6 +96,7 @@ async def watch(observer: Broker) -> None:
     usage = await observer.usage.look()
     assert usage is not None
     assert usage.state == "training"
+    assert (await observer.holding.use()).holder == HOLDER
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -114,6 +118,7 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
     await learner.status.report_step(run.owner, STEP)
     await run.announce(1)
     await learner.status.set_state(run.owner, "training")
+    await learner.holding.begin(HOLDER)
     await watch(brokers[Role.OBSERVER])
     pinned = {0: [TrajectoryId(group_id(position), 0, sample) for position in (0, 1) for sample in (0, 1)]}
     await learner.batches.reassert(run.owner, announced=WeightVersion(1, 1), committed_groups=[], pinned=pinned)

@@ -123,6 +123,12 @@ def test_there_must_be_something_to_resume(recipe: Recipe) -> None:
         prepare(recipe, resume=True, overwrite=False)
 
 
+def test_who_holds_a_directory_is_told(recipe: Recipe) -> None:
+    told = rf"Another process runs in .*mine: process {os.getpid()} of .* on .*, since 20"
+    with held(recipe.run_directory), pytest.raises(HeadwayError, match=told), held(recipe.run_directory):
+        pass
+
+
 def test_a_directory_is_held_by_one_process(recipe: Recipe, tmp_path: Path) -> None:
     other = os.open(tmp_path / ".mine.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)

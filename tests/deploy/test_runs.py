@@ -8,6 +8,7 @@ import redis
 from click.testing import CliRunner, Result
 
 from broker import Broker, open_broker
+from broker.holding import Holder
 from broker.server import EmbeddedServer
 from deploy.cli import cli
 from tests.broker.scenario import begin, rules
@@ -91,8 +92,7 @@ async def test_deleting_one_leaves_the_others_byte_for_byte(url: str, stored: St
     before = {run: stored.of(run) for run in SIMILAR}
     assert any(b"{a/0}:payload" in key for key in before["a"])
     assert any(b"{a/1}:payload" in key for key in before["a"])
-    stored.age("a")
-    deleted = json.loads(headway("delete", "a", "--broker", url, "--yes", "--json").stdout)
+    deleted = json.loads(headway("delete", "a", "--broker", url, "--yes", "--force", "--json").stdout)
     assert deleted == {"deleted": "a", "keys": len(before["a"])}
     assert stored.of("a") == {}
     for run in SIMILAR[1:]:
@@ -102,13 +102,25 @@ async def test_deleting_one_leaves_the_others_byte_for_byte(url: str, stored: St
 async def test_a_run_in_use_is_not_deleted(url: str, stored: Stored) -> None:
     await make(url, "a")
     refused = headway("delete", "a", "--broker", url, "--yes")
-    assert "Run a is in use: training, 1 workers alive, last used" in str(refused.exception)
+    assert "Run a is in use (training): 1 workers are alive: w1. Stop them" in str(refused.exception)
     assert stored.of("a")
     assert headway("delete", "a", "--broker", url, "--force", answer="n\n").exit_code == 1
     assert stored.of("a")
     assert headway("delete", "a", "--broker", url, "--force", answer="y\n").stdout.startswith("Deleted run a: ")
     assert stored.of("a") == {}
     assert "No run a there. Runs there: none." in str(headway("delete", "a", "--broker", url, "--yes").exception)
+
+
+async def test_a_run_with_a_learner_alone_is_not_deleted(broker: Broker, url: str) -> None:
+    run = await begin(broker, rules(0))
+    await broker.holding.begin(Holder(host="gpu-3", pid=12, user="ali", since=1.8e9))
+    refused = headway("delete", broker.run, "--broker", url, "--yes")
+    assert f"Run {broker.run} is in use (claimed): its learner is process 12 of ali on gpu-3, since 2027-01-" in str(
+        refused.exception
+    )
+    await broker.status.set_state(run.owner, "finished")
+    await broker.holding.end()
+    assert headway("delete", broker.run, "--broker", url, "--yes").exit_code == 0
 
 
 async def test_a_run_that_is_over_may_go_at_once(broker: Broker, url: str, stored: Stored) -> None:

@@ -98,6 +98,10 @@ class Terminals:
         self._opened.append(terminal)
         return terminal
 
+    def forget(self, terminal: Terminal) -> None:
+        """It was to fail, and has."""
+        self._opened.remove(terminal)
+
     def check(self) -> None:
         """None has failed so far; what a test itself has killed did not fail."""
         for terminal in self._opened:

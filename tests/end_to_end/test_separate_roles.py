@@ -36,6 +36,7 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
         watch.until("both generate", lambda status: all(is_busy(status, worker) for worker in (drained, killed)))
         watch.until_step(2)
         check_status(terminals, looks["HEADWAY_BROKER"])
+        check_nobody_takes_it_away(terminals, learner, learns)
 
         with paused(learner.pid):  # or the run might be over before the newcomer has imported torch
             joined = terminals.open("joined", "workers", **works)
@@ -117,9 +118,26 @@ def check_status(terminals: Terminals, url: str) -> None:
     assert status["throughput"].keys() == {"generated_tokens_per_s", "trained_tokens_per_s"}
 
 
+def check_nobody_takes_it_away(terminals: Terminals, learner: Terminal, learns: dict[str, str]) -> None:
+    """From another directory, as if on another host."""
+    recipe = learners_recipe(terminals)
+    overwriting = terminals.open("rival", "learner", recipe, "--overwrite", **learns)
+    deleting = terminals.open("deleting", "runs", "delete", RUN, "--yes", HEADWAY_BROKER=learns["HEADWAY_BROKER"])
+    for rival in (overwriting, deleting):
+        assert rival.wait() == 1
+        assert f"Run {RUN} is in use (training): its learner is process {learner.pid} of " in rival.said
+        assert "2 workers are alive: " in rival.said
+        terminals.forget(rival)
+    assert not (terminals.root / "rival" / "runs" / RUN).exists()
+    second = terminals.open("learner", "learner", recipe, "--resume", **learns)
+    assert second.wait() == 1
+    assert f"runs/{RUN}: process {learner.pid} of " in second.said
+    terminals.forget(second)
+
+
 def check_nothing_is_shared(terminals: Terminals) -> None:
     """A worker's directory is as empty as it was, and only the learner has a run."""
-    assert [path.parent.name for path in terminals.root.glob("*/runs")] == ["learner"]
+    assert {path.parents[1].name for path in terminals.root.glob("*/runs/*/")} == {"learner"}
     for name in ("drained", "joined"):
         left = {path.name for path in (terminals.root / name).iterdir()}
         assert left - {".cache", "__pycache__"} == {"tmp", "sevens.py", "terminal.log"}

@@ -1,0 +1,107 @@
+"""Who trains a run just now: its learner says so again and again, and whoever would take the run away asks first."""
+
+import asyncio
+import getpass
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from .connection import Connection
+from .errors import BrokerError
+
+TTL_S = 30.0
+"""So long after its last word a learner is thought to be gone."""
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """A learner's process."""
+
+    host: str
+    pid: int
+    user: str
+    since: float
+    """Seconds since 1970 by the clock of its host."""
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        """From now on."""
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # containers may have users without a name
+            user = f"{os.getuid()}"
+        return cls(host=socket.gethostname(), pid=os.getpid(), user=user, since=time.time())
+
+
+@dataclass(frozen=True)
+class Use:
+    """Who uses a run."""
+
+    holder: Holder | None
+    """None: no learner has said anything for `TTL_S`."""
+    workers: tuple[str, ...]
+    """Alive."""
+    state: str
+    """Of the run; "absent" where no learner has ever claimed it."""
+
+
+class Holding:
+    """A learner's sign of life on the run. It decides nothing: what fences a learner is its owner's token."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._key = connection.keys("holder")
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def begin(self, holder: Holder) -> None:
+        """The run is this holder's when it returns, and until `end` or the process's end."""
+        await self.end()
+        said = msgspec.json.encode(holder)
+        await self._say(said)
+        self._renewing = asyncio.create_task(self._renew(said))
+
+    async def end(self) -> None:
+        """The run is nobody's at once, unless somebody else holds it now."""
+        if self._renewing is None:
+            return
+        renewing, self._renewing = self._renewing, None
+        renewing.cancel()
+        with suppress(asyncio.CancelledError):
+            await renewing
+
+    async def use(self) -> Use:
+        """Who uses the run now."""
+        keys = self._connection.keys
+        said, state, names = await self._connection.pipeline(
+            [("GET", self._key), ("HGET", keys.meta, "state"), ("SMEMBERS", keys("workers"))]
+        )
+        workers = sorted(name.decode(errors="replace") for name in names)
+        alive = await self._connection.pipeline([("EXISTS", keys(f"worker:{name}")) for name in workers])
+        return Use(
+            holder=_read(said),
+            workers=tuple(name for name, is_alive in zip(workers, alive, strict=True) if is_alive),
+            state=state.decode(errors="replace") if state else "absent",
+        )
+
+    async def _say(self, said: bytes) -> None:
+        await self._connection.execute("SET", self._key, said, "PX", int(1000 * TTL_S))
+
+    async def _renew(self, said: bytes) -> None:
+        try:
+            while True:
+                await asyncio.sleep(TTL_S / 3)
+                with suppress(BrokerError):  # it is away; the next word may reach it
+                    await self._say(said)
+        finally:
+            with suppress(BrokerError):
+                if await self._connection.execute("GET", self._key) == said:
+                    await self._connection.execute("UNLINK", self._key)
+
+
+def _read(said: bytes | None) -> Holder | None:
+    with suppress(msgspec.DecodeError):
+        return msgspec.json.decode(said or b"", type=Holder)
+    return None

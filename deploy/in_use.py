@@ -1,0 +1,40 @@
+"""A run that is alive is neither overwritten nor deleted by mistake, wherever its learner and workers are."""
+
+from datetime import datetime
+
+from broker.client import BlockingBroker
+from broker.errors import HeadwayError
+from broker.holding import TTL_S, Holder, Use
+from rollout_workers.run_end import RUN_OVER
+
+PATIENCE_S = 3.0
+"""Somebody waits for the answer."""
+_NAMED = 3
+
+
+def refuse_if_in_use(url: str, run: str) -> None:
+    """Raises HeadwayError, which says who uses the run, where a learner or workers of it are alive."""
+    client = BlockingBroker(url, run, timeout_s=PATIENCE_S)
+    try:
+        use = client.call(client.broker.holding.use())
+    finally:
+        client.close()
+    if users := _users(use):
+        raise HeadwayError(
+            f"Run {run} is in use ({use.state}): {'; '.join(users)}. Stop them (a killed one is forgotten"
+            f" after {TTL_S:g} s), choose another run.name, or take the run from them with --force."
+        )
+
+
+def _users(use: Use) -> list[str]:
+    users = [] if use.holder is None else [f"its learner is {described(use.holder)}"]
+    if use.workers and use.state not in (*RUN_OVER, "absent"):
+        more = f" and {len(use.workers) - _NAMED} more" if len(use.workers) > _NAMED else ""
+        users.append(f"{len(use.workers)} workers are alive: {', '.join(use.workers[:_NAMED])}{more}")
+    return users
+
+
+def described(holder: Holder) -> str:
+    """Such as `process 12 of ali on gpu-3, since 2026-11-23 07:00:12`; the time is ours."""
+    since = datetime.fromtimestamp(holder.since).strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {holder.pid} of {holder.user} on {holder.host}, since {since}"

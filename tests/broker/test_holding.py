@@ -1,0 +1,41 @@
+"""Who trains a run: said while it lives, and forgotten when it has gone or died."""
+
+import os
+
+from broker import Broker, open_broker
+from broker.holding import TTL_S, Holder
+from broker.server import EmbeddedServer
+
+from .scenario import begin, rules
+from .test_codec import WORKER
+from .topologies import ask
+
+
+async def test_who_uses_a_run(broker: Broker, server: EmbeddedServer) -> None:
+    use = await broker.holding.use()
+    assert (use.holder, use.workers, use.state) == (None, (), "absent")
+    me = Holder.this_process()
+    assert me.pid == os.getpid()
+    await begin(broker, rules(0))
+    await broker.holding.begin(me)
+    await broker.status.heartbeat(WORKER, 30)
+    use = await broker.holding.use()
+    assert (use.holder, use.workers, use.state) == (me, (WORKER.worker,), "claimed")
+    assert 0 < ask(server, "PTTL", broker._connection.keys("holder")) <= 1000 * TTL_S  # should it be killed
+    await broker.holding.end()
+    assert (await broker.holding.use()).holder is None
+
+
+async def test_a_learner_that_ends_late_does_not_hide_its_successor(broker: Broker, url: str) -> None:
+    other = await open_broker(url, broker.run)
+    first, second = (Holder(host=host, pid=1, user="ali", since=0.0) for host in ("a", "b"))
+    await broker.holding.begin(first)
+    await other.holding.begin(second)
+    await broker.close()
+    assert (await other.holding.use()).holder == second
+    await other.close()
+
+
+async def test_nonsense_is_nobody(broker: Broker) -> None:
+    await broker._connection.execute("SET", broker._connection.keys("holder"), b"\xff" * 100_000)
+    assert (await broker.holding.use()).holder is None
