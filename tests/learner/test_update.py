@@ -14,7 +14,7 @@ from tests.learner.torchrun import run_ranks
 
 @pytest.mark.slow
 def test_ranks_agree_even_where_one_has_no_sequence(tmp_path: Path) -> None:
-    alone = update_rank.updates()
+    alone = update_rank.all_updates()
     run_ranks(update_rank.__name__, 2, tmp_path, timeout_s=200)
     for rank in range(2):
         shared = msgspec.json.decode((tmp_path / f"updates_{rank}.json").read_bytes())

@@ -10,6 +10,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from algorithms.presets import PRESETS
 from learner.backends import open_backend
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.objective import Objective
@@ -19,18 +20,25 @@ from tests.learner.tiny import OPTIMIZER, model_config, sequences
 
 SIZES = (6, 1)
 """Sequences of each batch: the last one leaves a rank with none."""
+PRESETS_TRIED = (("grpo", 1), ("m2po", 2))
+"""With so many updates a step; the mask of m2po is one of all ranks, anew in each."""
 
 
-def updates() -> list[dict[str, float]]:
+def all_updates() -> list[dict[str, float]]:
+    return [update for preset, count in PRESETS_TRIED for update in updates(preset, count)]
+
+
+def updates(preset: str, updates_per_step: int) -> list[dict[str, float]]:
     torch.set_num_threads(1)
+    algorithm = msgspec.convert(PRESETS[preset].algorithm, AlgorithmConfig)
     backend = open_backend("fsdp", model_config("qwen3"), OPTIMIZER, seed=3)
     updater = Updater(
         backend,
         Ranks.of(backend),
-        Objective(AlgorithmConfig(), is_one_update=True),
+        Objective(algorithm, is_one_update=updates_per_step == 1),
         None,
-        algorithm=AlgorithmConfig(),
-        learner=LearnerConfig(micro_batch_tokens=40),
+        algorithm=algorithm,
+        learner=LearnerConfig(micro_batch_tokens=40, updates_per_step=updates_per_step),
         optimizer=OPTIMIZER,
         temperature=1.0,
         max_new_tokens=32,
@@ -41,6 +49,6 @@ def updates() -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    results = updates()
+    results = all_updates()
     Path(sys.argv[1], f"updates_{dist.get_rank()}.json").write_bytes(msgspec.json.encode(results))
     dist.destroy_process_group()
