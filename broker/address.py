@@ -115,7 +115,7 @@ class Address:
         are not, and certificates that cannot be used."""
         _check_certificates(self.url)
         try:
-            return open_pool(
+            pool = open_pool(
                 self.url,
                 password=self.password,  # yields to the URL's
                 max_connections=_CONNECTIONS,
@@ -125,7 +125,9 @@ class Address:
                 health_check_interval=30,
                 retry=Retry(NoBackoff(), 0),
             )
-        except ValueError as error:
+            pool.connection_class(**pool.connection_kwargs)  # connects nobody yet, but reads the URL's options
+            return pool
+        except (ValueError, TypeError) as error:
             raise _no_url(without_password(self.url), error) from error
 
 
@@ -184,7 +186,7 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _no_url(shown: str, error: ValueError) -> BrokerError:
+def _no_url(shown: str, error: Exception) -> BrokerError:
     return BrokerError(
         f"{shown!r} is no broker URL ({error}). Use redis://host:port, rediss://host:port (TLS), "
         "redis+cluster://host:port, rediss+cluster://host:port or unix:///path."

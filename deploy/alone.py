@@ -26,7 +26,10 @@ from weightsync.config import WeightsConfig
 
 from .config_checks import check_engine
 from .config_files import apply_overrides
+from .config_limits import beyond_limits
+from .config_values import check_plain
 from .config_words import check_shape, explain
+from .data_checks import check_data
 from .farewell import say_farewell
 from .in_use import refuse_if_in_use
 from .live import watch as watch_run
@@ -82,6 +85,7 @@ def run_learner(
         if not prepared and os.environ.get("RANK", "0") == "0":
             stack.enter_context(held(recipe.run_directory))
             check_packages(recipe, has_workers=False)
+            check_data(recipe)
             ping(url, recipe.run.name, complain)  # first: a run that cannot start leaves nothing and takes nothing away
             check_rewind(recipe, rewind)
             if overwrite and not is_forced:
@@ -175,9 +179,9 @@ def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str]) -> int:
 
 def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: bool) -> None:
     """Print the pass rate of a model's directory."""
-    if checkpoint.is_file():
+    if os.path.isfile(checkpoint):
         raise ConfigError(f"{checkpoint} is a file; --checkpoint wants the directory of a model.")
-    if not (checkpoint / "config.json").exists():
+    if not os.path.exists(checkpoint / "config.json"):
         raise ConfigError(
             f"{checkpoint} holds no model: there is no config.json. Give one such as"
             " runs/NAME/checkpoints/INCARNATION/step_N."
@@ -317,10 +321,13 @@ def _engine_threads(overrides: Sequence[str]) -> int:
                 " workers agree. Give it to `headway learner` instead."
             )
     raw = apply_overrides({"engine": {}, "weights": {}}, overrides, "override")
+    check_plain(raw, "override")
     check_shape(raw, _WorkersOwn, "override")
     try:
-        engine = msgspec.convert(raw, _WorkersOwn, strict=True).engine
+        own = msgspec.convert(raw, _WorkersOwn, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(explain(error, raw, _WorkersOwn, "override")) from error
-    check_engine(engine, "override")
-    return engine.threads
+    for complaint in beyond_limits(own):
+        raise ConfigError(f"override: {complaint}")
+    check_engine(own.engine, "override")
+    return own.engine.threads

@@ -2,11 +2,12 @@
 
 import io
 import logging
+import math
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,10 +34,14 @@ def main() -> None:
     if not sys.stderr.isatty():  # in a log or a pipe, transformers' progress bars are noise
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     log_to_stderr()
-    debug = "--debug" in sys.argv
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    ending.exit(answer(sys.argv[1:]))
+
+
+def answer(arguments: Sequence[str]) -> int:
+    """Do what the command line says, and tell what went wrong; the exit code."""
+    debug = "--debug" in arguments
     try:
-        code = cli.main(arguments, prog_name="headway", standalone_mode=False)
+        code = cli.main([each for each in arguments if each != "--debug"], prog_name="headway", standalone_mode=False)
     except click.ClickException as error:
         code = _correct(error)
     except (KeyboardInterrupt, click.Abort):
@@ -47,7 +52,7 @@ def main() -> None:
         code = _complain(f"{error}. Make room.", debug) if error.errno in FULL else _confess(error, debug)
     except Exception as error:  # noqa: BLE001 - the outermost edge: what is no HeadwayError is a bug of ours
         code = _confess(error, debug)
-    ending.exit(code or 0)
+    return code or 0
 
 
 def _correct(error: click.ClickException) -> int:
@@ -175,7 +180,7 @@ def run(
 @click.option("--directory", type=click.Path(path_type=Path), default=Path("broker-data"), help="Where its data live.")
 @click.option(
     "--port",
-    type=int,
+    type=click.IntRange(0, 65535),
     default=DEFAULT_PORT,
     show_default=True,
     help="On 127.0.0.1; 0: a unix socket instead.",
@@ -243,7 +248,7 @@ _allow_import = click.option(
 @overrides_argument
 @_connection
 @_allow_import
-@click.option("--count", type=click.IntRange(min=1), default=1, show_default=True, help="Worker processes.")
+@click.option("--count", type=click.IntRange(1, 1024), default=1, show_default=True, help="Worker processes.")
 def workers(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], count: int) -> int:
     """Run COUNT workers.
 
@@ -434,11 +439,21 @@ def algorithms(name: str | None, as_json: bool) -> None:
         Terminal().print(shown)
 
 
+def _finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is given; expected a finite number.", context, parameter)
+    return value
+
+
 @cli.command("plan-memory")
 @click.argument("recipe")
 @overrides_argument
 @click.option(
-    "--device-memory", type=click.FloatRange(min=0), metavar="GB", help="Say what fits a device of this size."
+    "--device-memory",
+    type=click.FloatRange(min=0),
+    callback=_finite,
+    metavar="GB",
+    help="Say what fits a device of this size.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def plan_memory(recipe: str, overrides: tuple[str, ...], device_memory: float | None, as_json: bool) -> int:

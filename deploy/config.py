@@ -14,6 +14,7 @@ from learner.config import AlgorithmConfig, preset_defaults
 from .colocation import colocated_defaults
 from .config_checks import check_values
 from .config_files import apply_overrides, find_recipe, read_yaml, to_yaml
+from .config_values import check_plain
 from .config_words import check_shape, explain
 from .recipe import Recipe
 
@@ -66,6 +67,7 @@ def _name_the_run(raw: dict[str, Any], stem: str) -> None:
 
 
 def _to_recipe(raw: dict[str, Any], source: str) -> Recipe:
+    check_plain(raw, source)
     check_shape(raw, Recipe, source)
     raw = _merge(colocated_defaults(raw), raw)
     raw = {**raw, "algorithm": _with_preset(raw.get("algorithm", {}), source)}

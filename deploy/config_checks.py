@@ -1,6 +1,7 @@
 """What contradicts itself in a recipe whose values are all valid alone."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from broker.errors import ConfigError
 from learner.choices import unknown_kind
@@ -11,6 +12,7 @@ from rollout_workers.gpus import gpus_of, shares
 from weightsync.config import WeightsConfig
 
 from .colocation import impossible_turns
+from .config_limits import beyond_limits
 from .recipe import Recipe
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
@@ -22,7 +24,7 @@ CPU_ENGINE = ("embedded", "cpu")
 def check_values(recipe: Recipe, source: str) -> None:
     """Raise ConfigError for the first contradiction."""
     _check_kinds(recipe, source)
-    for complaint in _contradictions(recipe):
+    for complaint in chain(beyond_limits(recipe), _contradictions(recipe)):
         raise ConfigError(f"{source}: {complaint}")
 
 

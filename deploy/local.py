@@ -20,6 +20,7 @@ from broker.client import BlockingBroker
 from learner.rewind import Rewind
 
 from .colocation import worker_gpus
+from .data_checks import check_data
 from .in_use import refuse_if_in_use
 from .kept_server import KeptServer
 from .live import watch
@@ -90,6 +91,7 @@ class Local:
 
     def _prepare(self) -> Path:
         check_packages(self.recipe, has_workers=True)
+        check_data(self.recipe)
         if self.recipe.broker.url != "embedded":
             ping(self.recipe.broker.url, self.recipe.run.name, self._say)  # before anything is taken away
             if self.overwrite and not self.is_forced:

@@ -29,8 +29,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: Annotated[
         str,
         Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-            description="names the run, its keys and directory: letters, digits, dot, dash, underscore",
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z",
+            description="names the run, its keys and directory: 1 to 100 letters, digits, dots, dashes, underscores",
         ),
     ]
     directory: Annotated[str, Meta(min_length=1, description="the run writes into directory/name")] = "runs"

@@ -4,6 +4,7 @@ runs/RUN/replays/NAME/    metrics.jsonl  trained.jsonl  summary.json  model/
 """
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,9 +40,9 @@ log = logging.getLogger(__name__)
 def find_run(run: str) -> Path:
     """The directory of that path, else the run of that name below ./runs. Raises ConfigError."""
     for directory in (Path(run), Path("runs", run)):
-        if (directory / CONFIG).is_file():
+        if os.path.isfile(directory / CONFIG):
             return directory
-    raise ConfigError(f"There is no run {run!r}: neither {run} nor {Path('runs', run)} holds a {CONFIG}.")
+    raise ConfigError(f"There is no run {run[:200]!r}: neither that directory nor the one below ./runs has a {CONFIG}.")
 
 
 def original_recipe(directory: Path) -> Recipe:

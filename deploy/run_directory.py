@@ -46,7 +46,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 def prepare(recipe: Recipe, *, resume: bool, overwrite: bool, say: Callable[[str], None] = say) -> Path:
     """Make the run's directory and write config.yaml. Raises ConfigError where a run is there already."""
     directory = recipe.run_directory
-    with _writable(directory):
+    with writable(directory):
         if resume and not (directory / CONFIG).exists():
             raise ConfigError(f"There is no run to resume in {directory}. Start it without --resume.")
         if directory.exists() and any(directory.iterdir()) and not resume:
@@ -86,7 +86,7 @@ def _clear_false_start(recipe: Recipe, say: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def _writable(directory: Path) -> Iterator[None]:
+def writable(directory: Path, choice: str = "run.directory=...") -> Iterator[None]:
     """A place that the system refuses, in words that help."""
     try:
         yield
@@ -94,7 +94,7 @@ def _writable(directory: Path) -> Iterator[None]:
         remedy = "make room there" if error.errno in FULL else "make this one writable"
         raise HeadwayError(
             f"{directory} cannot be made or written: {error.strerror or error}."
-            f" Choose another place (run.directory=...), or {remedy}."
+            f" Choose another place ({choice}), or {remedy}."
         ) from error
 
 
@@ -132,7 +132,7 @@ def _who_holds(directory: Path) -> str:
 def _lock(directory: Path) -> Iterator[bool]:
     """Whether the lock was to be had; if so it is ours meanwhile."""
     path = _lock_path(directory)
-    with _writable(directory):
+    with writable(directory):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -154,7 +154,7 @@ def identity_of(directory: Path) -> str:
 
 def note_identity(directory: Path, identity: str) -> None:
     """Durable once this returns: to be called before the run is claimed, which nobody else can go on with."""
-    with _writable(directory):
+    with writable(directory):
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(directory / IDENTITY, f"{identity}\n".encode())
 
@@ -167,7 +167,7 @@ def last_incarnation(directory: Path) -> int:
 
 def note_incarnation(directory: Path, incarnation: int) -> None:
     """Durable once this returns: to be called before any weights are published under it."""
-    with _writable(directory):
+    with writable(directory):
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(directory / INCARNATION, f"{incarnation}\n".encode())
 

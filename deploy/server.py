@@ -14,7 +14,7 @@ from broker.server import EmbeddedServer
 
 from .printing import complain, say
 from .processes import guarded
-from .run_directory import held
+from .run_directory import held, writable
 from .server_traits import check_traits
 
 POLL_S = 0.2
@@ -36,6 +36,8 @@ def run_server(directory: Path, port: int | None) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
+    with writable(directory, "--directory"):
+        directory.mkdir(parents=True, exist_ok=True)
     with (
         held(directory.resolve(), "directory (--directory)"),  # two servers would spoil each other's files
         EmbeddedServer(directory.resolve(), port=port, has_users=True) as server,

@@ -34,7 +34,20 @@ def load_model(model: ModelConfig, seed: int = 0) -> "PreTrainedModel":
             with _reading(model.path):
                 return AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=torch.float32)
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with building(config):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@contextmanager
+def building(config: "PretrainedConfig") -> Iterator[None]:
+    """What transformers says of sizes that it cannot build a model of, as a ConfigError."""
+    try:
+        yield
+    except (RuntimeError, ArithmeticError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"model.random.config, or the model's config.json: no {config.model_type} of these sizes can be built:"
+            f" {_shortened(error)}."
+        ) from error
 
 
 def load_config(model: ModelConfig) -> "PretrainedConfig":

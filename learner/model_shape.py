@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from .model import building
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -87,7 +89,7 @@ def shape_of(config: "PretrainedConfig") -> ModelShape:
     """Of the model that transformers would build, on torch's meta device."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with building(config), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     named = dict(model.named_parameters())
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -20,6 +20,8 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     data_source: str
     extra_info: dict[str, Any] = {}
     """What reward functions may need besides; JSON-able."""
+    place: str = ""
+    """Where it was read, such as `train.jsonl:12`, for errors."""
 
 
 class PromptSource(Protocol):

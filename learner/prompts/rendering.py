@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from broker.errors import ConfigError
 from broker.schema import Prompt
-from learner.model import encode
 
 from .base import Item, Message, PromptSource
 
@@ -27,7 +26,7 @@ class Renderer:
 
     def prompt(self, item: Item, *, group: str, num_samples: int) -> Prompt:
         """Tokenized, under the name `group`. Raises ConfigError where nothing is left to continue."""
-        what = f"prompt {group} of {item.data_source!r}"
+        what = f"{item.place}: the prompt" if item.place else f"prompt {group} of {item.data_source!r}"
         text, token_ids = self.render(item.content, what)
         if not token_ids:
             raise ConfigError(f"{what} has no tokens: {text[:80]!r}.")
@@ -43,6 +42,8 @@ class Renderer:
 
     def render(self, content: str | list[Message], what: str) -> tuple[str, list[int]]:
         """The text that the model is given, and its tokens; errors name `what`."""
+        from learner.model import encode  # torch, which who only asks for a source's items does without
+
         if isinstance(content, str) and not self._system_prompt:
             return content, encode(self._tokenizer, content, what)
         text = self._conversation(self._messages(content))

@@ -5,6 +5,7 @@ Fields: `prompt` (text or messages), `ground_truth` (or verl's nested `reward_mo
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,34 @@ class RowFields(msgspec.Struct, frozen=True, kw_only=True):
 def read_rows(kind: str, path: str, where: str) -> Iterator[tuple[str, Row]]:
     """(`file:line`, row) for each row of a JSONL or Parquet file. Raises ConfigError."""
     file = Path(path)
-    if not path or not file.is_file():
-        raise ConfigError(f"{where}: {path!r} is no file; give the {kind} file's path.")
+    if not os.path.isfile(path):
+        raise ConfigError(f"{where}: {path[:200]!r} is no file; give the {kind} file's path.")
     return _parquet(file, where) if kind == "parquet" else _jsonl(file)
 
 
 def to_items(rows: Iterable[tuple[str, Row]], fields: RowFields, default_source: str) -> list[Item]:
-    """All rows, checked."""
-    return [_item(row, place, fields, default_source) for place, row in rows]
+    """All rows, checked: each can be sent to the broker as it is."""
+    items = []
+    for place, row in rows:
+        items.append(item := _item(row, place, fields, default_source))
+        _check_sendable(item, place)
+    return items
+
+
+def _check_sendable(item: Item, place: str) -> None:
+    """Here, where the row is known; later it would be a prompt among many."""
+    try:
+        msgspec.msgpack.encode(item)
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ConfigError(
+            f"{place}: the row holds {half!r}, half of a character. Write the whole character, or leave it out."
+        ) from error
+    except (OverflowError, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{place}: the row holds what cannot be sent ({error}). Expected text, numbers of at most 64 bits, lists"
+            " and mappings with names; write others as text."
+        ) from error
 
 
 def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
@@ -47,17 +68,25 @@ def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
         truth = reward_model.get("ground_truth")
     if content is None or truth is None:
         missing = fields.prompt_field if content is None else fields.ground_truth_field
-        raise ConfigError(f"{place}: no {missing!r}; the row has {', '.join(row) or 'nothing'}.")
+        raise ConfigError(f"{place}: no {missing!r}; the row has {_names(row)}.")
     data_source = str(rest.pop("data_source", None) or default_source)
     extra_info = rest.pop("extra_info", None) or {}
     if not isinstance(extra_info, Mapping):
-        raise ConfigError(f"{place}: 'extra_info' is no mapping but {extra_info!r}.")
+        raise ConfigError(f"{place}: 'extra_info' is no mapping but {_short(extra_info)}.")
     return Item(
+        place=place,
         content=_content(content, place, fields.prompt_field),
-        ground_truth=truth if isinstance(truth, str) else json.dumps(truth),
+        ground_truth=truth if isinstance(truth, str) else _as_text(truth, place),
         data_source=data_source,
         extra_info={**rest, **extra_info},
     )
+
+
+def _as_text(truth: Any, place: str) -> str:
+    try:
+        return json.dumps(truth)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: the ground truth cannot be written as JSON: {error}. Give it as text.") from error
 
 
 def _content(content: Any, place: str, name: str) -> Any:
@@ -65,14 +94,17 @@ def _content(content: Any, place: str, name: str) -> Any:
         return content
     if isinstance(content, list) and content and all(isinstance(m, Mapping) and "role" in m for m in content):
         return [dict(message) for message in content]
-    raise ConfigError(f"{place}: {name!r} is neither text nor a list of messages with a role, but {content!r}.")
+    raise ConfigError(f"{place}: {name!r} is neither text nor a list of messages with a role, but {_short(content)}.")
 
 
 def _jsonl(file: Path) -> Iterator[tuple[str, Row]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"{file}:{number}", _json_row(line, f"{file}:{number}")
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{file}:{number}", _json_row(line, f"{file}:{number}")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}.") from error
 
 
 def _json_row(line: bytes, place: str) -> Row:
@@ -80,18 +112,35 @@ def _json_row(line: bytes, place: str) -> Row:
         row = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{place}: this is no JSON: {error}.") from error
+    except RecursionError:
+        raise ConfigError(f"{place}: the row has too many brackets within each other to be read.") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: a row must be an object, not {type(row).__name__}.")
     return row
+
+
+def _names(row: Row) -> str:
+    return _short(", ".join(map(str, row)), 200) if row else "nothing"
+
+
+def _short(value: Any, characters: int = 80) -> str:
+    """A row may hold a book."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= characters else f"{text[:characters]}..."
 
 
 def _parquet(file: Path, where: str) -> Iterator[tuple[str, Row]]:
     import pyarrow
     from pyarrow import parquet
 
+    number = 0
     try:
-        rows = parquet.read_table(file).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{where}: {str(file)!r} is no Parquet file: {error}.") from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{file}: row {number}", row
+        with parquet.ParquetFile(file) as opened:
+            for batch in opened.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{file}: row {number}", row
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"{where}: {str(file)!r} is no Parquet file, or damaged after row {number}: {error}."
+        ) from error

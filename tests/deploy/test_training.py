@@ -17,7 +17,7 @@ def test_every_rule_is_the_setting_of_the_same_name() -> None:
         "staleness.min_group_size": 3,
         "staleness.on_over_bound": "mask",
         "learner.groups_per_step": 5,
-        "broker.max_bytes": 12345,
+        "broker.max_bytes": 1234567,
         "broker.max_leases_per_worker": 11,
         "broker.replicas": 2,
     }

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -110,12 +111,17 @@ def test_jsonl_and_parquet_give_the_same_items(tmp_path: Path) -> None:
     ]
     items = [open_source(PromptsConfig(kind="jsonl", path=str(jsonl(tmp_path, rows))), 0).train(0, i) for i in (0, 1)]
     assert items[0] == Item(
-        content="1+1=", ground_truth="2", data_source="sums", extra_info={"note": "easy", "level": 1}
+        content="1+1=",
+        ground_truth="2",
+        data_source="sums",
+        extra_info={"note": "easy", "level": 1},
+        place=f"{tmp_path / 'data.jsonl'}:1",
     )
     assert items[1].content == [{"role": "user", "content": "hi"}]
     path = tmp_path / "data.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([rows[0]]), path)
-    assert open_source(PromptsConfig(kind="parquet", path=str(path)), 0).train(0, 0) == items[0]
+    of_parquet = msgspec.structs.replace(items[0], place=f"{path}: row 1")
+    assert open_source(PromptsConfig(kind="parquet", path=str(path)), 0).train(0, 0) == of_parquet
 
 
 def test_verl_rows_and_renamed_fields(tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""Beyond which a number is valid alone and yet no run: it would neither start nor say why.
+
+Lower bounds that follow from what a key means stand with the key. These are of what machines, formats and protocols can
+do, and each has its reason.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from broker.codec import MAX_TOKENS
+
+from .recipe import Recipe
+
+DAY_S = 86400
+MOST_SAMPLES = 1 << 20
+MOST_PROMPTS_AHEAD = 1 << 17
+
+
+class Limit(NamedTuple):
+    """Of one key, both ends included."""
+
+    low: float
+    high: float
+    reason: str
+
+
+_COUNT = Limit(0, 2**53, "a count keeps its value in JSON and in the server's scripts up to there")
+_RANKS = Limit(1, 1 << 16, "each is a process on a GPU of its own, or on a core")
+_THREADS = Limit(1, 1024, "threads beyond a machine's cores wait for each other")
+_TOKENS = Limit(0, MAX_TOKENS, f"a trajectory's frame holds at most {MAX_TOKENS:,} tokens")
+_WAIT = Limit(0, 30 * DAY_S, "nobody waits longer than 30 days")
+_BYTES = Limit(0, 1 << 50, "more than a PiB is a slip of the keyboard")
+_FACTOR = Limit(-1e9, 1e9, "the loss is computed in float32")
+_RATE = Limit(0, 100, "an update moves each weight by about the learning rate")
+
+LIMITS = {
+    "model.random.config.num_hidden_layers": Limit(1, 1000, "each is built before anything else is known"),
+    "run.seed": _COUNT,
+    "prompts.epochs": _COUNT,
+    "rewards.weight": _FACTOR,
+    "broker.lease_ttl_s": Limit(0.1, 30 * DAY_S, "a worker renews its leases over a network"),
+    "broker.payload_ttl_s": Limit(1, 30 * DAY_S, "its submission follows over a network"),
+    "broker.max_bytes": Limit(1 << 20, 1 << 50, "the prompts and samples of a step must fit"),
+    "broker.max_leases_per_worker": Limit(0, 1 << 16, "an engine batches no more"),
+    "broker.replicas": Limit(0, 64, "a write waits for all of them"),
+    "staleness.max_lag": Limit(0, 1000, "prompts for max_lag + 1 steps are fed ahead; ratios say nothing that far off"),
+    "sampling.max_new_tokens": _TOKENS,
+    "sampling.temperature": Limit(1e-3, 1e3, "logits are divided by it, in float32"),
+    "sampling.top_k": Limit(0, 1 << 24, "no vocabulary is larger"),
+    "engine.max_concurrent": Limit(1, 1 << 16, "an engine batches no more"),
+    "engine.max_model_len": _TOKENS,
+    "engine.threads": _THREADS,
+    "workers.count": Limit(1, 1024, "each is a process on this machine; start more with `headway workers`"),
+    "workers.devices": Limit(0, 1 << 16, "they are numbers of this machine's GPUs"),
+    "workers.heartbeat_s": Limit(0.01, 3600, "each is a message to the server, and who is silent counts as dead"),
+    "workers.max_restarts": _COUNT,
+    "workers.patience_s": _WAIT,
+    "workers.segment_tokens": _COUNT,
+    "workers.segment_s": _WAIT,
+    "evaluation.prompts": Limit(0, 1 << 16, "they are held in memory and sampled one after the other by one engine"),
+    "evaluation.every_steps": _COUNT,
+    "evaluation.pass_reward": _FACTOR,
+    "algorithm.kl.coefficient": _FACTOR,
+    "algorithm.reward.overlong_buffer": _TOKENS,
+    "algorithm.critic.learning_rate": _RATE,
+    "algorithm.critic.clip": _FACTOR,
+    "algorithm.dynamic_sampling": Limit(0, 1000, "each round generates a step's samples anew"),
+    "optimizer.learning_rate": _RATE,
+    "optimizer.epsilon": Limit(0, 1, "it would hide every gradient"),
+    "optimizer.weight_decay": Limit(0, 1e3, "it would leave nothing of a weight"),
+    "optimizer.max_grad_norm": Limit(0, 1e30, "norms are computed in float32"),
+    "optimizer.warmup_steps": _COUNT,
+    "learner.processes": _RANKS,
+    "learner.threads": _THREADS,
+    "learner.steps": _COUNT,
+    "learner.groups_per_step": Limit(1, 1 << 16, "a step's batch is held in memory"),
+    "learner.group_size": Limit(1, 4096, "a group's samples are one record in the server, and are trained together"),
+    "learner.micro_batch_tokens": Limit(1, 1 << 24, "they go through the model at once"),
+    "learner.updates_per_step": Limit(1, 1 << 16, "each has at least one group"),
+    "sft.phases.learning_rate": _RATE,
+    "sft.phases.batch_size": Limit(1, 1 << 16, "they are held in memory"),
+    "sft.phases.max_steps": _COUNT,
+    "sft.phases.gate_every_steps": _COUNT,
+    "sft.phases.gate_prompts": Limit(1, 1 << 16, "they are held in memory and sampled one after the other"),
+    "checkpoint.every_steps": _COUNT,
+    "checkpoint.keep": Limit(1, 10_000, "each is a directory of several files"),
+    "checkpoint.log_bytes": _BYTES,
+    "weights.broadcast_timeout_s": Limit(0.1, DAY_S, "it covers forming a group over a network, and sending"),
+    "weights.bucket_bytes": Limit(1024, 1 << 36, "two buckets are held in memory"),
+    "weights.poll_s": Limit(0.001, 60, "each is a message to the server, and who does not look stays behind"),
+    "weights.ports": Limit(0, 65535, "ports have 16 bits"),
+    "weights.delta_chain": Limit(0, 1000, "the learner keeps them in memory"),
+    "weights.pull_bytes_per_s": _BYTES,
+} | {
+    f"learner.layout.{name}": _RANKS
+    for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+}
+
+
+def beyond_limits(config: msgspec.Struct) -> Iterator[str]:
+    """What is wrong with a number of a recipe, or of some of its sections, and why."""
+    for path, value in _numbers(msgspec.to_builtins(config), ""):
+        limit = LIMITS.get(re.sub(r"\[\d+\]", "", path))
+        if limit is not None and not limit.low <= value <= limit.high:
+            sign, bound = ("at least", limit.low) if value < limit.low else ("at most", limit.high)
+            yield f"{path} is {value:g}; expected {sign} {_plain(bound)}: {limit.reason}."
+    if isinstance(config, Recipe):
+        yield from _products(config)
+
+
+def _products(recipe: Recipe) -> Iterator[str]:
+    samples = recipe.learner.groups_per_step * recipe.learner.group_size
+    ahead = recipe.learner.groups_per_step * (recipe.staleness.max_lag + 1)
+    if samples > MOST_SAMPLES:
+        yield (
+            f"learner.groups_per_step * learner.group_size is {samples:,}; expected at most {MOST_SAMPLES:,}: the"
+            " samples of a step are held in memory together."
+        )
+    if ahead > MOST_PROMPTS_AHEAD:
+        yield (
+            f"learner.groups_per_step * (staleness.max_lag + 1) is {ahead:,}; expected at most"
+            f" {MOST_PROMPTS_AHEAD:,}: so many prompts would lie in the broker before the first step."
+        )
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from _numbers(below, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for index, below in enumerate(value):
+            yield from _numbers(below, f"{path}[{index}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, value
+
+
+def _plain(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"

@@ -1,0 +1,23 @@
+"""What a recipe's data files say wrong, asked before a server, a warm-up or a learner is started.
+
+What takes a tokenizer to know is told by the learner, with the same file and row.
+"""
+
+from learner.examples import open_examples
+from learner.prompts import open_source
+
+from .recipe import Recipe
+
+LOCAL = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
+"""The others are of a hub, or the user's own code, which runs where it is wanted."""
+
+
+def check_data(recipe: Recipe) -> None:
+    """Raise ConfigError, with file and row, where prompts or the warm-up's examples cannot be had."""
+    if recipe.prompts.kind in LOCAL:
+        source = open_source(recipe.prompts, recipe.run.seed)
+        if recipe.evaluation.prompts:
+            source.held_out(1)
+    for phase in recipe.sft.phases:
+        if phase.kind in LOCAL:
+            open_examples(phase, recipe.run.seed)

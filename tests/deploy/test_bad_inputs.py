@@ -1,0 +1,85 @@
+"""Hundreds of bad recipes, data files and command lines: each is told in a paragraph, or runs; none is called a bug."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from deploy import alone, local, runs, server
+from deploy.cli import answer
+from deploy.printing import visible
+
+from .bad_inputs import COMMANDS, DATA, FILES, NOWHERE, OVERRIDES, RECIPE, VALUES, rows
+
+DEADLINE_S = 10
+TO_NOWHERE = f"broker.url={NOWHERE}"
+pytestmark = pytest.mark.filterwarnings("default")  # what libraries warn of is not what is asked here
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with a good recipe and good data; a server that nobody runs is not waited for; who hangs fails."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("HEADWAY_")]:
+        monkeypatch.delenv(name)
+    for module in (alone, local, runs, server):
+        monkeypatch.setattr(module, "PATIENCE_S", 0.02)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(RECIPE))
+    (tmp_path / "rows.jsonl").write_bytes(rows({"prompt": "2+2=", "ground_truth": "4"}))
+
+    def fail(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"no answer within {DEADLINE_S} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(DEADLINE_S)
+    yield tmp_path
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def check(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends, in a paragraph that says so, or in success."""
+    code = answer(arguments)
+    printed = capsys.readouterr()
+    assert all(visible(character) == character for character in printed.out + printed.err)
+    if code == 0:
+        assert expected in printed.out
+        return
+    assert code in (1, 2), printed.err
+    assert expected in printed.err
+    assert "bug" not in printed.err
+    assert "Traceback" not in printed.err
+    told = [line for line in printed.err.splitlines() if line.startswith("Error: ")]
+    assert len(told) == 1, printed.err
+    assert code == 2 or printed.err.splitlines()[-1] == told[0], printed.err
+    assert len(told[0]) < 2000
+
+
+@pytest.mark.parametrize(("override", "expected"), [*VALUES, *OVERRIDES], ids=lambda value: ascii(value)[:60])
+def test_a_value(override: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check(["run", "recipe.yaml", TO_NOWHERE, override], expected, capsys)
+
+
+@pytest.mark.parametrize(("content", "expected"), FILES, ids=lambda value: ascii(value)[:60])
+def test_a_recipe(content: bytes, expected: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "recipe.yaml").write_bytes(content)
+    check(["run", "recipe.yaml"], expected, capsys)
+
+
+@pytest.mark.parametrize(("content", "expected"), DATA, ids=lambda value: ascii(value)[:60])
+def test_a_data_file(content: bytes, expected: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "rows.jsonl").write_bytes(content)
+    check(["run", "recipe.yaml", TO_NOWHERE], expected, capsys)
+
+
+@pytest.mark.parametrize(("line", "expected"), COMMANDS, ids=lambda value: ascii(value)[:60])
+def test_a_command_line(line: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check(line.split(" "), expected, capsys)
+
+
+def test_these_are_hundreds() -> None:
+    assert len(VALUES) + len(OVERRIDES) + len(FILES) + len(DATA) + len(COMMANDS) >= 200
