@@ -40,6 +40,14 @@ def test_memory_is_watched_while_prompts_go_through() -> None:
     assert result["client_rss_bytes"]["flat"] == (result["client_rss_bytes"]["slope_per_prompt"] < 1e4)
 
 
+def test_calls_of_a_reward_are_measured_in_a_thread_and_in_the_pool() -> None:
+    result = last_line("benchmarks.reward_calls", "--calls", "100")
+
+    assert result.keys() == {"1_at_once", "64_at_once"}
+    for ways in result.values():
+        assert all(way["calls_per_s"] > 0 and way["own_cpu_us_per_call"] > 0 for way in ways.values())
+
+
 def test_corrections_are_compared_at_exact_lags(tmp_path: Path) -> None:
     command = ("benchmarks.staleness", "--quick", "--processes", "1", "--out", str(tmp_path))
     result = last_line(*command)
