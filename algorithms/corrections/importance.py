@@ -67,15 +67,15 @@ def self_normalized_is(
     cap: float = 2.0,
     mean_weight: float = 1.0,
 ) -> tuple[torch.Tensor, Metrics]:
-    """w_t = min(pi_prox(y_t) / mu(y_t), cap) / mean_weight, so that the weights of a batch have mean 1.
+    """w_t = min(pi_prox(y_t) / mu(y_t), cap) / mean_weight, so that the weights of an update have mean 1.
 
     Anchored to the behavior policy. `mean_weight` is the mean of the capped weights over the trained tokens of
-    the whole batch, all micro-batches and ranks: one micro-batch cannot know it, so the caller supplies it.
+    the whole update, all micro-batches and ranks: one micro-batch cannot know it, so the caller supplies it.
     It is the metric `capped_weight` of a first pass (its sums added up, then divided); at 1 this is
     `truncated_is`.
 
-    Source: weighted importance sampling, Precup, Sutton and Singh 2000; truncated first and normalized over
-    the batch like verl's rollout_is_batch_normalize, whose cap is 2 too.
+    Source: weighted importance sampling, Precup, Sutton and Singh 2000; truncated first, then normalized, like
+    verl's rollout_is_batch_normalize, whose cap is 2 too and whose mean is that of the step's whole batch.
     """
     weights_T, metrics = _truncated(_token_ratio(policy_logprobs_T, tokens), tokens, cap)
     return weights_T / mean_weight, {**metrics, **masked_mean("capped_weight", weights_T, tokens.loss_mask_T)}

@@ -115,9 +115,12 @@ def a_3po(tokens: Response) -> Losses:
     return losses
 
 
-def with_mean_weight_one(responses: Sequence[Response], losses: Sequence[Losses]) -> list[Losses]:
-    weights = [min(now_ratio(t), 2.0) for tokens in responses for t in tokens]
-    return [[one / (sum(weights) / len(weights)) for one in ones] for ones in losses]
+def with_mean_one(ratio: Callable[[Token], float]) -> Callable[[Sequence[Response], Sequence[Losses]], list[Losses]]:
+    def normalized(responses: Sequence[Response], losses: Sequence[Losses]) -> list[Losses]:
+        weights = [min(ratio(t), 2.0) for tokens in responses for t in tokens]
+        return [[one / (sum(weights) / len(weights)) for one in ones] for ones in losses]
+
+    return normalized
 
 
 def within_second_moment(responses: Sequence[Response], losses: Sequence[Losses], budget: float = 0.04) -> list[Losses]:
@@ -174,12 +177,14 @@ LOSSES: dict[str, tuple[Callable[[Response], Losses], Callable[[Sequence[Losses]
     "icepop": (proximal_clip(icepop), token_mean),
     "m2po": (lambda tokens: [-exp(t.current - t.behavior) * t.advantage for t in tokens], token_mean),
     "self_normalized": (weighted(lambda _, t: min(now_ratio(t), 2.0)), token_mean),
+    "clipped_self_normalized": (proximal_clip(lambda _, t: min(lag_ratio(t), 2.0)), token_mean),
     "decoupled_m2po": (proximal_clip(lambda _, t: lag_ratio(t)), token_mean),
     "clipped_m2po": (behavior_clip(), token_mean),
 }
 WHOLE = {
     "m2po": within_second_moment,
-    "self_normalized": with_mean_weight_one,
+    "self_normalized": with_mean_one(now_ratio),
+    "clipped_self_normalized": with_mean_one(lag_ratio),
     "decoupled_m2po": within_second_moment,
     "clipped_m2po": within_second_moment,
 }

@@ -24,6 +24,7 @@ from tests.learner.tiny import OPTIMIZER, model_config
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{name: preset.algorithm for name, preset in PRESETS.items()},
     "self_normalized": {"objective": {"kind": "policy_gradient"}, "corrections": [{"kind": "self_normalized_is"}]},
+    "clipped_self_normalized": {**PRESETS["tis"].algorithm, "corrections": [{"kind": "self_normalized_is"}]},
     "decoupled_m2po": {**PRESETS["decoupled_ppo"].algorithm, "corrections": [{"kind": "decoupled"}, {"kind": "m2po"}]},
     "clipped_m2po": {"corrections": [{"kind": "m2po"}]},
 }
