@@ -53,11 +53,11 @@ _RIGHTS = {
         writes="*",
     ),
     Role.WORKER: _Rights(
-        commands=f"{_CONNECTION} {_LOOKING} expire getrange hdel hincrby hset lindex persist rpush sadd set sismember"
-        " srem strlen unlink xadd zadd zpopmin zrangebyscore zrem",
-        writes="awake dead durable garbage group:* leases lost meta none of:* open payload:* pool quarantined ready"
-        " retry segment:* segments:* serving strikes tally turns worker:* workers",
-        reads=f"{_LOOKED_AT} identity archive:* broadcast config forks manifest:* model phase prompt:*",
+        commands=f"{_CONNECTION} {_LOOKING} expire getrange hdel hincrby hset hsetnx lindex persist rpush sadd set"
+        " sismember srem strlen unlink xadd xread zadd zpopmin zrangebyscore zrem",
+        writes="awake dead durable garbage group:* joining:* leases lost meta none of:* open payload:* pool quarantined"
+        " ready retry segment:* segments:* serving strikes tally turns worker:* workers",
+        reads=f"{_LOOKED_AT} identity archive:* bell broadcast config forks manifest:* meeting:* model phase prompt:*",
         frees="prompt:*",
     ),
     Role.OBSERVER: _Rights(

@@ -12,6 +12,7 @@ from .batches import Batches
 from .connection import ANSWER_S, Connection
 from .holding import Holding
 from .leases import Leases
+from .meetings import Meetings
 from .phases import Phases
 from .prompts import PromptFeed
 from .status import StatusBoard
@@ -39,6 +40,7 @@ class Broker:
         self.phases = Phases(self._connection)
         self.usage = Usage(self._connection)
         self.holding = Holding(self._connection)
+        self.meetings = Meetings(self._connection, timeout_s)
 
     async def ping(self) -> None:
         """Raises BrokerUnavailableError where nobody answers."""

@@ -93,6 +93,10 @@ class Connection:
         """One plain command."""
         return (await self.pipeline([command]))[0]
 
+    async def execute_alone(self, *command: Argument) -> Any:
+        """One that makes the server wait, for less than our deadline: on a connection of its own."""
+        return await self._attempt(lambda: self._send_alone(command))
+
     async def pipeline(self, commands: Sequence[Command], *, atomic: bool = False) -> list[Any]:
         """Several plain commands in one round trip. `atomic`: nothing comes between them; their keys are the run's
         own, not those of its shards."""
@@ -184,6 +188,10 @@ class Connection:
 
     async def _send(self, commands: Sequence[Command]) -> list[Any]:
         return _accepted(await self._routes.send(commands))
+
+    async def _send_alone(self, command: Command) -> Any:
+        (reply,) = _accepted([await self._routes.send_alone(command)])
+        return reply
 
     async def _on_primaries(self, ask: Callable[[str, RoundTrips], Awaitable[T]]) -> list[T]:
         return [await ask(key, server) for key, server in (await self._routes.primaries()).items()]

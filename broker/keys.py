@@ -30,6 +30,9 @@ stage:NONCE           string  a blob on its way to its key                      
 manifest:offered      string  the weights being sent (frame)                     the run         offer
 manifest:announced    string  the newest complete weights (frame)                the run         announce
 broadcast             string  the broadcast group (frame)                        the run         put_group
+meeting:NAME          hash    what the learner tells a group's members           an hour         say (HSET)
+joining:NAME          hash    what its members tell the learner and each other   an hour         say (HSET)
+bell                  stream  one entry, new with every offer to a group         the run         ring (XADD)
 archive               set     what lies in the archive of weights                until a claim   archive, claim
 archive:NAME:N        string  a piece of an archived blob                        TTL, unlisted   archive (SET)
 model                 string  model files without weights (frame)                the run         put_model

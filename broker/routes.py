@@ -33,6 +33,10 @@ class Routes(Protocol):
         """The replies in order, refusals as exceptions among them. Raises what kept a server from answering."""
         ...
 
+    async def send_alone(self, command: Command) -> Any:
+        """The reply to one that its server may take long to answer, on a connection of its own."""
+        ...
+
     async def primaries(self) -> dict[str, RoundTrips]:
         """Every server that takes writes, each under the name of a key of the run that would lie there."""
         ...
@@ -58,6 +62,10 @@ class OneServer:
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
         return await self._server.send(commands)
+
+    async def send_alone(self, command: Command) -> Any:
+        (reply,) = await self._server.send_alone([command])
+        return reply
 
     async def primaries(self) -> dict[str, RoundTrips]:
         return {self._key: self._server}
@@ -97,6 +105,16 @@ class Cluster:
             for position, reply in zip(positions, answer, strict=True):
                 replies[position] = reply
         return replies
+
+    async def send_alone(self, command: Command) -> Any:
+        await self._look()
+        try:
+            (reply,) = await self._node(self._key(command)).send_alone([command])
+        except (RedisError, OSError):
+            self._is_outdated = True
+            raise
+        self._is_outdated |= isinstance(reply, AskError)  # or MovedError, one of these
+        return reply
 
     async def primaries(self) -> dict[str, RoundTrips]:
         await self._look()

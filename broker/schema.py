@@ -219,10 +219,10 @@ class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     incarnation: int
     transport: Literal["gloo", "nccl", "ucc", "ipc"]
-    store_host: str
-    store_port: int
-    bell_port: int
-    """On the same host, where members hear of offers (`weightsync.doorbell`)."""
+    meeting: str
+    """Where its members and the learner hear of each other (`broker.meetings`)."""
+    learner: str
+    """The learner's address, for those who look for the interface that leads to it."""
     timeout_s: float
     members: tuple[str, ...]
     """Worker ids."""

@@ -2,7 +2,7 @@
 
     learner: begin(version, tensors)                        worker: wait_for_version(current)
 
-      offer ──────────── broker, doorbell ──────────────────► notice
+      offer ──────────── broker, its bell ──────────────────► notice
         │                                                        │ member of the offered epoch
       gather k + 1 │ broadcast k, through the epoch's group ──► receive k + 1 │ fingerprint k
         │                                                        │
@@ -44,7 +44,6 @@
     both     buckets.py         where tensors lie, and whether they are the published ones (`fingerprint.py`)
              deltas.py          what changed from one version to the next; chain.py: those that lead to the newest
              pipeline.py        bucket after bucket through a transport (`transports/`)
-             doorbell.py        tells members of an offer at once
              shared_memory.py   memory that processes of one machine share
              archives/          where versions lie besides the learner's memory
              deadline.py        how long anything may take; config.py: what users can choose

@@ -1,15 +1,16 @@
 """At which address the learner is reached: the configured one, else that of its way to the broker."""
 
 import ipaddress
+import socket
 from urllib.parse import urlsplit
 
 from broker.errors import WeightSyncError
 
-from .transports.collective import local_address
 from .transports.listening import listen
 
 _LOOPBACK = "127.0.0.1"
 _REDIS_PORT = 6379
+_DISCARD_PORT = 9
 
 
 def towards_broker(url: str, timeout_s: float = 5.0) -> str:
@@ -19,11 +20,26 @@ def towards_broker(url: str, timeout_s: float = 5.0) -> str:
         return _LOOPBACK
     port = parts.port or _REDIS_PORT
     try:
-        return local_address(parts.hostname, port, timeout_s)
+        with socket.create_connection((parts.hostname, port), timeout=timeout_s) as connection:
+            return str(connection.getsockname()[0])
     except OSError as error:
         raise WeightSyncError(
             f"no connection to the broker at {parts.hostname}:{port}, from which the learner's own "
             f"address is taken ({error}); set weights.host to the address at which workers reach this machine"
+        ) from error
+
+
+def address_towards(host: str) -> str:
+    """Of the interface that leads from here to `host`, which is asked nothing. Raises WeightSyncError if none does."""
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise WeightSyncError(
+            f"no interface of this machine leads to the learner at {host} ({error}): set weights.host to an address of "
+            "the learner's that every worker reaches"
         ) from error
 
 

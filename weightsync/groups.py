@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable
 
 from broker import Broker
-from broker.errors import WeightSyncError
+from broker.errors import BrokerError, WeightSyncError
 from broker.schema import BroadcastGroup, WeightManifest
 
-from .doorbell import hear
 from .receiver import JoinedGroup, join
-from .threads import BoundedThreads
+from .threads import BoundedThreads, for_threads
+from .transports.rendezvous import Board
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +80,28 @@ class GroupFollower:
 
     async def _join(self, group: BroadcastGroup) -> None:
         cancelled = threading.Event()
+        board = Board(for_threads(asyncio.get_running_loop()), self._broker.meetings)
         try:
             self._joined = await self._threads.run(
                 "join",
-                lambda: join(self._broker.run, self._worker, group, cancelled),
+                lambda: join(board, self._worker, group, cancelled),
                 cancelled,
                 overdue_s=2 * group.timeout_s + 1,
             )
             if self._joined is not None:
-                self._hearing = asyncio.create_task(hear(group.store_host, group.bell_port, self._on_offer))
+                self._hearing = asyncio.create_task(self._hear())
         except WeightSyncError as error:
             logger.warning("%s stays out of broadcast group %d: %s", self._worker, group.epoch, error)
+
+    async def _hear(self) -> None:
+        """Who hears nothing, as the broker is away or busy, finds the offer at its next look."""
+        heard = b"0"
+        while True:
+            try:
+                rung = await self._broker.meetings.wait_for_bell(heard)
+            except BrokerError:
+                await asyncio.sleep(self._poll_s)
+                continue
+            if rung != heard:
+                heard = rung
+                self._on_offer()

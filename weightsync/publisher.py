@@ -32,6 +32,7 @@ from .sender import Sender
 from .staging import StagedWeights
 from .threads import DaemonPool
 from .transports.pull_server import PullServer
+from .transports.rendezvous import Board
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Publisher:
         archive = open_archive(config.archive, broker, owner)
         address = learner_address(config.host, broker.broker.url)
         self._sender = Sender(
-            broker.broker.run,
+            Board(broker.call, broker.broker.meetings),
             owner.incarnation,
             self._last_epoch(),
             address,

@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from msgspec.structs import replace
 
-from broker.errors import WeightSyncError
+from broker.errors import BrokerError, WeightSyncError
 from broker.schema import BroadcastGroup, TensorSpec, WeightManifest, WeightVersion
 
+from .addresses import address_towards
 from .buckets import Fingerprints, check_offer, compare
 from .deadline import Deadline
 from .deliveries import Arriving
 from .landing import Landed, Landing, Window
 from .pipeline import empty_seal, pipelined, unsealed
 from .transports.base import BroadcastGroupTransport
-from .transports.collective import local_address
 from .transports.forming import form_group
-from .transports.rendezvous import Rendezvous, connect_store, translated
+from .transports.rendezvous import Board, Rendezvous, translated
 
 WAVE_OVERDUE_S = 2.0
 """Beyond its deadline, for the learner to give up a wave and begin with the next."""
@@ -41,6 +41,9 @@ class JoinedGroup:
         self._transport = transport
         self._checked: tuple[TensorSpec, ...] | None = None
         """The tensors of the last offer, which those of the next one mostly are: they need not be checked again."""
+        self._is_left = False
+        self._waiting: threading.Event | None = None
+        """Ends the wait for a turn."""
         self._wave = group.members.index(worker) // group.at_once
         self._earlier_waves_s = self._wave * (group.timeout_s + WAVE_OVERDUE_S)
         """How long those that receive before this worker may take."""
@@ -84,7 +87,10 @@ class JoinedGroup:
             return manifest
 
     def close(self) -> None:
-        """Leave the epoch."""
+        """Leave the epoch; who waits for a turn in it waits no more."""
+        self._is_left = True
+        if self._waiting is not None:
+            self._waiting.set()
         self._transport.close()
 
     @contextlib.contextmanager
@@ -113,10 +119,11 @@ class JoinedGroup:
     def _await_wave(self, offer: WeightManifest, cancelled: threading.Event) -> None:
         if not self._wave:
             return
-        try:
+        self._waiting = cancelled
+        if self._is_left:  # by another thread, which has not seen that we wait
+            raise WeightSyncError(f"broadcast group {self.group.epoch} was left")
+        with translated(f"its turn to receive version {offer.version}"):
             self._rendezvous.await_wave(offer.version, self._wave, Deadline(self._earlier_waves_s, cancelled))
-        except RuntimeError as error:
-            raise translated(error, f"its turn to receive version {offer.version}") from error
 
     def _receive_into(
         self,
@@ -139,8 +146,8 @@ class JoinedGroup:
         return manifest
 
     def _acknowledge(self, version: WeightVersion, failure: str) -> None:
-        # A learner that died since needs no answer, and the bytes are as good without it.
-        with contextlib.suppress(RuntimeError):
+        # Where the broker is away the learner takes it for lost, and the bytes are as good without an answer.
+        with contextlib.suppress(BrokerError):
             self._rendezvous.acknowledge(version, self._worker, failure)
 
 
@@ -148,24 +155,18 @@ def _leave_it(index: int, bucket: torch.Tensor) -> None:
     """For buckets that stay as they are, until the whole version is handed over."""
 
 
-def join(run: str, worker: str, group: BroadcastGroup, cancelled: threading.Event) -> JoinedGroup | None:
+def join(board: Board, worker: str, group: BroadcastGroup, cancelled: threading.Event) -> JoinedGroup | None:
     """Check in and, if everybody else does, form the group. None where it is not ours to join any more.
 
-    Raises WeightSyncError where the learner that started the epoch is gone.
+    Raises WeightSyncError where the learner, or another member, does not come, or the broker does not answer.
     """
     deadline = Deadline(group.timeout_s, cancelled)
-    what = f"joining broadcast group {group.epoch}"
-    try:
-        # A store client retries a dead address until its timeout; a plain connection is refused at once.
-        interface = local_address(group.store_host, group.store_port, group.timeout_s)
-        rendezvous = Rendezvous(connect_store(group, deadline.remaining()), run, group)
+    rendezvous = Rendezvous(board, group, leads=False)
+    with translated(f"joining broadcast group {group.epoch}"):
         if not rendezvous.check_in(worker) or not rendezvous.await_verdict(deadline):
             return None
-    except OSError as error:
-        raise WeightSyncError(f"{what}: nobody at {group.store_host}:{group.store_port} ({error})") from error
-    except RuntimeError as error:
-        raise translated(error, what) from error
     wave, place = divmod(group.members.index(worker), group.at_once)
     size = len(group.members[wave * group.at_once :][: group.at_once]) + 1
-    transport = form_group(group.transport, rendezvous.store_of(wave), place + 1, size, interface, deadline)
+    store, interface = rendezvous.store_of(wave), address_towards(group.learner)
+    transport = form_group(group.transport, store, place + 1, size, interface, deadline)
     return JoinedGroup(group, worker, rendezvous, transport)

@@ -8,24 +8,24 @@ With `staging: none` members must be paused while they receive. So they receive 
 wave through a process group and with a deadline of its own; one that fails takes nothing from the next.
 """
 
+import secrets
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
-from broker.errors import WeightSyncError
+from broker.errors import BrokerError, WeightSyncError
 from broker.schema import BroadcastGroup, WeightVersion, WorkerInfo
 
 from .config import WeightsConfig
 from .deadline import Deadline
-from .doorbell import Doorbell
 from .membership import Member, eligible, still_missed
 from .pipeline import pipelined
 from .resting import Resting
 from .transports.base import BroadcastGroupTransport
 from .transports.forming import check_transport, form_group
-from .transports.rendezvous import Rendezvous, host_store
+from .transports.rendezvous import Board, Rendezvous
 
 _FORM_ATTEMPTS = 2
 _NACK_WAIT_S = 1.0
@@ -50,12 +50,14 @@ class _Group(NamedTuple):
 
 
 class Sender:
-    """Owns the store in which groups are formed, and the current group. Epochs, which number them, count up from
-    `last_epoch` for the whole run."""
+    """Owns the current group. Epochs, which number them, count up from `last_epoch` for the whole run.
+
+    Raises what the broker raises, through which groups are formed and members answer.
+    """
 
     def __init__(
         self,
-        run: str,
+        board: Board,
         incarnation: int,
         last_epoch: int,
         address: str,
@@ -63,15 +65,13 @@ class Sender:
         put_group: Callable[[BroadcastGroup], None],
     ) -> None:
         check_transport(config.transport)
-        self._run = run
+        self._board = board
         self._incarnation = incarnation
         self._epoch = last_epoch
         self._address = address
         self._config = config
         self._put_group = put_group
-        self._store: TCPStore | None = host_store(address, config.broadcast_timeout_s)
         self._group: _Group | None = None
-        self._bell = Doorbell(address)
         self._missed: dict[str, WeightVersion] = {}
         """By worker, the version that it was last seen to miss: it is in no group until it has caught up."""
         self._resting = Resting(config.broadcast_timeout_s)
@@ -104,20 +104,24 @@ class Sender:
         What `wire` gives is asked for while what came before is under way.
         """
         assert self._group is not None
-        self._bell.ring()
         _, rendezvous, waves = self._group
         reached: list[str] = []
         failures: list[str] = []
-        for number, wave in enumerate(waves):
-            if number:
-                rendezvous.begin(version, number)
-            some, failure = self._send_to(wave, rendezvous, version, wire())
-            reached += some
-            failures += [failure] if failure else []
+        try:
+            rendezvous.ring()
+            for number, wave in enumerate(waves):
+                if number:
+                    rendezvous.begin(version, number)
+                some, failure = self._send_to(wave, rendezvous, version, wire())
+                reached += some
+                failures += [failure] if failure else []
+            if not failures:
+                rendezvous.forget(version, reached, len(waves))
+        except BrokerError:
+            self._leave()  # who received what is not known
+            raise
         if failures:
             self._leave()
-        else:
-            rendezvous.forget(version, reached, len(waves))
         return tuple(reached), "; ".join(failures)
 
     def _send_to(
@@ -139,18 +143,16 @@ class Sender:
         return reached, failure
 
     def close(self) -> None:
-        """Leave the group and stop the store."""
+        """Leave the group."""
         self._leave()
-        self._bell.close()
-        self._store = None
 
     def _form(self, wanted: tuple[Member, ...], version: WeightVersion) -> str:
         """Start the next epoch; what kept its group from being formed, or ''."""
         deadline = Deadline(self._config.broadcast_timeout_s)
-        assert self._store is not None
         self._epoch += 1
-        group = self._record(wanted, self._store.port)
-        rendezvous = Rendezvous(self._store, self._run, group)
+        group = self._record(wanted)
+        rendezvous = Rendezvous(self._board, group, leads=True)
+        rendezvous.open()
         self._put_group(group)
         absent = rendezvous.await_members(group.members, deadline)
         rendezvous.decide(stands=not absent)
@@ -171,15 +173,14 @@ class Sender:
         self._group = _Group(wanted, rendezvous, tuple(waves))
         return ""
 
-    def _record(self, members: tuple[Member, ...], store_port: int) -> BroadcastGroup:
+    def _record(self, members: tuple[Member, ...]) -> BroadcastGroup:
         """What members are told of the epoch that begins."""
         return BroadcastGroup(
             epoch=self._epoch,
             incarnation=self._incarnation,
             transport=self._config.transport,
-            store_host=self._address,
-            store_port=store_port,
-            bell_port=self._bell.port,
+            meeting=secrets.token_hex(8),
+            learner=self._address,
             timeout_s=self._config.broadcast_timeout_s,
             members=tuple(member.worker for member in members),
             at_once=self._at_once(len(members)),
@@ -193,6 +194,8 @@ class Sender:
     def _leave(self) -> None:
         if self._group is not None:
             _close(self._group.waves)
+            with suppress(BrokerError):  # else it ends by itself
+                self._group.rendezvous.end()
         self._group = None
 
 

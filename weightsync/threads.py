@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,10 +14,13 @@ from broker.errors import WeightSyncError
 
 from .deadline import Deadline
 from .transports.base import UnreachableError
+from .transports.rendezvous import Call
 
 T = TypeVar("T")
 _JOIN_S = 1.0
 _LOOK_S = 0.2
+_STANDS_STILL_S = 60.0
+"""Longer than the broker lets any call wait."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,24 @@ class BoundedThreads:
             if entry.ended.done():
                 entry.thread.join(_JOIN_S)
         self._running = [entry for entry in self._running if entry.thread.is_alive()]
+
+
+def for_threads(loop: asyncio.AbstractEventLoop) -> Call:
+    """Carries out coroutines in `loop` for threads. Raises WeightSyncError where it stands still, or has ended."""
+
+    def call(coroutine: Coroutine[Any, Any, T], /) -> T:
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        except RuntimeError as error:  # it is closed
+            coroutine.close()
+            raise WeightSyncError(f"this worker has ended: {error}") from error
+        try:
+            return future.result(_STANDS_STILL_S)
+        except TimeoutError as error:
+            future.cancel()
+            raise WeightSyncError(f"this worker's event loop stood still for {_STANDS_STILL_S:g} s") from error
+
+    return call
 
 
 class DaemonPool:

@@ -75,6 +75,16 @@ async def work(worker: Broker, shards: int) -> None:
     assert await worker.turns.renew("t", 30)
     await worker.turns.give_back("t")
     assert await worker.phases.may_generate("w", 30, is_awake=False)
+    assert await worker.meetings.say_once("m", "in/w", b"1") == b"1"
+    await worker.meetings.say("m", "ack", b"", leads=False)
+    assert await worker.meetings.count("m", "n", 2) == 2
+    assert await worker.meetings.hear("m", ["in/w", "verdict"]) == [b"1", b"go"]
+    assert await worker.meetings.forget("m", ["ack"], leads=False) == 1
+    with pytest.raises(BrokerError):
+        await worker.meetings.say("m", "verdict", b"void", leads=True)
+    assert await worker.meetings.wait_for_bell(b"0") != b"0"
+    with pytest.raises(BrokerError):
+        await worker.meetings.ring()
     assert await worker.status.state() == "claimed"
     first, *others = (await worker.leases.lease("w", WeightVersion(1, 0), 4, 30)).leases
     assert (await worker.leases.append(first, segment(first, 0), 30)).outcome is AppendOutcome.APPENDED
@@ -105,6 +115,8 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
     run = await begin(learner, rules(1), fed=8)
     await learner.versions.put_model(run.owner, ModelFiles(files={"config.json": b"{}"}))
     await learner.versions.put_group(run.owner, broadcast_group())
+    await learner.meetings.say("m", "verdict", b"go", leads=True)
+    await learner.meetings.ring()
     await learner.phases.generate(run.owner, 30)
     assert await learner.archive.keep(run.owner, {"blob": 6}) == set()
     await learner.archive.put("blob", 0, b"a blob")

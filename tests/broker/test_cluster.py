@@ -15,6 +15,7 @@ from broker.server import EmbeddedServer
 from tests.processes import kill
 
 from .scenario import begin, group_id, groups, prompt, rules
+from .test_meetings import ring_and_hear
 from .topologies import Cluster, ask, is_redis_7_0, port_of, wait_until_caught_up
 
 
@@ -57,6 +58,10 @@ async def test_a_whole_run(cluster: Cluster, on_cluster: Broker, run_name: str, 
     assert (await on_cluster.status.snapshot()).queues.payload_bytes == 0
     assert await on_cluster.status.delete_run() > 0
     assert not [key for node in cluster.nodes for key in keys_on(node, run_name)]
+
+
+async def test_members_wait_at_the_bell(on_cluster: Broker) -> None:
+    await ring_and_hear(on_cluster)
 
 
 async def test_every_node_can_be_the_first_to_ask(cluster: Cluster, run_name: str) -> None:

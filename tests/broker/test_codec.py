@@ -91,7 +91,7 @@ STRUCTS = [
         buckets=(256,),
         deltas=(DeltaSpec(WeightVersion(1, 1), WeightVersion(1, 2), 5, "cd"),),
     ),
-    msgspec.structs.replace(broadcast_group(), bell_port=0, timeout_s=3.0, members=("a", "b"), at_once=2),
+    msgspec.structs.replace(broadcast_group(), learner="", timeout_s=3.0, members=("a", "b"), at_once=2),
     ModelFiles(files={"config.json": b"{}", "tokenizer.json": bytes(range(256))}),
     WORKER,
     STEP,

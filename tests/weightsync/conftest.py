@@ -22,6 +22,7 @@ from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher, PublishReport
 from weightsync.subscriber import Subscriber
 from weightsync.transports.pull_server import Found
+from weightsync.transports.rendezvous import Board
 
 TIMEOUT_S = 2.0
 PATIENCE_S = 40.0
@@ -195,6 +196,14 @@ async def announced(broker: Broker) -> WeightManifest:
     manifest = await broker.versions.announced()
     assert manifest is not None
     return manifest
+
+
+@pytest.fixture
+def board(url: str, run_name: str) -> Iterator[Board]:
+    """For both ends of a group, in threads of the test."""
+    blocking = BlockingBroker(url, run_name)
+    yield Board(blocking.call, blocking.broker.meetings)
+    blocking.close()
 
 
 @pytest.fixture

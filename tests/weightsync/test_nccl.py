@@ -6,13 +6,12 @@ import types
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
 from broker.errors import WeightSyncError
-from tests.weightsync.conftest import TIMEOUT_S
 from weightsync.deadline import Deadline
 from weightsync.transports import collective
 from weightsync.transports.collective import ProcessGroupTransport
-from weightsync.transports.rendezvous import host_store
 
 LOCAL = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -45,7 +44,7 @@ def test_nccl_is_aborted_at_the_deadline_whatever_its_caller_waits_for(monkeypat
     backend = Endless()
     monkeypatch.setattr(collective, "_open", lambda *_: backend)
     monkeypatch.setattr(collective, "_device_of", lambda _: CPU)
-    transport = ProcessGroupTransport("nccl", host_store(LOCAL, TIMEOUT_S), 0, 2, LOCAL, Deadline(30))
+    transport = ProcessGroupTransport("nccl", HashStore(), 0, 2, LOCAL, Deadline(30))
     finish = transport.start(BUCKET, Deadline(0.1))
     assert backend.aborted.wait(30)  # nobody has called `finish`
     with pytest.raises(WeightSyncError, match="failed"):
@@ -65,7 +64,7 @@ def test_a_group_that_does_not_connect_is_not_formed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(collective, "_open", lambda *_: backend)
     monkeypatch.setattr(collective, "_device_of", lambda _: CPU)
     with pytest.raises(WeightSyncError, match=r"could not be formed within 0\.2 s.*NCCL_SOCKET_IFNAME"):
-        ProcessGroupTransport("nccl", host_store(LOCAL, TIMEOUT_S), 0, 2, LOCAL, Deadline(0.2))
+        ProcessGroupTransport("nccl", HashStore(), 0, 2, LOCAL, Deadline(0.2))
     backend.aborted.set()
 
 
@@ -84,7 +83,7 @@ def test_nccl_groups_are_made_to_survive_their_peers_and_no_others(monkeypatch: 
     monkeypatch.setattr(collective, "_device_of", lambda _: CPU)
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
     before = ReadsSettings().settings
-    transport = ProcessGroupTransport("nccl", host_store(LOCAL, TIMEOUT_S), 0, 2, LOCAL, Deadline(30))
+    transport = ProcessGroupTransport("nccl", HashStore(), 0, 2, LOCAL, Deadline(30))
     what = ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING", "WAIT_TIMEOUT_DUMP_MILSEC")
     assert transport._backend.settings == {**before, **{f"TORCH_NCCL_{name}": "0" for name in what}}
     assert ReadsSettings().settings == before

@@ -6,32 +6,31 @@ import pytest
 
 from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, WeightVersion
-from tests.weightsync.conftest import TIMEOUT_S
 from tests.weightsync.worker_process import worker_info
 from weightsync import deadline, sender
 from weightsync.config import WeightsConfig
 from weightsync.sender import Sender
-from weightsync.transports.rendezvous import Rendezvous, connect_store
+from weightsync.transports.rendezvous import Board, Rendezvous
 
 LOCAL = "127.0.0.1"
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 
 
-def test_members_that_do_not_connect_are_left_alone_ever_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_that_do_not_connect_are_left_alone_ever_longer(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     """As between hosts that the broker's network connects, and NCCL's does not."""
     now, attempts = [0], list[int]()
     monkeypatch.setattr(deadline, "time", types.SimpleNamespace(monotonic=lambda: float(now[0])))
 
     def put_group(put: BroadcastGroup) -> None:
         for worker in put.members:
-            assert Rendezvous(connect_store(put, TIMEOUT_S), "run", put).check_in(worker)
+            assert Rendezvous(board, put, leads=False).check_in(worker)
 
     def no_way(*_: object) -> None:
         attempts.append(now[0])
         raise WeightSyncError("no way there")
 
     monkeypatch.setattr(sender, "form_group", no_way)
-    sending = Sender("run", 1, 0, LOCAL, WeightsConfig(broadcast_timeout_s=50), put_group)
+    sending = Sender(board, 1, 0, LOCAL, WeightsConfig(broadcast_timeout_s=50), put_group)
     workers = [worker_info("w", V0, 0)]
     for now[0] in range(0, 2000, 10):
         epoch, why = sending.prepare(lambda: workers, V1)

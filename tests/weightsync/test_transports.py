@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -30,12 +31,11 @@ from weightsync.sender import Sender
 from weightsync.staging import stage
 from weightsync.transports import served
 from weightsync.transports.base import SupersededError
-from weightsync.transports.collective import ProcessGroupTransport
-from weightsync.transports.forming import check_transport
+from weightsync.transports.forming import check_transport, form_group
 from weightsync.transports.listening import listen
 from weightsync.transports.pull import HttpPull
 from weightsync.transports.pull_server import PullServer
-from weightsync.transports.rendezvous import Rendezvous, connect_store, host_store
+from weightsync.transports.rendezvous import Board, Rendezvous
 
 V0, V1, V2, V3 = (WeightVersion(1, step) for step in range(4))
 LOCAL = "127.0.0.1"
@@ -44,14 +44,13 @@ WEIGHTS = stage([("a", torch.full((5_000_000,), 1, dtype=torch.uint8)), ("b", to
 DATA = WEIGHTS.buckets
 
 
-def group(port: int, epoch: int = 1) -> BroadcastGroup:
+def group(epoch: int = 1) -> BroadcastGroup:
     return BroadcastGroup(
         epoch=epoch,
         incarnation=1,
         transport="gloo",
-        store_host=LOCAL,
-        store_port=port,
-        bell_port=0,
+        meeting=f"meeting {epoch}",
+        learner=LOCAL,
         timeout_s=TIMEOUT_S,
         members=("w",),
         at_once=1,
@@ -72,6 +71,7 @@ def manifest(version: WeightVersion, url: str = "") -> WeightManifest:
 
 
 def broadcast(
+    board: Board,
     sent: tuple[torch.Tensor, ...],
     promised: WeightManifest,
     transport: Literal["gloo", "ipc"] = "gloo",
@@ -87,7 +87,7 @@ def broadcast(
 
     def receive() -> object:
         put.wait()
-        joined = join("run", "w", groups[0], threading.Event())
+        joined = join(board, "w", groups[0], threading.Event())
         assert joined is not None
         try:
             manifest, landed = joined.receive(replace(promised, fingerprints=()), Landing(CPU), threading.Event())
@@ -99,7 +99,7 @@ def broadcast(
             joined.close()
 
     config = WeightsConfig(transport=transport, broadcast_timeout_s=TIMEOUT_S)
-    sender = Sender("run", 1, 0, LOCAL, config, put_group)
+    sender = Sender(board, 1, 0, LOCAL, config, put_group)
     with ThreadPoolExecutor(1) as threads:
         received = threads.submit(receive)
         assert sender.prepare(lambda: [worker_info("w", V0, 0)], promised.version) == (1, "")
@@ -111,75 +111,116 @@ def broadcast(
 
 
 @pytest.mark.parametrize("transport", ["gloo", "ipc"])
-def test_bytes_arrive_without_a_default_group(transport: Literal["gloo", "ipc"]) -> None:
+def test_bytes_arrive_without_a_default_group(board: Board, transport: Literal["gloo", "ipc"]) -> None:
     assert not torch.distributed.is_initialized()
-    got, report = broadcast(DATA, manifest(V1), transport)
+    got, report = broadcast(board, DATA, manifest(V1), transport)
     assert isinstance(got, tuple)
     assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
     assert report == (("w",), "")
 
 
-def test_bytes_arrive_beside_a_default_group(tmp_path: Path) -> None:
+def test_bytes_arrive_beside_a_default_group(board: Board, tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        _, report = broadcast(DATA, manifest(V1))
+        _, report = broadcast(board, DATA, manifest(V1))
         assert report == (("w",), "")
         torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
 
 
-def test_damage_on_the_way_is_found_and_told() -> None:
+def test_damage_on_the_way_is_found_and_told(board: Board) -> None:
     damaged = (DATA[0].clone(), DATA[1])
     damaged[0][4_999_999] = 7
-    got, (reached, failed) = broadcast(damaged, manifest(V1))
+    got, (reached, failed) = broadcast(board, damaged, manifest(V1))
     assert isinstance(got, str)
     assert "a in bucket 0 arrived damaged" in got
     assert reached == ()
     assert "w (a in bucket 0 arrived damaged" in failed
 
 
-def test_the_fingerprints_of_another_version_are_refused() -> None:
-    got, (reached, _) = broadcast(DATA, manifest(V1), sealed_as=V0)
+def test_the_fingerprints_of_another_version_are_refused(board: Board) -> None:
+    got, (reached, _) = broadcast(board, DATA, manifest(V1), sealed_as=V0)
     assert got == f"version {V0} arrived where {V1} was offered"
     assert reached == ()
 
 
-def test_a_member_that_never_comes_ends_with_the_deadline() -> None:
-    store = host_store(LOCAL, TIMEOUT_S)
-    with pytest.raises(WeightSyncError, match=r"could not be formed within 0\.3 s"):
-        ProcessGroupTransport("gloo", store, 0, 2, LOCAL, Deadline(0.3))
+@pytest.mark.parametrize("transport", ["gloo", "ipc"])
+def test_a_member_that_never_comes_ends_with_the_deadline(board: Board, transport: Literal["gloo", "ipc"]) -> None:
+    for rank in range(2):
+        store = Rendezvous(board, group(rank), leads=rank == 0).store_of(0)
+        with pytest.raises(WeightSyncError, match=r"0\.3 s"):
+            form_group(transport, store, rank, 2, LOCAL, Deadline(0.3))
 
 
-def test_an_epoch_admits_each_name_once_and_nobody_after_its_end() -> None:
-    store = host_store(LOCAL, TIMEOUT_S)
-    host = Rendezvous(store, "run", group(store.port))
+def test_an_epoch_admits_each_name_once_and_nobody_after_its_end(board: Board) -> None:
+    assert join(board, "w", group(), threading.Event()) is None  # nobody has opened it
+    host = Rendezvous(board, group(), leads=True)
+    host.open()
     assert host.await_members(["w"], Deadline(0.05)) == ("w",)
     host.decide(stands=False)
-    assert join("run", "w", group(store.port), threading.Event()) is None  # late: told that the epoch is void
-    guest = Rendezvous(connect_store(group(store.port, epoch=2), TIMEOUT_S), "run", group(store.port, epoch=2))
+    assert join(board, "w", group(), threading.Event()) is None  # late: told that the epoch is void
+    Rendezvous(board, group(2), leads=True).open()
+    guest = Rendezvous(board, group(2), leads=False)
     assert guest.check_in("w")
     assert not guest.check_in("w")
-    assert join("run", "w", group(store.port, epoch=2), threading.Event()) is None
+    assert join(board, "w", group(2), threading.Event()) is None
+    Rendezvous(board, group(2), leads=True).end()
+    assert not guest.check_in("another")
 
 
-def test_a_member_waiting_for_the_verdict_can_be_cancelled() -> None:
-    store = host_store(LOCAL, TIMEOUT_S)
+def test_what_the_learner_has_said_no_member_says_otherwise(board: Board) -> None:
+    host, guest = (Rendezvous(board, group(), leads=leads) for leads in (True, False))
+    host.open()
+    guest.decide(stands=True)
+    assert guest._hear(["verdict"]) == [b"open"]
+    host.store_of(0).set("0", "the learner")
+    guest.store_of(0).set("0", "somebody else")
+    assert guest.store_of(0).get("0") == b"the learner"
+
+
+def test_a_store_in_the_broker_does_what_torch_wants_of_one(board: Board) -> None:
+    host, guest = (Rendezvous(board, group(), leads=leads).store_of(3) for leads in (True, False))
+    assert (host.add("n", 2), guest.add("n", 3)) == (2, 5)
+    assert host.get("n") == b"5"
+    guest.set("key", b"\x00\xff")
+    assert guest.check(["key"])
+    assert not host.check(["key", "other"])
+    host.wait(["key"], timedelta(seconds=5))
+    assert host.get("key") == b"\x00\xff"
+    assert host.delete_key("key")
+    assert not host.delete_key("key")
+    with pytest.raises(RuntimeError, match=r"nothing was said under key within 0\.1 s"):
+        host.wait(["key"], timedelta(seconds=0.1))
+    host.set("key", b"x" * 100_000)
+    with pytest.raises(RuntimeError, match="nothing was said"):
+        host.wait(["key"], timedelta(seconds=0.1))  # torch never says so much
+
+
+def test_a_member_waiting_for_the_verdict_can_be_cancelled(board: Board) -> None:
     cancelled = threading.Event()
+    host = Rendezvous(board, group(), leads=True)
+    host.open()
     with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(join, "run", "w", group(store.port), cancelled)
-        assert Rendezvous(store, "run", group(store.port)).await_members(["w"], Deadline(10)) == ()
+        joining = threads.submit(join, board, "w", group(), cancelled)
+        assert host.await_members(["w"], Deadline(10)) == ()
         cancelled.set()
         with pytest.raises(WeightSyncError, match="cancelled"):
             joining.result()
 
 
-def test_a_store_that_is_gone_is_refused_at_once() -> None:
-    store = host_store(LOCAL, TIMEOUT_S)
-    port = store.port
-    del store
-    with pytest.raises(WeightSyncError, match=f"nobody at 127.0.0.1:{port}"):
-        join("run", "w", group(port), threading.Event())
+def test_an_ipc_group_is_told_at_once_that_its_learner_is_gone(board: Board) -> None:
+    def member() -> str:
+        transport = form_group("ipc", Rendezvous(board, group(), leads=False).store_of(0), 1, 2, LOCAL, Deadline(1e6))
+        with pytest.raises(WeightSyncError, match="closed by another member") as told:
+            transport.start(DATA[0].clone(), Deadline(1e6))()
+        transport.close()
+        return str(told.value)
+
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(member)
+        form_group("ipc", Rendezvous(board, group(), leads=True).store_of(0), 0, 2, LOCAL, Deadline(30)).close()
+        assert "ipc broadcast of 5000192 bytes" in joining.result(30)
 
 
 @pytest.mark.parametrize("name", ["nccl", "ucc"])

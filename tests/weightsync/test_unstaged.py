@@ -14,6 +14,8 @@ import torch
 from msgspec.structs import replace
 
 from broker.schema import WeightVersion
+from broker.server import EmbeddedServer
+from tests.broker.topologies import ask
 from tests.weightsync.conftest import CONFIG, Learner, WorkerProcess
 from tests.weightsync.interruptions import Place, damaged_bucket
 from tests.weightsync.learner_process import publish
@@ -56,8 +58,8 @@ def until_broken(worker: WorkerProcess) -> str:
     return str(event["broken"])
 
 
-def test_the_store_keeps_nothing_of_the_versions_before(
-    start_learner: Callable[..., Learner], start_member: StartWorker
+def test_the_broker_keeps_nothing_that_members_said_of_the_versions_before(
+    server: EmbeddedServer, run_name: str, start_learner: Callable[..., Learner], start_member: StartWorker
 ) -> None:
     learner = start_learner()
     for name in ("one", "two"):
@@ -66,9 +68,10 @@ def test_the_store_keeps_nothing_of_the_versions_before(
     counts = []
     for _ in range(3):
         until_all_receive(learner, "one", "two")
-        store = learner.publisher._sender._store
-        assert store is not None
-        counts.append(store.num_keys())
+        group = learner.blocking.call(learner.blocking.broker.versions.group())
+        assert group is not None
+        said = [f"headway:{{{run_name}}}:{part}:{group.meeting}" for part in ("meeting", "joining")]
+        counts.append([ask(server, "HLEN", key) for key in said])
     assert counts[0] == counts[1] == counts[2]
 
 

@@ -6,7 +6,6 @@ thread of its own calls at the deadline: the caller may wait for the whole devic
 """
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,6 +49,7 @@ class ProcessGroupTransport:
         self._device = _device_of(name)
         self._rank = rank
         self._name = name
+        self._store = store  # torch keeps no store that is written in Python
         self._under_way = 0
         self._alarm: threading.Timer | None = None
         self._aborting = threading.Lock()
@@ -217,9 +217,3 @@ def _root_options(deadline: Deadline) -> BroadcastOptions:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def local_address(host: str, port: int, timeout_s: float) -> str:
-    """The address that this machine uses towards host:port. Raises OSError where nobody listens there."""
-    with socket.create_connection((host, port), timeout=timeout_s) as connection:
-        return str(connection.getsockname()[0])

@@ -1,12 +1,16 @@
 """Broadcast within one machine through memory that all its processes map: GPU memory by CUDA IPC, else a file in RAM.
 
-For a learner and engines that share a GPU, where NCCL has no place for two ranks, and for whoever has no use for
-sockets. The learner copies each bucket into one buffer, the others copy it out; a count on either side says whose turn
-it is.
+For a learner and engines that share a GPU, where NCCL has no place for two ranks, and for whoever has no use for ports.
+The learner copies each bucket into one buffer, the others copy it out; through a Unix socket either side says whose
+turn it is, and that it is gone. The socket lies in a directory that only its user can enter, while the group is formed.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs do not re-export it
@@ -15,25 +19,24 @@ from broker.errors import WeightSyncError
 from weightsync.deadline import Deadline
 from weightsync.shared_memory import attach, gpu_handle, host_buffer
 
-_WAIT_S = 0.0002
-_SENT, _TAKEN, _CLOSED = "sent", "taken", "closed"
+_LOOK_S = 0.1
+_SAME, _MOVED, _TAKEN, _FORMED = b"=", b"+", b"t", b"f"
+_LONGEST_WORD = 4096
 
 
 class IpcTransport:
     """A formed group. Its buffer is as large as the largest bucket so far, and goes with the group."""
 
     def __init__(self, store: Store, rank: int, size: int, deadline: Deadline) -> None:
-        self._store = store
         self._rank = rank
-        self._receivers = size - 1
         self._count = 0
         self._buffers = ExitStack()
         self._buffer: torch.Tensor | None = None
         try:
-            self._store.add(_TAKEN, 0)
-            self._await("formed", size, deadline, add=1)
-        except RuntimeError as error:
+            self._peers = _accepted(store, size - 1, deadline) if rank == 0 else [_connected(store, deadline)]
+        except (RuntimeError, OSError) as error:  # RuntimeError: the store's
             raise WeightSyncError(f"the ipc group of {size} processes could not be formed: {error}") from error
+        self._taken = [0] * len(self._peers)
 
     def start(self, bucket: torch.Tensor, deadline: Deadline) -> Callable[[], None]:
         """See BroadcastGroupTransport. A receiver copies only at the end of it."""
@@ -42,69 +45,126 @@ class IpcTransport:
         what = f"ipc broadcast of {bucket.numel()} bytes"
         deadline.check(what)
         if self._rank:
-            return lambda: _translated(what, lambda: self._receive(bucket, count, deadline))
-        _translated(what, lambda: self._send(bucket, count, deadline))
-        return lambda: _translated(what, lambda: self._await_taken(count, deadline))
+            return lambda: self._receive(bucket, deadline, what)
+        self._send(bucket, count, deadline, what)
+        return lambda: self._await_taken(count, deadline, what)
 
     def close(self) -> None:
         """Tell the others and let go of the buffer."""
-        with suppress(RuntimeError):  # the store's process is gone, and nobody is left to tell
-            self._store.set(_CLOSED, "")
+        for peer in self._peers:
+            with suppress(OSError):  # it is gone
+                peer.shutdown(socket.SHUT_RDWR)
+            peer.close()
         self._buffer = None
         self._buffers.close()
 
-    def _send(self, bucket: torch.Tensor, count: int, deadline: Deadline) -> None:
-        self._await_taken(count - 1, deadline)
-        buffer = self._buffer
+    def _send(self, bucket: torch.Tensor, count: int, deadline: Deadline, what: str) -> None:
+        self._await_taken(count - 1, deadline, what)
+        buffer, words = self._buffer, [_SAME] * len(self._peers)
         if buffer is None or buffer.numel() < bucket.numel() or buffer.device != bucket.device:
-            buffer = self._buffer = self._shared(bucket)
+            buffer, handles = self._shared(bucket)
+            self._buffer, words = buffer, [_MOVED + handle for handle in handles]
         buffer[: bucket.numel()].copy_(bucket)
         _finish(buffer)
-        self._store.add(_SENT, 1)
+        with _told(what):
+            for peer, word in zip(self._peers, words, strict=True):
+                peer.send(word)
 
-    def _await_taken(self, count: int, deadline: Deadline) -> None:
-        self._await(_TAKEN, count * self._receivers, deadline)
+    def _await_taken(self, count: int, deadline: Deadline, what: str) -> None:
+        for number, peer in enumerate(self._peers):
+            while self._taken[number] < count:
+                _word(peer, deadline, what)
+                self._taken[number] += 1
 
-    def _receive(self, bucket: torch.Tensor, count: int, deadline: Deadline) -> None:
-        self._await(_SENT, count, deadline)
+    def _receive(self, bucket: torch.Tensor, deadline: Deadline, what: str) -> None:
+        word = _word(self._peers[0], deadline, what)
         buffer = self._buffer  # `close` may be called meanwhile
-        if buffer is None or self._store.check([_moved(self._rank, count)]):
-            buffer = self._buffer = attach(self._store.get(_moved(self._rank, count)))
+        if buffer is None or word != _SAME:
+            buffer = self._buffer = attach(word.removeprefix(_MOVED))
+        if buffer.numel() < bucket.numel():
+            raise WeightSyncError(f"{what}: the learner's buffer has {buffer.numel()} bytes only")
         bucket.copy_(buffer[: bucket.numel()])
         _finish(buffer)
-        self._store.add(_TAKEN, 1)
+        with _told(what):
+            self._peers[0].send(_TAKEN)
 
-    def _shared(self, bucket: torch.Tensor) -> torch.Tensor:
-        """A buffer that holds `bucket`; each receiver finds a handle of its own, as CUDA counts who has let go."""
+    def _shared(self, bucket: torch.Tensor) -> tuple[torch.Tensor, list[bytes]]:
+        """A buffer that holds `bucket`, and a handle for each receiver, as CUDA counts who has let go."""
         if bucket.is_cuda:
             buffer = torch.empty_like(bucket)
-            handles = [gpu_handle(buffer) for _ in range(self._receivers)]
-        else:
-            self._buffers.close()
-            buffer, handle = self._buffers.enter_context(host_buffer(bucket.numel()))
-            handles = [handle] * self._receivers
-        for receiver, handle in enumerate(handles, 1):
-            self._store.set(_moved(receiver, self._count), handle)  # type: ignore[arg-type]  # it takes bytes too
-        return buffer
-
-    def _await(self, key: str, count: int, deadline: Deadline, add: int = 0) -> None:
-        while self._store.add(key, add) < count:
-            add = 0
-            if self._store.check([_CLOSED]):
-                raise WeightSyncError("the ipc group was closed by another member")
-            deadline.check(f"ipc group, waiting for {key}")
-            deadline.pause(_WAIT_S)
+            return buffer, [gpu_handle(buffer) for _ in self._peers]
+        self._buffers.close()
+        buffer, handle = self._buffers.enter_context(host_buffer(bucket.numel()))
+        return buffer, [handle] * len(self._peers)
 
 
-def _translated(what: str, act: Callable[[], None]) -> None:
+def _accepted(store: Store, receivers: int, deadline: Deadline) -> list[socket.socket]:
+    """Connections to so many, all of whom are told that the group is formed."""
+    with TemporaryDirectory(prefix="headway-") as directory, _socket() as listener, _opened(directory) as place:
+        listener.bind(f"/proc/self/fd/{place}/s")  # a path below the directory may be too long for a socket's name
+        listener.listen(receivers)
+        store.set("socket", f"/proc/{os.getpid()}/fd/{place}/s")
+        peers: list[socket.socket] = []
+        while len(peers) < receivers:
+            with suppress(TimeoutError):
+                peers.append(listener.accept()[0])
+                peers[-1].settimeout(_LOOK_S)
+            deadline.check(f"an ipc group of which {len(peers)} of {receivers} members are there")
+    for peer in peers:
+        peer.send(_FORMED)
+    return peers
+
+
+def _connected(store: Store, deadline: Deadline) -> socket.socket:
+    """A connection to the learner, once all members are there."""
+    store.wait(["socket"], timedelta(seconds=deadline.remaining()))
+    path = store.get("socket").decode()
+    peer = _socket()
     try:
-        act()
-    except RuntimeError as error:
-        raise WeightSyncError(f"{what} failed: {error}") from error
+        peer.connect(path)
+        _word(peer, deadline, "an ipc group that forms")
+    except BaseException:
+        peer.close()
+        raise
+    return peer
 
 
-def _moved(rank: int, count: int) -> str:
-    return f"buffer/{rank}/{count}"
+def _socket() -> socket.socket:
+    """One for whole messages, which has nothing to say after a while, and is asked again."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(_LOOK_S)
+    return made
+
+
+@contextmanager
+def _opened(directory: str) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _word(peer: socket.socket, deadline: Deadline, what: str) -> bytes:
+    """The next one from there. Raises WeightSyncError where that is closed, or the deadline over."""
+    while True:
+        with _told(what):
+            try:
+                word = peer.recv(_LONGEST_WORD)
+            except TimeoutError:
+                deadline.check(what)
+                continue
+        if not word:
+            raise WeightSyncError(f"{what}: the ipc group was closed by another member")
+        return word
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WeightSyncError(f"{what}: the ipc group was closed by another member ({error})") from error
 
 
 def _finish(tensor: torch.Tensor) -> None:

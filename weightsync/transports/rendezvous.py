@@ -1,107 +1,159 @@
-"""Where an epoch's members check in, learn whether it stands, and acknowledge versions: keys in a TCPStore.
+"""Where an epoch's members check in, learn whether it stands, and acknowledge versions: words in the broker.
 
-{run}/{incarnation}/{epoch}/in/{worker}            how often this worker's name checked in
-                           /verdict                go | void
-                           /turn/{version}/{wave}   this wave of members receives now
-                           /ack/{version}/{worker}  empty, or what went wrong
-                           /wave/{wave}/...         torch's own keys of that wave's process group
+in/{worker}                what the first process of this worker's name made up to check in
+verdict                    open, then go | void
+turn/{version}/{wave}      this wave of members receives now
+ack/{version}/{worker}     empty, or what went wrong
+wave/{wave}/...            torch's own keys of that wave's process group
+
+The learner says `verdict` and `turn`, and its part of torch's, where no worker's user may write.
 """
 
-from collections.abc import Iterable
-from datetime import timedelta
+import secrets
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs do not re-export them
-
-from broker.errors import WeightSyncError
+from broker.errors import BrokerError, WeightSyncError
+from broker.meetings import Meetings
 from broker.schema import BroadcastGroup, WeightVersion
 from weightsync.deadline import Deadline
-from weightsync.transports.listening import listen
+from weightsync.transports.store import BrokerStore
 
-_WAIT_S = 0.005
-
-
-def host_store(address: str, timeout_s: float) -> TCPStore:
-    """A store in this process, which listens at `address` only. Raises WeightSyncError where it cannot."""
-    listener = listen(address)
-    bound, port = listener.getsockname()[:2]
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(
-        bound, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-    )
+T = TypeVar("T")
+_OPEN, _GO, _VOID = b"open", b"go", b"void"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
+_LONGEST_WORD = 4096
 
 
-def connect_store(group: BroadcastGroup, timeout_s: float) -> TCPStore:
-    """A member's connection to the learner's store."""
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
+class Call(Protocol):
+    """Carries out a coroutine of the broker for a thread: its result, or its error."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
+
+
+@dataclass(frozen=True)
+class Board:
+    """The broker's meetings, for threads."""
+
+    call: Call
+    meetings: Meetings
 
 
 class Rendezvous:
-    """One epoch in a store. Raises WeightSyncError where the store's process is gone."""
+    """One epoch. Raises what the broker raises."""
 
-    def __init__(self, store: TCPStore, run: str, group: BroadcastGroup) -> None:
-        self.store = PrefixStore(f"{run}/{group.incarnation}/{group.epoch}", store)
+    def __init__(self, board: Board, group: BroadcastGroup, *, leads: bool) -> None:
+        self._board = board
+        self._name = group.meeting
+        self._leads = leads
         self._what = f"broadcast group {group.epoch}"
 
+    def open(self) -> None:
+        """Before members are told of the epoch: whoever finds it not open comes too late."""
+        self._say("verdict", _OPEN)
+
     def check_in(self, worker: str) -> bool:
-        """False if somebody of this name already did: a restarted worker must not pose as its predecessor."""
-        return int(self.store.add(f"in/{worker}", 1)) == 1
+        """False if somebody of this name already did, as a restarted worker must not pose as its predecessor, or if the
+        epoch is over."""
+        own = secrets.token_bytes(8)
+        if self._hear(["verdict"]) == [None]:
+            return False
+        return self._board.call(self._board.meetings.say_once(self._name, f"in/{worker}", own)) == own
 
     def await_members(self, members: Iterable[str], deadline: Deadline) -> tuple[str, ...]:
         """Those who did not check in by the deadline."""
-        return self._await_all({worker: f"in/{worker}" for worker in members}, deadline)
+        keys = {worker: f"in/{worker}" for worker in members}
+        return tuple(worker for worker in keys if worker not in self._await_all(keys, deadline))
 
     def decide(self, stands: bool) -> None:
         """Tell those who checked in, now or late, whether the group will be formed."""
-        self.store.set("verdict", "go" if stands else "void")
+        self._say("verdict", _GO if stands else _VOID)
 
     def await_verdict(self, deadline: Deadline) -> bool:
         """True if the group is to be formed now."""
-        while not self.store.check(["verdict"]):
+        for pause_s in _pauses():
+            (verdict,) = self._hear(["verdict"])
+            if verdict != _OPEN:
+                return verdict == _GO
             deadline.check(f"{self._what}: the learner's word whether it stands")
-            deadline.pause(_WAIT_S)
-        return self.store.get("verdict") == b"go"
+            deadline.pause(pause_s)
+        raise AssertionError
+
+    def ring(self) -> None:
+        """Tell all members that there is an offer."""
+        self._board.call(self._board.meetings.ring())
 
     def begin(self, version: WeightVersion, wave: int) -> None:
         """Tell a wave of members that `version` is sent to it from now on."""
-        self.store.set(_turn_key(version, wave), "")
+        self._say(_turn_key(version, wave), b"")
 
     def await_wave(self, version: WeightVersion, wave: int, deadline: Deadline) -> None:
         """Until `version` is sent to this wave."""
-        while not self.store.check([_turn_key(version, wave)]):
+        for pause_s in _pauses():
+            if self._hear([_turn_key(version, wave)]) != [None]:
+                return
             deadline.check(f"{self._what}: this worker's turn to receive version {version}")
-            deadline.pause(_WAIT_S)
+            deadline.pause(pause_s)
 
-    def store_of(self, wave: int) -> PrefixStore:
+    def store_of(self, wave: int) -> BrokerStore:
         """For the process group of one wave."""
-        return PrefixStore(f"wave/{wave}", self.store)
+        board = self._board
+        return BrokerStore(board.call, board.meetings, self._name, f"wave/{wave}/", leads=self._leads)
 
     def acknowledge(self, version: WeightVersion, worker: str, failure: str) -> None:
         """Tell the learner that `worker` holds `version`, or (failure not empty) why it does not."""
-        self.store.set(_ack_key(version, worker), failure)
+        self._say(_ack_key(version, worker), failure.encode()[:_LONGEST_WORD])
 
     def await_acknowledgements(
         self, version: WeightVersion, members: Iterable[str], deadline: Deadline
     ) -> dict[str, str]:
         """What each member answered by the deadline: an empty text for success; silent ones are absent."""
-        keys = {worker: _ack_key(version, worker) for worker in members}
-        silent = self._await_all(keys, deadline)
-        return {worker: self.store.get(key).decode() for worker, key in keys.items() if worker not in silent}
+        answers = self._await_all({worker: _ack_key(version, worker) for worker in members}, deadline)
+        return {worker: answer[:_LONGEST_WORD].decode(errors="replace") for worker, answer in answers.items()}
 
     def forget(self, version: WeightVersion, members: Iterable[str], waves: int) -> None:
-        """All members have acknowledged `version`: the store keeps what nobody deletes."""
-        for worker in members:
-            self.store.delete_key(_ack_key(version, worker))
-        for wave in range(1, waves):
-            self.store.delete_key(_turn_key(version, wave))
+        """All members have acknowledged `version`."""
+        said = [_ack_key(version, worker) for worker in members]
+        said += [_turn_key(version, wave) for wave in range(1, waves)]
+        self._board.call(self._board.meetings.forget(self._name, said, leads=True))
 
-    def _await_all(self, keys: dict[str, str], deadline: Deadline) -> tuple[str, ...]:
-        missing = dict(keys)
-        while True:
-            missing = {worker: key for worker, key in missing.items() if not self.store.check([key])}
-            if not missing or deadline.is_over():
-                return tuple(missing)
-            deadline.pause(_WAIT_S)
+    def end(self) -> None:
+        """The epoch is over: who comes late finds nothing."""
+        self._board.call(self._board.meetings.end(self._name))
+
+    def _await_all(self, keys: dict[str, str], deadline: Deadline) -> dict[str, bytes]:
+        """What was said under each by the deadline."""
+        for pause_s in _pauses():
+            said = dict(zip(keys, self._hear(list(keys.values())), strict=True))
+            if None not in said.values() or deadline.is_over():
+                break
+            deadline.pause(pause_s)
+        return {who: word for who, word in said.items() if word is not None}
+
+    def _say(self, key: str, value: bytes) -> None:
+        self._board.call(self._board.meetings.say(self._name, key, value, leads=self._leads))
+
+    def _hear(self, keys: Sequence[str]) -> list[bytes | None]:
+        return self._board.call(self._board.meetings.hear(self._name, keys)) if keys else []
+
+
+def _pauses() -> Iterator[float]:
+    """Ever longer ones: many may wait for the one who does not come."""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """A worker's talk with its broker: what fails becomes a WeightSyncError, as all that keeps it from a group."""
+    try:
+        yield
+    except BrokerError as error:
+        raise WeightSyncError(f"{what}: {error}") from error
 
 
 def _turn_key(version: WeightVersion, wave: int) -> str:
@@ -110,9 +162,3 @@ def _turn_key(version: WeightVersion, wave: int) -> str:
 
 def _ack_key(version: WeightVersion, worker: str) -> str:
     return f"ack/{version}/{worker}"
-
-
-def translated(error: RuntimeError, what: str) -> WeightSyncError:
-    """A store error in our words."""
-    first_line = str(error).strip().partition("\n")[0]
-    return WeightSyncError(f"{what}: the learner's store does not answer: {first_line}")

@@ -1,0 +1,48 @@
+"""What members of a broadcast group and the learner tell each other, and the bell."""
+
+import asyncio
+
+from broker import Broker
+from broker.meetings import LIFETIME_S
+from broker.server import EmbeddedServer
+
+from .topologies import ask
+
+
+async def ring_and_hear(broker: Broker) -> None:
+    """All who wait are woken, and who comes late is, too."""
+    meetings = broker.meetings
+    heard = await meetings.wait_for_bell(b"0")
+    assert heard == b"0"
+    waiting = [asyncio.create_task(meetings.wait_for_bell(heard)) for _ in range(3)]
+    await meetings.ring()
+    first, *others = await asyncio.gather(*waiting)
+    assert first != heard
+    assert others == [first, first]
+    assert await meetings.wait_for_bell(b"0") == first
+    await meetings.ring()
+    await meetings.ring()
+    assert await meetings.wait_for_bell(first) > first
+
+
+async def test_the_bell_wakes_all_who_wait_and_is_not_missed(broker: Broker) -> None:
+    await ring_and_hear(broker)
+
+
+async def test_a_word_is_heard_in_its_meeting_until_that_ends(
+    broker: Broker, server: EmbeddedServer, run_name: str
+) -> None:
+    meetings = broker.meetings
+    await meetings.say("one", "key", b"learner", leads=True)
+    await meetings.say("one", "key", b"member", leads=False)
+    await meetings.say("one", "other", b"member", leads=False)
+    assert await meetings.hear("one", ["key", "other", "third"]) == [b"learner", b"member", None]
+    assert await meetings.hear("two", ["key"]) == [None]
+    for key in ("meeting:one", "joining:one"):
+        assert 0 < ask(server, "TTL", f"headway:{{{run_name}}}:{key}") <= LIFETIME_S
+    assert await meetings.say_once("one", "name", b"first") == b"first"
+    assert await meetings.say_once("one", "name", b"second") == b"first"
+    assert await meetings.forget("one", ["key"], leads=True) == 2
+    await meetings.end("one")
+    assert await meetings.hear("one", ["other", "name"]) == [None, None]
+    assert ask(server, "KEYS", "*") == []
