@@ -19,6 +19,11 @@ class ConfigError(HeadwayError):
     """A recipe or an override is wrong; the message names the path."""
 
 
+class UntrainableBatchError(HeadwayError):
+    """A step failed on a batch that its checks had let pass; the message says how to go on without it. The cause has
+    the traceback."""
+
+
 class BrokerError(HeadwayError):
     """The broker cannot do what was asked."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from broker.errors import HeadwayError
+from broker.errors import HeadwayError, UntrainableBatchError
 from learner.disk import FULL
 
 from .ending import Ending
@@ -46,6 +46,8 @@ def answer(arguments: Sequence[str]) -> int:
         code = _correct(error)
     except (KeyboardInterrupt, click.Abort):
         code = INTERRUPT_EXIT
+    except UntrainableBatchError as error:
+        code = _complain(f"{error} {_traceback_of(error, debug)}", debug, error.exit_code)
     except HeadwayError as error:
         code = _complain(str(error), debug, error.exit_code)
     except OSError as error:
@@ -71,15 +73,19 @@ def _complain(message: str, debug: bool, exit_code: int = 1) -> int:
 
 def _confess(error: Exception, debug: bool) -> int:
     text = f"This is a bug in Headway, not a mistake of yours: {type(error).__name__}: {error}."
+    _complain(f"{text} {_traceback_of(error, debug)}", debug)
+    return BUG_EXIT
+
+
+def _traceback_of(error: Exception, debug: bool) -> str:
+    """Where it is to be found."""
     if debug:
-        _complain(text, debug)
-        return BUG_EXIT
+        return "The traceback is above."
     with tempfile.NamedTemporaryFile(
         "w", prefix="headway-bug-", suffix=".log", errors="backslashreplace", delete=False
     ) as log:
         traceback.print_exception(error, file=log)
-    _complain(f"{text} The traceback is in {log.name}; --debug shows it here.", debug)
-    return BUG_EXIT
+    return f"The traceback is in {log.name}; --debug shows it here."
 
 
 def _connection(command: F) -> F:

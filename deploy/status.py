@@ -61,9 +61,10 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 
 def status_tables(status: RunStatus) -> RenderableType:
     """The same for people."""
-    return Group(
-        _head(status), _queues(status.queues), _lengths(status.tallies), _workers(status.workers), _lags(status)
-    )
+    tables = [_head(status), _queues(status.queues), _lengths(status.tallies), _workers(status.workers), _lags(status)]
+    if status.quarantined or status.dead_letters:
+        tables.append(_refused(status))
+    return Group(*tables)
 
 
 def _head(status: RunStatus) -> Table:
@@ -98,12 +99,25 @@ def _queues(queues: QueueDepths) -> Table:
     table.add_row("samples", f"{queues.retry}", f"{queues.leased}", "", "", "", "")
     table.caption = (
         f"{queues.admitted} groups admitted, {queues.expired_leases} leases expired, {queues.fenced} late or"
-        f" duplicate submissions refused, {queues.rejected} unreadable,"
+        f" duplicate submissions refused, {queues.rejected} samples or prompts that cannot be,"
         f" {queues.payload_bytes / 1e6:,.1f} MB stored; {queues.resumed_tokens:,} tokens resumed from segments,"
         f" {queues.discarded_tokens:,} discarded, {queues.trimmed_samples} samples trimmed,"
         f" {queues.uninformative} groups dropped because all their rewards were the same"
     )
     table.caption_justify = "left"
+    return table
+
+
+def _refused(status: RunStatus) -> Table:
+    """What was sent and cannot be, newest last, and who gets no more leases for it."""
+    table = Table(title="Refused, and generated anew", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("sample", "from", "reason"):
+        table.add_column(heading, overflow="fold")
+    for letter in status.dead_letters:
+        table.add_row(letter.tid, letter.worker, letter.reason)
+    if status.quarantined:
+        table.caption = f"No more leases for {', '.join(status.quarantined)}."
+        table.caption_justify = "left"
     return table
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from broker.errors import HeadwayError, UntrainableBatchError
 from broker.schema import Group, WeightVersion
 
 from .backends.base import Backend
@@ -123,8 +124,13 @@ class Learner:
     def train(self, groups: Sequence[Group], watch: Stopwatch) -> None:
         """One step, from its batch to published weights."""
         before = self.version
-        judged = self.updater.judge(groups, before.step)
-        update = self.updater.update(judged.sequences, before.step)
+        try:
+            judged = self.updater.judge(groups, before.step)
+            update = self.updater.update(judged.sequences, before.step)
+        except HeadwayError:
+            raise
+        except Exception as error:
+            raise UntrainableBatchError(self._way_out(error)) from error
         self.version = WeightVersion(before.incarnation, before.step + 1)
         self.cursor.mark_trained(group.prompt.group for group in groups)
         watch.lap("train")
@@ -132,6 +138,17 @@ class Learner:
         watch.lap("publish")
         # Before the checkpoint: a crash between the two repeats a line, which the record copes with, and loses none.
         self.observer.on_step(Step(version=before, groups=groups, judged=judged, update=update, seconds=watch.seconds))
+
+    def _way_out(self, error: Exception) -> str:
+        """For a step that failed: its batch is pinned, so that a resumed learner meets it again."""
+        reason, saved = str(error).strip().split("\n")[0], self.checkpoints.latest()
+        anew = f"--resume --rewind-to {saved.state.step} --regenerate" if saved else "--overwrite"
+        loses = f"all that was sampled since the checkpoint of step {saved.state.step}" if saved else "the run"
+        return (
+            f"Step {self.version.step + 1} failed while it was trained ({type(error).__name__}: {reason}). A memory or"
+            " device that gave way may do after a plain --resume, which trains the same batch again. If that fails as"
+            f" well, go on without the batch: {anew} forgets {loses}, and generates it anew."
+        )
 
     def take(self) -> list[Group]:
         """This step's pinned batch, on every rank; empty when nothing will come or the learner was asked to stop.

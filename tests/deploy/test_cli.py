@@ -106,7 +106,7 @@ def test_help_names_every_command_but_the_internal_one(tmp_path: Path) -> None:
             ["run", "arithmetic.yaml", "--resume", "--rewind-to", "5"],
             "There is no checkpoint at step 5 to rewind to: there is none.",
         ),
-        (["replay", "x"], "There is no run 'x': neither x nor runs/x holds a config.yaml."),
+        (["replay", "x"], "There is no run 'x': neither that directory nor the one below ./runs has a config.yaml."),
         (["status"], "No run is going on below "),
         (["status", "--broker", NOWHERE, "--run", "x"], f"No answer from the broker at {NOWHERE} "),
         (["broker", "--url", NOWHERE], f"No answer from the broker at {NOWHERE} "),

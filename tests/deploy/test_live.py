@@ -4,10 +4,11 @@ import io
 from collections.abc import Iterator
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import RenderableType
 
 from broker.errors import BrokerUnavailableError, RunNotFoundError
-from broker.schema import RunStatus, StepMetrics
+from broker.schema import DeadLetter, RunStatus, StepMetrics
 from deploy.live import Monitor, panel, sparkline, step_line
 from deploy.status import status_json, status_tables
 from deploy.terminal import Terminal
@@ -129,6 +130,17 @@ def test_status_tables_hold_versions_queues_workers_and_lags() -> None:
     ):
         assert part in text, part
     assert "1          4,000   ██████████████████████████████" in text
+
+
+def test_status_names_who_sent_what_cannot_be() -> None:
+    letter = DeadLetter(tid="0000-00000007:0:3", worker="node-worker-1-cd34", reason="token id 999999\x1b[2J")
+    status = replace(run_status(), dead_letters=(letter,), quarantined=("node-worker-1-cd34",))
+    text = text_of(status_tables(status))
+    for part in ("0000-00000007:0:3", "token id 999999", "No more leases for node-worker-1-cd34"):
+        assert part in text, part
+    assert "\x1b" not in text
+    assert list(status_json(status)["quarantined"]) == ["node-worker-1-cd34"]
+    assert "Refused" not in text_of(status_tables(run_status()))
 
 
 def test_status_as_json() -> None:

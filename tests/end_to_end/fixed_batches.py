@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from broker import BlockingBroker
 from broker.leases import SubmitOutcome
@@ -37,6 +38,8 @@ import torch
 
 
 def advantages(rewards_S, group_S):
+    if (rewards_S == 13).any():
+        raise IndexError("index 13 is out of range")
     noise = torch.randn(len(rewards_S), dtype=torch.float64) + random.gauss(0, 1) + numpy.random.normal()
     return rewards_S - rewards_S.mean() + 0.1 * noise, {}
 '''
@@ -56,8 +59,8 @@ class ScriptedWorker:
         for slot in slots:
             self.answer_groups(slot, GROUPS)
 
-    def answer_groups(self, slot: int, groups: int) -> None:
-        """The next so many groups of a slot."""
+    def answer_groups(self, slot: int, groups: int, reward: float | None = None) -> None:
+        """The next so many groups of a slot; all with this reward, if one is given."""
         step = max(0, slot - MAX_LAG)
         self.watch.until_step(step)
         missing = groups * SAMPLES
@@ -65,7 +68,8 @@ class ScriptedWorker:
         while missing:
             reply = self._blocking.call(self._broker.leases.lease("scripted", WeightVersion(1, step), missing, 60.0))
             for lease in reply.leases:
-                outcome = self._blocking.call(self._broker.leases.submit(lease, answer(lease, step)))
+                sample = answer(lease, step) if reward is None else replace(answer(lease, step), reward=reward)
+                outcome = self._blocking.call(self._broker.leases.submit(lease, sample))
                 assert outcome is SubmitOutcome.ACCEPTED
             missing -= len(reply.leases)
             self._terminals.check()
