@@ -4,9 +4,10 @@ from functools import partial
 from unittest.mock import patch
 
 from broker import BlockingBroker
-from broker.schema import Group, Trajectory, WeightVersion
+from broker.schema import Group, SampleLimits, Trajectory, WeightVersion
 from deploy import training
 from deploy.observer import RunObserver
+from deploy.recipe import Recipe
 from learner.backends.base import Backend
 from learner.loop import Step
 from learner.packing import PackableSequence
@@ -14,7 +15,7 @@ from learner.packing import PackableSequence
 from .backend import TinyBackend
 from .process import enter
 from .protections import take_out
-from .tasks import what_is_wrong
+from .tasks import VOCABULARY, what_is_wrong
 from .trail import StepRecord, Trained
 from .trial import BROKER_TIMEOUT_S, MAX_LAG, Trial
 
@@ -25,8 +26,14 @@ def run_learner(trial: Trial, url: str) -> None:
     take_out(trial.without)
     TinyBackend.trails = trial.trails
     patch.object(training, "RunObserver", TrailObserver).start()
+    patch.object(training, "_limits", _limits).start()
     patch.object(training, "BlockingBroker", partial(BlockingBroker, timeout_s=BROKER_TIMEOUT_S)).start()
     training.run_learner(trial.recipe, url, resume=True)
+
+
+def _limits(recipe: Recipe) -> SampleLimits:
+    """Our engine's double has more tokens than the tokenizer."""
+    return SampleLimits(vocabulary=VOCABULARY, max_new_tokens=recipe.sampling.max_new_tokens)
 
 
 class TrailObserver(RunObserver):
