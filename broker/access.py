@@ -1,11 +1,14 @@
 """Who may do what on the server: a user for each role, as access control lists say it (Redis 7, Valkey 7.2 or newer).
 
     learner    everything of its runs, and nothing of anybody else's
-    worker     what its own scripts touch; weights, batches and the recipe only to read; no scripts but those loaded
-    observer   to look: no weights, no payloads
+    worker     the run's functions, but those of its owner; payloads and segments whose names it knows; weights and the
+               recipe only to read
+    observer   to look: no weights, no payloads, no prompts
 
-The server checks the commands inside a script against the rights of its caller. Hence a worker's user can spoil the
-counters and queues of its run, which its scripts write; it cannot train it, feed it, or hand out weights.
+The server checks the commands inside a function against the rights of its caller. So a worker's user may write all that
+its functions write, under names that contain a secret which it cannot read, and which no command of its lists: it can
+do to these keys what the functions do, and nothing else. `owner` it may not even read, so that every function of the
+owner is refused to it.
 """
 
 import secrets
@@ -31,39 +34,41 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class _Rights:
-    """Commands, and the keys that they may be used on."""
+    """Commands, and the keys that they may be used on; then the same for each selector."""
 
     commands: str
     writes: str = ""
     """Keys below a run's prefix that may be read, too."""
     reads: str = ""
-    frees: str = ""
-    """Keys that may be unlinked and not be written otherwise."""
+    selectors: "tuple[_Rights, ...]" = ()
 
 
-_CONNECTION = "ping client|setinfo client|no-touch cluster|slots multi exec evalsha info time wait waitaof"
-_LOOKING = "exists get hget hgetall hmget llen lrange mget smembers zcard zrange"
-_LOOKED_AT = "batch:* holder leases meta pinned pool ready retry steps tally worker:* workers"
+_CONNECTION = "ping client|setinfo client|no-touch cluster|slots info time wait waitaof"
+_LOOKING = "exists get hgetall hmget llen lrange object|idletime smembers zcard zrange zrangebyscore"
 
 _RIGHTS = {
     Role.LEARNER: _Rights(
-        commands=f"{_CONNECTION} {_LOOKING} eval script|load scan object|idletime expire hdel hincrby hset hsetnx"
-        " lindex lrem ltrim persist rename rpush sadd set sismember srem strlen unlink xadd xrevrange zadd"
-        " zpopmin zrangebyscore zrem zremrangebylex zscore",
+        commands=f"{_CONNECTION} {_LOOKING} expire fcall fcall_ro function|delete function|load hdel hget hincrby hset"
+        " hsetnx lindex lrem ltrim mget persist rename rpush sadd scan scard set sismember srem strlen unlink xadd"
+        " xrevrange zadd zpopmin zrem zremrangebylex zscore",
         writes="*",
     ),
     Role.WORKER: _Rights(
-        commands=f"{_CONNECTION} {_LOOKING} expire getrange hdel hincrby hset hsetnx lindex persist rpush sadd set"
-        " sismember srem strlen unlink xadd xread zadd zpopmin zrangebyscore zrem",
-        writes="awake dead durable garbage group:* joining:* leases lost meta none of:* open payload:* pool quarantined"
-        " ready retry segment:* segments:* serving strikes tally turns worker:* workers",
-        reads=f"{_LOOKED_AT} identity archive:* bell broadcast config forks manifest:* meeting:* model phase prompt:*",
-        frees="prompt:*",
+        commands=f"{_CONNECTION} {_LOOKING} expire fcall fcall_ro hdel hget hincrby hset lindex persist rpush sadd set"
+        " scard sismember srem unlink xadd zadd zpopmin zrem",
+        writes="hidden:*",
+        selectors=(
+            _Rights("exists get persist set strlen unlink", writes="payload:* segment:*"),
+            _Rights("get getrange mget", reads="archive:* broadcast config holder identity manifest:* model verbs"),
+            _Rights("exists get unlink", writes="prompt:*"),
+            _Rights("expire hdel hget hincrby hmget hset hsetnx", writes="joining:*"),
+            _Rights("hmget xread", reads="bell meeting:*"),
+            _Rights("set", writes="durable"),
+        ),
     ),
     Role.OBSERVER: _Rights(
-        commands="ping client|setinfo client|no-touch cluster|slots multi exec scan object|idletime xrevrange"
-        f" {_LOOKING}",
-        reads=f"{_LOOKED_AT} config dead dropped identity lost open quarantined settled strikes",
+        commands=f"ping client|setinfo client|no-touch cluster|slots {_LOOKING} fcall_ro scan xrevrange",
+        reads="hidden:* config holder identity verbs",
     ),
 }
 
@@ -83,17 +88,20 @@ class User:
 
     def rules(self, *, is_for_7_0: bool = False) -> list[str]:
         """What `ACL SETUSER NAME` is told; the password only by its digest."""
-        unknown = _UNKNOWN_TO_7_0 if is_for_7_0 else ()
         rights = _RIGHTS[self.role]
-        reads = set(rights.reads.split()) - set(rights.writes.split())
         return [
             "reset",
             "on",
             "#" + sha256(self.password.encode()).hexdigest(),
+            *self._granted(rights, _UNKNOWN_TO_7_0 if is_for_7_0 else ()),
+            *(f"({' '.join(self._granted(selector))})" for selector in rights.selectors),
+        ]
+
+    def _granted(self, rights: _Rights, unknown: Sequence[str] = ()) -> list[str]:
+        return [
             *self._keys("~", rights.writes.split()),
-            *self._keys("%R~", sorted(reads)),
+            *self._keys("%R~", rights.reads.split()),
             *(f"+{command}" for command in rights.commands.split() if command not in unknown),
-            *(f"(%W~{key} +unlink)" for key in self._keys("", rights.frees.split())),
         ]
 
     def _keys(self, kind: str, names: Sequence[str]) -> list[str]:

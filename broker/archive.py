@@ -53,8 +53,10 @@ class ArchivedBlobs:
         return found
 
     async def room(self) -> Room:
-        """As of now."""
-        held = await self._connection.execute("HMGET", self._connection.keys.meta, "max_bytes", "payload_bytes")
+        """As of now. For the run's learner."""
+        held = await self._connection.execute(
+            "HMGET", self._connection.keys.hidden("meta"), "max_bytes", "payload_bytes"
+        )
         return Room(*(int(value or 0) for value in held))
 
 

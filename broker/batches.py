@@ -111,7 +111,7 @@ class Batches:
         if identity is None:
             identity = await self._connection.join() or new_identity()
         self._connection.identity = identity
-        await self._connection.load_scripts()  # workers may not be allowed to
+        previous = await self._connection.load_verbs()
         token = secrets.token_hex(16)
         flat = _flat(rules)
         reply = await self._connection.script(
@@ -141,6 +141,8 @@ class Batches:
             is_anew=regenerate,
             forks=_numbers(reply[5]),
         )
+        if previous:
+            await self._connection.unload_verbs(previous)
         await self._replicate()
         announced = int(reply[2]) if reply[2] else None
         return Claim(Owner(int(reply[0]), token), identity, announced, int(reply[3]), bool(reply[4]))
@@ -187,7 +189,7 @@ class Batches:
 
     async def settled_without_training(self) -> list[str]:
         """Groups from the watermark on that were dropped by a stated rule: nobody need feed them again."""
-        names = await self._connection.execute("ZRANGE", self._connection.keys("dropped"), 0, -1)
+        names = await self._connection.execute("ZRANGE", self._connection.keys.hidden("dropped"), 0, -1)
         return [name.decode() for name in names]
 
     async def reassert(
@@ -218,7 +220,7 @@ class Batches:
         for step in sorted(pinned):
             for group, (round_, size) in _rounds(pinned[step]).items():
                 arguments += [step, group, round_, size]
-        await self._connection.load_scripts()
+        await self._connection.load_verbs()
         self._connection.server_id = (await self._connection.script("reassert", *arguments)).decode()
         await self._versions.restore(owner)
 
@@ -235,7 +237,7 @@ class Batches:
     def _gets(self, pinned: _Pinned) -> list[Command]:
         """For the prompt and every payload of a group; in one command where all are in one slot."""
         keys = self._connection.keys
-        names = [keys(f"prompt:{pinned.group}"), *(keys.blob(name) for name in pinned.payloads.values())]
+        names = [keys.prompt(pinned.group), *(keys.blob(name) for name in pinned.payloads.values())]
         if all(name.startswith(keys.prefix) for name in names):
             return [("MGET", *names)]
         return [("GET", name) for name in names]

@@ -1,4 +1,4 @@
-"""The one place that talks to the server: scripts by digest, retries on a lost connection, errors translated.
+"""The one place that talks to the server: verbs by name, retries on a lost connection, errors translated.
 
 Everything sent through here may be sent twice (a reply can be lost), so every verb is idempotent or harmless
 when repeated.
@@ -9,9 +9,6 @@ import math
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cache
-from hashlib import sha1
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from redis.exceptions import (
@@ -20,8 +17,6 @@ from redis.exceptions import (
     BusyLoadingError,
     ClusterDownError,
     MasterDownError,
-    NoPermissionError,
-    NoScriptError,
     RedisError,
     ResponseError,
     TryAgainError,
@@ -37,8 +32,9 @@ from .owner import Owner
 from .refusals import foreign, translated
 from .round_trips import RoundTrips
 from .routes import open_routes
+from .verbs import Verbs, library, new_secret
 
-__all__ = ["Argument", "Command", "Connection", "script_digest", "script_source", "without_password"]
+__all__ = ["Argument", "Command", "Connection", "without_password"]
 
 T = TypeVar("T")
 
@@ -48,26 +44,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _MOVED_KEY = "access a non local key"
 
 
-@cache
-def script_source(name: str) -> str:
-    """A script behind the files that its first line includes."""
-    folder = files("broker") / "scripts"
-    script = (folder / f"{name}.lua").read_text()
-    included = script.partition("\n")[0].removeprefix("-- include: ").split()
-    return "".join((folder / f"{library}.lua").read_text() for library in included) + script
+_NOT_LOADED, _NO_LIBRARY = "Function not found", "Library not found"
 
 
-@cache
-def script_digest(name: str) -> str:
-    """What EVALSHA calls the script."""
-    return sha1(script_source(name).encode(), usedforsecurity=False).hexdigest()
-
-
-@cache
-def script_names() -> tuple[str, ...]:
-    """All scripts there are."""
-    names = (entry.name.removesuffix(".lua") for entry in (files("broker") / "scripts").iterdir())
-    return tuple(sorted(name for name in names if not name.startswith("lib_")))
+class _Required:
+    """No run is no reply."""
 
 
 class Connection:
@@ -84,6 +65,7 @@ class Connection:
         self.answered_since_s = -math.inf
         """On the monotonic clock: nothing has failed or been refused since. Infinite from then to the next answer."""
         self._timeout_s = timeout_s
+        self._verbs: Verbs | None = None
         self._routes = open_routes(Address.parse(url), self.keys, timeout_s)
 
     async def close(self) -> None:
@@ -97,33 +79,32 @@ class Connection:
         """One that makes the server wait, for less than our deadline: on a connection of its own."""
         return await self._attempt(lambda: self._send_alone(command))
 
-    async def pipeline(self, commands: Sequence[Command], *, atomic: bool = False) -> list[Any]:
-        """Several plain commands in one round trip. `atomic`: nothing comes between them; their keys are the run's
-        own, not those of its shards."""
-        if not atomic:
-            return await self._attempt(lambda: self._send(commands))
-        replies = await self._attempt(lambda: self._send([("MULTI",), *commands, ("EXEC",)]))
-        return list(replies[-1])
+    async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
+        """Several plain commands in one round trip."""
+        return await self._attempt(lambda: self._send(commands))
 
-    async def look(self, commands: Sequence[Command]) -> list[Any]:
-        """As `pipeline`, for keys of the run itself; does not count as use of them, where the server can tell (from
-        Redis 7.2 on)."""
-        watched: list[Command] = [("CLIENT", "NO-TOUCH", "ON"), *commands, ("CLIENT", "NO-TOUCH", "OFF")]
-        replies = await self._attempt(lambda: self._routes.send(watched))
-        return _accepted(replies[1:-1])
+    async def script(
+        self, name: str, *arguments: Argument, before: Sequence[Command] = (), absent: object = _Required
+    ) -> Any:
+        """A verb's reply; the commands `before` it have been carried out, where possible in the same round trip.
 
-    async def script(self, name: str, *arguments: Argument, before: Sequence[Command] = ()) -> Any:
-        """A script's reply; the commands `before` it have been carried out, where possible in the same round trip."""
+        `absent`: the reply where no learner has claimed the run. Without one that is waited for. Raises
+        SchemaMismatchError where the learner has verbs of another version of Headway.
+        """
         if not self.identity:
             await self.join()
-        call = (1, self.keys.of(self.identity), *arguments)
-        digest = script_digest(name)  # here, where a missing file is no lost connection
-        return await self._attempt(lambda: self._run(name, ("EVALSHA", digest, *call), before))
+        return await self._attempt(lambda: self._run(name, arguments, before, absent))
+
+    async def look(self, name: str, *, absent: object) -> Any:
+        """As `script`; does not count as use of what it reads, where the server can tell (from Redis 7.2 on)."""
+        if not self.identity:
+            await self.join()
+        return await self._attempt(lambda: self._run(name, (), (), absent, is_untouched=True))
 
     async def learner_script(
         self, name: str, owner: Owner, *arguments: Argument, before: Sequence[Command] = ()
     ) -> Any:
-        """A script that only the run's owner may run, on the server that it claimed the run on."""
+        """A verb of the run's owner only, on the server that it claimed the run on."""
         return await self.script(name, owner.incarnation, owner.token, self.server_id, *arguments, before=before)
 
     async def join(self) -> str:
@@ -140,10 +121,25 @@ class Connection:
         if identity and identity != self.identity:
             raise foreign(self.run, self.url, identity)
 
-    async def load_scripts(self) -> None:
-        """Makes every script known to the server, for users who may only run those that are."""
-        loads: list[Command] = [("SCRIPT", "LOAD", script_source(name)) for name in script_names()]
-        await self._attempt(lambda: self._on_primaries(lambda _, server: server.send(loads)))
+    async def load_verbs(self) -> str:
+        """Before a claim: makes the run's secret, unless it has one, and its functions known to the server. The other
+        library that clients of the run have called until now, or nothing."""
+        secret = self.keys.secret or new_secret()
+        _, secret, verbs = await self.pipeline(
+            [
+                ("SET", self.keys("secret"), secret, "NX"),
+                ("GET", self.keys("secret")),
+                ("GET", self.keys.verbs),
+            ]
+        )
+        self.keys.secret = secret.decode()
+        current = await self._attempt(self._load)
+        previous = verbs.decode().partition(" ")[2] if verbs else ""
+        return "" if previous == current.library else previous
+
+    async def unload_verbs(self, library: str) -> None:
+        """Whoever still calls these functions learns that they are gone. Idempotent."""
+        await self._attempt(lambda: self._on_primaries(lambda _, server: _unloaded(server, library)))
 
     async def on_primaries(self, command: Command) -> list[Any]:
         """The reply of every server that takes writes."""
@@ -168,23 +164,49 @@ class Connection:
         )
         return all(written)
 
-    async def _run(self, name: str, call: Command, before: Sequence[Command]) -> Any:
+    async def _run(
+        self,
+        name: str,
+        arguments: Sequence[Argument],
+        before: Sequence[Command],
+        absent: object,
+        *,
+        is_untouched: bool = False,
+    ) -> Any:
+        verbs = self._verbs or await self._find_verbs()
+        if verbs is None:
+            if absent is _Required:
+                raise _NotLoadedError("no learner has claimed the run there")
+            return absent
+        call = (*verbs.call(name), 1, self.keys.of(self.identity), *arguments)
         if before and not self._routes.keeps_order:
             await self._send(before)
             before = ()
         try:
-            return (await self._send([*before, call]))[-1]
-        except NoScriptError:
-            return await self._run_unknown(name, call, before)
+            return await self._untouched(call) if is_untouched else (await self._send([*before, call]))[-1]
+        except ResponseError as error:
+            if _NOT_LOADED not in str(error):
+                raise
+        if not self.keys.secret:
+            self._verbs = None
+            raise _NotLoadedError(f"its function {name} is not loaded: the run's learner does that, once it is up")
+        await self._load()
+        return (await self._send([*before, call]))[-1]
 
-    async def _run_unknown(self, name: str, call: Command, before: Sequence[Command]) -> Any:
-        _, _, *rest = call
-        try:
-            return (await self._send([*before, ("EVAL", script_source(name), *rest)]))[-1]
-        except NoPermissionError as error:
-            raise _NotLoadedError(
-                f"its script {name} is not loaded, and our user may not load it: the run's learner does, once it is up"
-            ) from error
+    async def _untouched(self, call: Command) -> Any:
+        replies = await self._routes.send([("CLIENT", "NO-TOUCH", "ON"), call, ("CLIENT", "NO-TOUCH", "OFF")])
+        return _accepted(replies[1:2])[0]
+
+    async def _find_verbs(self) -> Verbs | None:
+        (value,) = await self._send([("GET", self.keys.verbs)])
+        self._verbs = None if value is None else Verbs.read(value, self.run)
+        return self._verbs
+
+    async def _load(self) -> Verbs:
+        verbs, text = library(self.keys)
+        await self._on_primaries(lambda _, server: _loaded(server, text))
+        self._verbs = verbs
+        return verbs
 
     async def _send(self, commands: Sequence[Command]) -> list[Any]:
         return _accepted(await self._routes.send(commands))
@@ -244,8 +266,14 @@ class Connection:
         )
 
 
+def pairs(flat: Any) -> list[tuple[str, str]]:
+    """The fields of a hash, in whichever protocol they came."""
+    items = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
+    return [(name.decode(), value.decode()) for name, value in items]
+
+
 class _NotLoadedError(LostConnectionError):
-    """As good as away: the learner loads the scripts when it comes."""
+    """As good as away: the learner loads the functions when it comes."""
 
 
 def _is_lasting(error: BaseException) -> bool:
@@ -274,6 +302,16 @@ def _ends_by_itself(error: ResponseError) -> bool:
 
 async def _replied(server: RoundTrips, command: Command) -> list[Any]:
     return _accepted(await server.send([command]))
+
+
+async def _loaded(server: RoundTrips, text: str) -> None:
+    _accepted(await server.send([("FUNCTION", "LOAD", "REPLACE", text)]))
+
+
+async def _unloaded(server: RoundTrips, library: str) -> None:
+    (reply,) = await server.send([("FUNCTION", "DELETE", library)])
+    if not isinstance(reply, ResponseError) or _NO_LIBRARY not in str(reply):
+        _accepted([reply])
 
 
 async def _scan(server: RoundTrips, pattern: str) -> list[bytes]:

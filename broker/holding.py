@@ -74,15 +74,12 @@ class Holding:
 
     async def use(self) -> Use:
         """Who uses the run now."""
-        keys = self._connection.keys
-        said, state, names = await self._connection.pipeline(
-            [("GET", self._key), ("HGET", keys.meta, "state"), ("SMEMBERS", keys("workers"))]
-        )
-        workers = sorted(name.decode(errors="replace") for name in names)
-        alive = await self._connection.pipeline([("EXISTS", keys(f"worker:{name}")) for name in workers])
+        said = await self._connection.execute("GET", self._key)
+        state, *_ = await self._connection.script("glance", absent=[None])
+        workers = await self._connection.script("workers", absent=[])
         return Use(
             holder=_read(said),
-            workers=tuple(name for name, is_alive in zip(workers, alive, strict=True) if is_alive),
+            workers=tuple(name.decode(errors="replace") for name in workers[::2]),
             state=state.decode(errors="replace") if state else "absent",
         )
 

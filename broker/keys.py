@@ -1,31 +1,37 @@
 """The table of Redis keys. A run lies under `headway:{RUN}:`; the braces make it one slot of a cluster.
 
+Keys marked * lie under `headway:{RUN}:hidden:SECRET:`, prompts under `headway:{RUN}:prompt:SECRET:`. Workers may write
+the former and read the latter, yet know no name of them: only the functions do that they call (`verbs`). SECRET is 128
+random bits, made when a run is claimed for the first time and gone with it.
+
 key                   type    meaning                                            lifetime        written by
 --------------------  ------  -------------------------------------------------  --------------  -------------
-meta                  hash    rules, versions, counters, state (below)           the run         most scripts
+meta*                 hash    rules, versions, counters, state (below)           the run         most scripts
+secret                string  what the names of hidden keys contain              the run         learner (SET)
+verbs                 string  protocol, and name of the library of functions     the run         claim
 identity              string  which run has the name now: 16 hexadecimal digits  the run         claim
-of:IDENTITY           none    tells scripts the run, and which one the caller is of  never stored  nobody
+hidden:of:IDENTITY    none    tells functions which run the caller is of         never stored    nobody
 holder                string  the learner's process: host, pid, user, since      30 s            holding (SET)
 owner                 string  a digest of the owner's token                      the run         claim
-tally                 hash    groups dispatched and trained, by length and lag   the run         lease, commit
+tally*                hash    groups dispatched and trained, by length and lag   the run         lease, commit
 config                string  the resolved recipe                                the run         claim
 prompt:G              string  the prompt of group G (frame)                      until settled   feed (SET)
-group:G               hash    all about group G but its blobs (below)            until settled   feed, lease...
-pool                  zset    groups not yet admitted; score 0 keeps feed order  until admitted  feed, lease
-retry                 zset    samples anybody may lease, by admission number     until leased    lease, requeue
-leases                zset    samples leased, by deadline (server's clock)       until done      lease, renew
-open                  zset    unfinished groups that were begun, by floor        until ready     lease, submit
-ready                 zset    finished groups by floor: taken oldest first       until taken     submit
-batch:K               list    groups pinned to step K                            until commit    take
-pinned                zset    the steps K that have a batch                      until commit    take
-forks                 hash    incarnation -> the step that a rewind took it to   the run         announce
-settled               zset    groups trained that may be fed again               to watermark    commit
-dropped               zset    groups dropped that may be fed again               to watermark    take, drop
-lost                  set     groups to feed again: their prompt was damaged     until fed       lose, reject
-segments:G:R:I        list    sample I's segments: `name bytes tokens` each      until submit    append
+group:G*              hash    all about group G but its blobs (below)            until settled   feed, lease...
+pool*                 zset    groups not yet admitted; score 0 keeps feed order  until admitted  feed, lease
+retry*                zset    samples anybody may lease, by admission number     until leased    lease, requeue
+leases*               zset    samples leased, by deadline (server's clock)       until done      lease, renew
+open*                 zset    unfinished groups that were begun, by floor        until ready     lease, submit
+ready*                zset    finished groups by floor: taken oldest first       until taken     submit
+batch:K*              list    groups pinned to step K                            until commit    take
+pinned*               zset    the steps K that have a batch                      until commit    take
+forks*                hash    incarnation -> the step that a rewind took it to   the run         announce
+settled*              zset    groups trained that may be fed again               to watermark    commit
+dropped*              zset    groups dropped that may be fed again               to watermark    take, drop
+lost*                 set     groups to feed again: their prompt was damaged     until fed       lose, reject
+segments:G:R:I*       list    sample I's segments: `name bytes tokens` each      until submit    append
 segment:G:R:I:NONCE   string  a segment (frame)                                  TTL, submit     append (SET)
 payload:G:R:I:NONCE   string  sample I of round R of group G (frame)             TTL, settled    submit (SET)
-garbage               list    blobs on other shards that nothing needs           until swept     most scripts
+garbage*              list    blobs on other shards that nothing needs           until swept     most scripts
 stage:NONCE           string  a blob on its way to its key                       60 s            SET
 manifest:offered      string  the weights being sent (frame)                     the run         offer
 manifest:announced    string  the newest complete weights (frame)                the run         announce
@@ -33,19 +39,19 @@ broadcast             string  the broadcast group (frame)                       
 meeting:NAME          hash    what the learner tells a group's members           an hour         say (HSET)
 joining:NAME          hash    what its members tell the learner and each other   an hour         say (HSET)
 bell                  stream  one entry, new with every offer to a group         the run         ring (XADD)
-archive               set     what lies in the archive of weights                until a claim   archive, claim
+archive*              set     what lies in the archive of weights                until a claim   archive, claim
 archive:NAME:N        string  a piece of an archived blob                        TTL, unlisted   archive (SET)
 model                 string  model files without weights (frame)                the run         put_model
-steps                 list    the last 512 StepMetrics (frames)                  the run         report_step
-worker:W              string  what worker W says of itself (frame)               heartbeat TTL   heartbeat
-workers               set     names of workers                                   a day           heartbeat
-serving               set     names of those with a version that do not drain     a day           heartbeat, turn
-turns                 zset    tokens of workers that swap, by deadline           its last turn   turn
-phase                 string  in a colocated run: engines may generate (server's id)  until renewed   phase
-awake                 zset    in a colocated run: workers awake, by deadline     a day           awake, phase
-dead                  stream  what was refused: tid, worker, reason, first bytes last 1000       reject...
-strikes               hash    refused samples by holder: a worker's name and session  the run    reject, submit
-quarantined           set     holders that get no more leases                    the run         reject, submit
+steps*                list    the last 512 StepMetrics (frames)                  the run         report_step
+worker:W*             string  what worker W says of itself (frame)               heartbeat TTL   heartbeat
+workers*              set     names of workers                                   a day           heartbeat
+serving*              set     names of those with a version that do not drain     a day           heartbeat, turn
+turns*                zset    tokens of workers that swap, by deadline           its last turn   turn
+phase*                string  in a colocated run: engines may generate (server's id)  until renewed   phase
+awake*                zset    in a colocated run: workers awake, by deadline     a day           awake, phase
+dead*                 stream  what was refused: tid, worker, reason, first bytes last 1000       reject...
+strikes*              hash    refused samples by holder: name and session        the run         reject, submit
+quarantined*          set     holders that get no more leases                    the run         reject, submit
 
 Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by: a digest of the token); the rules
 (`schema.RunRules`); the counters admitted, dropped, uninformative (of these), trained, requeued, expired_leases,
@@ -103,14 +109,27 @@ class Keys:
     def __init__(self, run: str) -> None:
         self.run = check_run_name(run)
         self.prefix = f"{PREFIX}{{{run}}}:"
-        self.meta = self("meta")
+        self.verbs = self("verbs")
+        self.secret = ""
+        """Known to a learner that has claimed the run."""
 
     def __call__(self, name: str) -> str:
         return self.prefix + name
 
+    def hidden(self, name: str) -> str:
+        """A key that only functions write. For the run's learner."""
+        assert self.secret, "only a learner that has claimed the run knows hidden keys"
+        return f"{self.prefix}hidden:{self.secret}:{name}"
+
+    def prompt(self, group: str) -> str:
+        """Where a learner stores a prompt."""
+        assert self.secret, "only a learner that has claimed the run knows where prompts lie"
+        return f"{self.prefix}prompt:{self.secret}:{group}"
+
     def of(self, identity: str) -> str:
-        """What scripts are called with: it names the run, and which run of this name the caller belongs to."""
-        return self(f"of:{identity}")
+        """What functions are called with: it names the slot, and which run of this name the caller belongs to. There is
+        no such key."""
+        return self(f"hidden:of:{identity}")
 
     def blob(self, name: str) -> str:
         """The key of a payload or segment, by the name that scripts know it by."""
@@ -124,6 +143,6 @@ def blob_name(kind: str, tid: object, nonce: str, shards: int) -> str:
     return name if shards == 1 else f"{crc32(name.encode()) % shards}/{name}"
 
 
-def run_of(meta_key: str) -> str:
-    """The run whose meta hash this is."""
-    return meta_key.removeprefix(PREFIX).removesuffix(":meta").strip("{}")
+def run_of(verbs_key: str) -> str:
+    """The run whose key `verbs` this is."""
+    return verbs_key.removeprefix(PREFIX).removesuffix(":verbs").strip("{}")

@@ -93,6 +93,7 @@ class Leases:
             secrets.token_hex(8),
             f"{worker} {self._session}",
             *(f"{tid} {token}" for tid, token in held.items()),
+            absent=[b"absent", b"paused", 0],
         )
         if reason == b"quarantined":
             raise QuarantinedError(
@@ -184,9 +185,8 @@ class Leases:
         try:
             return await self._fetch(granted, worker, newest, ttl_s)
         except HeadwayError:
-            members = [part for one in granted for part in (str(one.tid), one.token)]
             with suppress(BrokerError):
-                await self._connection.script("release", *members)
+                await self._connection.script("release", *_members(granted))
             raise
 
     async def _fetch(
@@ -195,11 +195,13 @@ class Leases:
         """The leases with their prompts and segments. What is damaged is reported; its lease, or its segments, go."""
         if not granted:
             return ()
-        keys, groups = self._connection.keys, sorted({one.tid.group for one in granted})
-        commands: list[Command] = [("MGET", *(keys(f"prompt:{group}") for group in groups))]
-        commands += [("GET", keys.blob(name)) for one in granted for name in one.segments]
-        blobs, *segments = await self._connection.pipeline(commands)
-        prompts = {group: await self._prompt(group, blob) for group, blob in zip(groups, blobs, strict=True)}
+        keys, first = self._connection.keys, dict[str, _Granted]()
+        for one in granted:
+            first.setdefault(one.tid.group, one)
+        commands: list[Command] = [("GET", keys.blob(name)) for one in granted for name in one.segments]
+        blobs = await self._connection.script("prompts", *_members(tuple(first.values())))
+        segments = await self._connection.pipeline(commands) if commands else []
+        prompts = {group: await self._prompt(group, blob) for group, blob in zip(first, blobs, strict=True)}
         leases, left = [], iter(segments)
         for one in granted:
             frames = [next(left) for _ in one.segments]
@@ -276,5 +278,5 @@ def _choices(segment: Segment) -> tuple[object, ...] | None:
     return None if segment.experts is None else (*segment.experts.shape[1:], segment.experts.dtype)
 
 
-def _members(leases: Sequence[Lease]) -> list[str]:
+def _members(leases: "Sequence[Lease | _Granted]") -> list[str]:
     return [argument for lease in leases for argument in (str(lease.tid), lease.token)]

@@ -59,16 +59,16 @@ class Phases:
     async def may_generate(self, worker: str, ttl_s: float = AWAKE_S, *, is_awake: bool) -> bool:
         """Whether engines may generate now; the worker then counts as awake for `ttl_s` seconds, and else as long as it
         says that it is."""
-        return bool(await self._connection.script("awake", worker, ttl_s, int(is_awake)))
+        return bool(await self._connection.script("awake", worker, ttl_s, int(is_awake), absent=0))
 
     async def fell_asleep(self, worker: str) -> None:
         """It holds nothing on the device any more, or never did. Idempotent."""
-        await self._connection.execute("ZREM", self._connection.keys("awake"), worker)
+        await self._connection.script("asleep", worker, absent=None)
 
     async def are_engines_awake(self) -> bool | None:
         """For a learner that owns nothing yet: whether one before it lets engines generate, or some have not fallen
         asleep since. None: as from `train`."""
-        are_awake = bool(await self._connection.script("engines"))
+        are_awake = bool(await self._connection.script("engines", absent=0))
         return are_awake if self._has_heard() else None
 
     def _has_heard(self) -> bool:

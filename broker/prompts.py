@@ -27,7 +27,7 @@ class PromptFeed:
             return 0
         keys = self._connection.keys
         # NX: the blob of a group that is already registered must not get a TTL.
-        blobs = [("SET", keys(f"prompt:{p.group}"), encode(p), "NX", "EX", _UNREGISTERED_TTL_S) for p in prompts]
+        blobs = [("SET", keys.prompt(p.group), encode(p), "NX", "EX", _UNREGISTERED_TTL_S) for p in prompts]
         groups = [argument for p in prompts for argument in (p.group, p.num_samples, len(p.token_ids))]
         new, *missing = await self._connection.learner_script("feed", owner, *groups, before=blobs)
         if not missing:
@@ -42,5 +42,7 @@ class PromptFeed:
     async def waiting(self) -> tuple[int, bool]:
         """(groups fed and not yet admitted, whether prompts were damaged on the server and must be fed again)."""
         keys = self._connection.keys
-        ahead, has_lost = await self._connection.pipeline([("ZCARD", keys("pool")), ("EXISTS", keys("lost"))])
+        ahead, has_lost = await self._connection.pipeline(
+            [("ZCARD", keys.hidden("pool")), ("EXISTS", keys.hidden("lost"))]
+        )
         return int(ahead), bool(has_lost)

@@ -24,6 +24,11 @@ def translated(error: ResponseError, *, run: str, url: str, server_id: str) -> B
                 f"Another learner has taken run {run} over (incarnation {rest}), "
                 "or the run was deleted: this one must stop."
             )
+        case "ARGUMENT":
+            what = rest.partition(" script: ")[0]
+            return BrokerError(
+                f"The server at {url} does not take what this process says of run {run} ({what}): it is out of bounds."
+            )
         case "FOREIGN":
             return foreign(run, url, rest)
         case "RESTARTED":

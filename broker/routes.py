@@ -77,7 +77,7 @@ class OneServer:
 class Cluster:
     """Keys on several servers, as the cluster's slot map says; it is read anew when it proves wrong.
 
-    Commands that name no key of ours go where the run's meta hash is.
+    Commands that name no key of ours go where the run itself is.
     """
 
     keeps_order = False
@@ -135,7 +135,7 @@ class Cluster:
 
     def _key(self, command: Command) -> str:
         named = (part for part in command[1:] if isinstance(part, str) and part.startswith(PREFIX))
-        return next(named, self._keys.meta)
+        return next(named, self._keys.verbs)
 
     def _node(self, key: str) -> RoundTrips:
         node = self._by_slot[key_slot(key.encode())]
@@ -161,7 +161,7 @@ class Cluster:
         Not so for a script: it would see only those keys that are.
         """
         self._is_outdated |= isinstance(refusal, MovedError)
-        if isinstance(refusal, MovedError) or command[0] in ("EVAL", "EVALSHA"):
+        if isinstance(refusal, MovedError) or command[0] in ("FCALL", "FCALL_RO"):
             return refusal
         _, reply = await self._at(refusal.host, refusal.port).send([("ASKING",), command])
         return reply

@@ -134,7 +134,7 @@ class Submissions:
 
     async def _ask_server_id(self) -> str:
         """Of the server that holds the run's metadata."""
-        (server_id,) = await self._connection.script("renew", 0)
+        (server_id,) = await self._connection.script("renew", 0, absent=[b""])
         return str(server_id.decode())
 
 

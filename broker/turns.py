@@ -29,4 +29,4 @@ class Turns:
 
     async def give_back(self, token: str) -> None:
         """The next one may have it at once. Idempotent."""
-        await self._connection.execute("ZREM", self._connection.keys("turns"), token)
+        await self._connection.script("end_turn", token, absent=None)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from .codec import decode
-from .connection import Command, Connection
+from .connection import Connection, pairs
 from .errors import FrameError
-from .keys import is_name
 from .schema import StepMetrics, WeightVersion
 
 
@@ -34,16 +33,11 @@ class Usage:
 
     async def look(self) -> RunUsage | None:
         """None where no learner has claimed the run yet."""
-        keys = self._connection.keys
-        idle_s, flat, steps, names = await self._connection.look(
-            [
-                ("OBJECT", "IDLETIME", keys.meta),  # first, lest the others count
-                ("HGETALL", keys.meta),
-                ("LRANGE", keys("steps"), -1, -1),
-                ("SMEMBERS", keys("workers")),
-            ]
-        )
-        meta = {name.decode(): value.decode() for name, value in flat.items()}
+        reply = await self._connection.look("usage", absent=None)
+        if reply is None:
+            return None
+        idle_s, flat, steps, workers = reply
+        meta = dict(pairs(flat))
         if "state" not in meta:
             return None
         return RunUsage(
@@ -52,14 +46,10 @@ class Usage:
             incarnation=int(meta["incarnation"]),
             announced=_announced(meta),
             last_step=_read(steps[0]) if steps else None,
-            workers=await self._alive([name.decode() for name in names if is_name(name.decode(errors="replace"))]),
+            workers=int(workers),
             payload_bytes=int(meta.get("payload_bytes", 0)),
-            idle_s=int(idle_s or 0),
+            idle_s=int(idle_s),
         )
-
-    async def _alive(self, workers: list[str]) -> int:
-        asked: list[Command] = [("EXISTS", self._connection.keys(f"worker:{worker}")) for worker in workers]
-        return sum(await self._connection.look(asked)) if asked else 0
 
 
 def _announced(meta: dict[str, str]) -> WeightVersion | None:

@@ -52,8 +52,7 @@ class Versions:
 
     async def current(self) -> tuple[WeightVersion | None, WeightVersion | None]:
         """(offered, announced), in one cheap round trip."""
-        names = [f"{what}_{part}" for what in ("offered", "announced") for part in ("incarnation", "step")]
-        held = await self._connection.execute("HMGET", self._connection.keys.meta, *names)
+        _, *held = await self._connection.script("glance", absent=[None] * 5)
         return _version(held[0], held[1]), _version(held[2], held[3])
 
     async def put_group(self, owner: Owner, group: BroadcastGroup) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from broker import codec, connection
+from broker import codec, verbs
 from broker.leases import Leases
 from broker.schema import Probe, WeightVersion
 from learner import packing
@@ -48,7 +48,9 @@ def mean_s_against(name: str) -> Mapping[str, float]:
 
 def _owner_fence() -> None:
     """A learner that was replaced may go on taking, committing and announcing."""
-    _edit("take", "if held ~= incarnation or call('GET', P .. 'owner') ~= redis.sha1hex(token) then", "if false then")
+    _edit(
+        "take", "if held ~= incarnation or call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(token) then", "if false then"
+    )
     _edit("reassert", "if not is_ours and number('incarnation') >= tonumber(ARGV[1]) then", "if false then")
     _publish_again()
     _edit("version", "if against < 0 or (compare('offered') < 0 and not is_repeated) then", "if false then")
@@ -145,12 +147,11 @@ def _publish_again() -> None:
 
 def _edit(script: str, old: str, new: str) -> None:
     """Replace `old` in the script, and wherever else it stands (the shared prelude)."""
-    original = connection.script_source
+    original = verbs.script_source
     assert old in original(script), f"{script}.lua has changed: {old!r} is not in it any more"
 
     @cache
     def edited(name: str) -> str:
         return original(name).replace(old, new)
 
-    patch.object(connection, "script_source", edited).start()
-    connection.script_digest.cache_clear()
+    patch.object(verbs, "script_source", edited).start()

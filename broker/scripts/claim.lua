@@ -1,12 +1,12 @@
 -- include: lib_base lib_samples lib_groups lib_claim
+-- flags: allow-oom
 -- claim(checkpoint incarnation, checkpoint step, resume, new owner, config, replayable to, regenerate,
 --       watermark, n rules, {rule, value} * n, group...)
 --   -> {incarnation, server id, announced step | '', committed step, is rewound, {incarnation, forked to}...}
 -- Takes the run over from whoever owned it. What the checkpoint contains (all groups below its watermark, and those
 -- named) is settled; batches after it stay pinned. Where more was committed than it contains, the claimant trains that
 -- again by itself (`replayable to`), or the run forgets it: it is fed and generated anew; with `regenerate` all of it.
--- Touches: meta, identity, owner, config, archive, archive:*, and what commit touches.
-free_first()
+-- Touches: meta, identity, owner, verbs, config, archive, archive:*, and what commit touches.
 local step, owner, mark = tonumber(ARGV[2]), ARGV[4], ARGV[8]
 local announced, committed = announced_step(), number('committed_step')
 local reached = math.max(announced or 0, committed)
@@ -15,18 +15,19 @@ if last then reached = math.max(reached, tonumber(last) + 1) end
 local is_anew = ARGV[7] == '1'
 local is_rewound = is_anew or (step < committed and tonumber(ARGV[6]) < committed)
 
-if call('GET', P .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a claim whose reply was lost
+if call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a claim whose reply was lost
   -- Resuming without a checkpoint is a fresh start too, once something was trained for good.
   if step == 0 and reached > 0 and (ARGV[3] ~= '1' or committed > 0) and ARGV[6] == '0' then
     return redis.error_reply('ADVANCED ' .. reached)
   end
   call('HSET', META, 'incarnation', math.max(number('incarnation'), tonumber(ARGV[1])) + 1)
-  call('SET', P .. 'owner', redis.sha1hex(owner))
-  call('SET', P .. 'identity', IDENTITY)
+  call('SET', PUBLIC .. 'owner', redis.sha1hex(owner))
+  call('SET', PUBLIC .. 'identity', IDENTITY)
   call('HSET', META, 'state', 'claimed', 'feed_closed', 0, 'is_rewound', is_rewound and 1 or 0)
   call('HSETNX', META, 'started', now())
   for a = 10, 8 + 2 * ARGV[9], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end
-  call('SET', P .. 'config', ARGV[5])
+  call('SET', PUBLIC .. 'config', ARGV[5])
+  call('SET', PUBLIC .. 'verbs', VERBS)
   forget_archive()
   if is_rewound then forget(mark, step) end
   commit_below(step)

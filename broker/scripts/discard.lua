@@ -1,9 +1,9 @@
 -- include: lib_base
+-- flags: allow-oom
 -- discard(member, token, worker, reason, first bytes) -> 1, or 0 if the lease is no longer held.
 -- The segments of a sample cannot be gone on from: its holder begins anew, the bytes go to the dead-letter stream, with the
 -- worker that appended them. Nobody but their reader says so, hence nobody is blamed for it.
 -- Touches: meta, group:*, segments:*, segment:*, dead.
-free_first()
 local g, round, i = parse(ARGV[1])
 local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'oldest:' .. i)
 if had[1] ~= round or had[2] ~= ARGV[2] then return 0 end

@@ -1,10 +1,10 @@
 -- include: lib_base lib_samples lib_groups
+-- flags: allow-oom
 -- drop(incarnation, owner, server, step, group...) -> how many were dropped
 -- The learner cannot learn from these groups of the step's batch: they are gone for good, and the next take fills their
 -- places. Touches: everything that a group has (see settle), batch:*, dropped.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
-free_first()
 local n = 0
 for a = 5, #ARGV do
   if field(ARGV[a], 'pin') == ARGV[4] then

@@ -1,19 +1,18 @@
 -- What all scripts share: keys, counters, fields, blobs. Scripts begin with `-- include: FILE...`, and those files stand in
 -- front of them; each costs every call some microseconds, so a script includes no more than it uses.
--- KEYS[1] is `of:IDENTITY`; its prefix names all other keys (see broker/keys.py), and the identity tells to which run of
--- that name the caller belongs. Blobs never pass through here: scripts see only their names.
+-- broker/verbs.py makes each script a function of the run's library, which begins with three prefixes of keys (see
+-- broker/keys.py): P of those that only scripts write, PUBLIC of those that clients name, too, and PROMPT of prompts.
+-- KEYS[1] ends with `of:IDENTITY`, which tells to which run of that name the caller belongs. Payloads and segments never
+-- pass through here: scripts see only their names.
 local call = redis.call
-local P, IDENTITY = string.match(KEYS[1], '^(.*:)of:(%x*)$')
+local IDENTITY = string.match(KEYS[1], ':of:(%x*)$')
 local META = P .. 'meta'
 local RETRY, LEASES, OPEN, READY = P .. 'retry', P .. 'leases', P .. 'open', P .. 'ready'
 
 -- A run that was deleted or overwritten is not the one that has its name now: nothing of it may reach that one. (While a
 -- cluster moves the run to another node, a script fails at the first key that is not there: here, before it has written.)
-local held_identity = call('GET', P .. 'identity')
+local held_identity = call('GET', PUBLIC .. 'identity')
 if held_identity and held_identity ~= IDENTITY then return redis.error_reply('FOREIGN ' .. held_identity) end
-
--- An out-of-memory server refuses a script's first write if it may need memory, but none after one that frees.
-local function free_first() call('UNLINK', P .. 'none') end
 
 local function now() local t = call('TIME') return t[1] + t[2] / 1e6 end
 local function meta(field) return call('HGET', META, field) end
@@ -53,7 +52,7 @@ local function free_blobs(names)
   local here = {}
   for _, name in ipairs(names) do
     if name and is_blob(name) then -- names come from workers
-      if is_remote(name) then call('RPUSH', P .. 'garbage', name) else here[#here + 1] = P .. name end
+      if is_remote(name) then call('RPUSH', P .. 'garbage', name) else here[#here + 1] = PUBLIC .. name end
     end
   end
   if #here > 0 then call('UNLINK', unpack(here)) end
@@ -61,7 +60,7 @@ end
 local function free_blob(name) free_blobs({ name }) end
 -- Takes the time to live off a blob; false if it is gone.
 local function keep_blob(name)
-  return is_remote(name) or call('PERSIST', P .. name) == 1 or call('EXISTS', P .. name) == 1
+  return is_remote(name) or call('PERSIST', PUBLIC .. name) == 1 or call('EXISTS', PUBLIC .. name) == 1
 end
 
 local function to_dead_letters(tid, worker, reason, head)

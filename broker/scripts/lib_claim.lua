@@ -2,7 +2,7 @@
 
 -- The archived weights are of the learner before.
 local function forget_archive()
-  for _, name in ipairs(call('SMEMBERS', P .. 'archive')) do call('UNLINK', P .. name) end
+  for _, name in ipairs(call('SMEMBERS', P .. 'archive')) do call('UNLINK', PUBLIC .. name) end
   call('UNLINK', P .. 'archive')
   call('HDEL', META, 'archive_bytes')
 end

@@ -14,7 +14,7 @@ local function size_of(g) return tonumber(field(g, 'size')) end
 local function fence(incarnation, token, server)
   if server and server ~= '' and server ~= server_id() then return redis.error_reply('RESTARTED ' .. server_id()) end
   local held = meta('incarnation')
-  if held ~= incarnation or call('GET', P .. 'owner') ~= redis.sha1hex(token) then
+  if held ~= incarnation or call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(token) then
     return redis.error_reply('FENCED ' .. (held or 'nobody'))
   end
 end
@@ -58,7 +58,7 @@ end
 local function requeue(g)
   clear_round(g)
   call('HINCRBY', group_key(g), 'round', 1)
-  if call('EXISTS', P .. 'prompt:' .. g) == 0 then
+  if call('EXISTS', PROMPT .. g) == 0 then
     call('HSET', group_key(g), 'state', 'lost')
     call('SADD', LOST, g)
     return
@@ -120,7 +120,7 @@ end
 -- Trained or dropped: nothing of the group stays but its name, and that only while a feed could name it again.
 local function settle(g, names)
   free_round(g)
-  call('UNLINK', P .. 'prompt:' .. g, group_key(g))
+  call('UNLINK', PROMPT .. g, group_key(g))
   call('ZREM', POOL, g)
   call('SREM', LOST, g)
   if g >= (meta('watermark') or '') then call('ZADD', names, 0, g) end

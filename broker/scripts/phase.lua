@@ -1,9 +1,9 @@
 -- include: lib_base lib_samples lib_groups
+-- flags: allow-oom
 -- phase(incarnation, owner, server, ttl_s) -> {worker that is awake...}
 -- Engines may generate for `ttl_s` seconds from now; 0: no more, and who is awake falls asleep. Touches: phase, awake.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
-free_first()
 local PHASE, AWAKE, ttl_s = P .. 'phase', P .. 'awake', tonumber(ARGV[4])
 -- With the server's id: one that lost its last second may remember a phase that is over.
 if ttl_s > 0 then call('SET', PHASE, server_id(), 'PX', math.ceil(1000 * ttl_s)) else call('UNLINK', PHASE) end

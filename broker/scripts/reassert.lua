@@ -1,21 +1,22 @@
 -- include: lib_base lib_samples lib_groups lib_claim
+-- flags: allow-oom
 -- reassert(incarnation, owner, announced incarnation | '', announced step, watermark, committed step, config,
 --          replayable to, is rewound, regenerate, n rules, {rule, value} * n, n forks, {incarnation, step} * n,
 --          n settled, group * n, {step, group, round, size}...) -> server id
 -- The server came back, perhaps without its last second: what the learner knows is put in force again.
--- Touches: meta, identity, owner, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*, forks.
+-- Touches: meta, identity, owner, verbs, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*, forks.
 local owner = redis.sha1hex(ARGV[2])
-local is_ours = call('GET', P .. 'owner') == owner and meta('incarnation') == ARGV[1]
+local is_ours = call('GET', PUBLIC .. 'owner') == owner and meta('incarnation') == ARGV[1]
 if not is_ours and number('incarnation') >= tonumber(ARGV[1]) then
   return redis.error_reply('FENCED ' .. number('incarnation'))
 end
-free_first()
+call('SET', PUBLIC .. 'verbs', VERBS)
 if not is_ours then
   call('HSET', META, 'incarnation', ARGV[1], 'state', 'training', 'feed_closed', 0)
-  call('SET', P .. 'owner', owner)
-  call('SET', P .. 'identity', IDENTITY)
+  call('SET', PUBLIC .. 'owner', owner)
+  call('SET', PUBLIC .. 'identity', IDENTITY)
   call('HSETNX', META, 'started', now())
-  call('SET', P .. 'config', ARGV[7])
+  call('SET', PUBLIC .. 'config', ARGV[7])
 end
 
 local mark, step, is_rewound, is_anew = ARGV[5], tonumber(ARGV[6]), ARGV[9] == '1', ARGV[10] == '1'

@@ -1,4 +1,5 @@
 -- include: lib_base lib_samples lib_groups
+-- flags: allow-oom
 -- reject(incarnation, owner, server, step, group, round, member, reason, first bytes, 'prompt' | 'missing' | 'sample')
 --   -> 1, or 0 if not pinned.
 -- A payload of a pinned group cannot be trained: that sample is generated anew, and its worker blamed unless it is
@@ -6,13 +7,12 @@
 -- stream. Touches: meta, pinned groups' queues (see redo, requeue), prompt:*, lost, dead, strikes, quarantined.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
-free_first()
 local g = ARGV[5]
 if field(g, 'pin') ~= ARGV[4] or field(g, 'round') ~= ARGV[6] then return 0 end
 local _, _, i = parse(ARGV[7])
 local by = i and field(g, 'by:' .. i)
 if ARGV[10] == 'prompt' then
-  call('UNLINK', P .. 'prompt:' .. g)
+  call('UNLINK', PROMPT .. g)
   requeue(g)
 elseif field(g, 'trimmed') == '1' then -- the samples that it went without are not there to wait for
   requeue(g)

@@ -1,6 +1,6 @@
 -- include: lib_base lib_samples
+-- flags: allow-oom
 -- release({member, token}...) -> how many were handed back, with their segments. Touches: retry, leases, open, group:*.
-free_first()
 local n = 0
 for a = 1, #ARGV, 2 do
   local g, round, i = parse(ARGV[a])

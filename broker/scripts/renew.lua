@@ -1,7 +1,7 @@
 -- include: lib_base lib_samples
+-- flags: allow-oom
 -- renew(ttl_s, {member, token}...) -> {server id, token no longer held: its writer must stop...}
 -- An expired lease that nobody else took is held again. Touches: leases, retry, group:*.
-free_first()
 local reply, deadline = { server_id() }, now() + tonumber(ARGV[1])
 for a = 2, #ARGV, 2 do
   local m = ARGV[a]

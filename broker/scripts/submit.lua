@@ -1,11 +1,11 @@
 -- include: lib_base lib_samples
+-- flags: allow-oom
 -- submit(is again, {member, token, payload, bytes, n, tokens, oldest step, {incarnation, its newest step}...}...)
 --   -> {outcome...}; n is how many arguments follow it.
 -- The payloads were SET (with a TTL) just before, under keys of their own. The first finished sample of a round wins; whoever
 -- lost the lease, writes for an earlier round, or used weights of an abandoned branch is fenced, its payload freed. What is
 -- submitted again (1) was accepted once by a server that may have forgotten it, lease and all: there the round decides.
 -- Weights that nobody can have are a strike against the holder. Touches: strikes, quarantined, dead, meta, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK).
-free_first()
 local is_again = ARGV[1] == '1'
 local accepted, bytes_accepted, tokens_accepted = {}, 0, 0
 

@@ -1,4 +1,5 @@
 -- include: lib_base lib_samples lib_groups
+-- flags: allow-oom
 -- take(incarnation, owner, server, step, n) -> {'batch', {group, round, {sample, payload}...}...} | {'wait', why}
 --   | {'exhausted'}
 -- Pins n ready groups to the step, oldest weights first; asked again, the same step gives the same batch until committed.
@@ -6,7 +7,6 @@
 -- segments:*, segment:*.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
-free_first()
 local step, n, lag = tonumber(ARGV[4]), tonumber(ARGV[5]), number('max_lag')
 local BATCH, on_over_bound, on_straggler = batch_key(ARGV[4]), meta('on_over_bound'), meta('on_straggler')
 local announced = announced_step() or -1

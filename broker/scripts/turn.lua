@@ -1,8 +1,8 @@
 -- include: lib_base
+-- flags: allow-oom
 -- turn(token, ttl_s, share of the serving workers, or nothing: renew only) -> 1 if the token holds a turn now, else 0
 -- Granted while fewer than `share` of the serving workers, rounded down, hold one, and in any case while nobody does.
 -- A turn ends when it is given back (a plain ZREM) or at its deadline. Touches: turns, serving.
-free_first()
 local TURNS, SERVING, share = P .. 'turns', P .. 'serving', tonumber(ARGV[3] or '')
 local time, ttl_s = now(), tonumber(ARGV[2])
 for _, token in ipairs(call('ZRANGEBYSCORE', TURNS, '-inf', time)) do call('ZREM', TURNS, token) end

@@ -1,12 +1,12 @@
 -- include: lib_base lib_samples lib_groups
+-- flags: allow-oom
 -- version(incarnation, owner, server, 'offered' | 'announced', version incarnation, version step, blob key) -> OK
 -- Compare and swap: an offer or announcement is newer than everything announced and no older than the newest offer.
 -- Repeating one's own last one is allowed (a lost reply), an announcement also once a newer version was offered. The
 -- manifest was SET under `blob key` (with a TTL) before.
 -- Touches: meta, manifest:*, stage:*; after a rewind also what fork and renumber touch.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
-if fenced then call('UNLINK', P .. ARGV[7]) return fenced end
-free_first()
+if fenced then call('UNLINK', PUBLIC .. ARGV[7]) return fenced end
 local what, incarnation, step, by = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), redis.sha1hex(ARGV[2])
 -- -1, 0, 1: the version against the one that `name` holds
 local function compare(name)
@@ -24,17 +24,17 @@ end
 local against = compare('announced')
 local is_repeated = what == 'announced' and against == 0
 if against < 0 or (compare('offered') < 0 and not is_repeated) then
-  call('UNLINK', P .. ARGV[7])
+  call('UNLINK', PUBLIC .. ARGV[7])
   local held = call('HMGET', META, 'announced_incarnation', 'announced_step', 'offered_incarnation', 'offered_step')
   for a = 1, 4 do held[a] = held[a] or '-' end
   return redis.error_reply('REGRESSION ' .. table.concat(held, ' '))
 end
-if call('EXISTS', P .. ARGV[7]) == 0 then return redis.error_reply('NOBLOB') end
+if call('EXISTS', PUBLIC .. ARGV[7]) == 0 then return redis.error_reply('NOBLOB') end
 local before = announced_step()
 put(what)
 if compare('offered') > 0 then put('offered') end
-call('RENAME', P .. ARGV[7], P .. 'manifest:' .. what)
-call('PERSIST', P .. 'manifest:' .. what)
+call('RENAME', PUBLIC .. ARGV[7], PUBLIC .. 'manifest:' .. what)
+call('PERSIST', PUBLIC .. 'manifest:' .. what)
 if what == 'announced' and before and step < before then
   fork(incarnation, step)
   renumber(step)

@@ -29,6 +29,8 @@ _WITHOUT_OWNER = {
     "owner",
     "strikes",
     "quarantined",
+    "secret",
+    "verbs",
     "tally",
     "config",
     "settled",
@@ -195,7 +197,6 @@ class Auditor:
 
     def __init__(self, url: str, run: str) -> None:
         self.redis: Any = redis.Redis.from_url(url)
-        self.keys = Keys(run)
         self._run = run
         self._look = self.redis.register_script(_LOOK)
 
@@ -203,10 +204,23 @@ class Auditor:
         """Nothing is left of the run."""
         if names := self.names():
             self.redis.unlink(*names)
+        self.redis.function_flush()
 
     def close(self) -> None:
         self.wipe()
         self.redis.close()
+
+    @property
+    def keys(self) -> Keys:
+        """As the learner knows them."""
+        keys = Keys(self._run)
+        keys.secret = self.redis.get(keys("secret")).decode()
+        return keys
+
+    def blob(self, name: str) -> str:
+        """The key of a blob, a prompt among them, as an audit names it."""
+        kind, _, group = name.partition(":")
+        return self.keys.prompt(group) if kind == "prompt" else self.keys.blob(name)
 
     def names(self) -> list[bytes]:
         return list(self.redis.keys(f"headway:{{{self._run}*"))
@@ -253,6 +267,11 @@ class _Reading:
 
     def read(self, key: str, value: Any, ttl: int) -> None:
         shard, _, name = key.removeprefix("headway:{" + self._run).partition("}:")
+        kind, _, rest = name.partition(":")
+        if kind == "hidden":
+            name = rest.partition(":")[2]
+        elif kind == "prompt":
+            name = f"prompt:{rest.partition(':')[2]}"
         kind, _, rest = name.partition(":")
         match kind:
             case "group":

@@ -153,6 +153,12 @@ async def begin(
     return scenario
 
 
+async def hidden(broker: Broker, name: str) -> str:
+    """A key that only functions name, for whoever has not claimed the run."""
+    secret = await broker._connection.execute("GET", broker._connection.keys("secret"))
+    return f"{broker._connection.keys.prefix}hidden:{secret.decode()}:{name}"
+
+
 def rules(max_lag: int, groups_per_step: int = 2, **others: object) -> RunRules:
     return RunRules(max_lag=max_lag, groups_per_step=groups_per_step, **others)  # type: ignore[arg-type]
 

@@ -147,13 +147,13 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
 
 async def test_what_is_damaged_is_reported_by_the_worker(brokers: dict[Role, Broker], server: EmbeddedServer) -> None:
     run = await begin(brokers[Role.LEARNER], rules(1), fed=8)
-    worker, keys = brokers[Role.WORKER].leases, brokers[Role.WORKER]._connection.keys
+    worker, keys = brokers[Role.WORKER].leases, brokers[Role.LEARNER]._connection.keys
     (lease,) = (await worker.lease("w", WeightVersion(1, 0), 1, 30)).leases
     await worker.append(lease, segment(lease, 0), 30)
     await worker.release([lease])
     (name,) = ask(server, "KEYS", keys("segment:*"))
     ask(server, "SETRANGE", name, 20, "\xff\xff")
-    ask(server, "SETRANGE", keys(f"prompt:{group_id(1)}"), 20, "\xff\xff")
+    ask(server, "SETRANGE", keys.prompt(group_id(1)), 20, "\xff\xff")
     granted = (await worker.lease("v", WeightVersion(1, 0), 4, 30)).leases
     assert {lease.tid.group for lease in granted} == {group_id(0)}
     assert all(lease.segments == () for lease in granted)
@@ -174,26 +174,31 @@ FORBIDDEN = {
         "SCRIPT FLUSH",
         "SCRIPT LOAD x",
         "EVAL x 0",
+        "FUNCTION LIST",
+        "FUNCTION DUMP",
+        "FUNCTION LOAD x",
+        "GET {run}:secret",
+        "RPUSH {run}:payload:x x",
         "SET {run}:manifest:announced x",
         "RENAME {run}:payload:x {run}:manifest:announced",
         "SET {run}:prompt:x x",
         "SET {run}:config x",
-        "RPUSH {run}:batch:0 x",
-        "ZADD {run}:settled 0 x",
         "GET {run}:owner",
         "UNLINK {run}:model",
         "GET {other}:config",
-        "HSET {other}:meta x y",
+        "HSET {other}:hidden:meta x y",
         "SET {other}:payload:x x",
     ),
     Role.OBSERVER: (
         "FLUSHALL",
         "GET {run}:manifest:announced",
         "GET {run}:payload:x",
-        "HSET {run}:meta state stopped",
-        "UNLINK {run}:meta",
-        "EVALSHA x 1 {run}:meta",
-        "HGETALL {other}:meta",
+        "HSET {run}:hidden:meta state stopped",
+        "UNLINK {run}:hidden:meta",
+        "FCALL x 1 {run}:hidden:",
+        "GET {run}:secret",
+        "GET {run}:prompt:x",
+        "HGETALL {other}:hidden:meta",
     ),
 }
 
@@ -225,7 +230,7 @@ async def test_a_worker_cannot_pose_as_the_learner(brokers: dict[Role, Broker]) 
         with pytest.raises(BrokerError, match=r"may not do this|taken run .* over"):
             await verb()
     with pytest.raises(BrokerError, match="may not do this"):
-        await worker.prompts.feed([prompt(99)], posing.owner)
+        await worker._connection.learner_script("feed", posing.owner, group_id(99), 2, 3)
     assert await brokers[Role.OBSERVER].status.snapshot() == before
     assert await run.take(0) == groups(0, 1)
 
@@ -234,15 +239,15 @@ async def test_a_worker_waits_for_scripts_until_the_learner_loads_them(
     brokers: dict[Role, Broker], server: EmbeddedServer
 ) -> None:
     run = await begin(brokers[Role.LEARNER], rules(1))
-    ask(server, "SCRIPT", "FLUSH")
+    ask(server, "FUNCTION", "FLUSH")
     worker = Scenario(brokers[Role.WORKER], run.claim)
     leasing = asyncio.create_task(worker.lease(4, 0))
     await asyncio.sleep(0.05)
     assert not leasing.done()
-    await brokers[Role.LEARNER]._connection.load_scripts()
+    await brokers[Role.LEARNER]._connection.load_verbs()
     assert len((await leasing).leases) == 4
-    ask(server, "SCRIPT", "FLUSH")
-    with pytest.raises(BrokerUnavailableError, match="its script lease is not loaded, and our user may not load it"):
+    ask(server, "FUNCTION", "FLUSH")
+    with pytest.raises(BrokerUnavailableError, match="its function lease is not loaded: the run's learner does that"):
         await worker.lease(4, 0)
 
 

@@ -56,10 +56,10 @@ async def test_commit_frees_everything(broker: Broker) -> None:
     assert await broker.batches.commit(run.owner, 1, groups(0, 1)) == 0
     queues = await run.queues()
     assert (queues.payload_bytes, queues.pinned, queues.open) == (0, 0, 0)
-    left = {name.rpartition("}:")[2] for name in await broker._connection.scan("*")}
-    assert left == {"meta", "owner", "config", "settled", "tally", "manifest:announced", "identity"}
+    left = {name.rpartition(":")[2] for name in await broker._connection.scan("*")}
+    assert left == {"meta", "owner", "config", "settled", "tally", "announced", "secret", "verbs", "identity"}
     await broker.batches.commit(run.owner, 1, watermark=group_id(2))
-    assert await broker._connection.execute("EXISTS", broker._connection.keys("settled")) == 0
+    assert await broker._connection.execute("EXISTS", broker._connection.keys.hidden("settled")) == 0
     assert await broker.prompts.feed([prompt(0), prompt(1)], run.owner) == 0  # below the watermark
     await broker.batches.take(run.owner, 1, 2)
 
@@ -287,7 +287,7 @@ async def test_a_damaged_payload_is_rejected_and_the_sample_generated_anew(broke
     assert broker.batches.waiting_for == "rejected"
     queues = await run.queues()
     assert (queues.rejected, queues.retry, queues.pinned) == (1, 1, 1)
-    [(_, entry)] = await broker._connection.execute("XRANGE", broker._connection.keys("dead"), "-", "+")
+    [(_, entry)] = await broker._connection.execute("XRANGE", broker._connection.keys.hidden("dead"), "-", "+")
     assert dict(zip(entry[::2], entry[1::2], strict=True))[b"tid"] == f"{group_id(0)}:0:0".encode()
     await run.generate(4, 0)
     batch = await broker.batches.take(run.owner, 0, 2)

@@ -112,12 +112,12 @@ async def test_a_full_disk_is_waited_for(broker: Broker, tmp_path: Path) -> None
     await run.announce(1)
 
 
-async def test_scripts_are_loaded_again_after_a_flush(broker: Broker) -> None:
+async def test_functions_are_loaded_again_after_a_flush(broker: Broker) -> None:
     run = await begin(broker, rules(0))
     reply = await run.lease(4, 0)
-    await broker._connection.execute("SCRIPT", "FLUSH")
+    await broker._connection.execute("FUNCTION", "FLUSH")
     await run.submit_all(reply.leases, 0)
-    await broker._connection.execute("SCRIPT", "FLUSH")
+    await broker._connection.execute("FUNCTION", "FLUSH")
     assert await run.take(0) == groups(0, 1)
 
 
@@ -179,13 +179,14 @@ async def test_the_status_board(broker: Broker) -> None:
     await other.close()
     assert await broker.status.delete_run() > 0
     assert await broker._connection.scan("*") == []
+    assert await broker._connection.execute("FUNCTION", "LIST") == []
 
 
 async def test_a_heartbeat_of_another_schema_is_passed_over(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     await begin(broker, rules(0))
     for name in ("new", WORKER.worker):
         await broker.status.heartbeat(msgspec.structs.replace(WORKER, worker=name), 30)
-    key = broker._connection.keys("worker:new")
+    key = broker._connection.keys.hidden("worker:new")
     await broker._connection.execute("SET", key, of_another_schema(await broker._connection.execute("GET", key)))
     for _ in range(2):
         assert [of_no_run(info) for info in await broker.status.workers()] == [WORKER]
@@ -199,15 +200,15 @@ async def test_names_and_reports_that_are_no_workers_are_passed_over(
 ) -> None:
     await begin(broker, rules(0))
     await broker.status.heartbeat(WORKER, 30)
-    send, keys = broker._connection.execute, broker._connection.keys
-    await send("SADD", keys("workers"), b"\xff", "[/]", "\x1b[2J", "", "a:b", "w9", "w8")
-    await send("SET", keys("worker:[/]"), encode(msgspec.structs.replace(WORKER, worker="[/]")))
-    await send("SET", keys("worker:w9"), encode(msgspec.structs.replace(WORKER, worker="\x1b[2J")))
-    await send("SET", keys("worker:w8"), b"no frame")
+    say = broker._connection.script
+    for name in (b"\xff", "[/]", "\x1b[2J", "", "a:b", "x" * 101):
+        with pytest.raises(BrokerError, match="worker"):
+            await say("heartbeat", name, 30_000, encode(WORKER), 1)
+    await say("heartbeat", "w9", 30_000, encode(msgspec.structs.replace(WORKER, worker="\x1b[2J")), 1)
+    await say("heartbeat", "w8", 30_000, b"no frame", 1)
     for _ in range(2):
         assert [info.worker for info in await broker.status.workers()] == [WORKER.worker]
     assert "\x1b" not in caplog.text
-    assert caplog.text.count("is no name for a worker") == 5
     assert "Worker w9 is passed over" in caplog.text
     usage = await broker.usage.look()
     assert usage is not None
@@ -227,8 +228,8 @@ async def test_a_worker_without_a_name_is_refused_and_its_errors_are_text(broker
 
 async def test_keys_that_are_no_text_are_none_of_ours(broker: Broker) -> None:
     await begin(broker, rules(0))
-    await broker._connection.execute("SET", b"headway:{\xff}:meta", "x")
-    await broker._connection.execute("SET", "headway:{[/]}:meta", "x")
+    await broker._connection.execute("SET", b"headway:{\xff}:verbs", "x")
+    await broker._connection.execute("SET", "headway:{[/]}:verbs", "x")
     assert await broker.status.runs() == (broker._connection.run,)
 
 

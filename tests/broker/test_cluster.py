@@ -79,7 +79,7 @@ async def test_a_slot_that_moves_key_by_key(cluster: Cluster, on_cluster: Broker
     run = await begin(on_cluster, rules(0))
     source = cluster.home(run_name)
     target = next(node for node in cluster.nodes if node is not source)
-    slot = key_slot(on_cluster._connection.keys.meta.encode())
+    slot = key_slot(on_cluster._connection.keys.verbs.encode())
     move = cluster.moving(slot, source, target)
     next(move)  # both know that it is moving
     plain = on_cluster._connection.keys("plain")

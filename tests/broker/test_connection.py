@@ -2,16 +2,17 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from broker import Broker, open_broker
-from broker.connection import Command, Connection, script_names
+from broker.connection import Connection
 from broker.errors import BrokerError, BrokerUnavailableError
 from broker.server import EmbeddedServer
+from broker.verbs import script_names
 
 from .scenario import begin, groups, rules
 from .test_codec import WORKER
@@ -70,19 +71,6 @@ async def test_an_error_is_its_callers(connection: Connection) -> None:
     assert {type(reply) for reply in replies[1::2]} == {BrokerError}
 
 
-async def test_a_transaction_is_one_whatever_travels_with_it(connection: Connection) -> None:
-    key = connection.keys("n")
-
-    async def twice() -> list[int]:
-        first, second = await connection.pipeline([("INCR", key), ("INCR", key)], atomic=True)
-        return [first, second]
-
-    pairs, *_ = await asyncio.gather(
-        asyncio.gather(*(twice() for _ in range(50))), *(connection.execute("INCR", key) for _ in range(200))
-    )
-    assert all(second == first + 1 for first, second in pairs)
-
-
 async def test_cancelling_one_leaves_the_others(connection: Connection, proxy: Proxy) -> None:
     await connection.execute("PING")
     proxy.stall()
@@ -102,20 +90,20 @@ async def test_a_heartbeat_that_was_given_up_brings_nobody_back(
     broker = await open_broker(f"redis://127.0.0.1:{proxy.port}", run_name)
     await begin(broker, rules(1))
     await broker.status.heartbeat(WORKER, 60)
-    pipeline, sent = broker._connection.pipeline, list[Any]()
+    script, sent = broker._connection.script, list[str]()
 
-    def noted(commands: Sequence[Command]) -> Coroutine[Any, Any, list[Any]]:
-        sent.append(commands[0][0])
-        return pipeline(commands)
+    def noted(name: str, *arguments: Any, **others: Any) -> Coroutine[Any, Any, Any]:
+        sent.append(name)
+        return script(name, *arguments, **others)
 
-    monkeypatch.setattr(broker._connection, "pipeline", noted)
+    monkeypatch.setattr(broker._connection, "script", noted)
     proxy.stall()
     beating = asyncio.create_task(broker.status.heartbeat(WORKER, 60))
     await asyncio.sleep(0.05)
     beating.cancel()
     leaving = asyncio.create_task(broker.status.leave(WORKER.worker))
     await asyncio.sleep(0.05)
-    assert sent == ["SET"]
+    assert sent == ["heartbeat"]
     proxy.resume()
     await leaving
     assert await broker.status.workers() == ()
@@ -171,12 +159,12 @@ async def test_what_is_on_disk_is_durable(connection: Connection, server: Embedd
     assert not await connection.make_durable(replicas=0, timeout_ms=100)  # nobody can tell
 
 
-async def test_a_script_that_the_server_forgot_comes_with_its_source(broker: Broker, server: EmbeddedServer) -> None:
+async def test_functions_that_the_server_forgot_come_with_their_text(broker: Broker, server: EmbeddedServer) -> None:
     run = await begin(broker, rules(0))
-    ask(server, "SCRIPT", "FLUSH")
+    ask(server, "FUNCTION", "FLUSH")
     await run.generate(4, 0)
-    ask(server, "SCRIPT", "FLUSH")
-    await broker._connection.load_scripts()
+    ask(server, "FUNCTION", "FLUSH")
+    await broker._connection.load_verbs()
     assert {"lease", "submit", "take"} <= set(script_names())
     assert "lib" not in script_names()
     assert await run.take(0) == groups(0, 1)

@@ -78,7 +78,7 @@ async def test_a_retry_is_given_before_new_groups_and_only_to_weights_that_may(b
 
 async def test_a_group_settled_before_its_prompt_was_read_costs_no_other_lease(broker: Broker) -> None:
     run = await begin(broker, rules(0))
-    await broker._connection.execute("UNLINK", broker._connection.keys(f"prompt:{group_id(0)}"))
+    await broker._connection.execute("UNLINK", broker._connection.keys.prompt(group_id(0)))
     leases = (await run.lease(4, 0)).leases
     assert [lease.tid.group for lease in leases] == groups(1, 1)
     assert set(broker.leases._held["w"]) == {lease.tid for lease in leases}
@@ -86,10 +86,10 @@ async def test_a_group_settled_before_its_prompt_was_read_costs_no_other_lease(b
 
 async def test_a_damaged_prompt_is_fed_again_and_costs_no_other_lease(broker: Broker) -> None:
     run = await begin(broker, rules(0))
-    await broker._connection.execute("SETRANGE", broker._connection.keys(f"prompt:{group_id(0)}"), 20, b"\xff\xff")
+    await broker._connection.execute("SETRANGE", broker._connection.keys.prompt(group_id(0)), 20, b"\xff\xff")
     assert [lease.tid.group for lease in (await run.lease(4, 0)).leases] == groups(1, 1)
     assert (await broker.prompts.waiting())[1]
-    (letter,) = await broker._connection.execute("XRANGE", broker._connection.keys("dead"), "-", "+")
+    (letter,) = await broker._connection.execute("XRANGE", broker._connection.keys.hidden("dead"), "-", "+")
     assert any(b"checksum" in part for part in letter[1])
     assert await broker.prompts.feed([prompt(0), prompt(1)], run.owner) == 1
     assert not (await broker.prompts.waiting())[1]
@@ -99,7 +99,7 @@ async def test_a_damaged_prompt_is_fed_again_and_costs_no_other_lease(broker: Br
 async def test_a_worker_of_another_version_leaves_prompts_alone(broker: Broker) -> None:
     run = await begin(broker, rules(0))
     blob = of_another_schema(encode(prompt(0)))
-    await broker._connection.execute("SET", broker._connection.keys(f"prompt:{group_id(0)}"), blob)
+    await broker._connection.execute("SET", broker._connection.keys.prompt(group_id(0)), blob)
     with pytest.raises(SchemaMismatchError, match="run the same version of Headway everywhere"):
         await run.lease(4, 0)
     assert not (await broker.prompts.waiting())[1]
@@ -221,7 +221,7 @@ async def test_feeding_again_changes_nothing(broker: Broker) -> None:
     await broker.batches.commit(run.owner, 1)
     assert await broker.prompts.feed([prompt(i, 1) for i in range(5)], run.owner) == 2
     assert (await broker.prompts.waiting())[0] == 4
-    assert await broker._connection.execute("EXISTS", broker._connection.keys(f"prompt:{group_id(0)}")) == 0
+    assert await broker._connection.execute("EXISTS", broker._connection.keys.prompt(group_id(0))) == 0
 
 
 async def test_a_payload_whose_reply_was_lost_lives_on(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:

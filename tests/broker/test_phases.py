@@ -122,7 +122,7 @@ async def test_a_phase_ends_with_the_server_that_it_began_on(broker: Broker, ser
     assert await broker._connection.make_durable(0, 1000)
     kill(server)
     server.start()
-    assert await broker._connection.execute("EXISTS", broker._connection.keys("phase")) == 1
+    assert await broker._connection.execute("EXISTS", broker._connection.keys.hidden("phase")) == 1
     assert not await broker.phases.may_generate("w", LONG_S, is_awake=False)
     with pytest.raises(ServerRestartedError):
         await broker.phases.generate(owner, LONG_S)

@@ -239,7 +239,7 @@ class Protocol(RuleBasedStateMachine):
     @rule(which=SOME)
     def expire_a_lease(self, which: int) -> None:
         held = sorted(self.audit.queues["leases"])
-        self.auditor.redis.zadd(self.auditor.keys("leases"), {held[which % len(held)]: 0}, xx=True)
+        self.auditor.redis.zadd(self.auditor.keys.hidden("leases"), {held[which % len(held)]: 0}, xx=True)
         self._look()
 
     @rule()
@@ -267,7 +267,7 @@ class Protocol(RuleBasedStateMachine):
         """Something overwrites a blob."""
         blobs = sorted(self.audit.blobs, key=_without_chance)
         name = blobs[which % len(blobs)]
-        self.auditor.redis.setrange(self.auditor.keys.blob(name), 20, b"\xff\xff\xff")
+        self.auditor.redis.setrange(self.auditor.blob(name), 20, b"\xff\xff\xff")
         self.model.damaged.add(name.split(":")[1])
         self.model.is_exact, self.model.is_calm = self.log is not None, False
 

@@ -311,7 +311,7 @@ async def test_a_claim_that_the_server_forgot_abandons_the_same_weights_again(
     resumed = await begin(broker, some, checkpoint=CheckpointMark(1, 1), resume=True)
     rolled_back.kill_and_restart()
     await reassert(resumed, 1, [group_id(0)], {})
-    assert await broker._connection.execute("HGETALL", broker._connection.keys("forks")) == {b"2": b"1"}
+    assert await broker._connection.execute("HGETALL", broker._connection.keys.hidden("forks")) == {b"2": b"1"}
     for step in (1, 2, 3):
         await resumed.announce(step)
     assert await resumed.submit(flying[1], 0, WeightVersion(1, 3)) is SubmitOutcome.FENCED
@@ -360,7 +360,7 @@ async def test_a_claim_that_was_lost_with_what_came_after_it_abandons_as_much(
     await broker.batches.commit(resumed.owner, 2, [group_id(1)])
     rolled_back.kill_and_restart()
     await reassert(resumed, 2, [group_id(0), group_id(1)], {})
-    assert await broker._connection.execute("HGETALL", broker._connection.keys("forks")) == {b"2": b"1"}
+    assert await broker._connection.execute("HGETALL", broker._connection.keys.hidden("forks")) == {b"2": b"1"}
 
 
 async def test_a_batch_whose_change_was_lost_is_again_what_was_taken(broker: Broker, rolled_back: RolledBack) -> None:

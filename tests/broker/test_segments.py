@@ -201,7 +201,7 @@ async def test_a_damaged_segment_goes_to_the_dead_letters_and_the_sample_begins_
     (again,) = (await run.lease(1, 0, worker="v")).leases
     assert again.segments == ()
     await append(broker, again, 0)
-    assert await broker._connection.execute("XLEN", broker._connection.keys("dead")) == 1
+    assert await broker._connection.execute("XLEN", broker._connection.keys.hidden("dead")) == 1
     queues = await run.queues()
     assert (queues.rejected, queues.discarded_tokens, queues.payload_bytes) == (1, 8, await kept(broker))
 
@@ -242,7 +242,7 @@ async def test_a_lost_prompt_voids_what_was_begun(broker: Broker) -> None:
     first, second = (await run.lease(2, 0)).leases
     await append(broker, first, 0)
     await broker.leases.release([second])
-    await broker._connection.execute("SET", broker._connection.keys(f"prompt:{group_id(0)}"), b"junk")
+    await broker._connection.execute("SET", broker._connection.keys.prompt(group_id(0)), b"junk")
     assert [lease.tid.group for lease in (await run.lease(1, 0, worker="v")).leases] == []
     assert await broker.leases.renew([first], TTL_S) == {first.token}
     assert await broker.prompts.feed([prompt(0)], run.owner) == 1

@@ -12,6 +12,7 @@ from broker import Broker
 from broker.errors import BrokerUnavailableError
 from broker.server import EmbeddedServer
 
+from .scenario import begin, rules
 from .test_codec import WORKER
 
 LONG_S, A_MOMENT_S = 1000.0, 0.05
@@ -31,6 +32,13 @@ async def hold(url, run):
 asyncio.run(hold(*sys.argv[1:]))
 """
 """A worker that swaps for ever, and notices when its turn has ended."""
+
+
+@pytest.fixture
+async def broker(broker: Broker) -> Broker:
+    """Of a run that a learner has claimed."""
+    await begin(broker, rules(0))
+    return broker
 
 
 async def serve(broker: Broker, *workers: str, ttl_s: float = LONG_S, **changes: object) -> None:
@@ -126,7 +134,7 @@ async def test_turns_follow_the_size_of_the_pool(broker: Broker) -> None:
     while (await broker.status.workers())[-1].worker == "w5":  # noqa: ASYNC110 - the server tells nobody
         await asyncio.sleep(A_MOMENT_S)
     assert await granted(broker, 4) == ["t1"]
-    assert await broker._connection.execute("SCARD", broker._connection.keys("serving")) == 3
+    assert await broker._connection.execute("SCARD", broker._connection.keys.hidden("serving")) == 3
 
 
 async def test_who_has_no_weights_or_drains_does_not_serve(broker: Broker) -> None:
@@ -163,7 +171,7 @@ async def test_a_stopped_holder_costs_its_deadline_only(broker: Broker) -> None:
 async def test_turns_leave_nothing_behind(broker: Broker) -> None:
     await serve(broker, "w1")
     await broker.turns.take("t", 0.5, A_MOMENT_S)
-    key = broker._connection.keys("turns")
+    key = broker._connection.keys.hidden("turns")
     assert 0 < await broker._connection.execute("PTTL", key) <= 3000
     await broker.turns.give_back("t")
     assert await broker._connection.execute("EXISTS", key) == 0

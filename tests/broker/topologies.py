@@ -94,8 +94,8 @@ class Cluster(Topology):
         return f"redis+cluster://{LOCAL}:{port_of(self.nodes[0])}"
 
     def home(self, run: str) -> EmbeddedServer:
-        """The node that holds the run's meta hash."""
-        slot = key_slot(Keys(run).meta.encode())
+        """The node that holds the run."""
+        slot = key_slot(Keys(run).verbs.encode())
         return next(node for node, (_, last) in zip(self.nodes, _RANGES, strict=True) if slot <= last)
 
     def add_replica(self, of: EmbeddedServer) -> EmbeddedServer:

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from broker import Broker
 from broker.codec import encode
-from broker.keys import Keys
 from broker.schema import RunStatus
 from deploy.live import Monitor, panel
 from deploy.printing import paragraph, say, say_json, visible
@@ -111,7 +110,7 @@ async def begin_with_hostile_workers(broker: Broker) -> None:
 
     await begin(broker, rules(0))
     await broker.status.heartbeat(worker("good", None, last_error=HOSTILE), 60.0)
-    send, keys = broker._connection.execute, Keys(broker._connection.run)
+    send, keys = broker._connection.execute, broker._connection.keys.hidden
     for name in (b"\xff", b"[/]", HOSTILE[:-1].encode()):
         await send("SADD", keys("workers"), name)
         info = msgspec.structs.replace(worker("x", None), worker=name.decode(errors="replace"))

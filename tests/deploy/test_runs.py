@@ -41,7 +41,7 @@ class Stored:
 
     def age(self, run: str) -> None:
         """As if nobody had used the run for an hour."""
-        key = f"headway:{{{run}}}:meta"
+        (key,) = self._client.keys(f"headway:{{{run}}}:hidden:*:meta")
         self._client.restore(key, 0, self._client.dump(key), replace=True, idletime=3600)
 
 

@@ -16,7 +16,7 @@ from benchmarks.chaos.protections import PROTECTIONS, take_out
 from benchmarks.chaos.tasks import FinitePrompts, logprobs_of, response_length, response_tokens, what_is_wrong
 from benchmarks.chaos.trail import Beginning, Lineage, StepRecord, Trail, Trained
 from benchmarks.chaos.trial import GROUP_SIZE, MAX_LAG
-from broker import connection
+from broker import verbs
 from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from learner.prompts.cursor import group_at
 
@@ -100,17 +100,16 @@ def test_any_other_content_is_noticed(damage: str) -> None:
 
 @pytest.mark.parametrize("name", PROTECTIONS)
 def test_every_protection_is_still_where_it_is_taken_out(name: str, whole_again: None) -> None:
-    before = connection.script_source("take")
+    before = verbs.script_source("take")
     take_out(name)  # asserts that it found what it edits
     if name in ("owner_fence", "server_fence", "over_bound_check", "rewind_fork"):
-        assert connection.script_source("take") != before
+        assert verbs.script_source("take") != before
 
 
 @pytest.fixture
 def whole_again() -> Iterator[None]:
     yield
     patch.stopall()
-    connection.script_digest.cache_clear()
 
 
 def step(

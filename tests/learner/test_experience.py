@@ -292,7 +292,9 @@ def test_a_batch_that_the_server_forgot_is_trained_from_the_log(server: Embedded
     with experience(server.url, CheckpointMark(1, 1), after(3), logged=tmp_path / "log") as (resumed, blocking):
         forget_everything(server, tmp_path / "server")
         assert tids_of(take(resumed, 1)) == tids_of(batch)
-        pinned = blocking.call(blocking.broker._connection.execute("LRANGE", blocking_key(blocking, "batch:1"), 0, -1))
+        pinned = blocking.call(
+            blocking.broker._connection.execute("LRANGE", blocking.broker._connection.keys.hidden("batch:1"), 0, -1)
+        )
         assert [name.decode() for name in pinned] == [group.prompt.group for group in batch]
         with pytest.raises(NeedsLearner, match="rewind"):  # the log ends here
             resumed.take(2)
@@ -372,7 +374,9 @@ def test_a_prompt_that_the_server_lost_is_fed_again(url: str) -> None:
         with pytest.raises(Interrupted):
             learner.take(0)
         lost = "0000-00000001"
-        blocking.call(blocking.broker._connection.execute("SET", blocking_key(blocking, f"prompt:{lost}"), b"junk"))
+        blocking.call(
+            blocking.broker._connection.execute("SET", blocking.broker._connection.keys.prompt(lost), b"junk")
+        )
         assert lost not in generate(blocking, 0, 2)
         assert blocking.call(blocking.broker.prompts.waiting())[1]
         with pytest.raises(Interrupted):
@@ -416,7 +420,9 @@ def test_prompts_that_an_outage_swallowed_are_fed_once_it_is_over(server: Embedd
         feed._prompts = real
         blocking.call(feed.keep_ahead())
         wanted = (MAX_LAG + 2) * GROUPS_PER_STEP
-        first = blocking.call(blocking.broker._connection.execute("ZRANGE", blocking_key(blocking, "pool"), 0, 0))
+        first = blocking.call(
+            blocking.broker._connection.execute("ZRANGE", blocking.broker._connection.keys.hidden("pool"), 0, 0)
+        )
         assert blocking.call(blocking.broker.prompts.waiting())[0] == wanted
         assert first == [b"0000-00000000"]
 

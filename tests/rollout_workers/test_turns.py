@@ -106,7 +106,7 @@ async def test_never_all_swap_at_once(pool: Pool, workers: int, share: float, at
     await learner.publish(1, *pool.of())
     await pool.hold(learner.version(1))
     assert pool.swapping.most == at_once
-    assert await learner.broker._connection.execute("EXISTS", learner.broker._connection.keys("turns")) == 0
+    assert await learner.broker._connection.execute("EXISTS", learner.broker._connection.keys.hidden("turns")) == 0
 
 
 async def test_a_pool_that_grows_and_shrinks(pool: Pool) -> None:

@@ -224,7 +224,7 @@ async def test_a_sample_that_cannot_be_scored_is_generated_anew_from_its_first_t
     assert len({t.tid for t in told}) == len(told) == 8 * GROUP_SIZE
     assert worker.unscored == 3
     connection = brokers[0].status._connection
-    letters = await connection.execute("XRANGE", connection.keys("dead"), "-", "+")
+    letters = await connection.execute("XRANGE", connection.keys.hidden("dead"), "-", "+")
     assert [fields[fields.index(b"reason") + 1] for _, fields in letters] == [b"reward mine:score failed twice"] * 3
     assert (await brokers[0].status.snapshot()).queues.resumed_tokens == 0
 
@@ -278,12 +278,12 @@ async def test_a_worker_waits_for_its_learner_and_reports_all_the_while(
 ) -> None:
     deliveries = Deliveries()
     worker = make_worker(brokers[1], make_engine(tmp_path), deliveries)
+    learner = await Learner.start(brokers[0], groups=2)
     async with running(worker):
         async with asyncio.timeout(60):
             while not (alive := await brokers[0].status.workers()):  # noqa: ASYNC110 - the broker is asked
                 await asyncio.sleep(0.01)
         assert (alive[0].state, alive[0].version, alive[0].wants_broadcast) == ("starting", None, True)
-        learner = await Learner.start(brokers[0], groups=2)
         await learner.publish(0, deliveries)
         assert len(await learner.take(0)) == 2
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from broker import Broker
 from broker.archive import PIECE_BYTES
+from tests.broker.scenario import hidden
 from tests.weightsync.archives.follower import (
     FOREVER,
     NAME,
@@ -33,25 +34,25 @@ async def test_the_servers_memory_is_accounted_for(
     keys = broker._connection.keys
     pieces = await broker._connection.scan(keys("archive:*"))
     held = [await broker._connection.execute("STRLEN", key) for key in pieces]
-    counted = int(await broker._connection.execute("HGET", keys.meta, "archive_bytes"))
+    counted = int(await broker._connection.execute("HGET", await hidden(broker, "meta"), "archive_bytes"))
     assert sum(held) == counted > WHOLE_BYTES
     assert max(held) <= PIECE_BYTES
     assert all([await broker._connection.execute("TTL", key) > 0 for key in pieces])
     successor = await asyncio.to_thread(Learner, url, run_name, replace(config, archive="http"), resume=True)
     await asyncio.to_thread(successor.close)
     assert await broker._connection.scan(keys("archive*")) == []
-    assert await broker._connection.execute("HGET", keys.meta, "archive_bytes") is None
+    assert await broker._connection.execute("HGET", await hidden(broker, "meta"), "archive_bytes") is None
 
 
 @in_broker
 async def test_weights_too_large_for_the_broker_are_refused_with_words(
     learner: Learner, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await broker._connection.execute("HSET", broker._connection.keys.meta, "max_bytes", 4 * WHOLE_BYTES - 1)
+    await broker._connection.execute("HSET", await hidden(broker, "meta"), "max_bytes", 4 * WHOLE_BYTES - 1)
     await publish(learner, 3)
     assert f"the weights are {WHOLE_BYTES} bytes, and the broker takes whole versions of at most" in caplog.text
     assert (await archived(broker)).anchor is None  # and the deltas are there
-    await broker._connection.execute("HSET", broker._connection.keys.meta, "payload_bytes", 4 * WHOLE_BYTES)
+    await broker._connection.execute("HSET", await hidden(broker, "meta"), "payload_bytes", 4 * WHOLE_BYTES)
     await publish(learner)
     assert "no room for" in caplog.text
     assert (await announced(broker)).archived is None

@@ -11,6 +11,7 @@ import pytest
 from broker import Broker
 from broker.errors import WeightSyncError
 from broker.schema import Archived, DeltaSpec, WeightVersion
+from tests.broker.scenario import hidden
 from tests.weightsync.archives.follower import Follower, announced, archived, files, in_broker, in_directory, publish
 from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, weights
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
@@ -77,7 +78,7 @@ async def test_files_go_with_the_last_reader(learner: Learner, broker: Broker, f
 @in_broker
 async def test_bytes_in_the_broker_go_with_the_last_reader(learner: Learner, broker: Broker) -> None:
     async def counted() -> int:
-        return int(await broker._connection.execute("HGET", broker._connection.keys.meta, "archive_bytes"))
+        return int(await broker._connection.execute("HGET", await hidden(broker, "meta"), "archive_bytes"))
 
     await publish(learner, 3)
     assert await counted() > 0

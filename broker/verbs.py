@@ -1,0 +1,104 @@
+"""The verbs that the server carries out: a library of functions for each run, made of the scripts in `scripts/`.
+
+A script begins with the files that it includes, and perhaps with its flags. In the library it is a function, behind
+what it includes and three prefixes of keys, two of which contain a secret: whoever may call the function, and may not
+read it, writes these keys as the function does and in no other way (see `access`).
+"""
+
+import secrets
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha1
+from importlib.resources import files
+from typing import Self
+
+from .errors import SchemaMismatchError
+from .keys import Keys
+
+_SECRET_BYTES = 16
+_INCLUDE, _FLAGS = "-- include:", "-- flags:"
+
+
+def new_secret() -> str:
+    """What nobody guesses."""
+    return secrets.token_hex(_SECRET_BYTES)
+
+
+@cache
+def script_names() -> tuple[str, ...]:
+    """All verbs there are."""
+    names = (entry.name.removesuffix(".lua") for entry in (files("broker") / "scripts").iterdir())
+    return tuple(sorted(name for name in names if not name.startswith("lib_")))
+
+
+@cache
+def script_source(name: str) -> str:
+    """A script behind the files that its first line includes."""
+    included = _file(name).partition("\n")[0].removeprefix(_INCLUDE).split()
+    return "".join(map(_file, included)) + _file(name)
+
+
+@cache
+def flags_of(name: str) -> tuple[str, ...]:
+    """`no-writes`: users who may only look may call it. `allow-oom`: a server without memory carries it out."""
+    _, line, *_ = _file(name).split("\n", 2)
+    return tuple(line.removeprefix(_FLAGS).split()) if line.startswith(_FLAGS) else ()
+
+
+@cache
+def protocol() -> str:
+    """Names what the scripts say: a client of others would misunderstand them."""
+    return sha1("".join(_file(name) for name in _file_names()).encode(), usedforsecurity=False).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Verbs:
+    """The library of a run on its server, as the key `verbs` names it."""
+
+    protocol: str
+    library: str
+
+    @classmethod
+    def read(cls, value: bytes, run: str) -> Self:
+        """Raises SchemaMismatchError where another version of Headway made it."""
+        found = cls(*value.decode().split(" ", 1))
+        if found.protocol != protocol():
+            raise SchemaMismatchError(
+                f"The learner of run {run} speaks protocol {found.protocol} with the broker, and this process "
+                f"{protocol()}: install the same version of Headway on both sides."
+            )
+        return found
+
+    def call(self, name: str) -> tuple[str, str]:
+        """How the function is called, and its name."""
+        return "FCALL_RO" if "no-writes" in flags_of(name) else "FCALL", f"{self.library}_{name}"
+
+
+def library(keys: Keys) -> tuple[Verbs, str]:
+    """The library of a run whose secret is known, and its text."""
+    functions = [_function(name) for name in script_names()]
+    prefixes = f"local P, PUBLIC, PROMPT = '{keys.hidden('')}', '{keys('')}', '{keys.prompt('')}'\n"
+    name = "headway_" + sha1("".join([prefixes, *functions]).encode(), usedforsecurity=False).hexdigest()
+    verbs = Verbs(protocol(), name)
+    head = f"#!lua name={name}\nlocal VERBS, LIBRARY = '{verbs.protocol} {name}', '{name}_'\n"
+    return verbs, "".join([head, prefixes, *functions])
+
+
+def _function(name: str) -> str:
+    """`KEYS` only says where in a cluster the run lies."""
+    flags = ", ".join(f"'{flag}'" for flag in flags_of(name))
+    return (
+        f"redis.register_function{{function_name = LIBRARY .. '{name}', flags = {{{flags}}}, "
+        f"callback = function(KEYS, ARGV)\n{script_source(name)}\nend}}\n"
+    )
+
+
+@cache
+def _file_names() -> tuple[str, ...]:
+    names = (entry.name for entry in (files("broker") / "scripts").iterdir())
+    return tuple(sorted(name.removesuffix(".lua") for name in names if name.endswith(".lua")))
+
+
+@cache
+def _file(name: str) -> str:
+    return (files("broker") / "scripts" / f"{name}.lua").read_text()
