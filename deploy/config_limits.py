@@ -36,17 +36,22 @@ _BYTES = Limit(0, 1 << 50, "more than a PiB is a slip of the keyboard")
 _FACTOR = Limit(-1e9, 1e9, "the loss is computed in float32")
 _RATE = Limit(0, 100, "an update moves each weight by about the learning rate")
 
+_DEADLINE = Limit(0.01, 30 * DAY_S, "a call into another process takes that long, and nobody waits longer than 30 days")
+
 LIMITS = {
     "model.random.config.num_hidden_layers": Limit(1, 1000, "each is built before anything else is known"),
     "run.seed": _COUNT,
     "prompts.epochs": _COUNT,
+    "prompts.deadline_s": _DEADLINE,
     "rewards.weight": _FACTOR,
+    "rewards.deadline_s": _DEADLINE,
     "broker.lease_ttl_s": Limit(0.1, 30 * DAY_S, "a worker renews its leases over a network"),
     "broker.payload_ttl_s": Limit(1, 30 * DAY_S, "its submission follows over a network"),
     "broker.max_bytes": Limit(1 << 20, 1 << 50, "the prompts and samples of a step must fit"),
     "broker.max_leases_per_worker": Limit(0, 1 << 16, "an engine batches no more"),
     "broker.replicas": Limit(0, 64, "a write waits for all of them"),
     "staleness.max_lag": Limit(0, 1000, "prompts for max_lag + 1 steps are fed ahead; ratios say nothing that far off"),
+    "staleness.min_group_size": Limit(1, 4096, "no group is larger"),
     "sampling.max_new_tokens": _TOKENS,
     "sampling.temperature": Limit(1e-3, 1e3, "logits are divided by it, in float32"),
     "sampling.top_k": Limit(0, 1 << 24, "no vocabulary is larger"),
@@ -81,6 +86,7 @@ LIMITS = {
     "learner.micro_batch_tokens": Limit(1, 1 << 24, "they go through the model at once"),
     "learner.updates_per_step": Limit(1, 1 << 16, "each has at least one group"),
     "sft.phases.learning_rate": _RATE,
+    "sft.phases.deadline_s": _DEADLINE,
     "sft.phases.batch_size": Limit(1, 1 << 16, "they are held in memory"),
     "sft.phases.max_steps": _COUNT,
     "sft.phases.gate_every_steps": _COUNT,

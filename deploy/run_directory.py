@@ -21,6 +21,7 @@ import msgspec
 from broker.address import without_secrets
 from broker.errors import ConfigError, HeadwayError
 from broker.holding import Holder
+from broker.keys import is_name
 from learner.disk import FULL
 
 from .config import dump_recipe
@@ -149,7 +150,8 @@ def _lock(directory: Path) -> Iterator[bool]:
 def identity_of(directory: Path) -> str:
     """Of the run in `directory`; empty where it has none yet."""
     path = directory / IDENTITY
-    return path.read_text().strip() if path.exists() else ""
+    with _read(path, "Bring it back from a copy, or start the run anew with --overwrite."):
+        return path.read_text().strip() if path.exists() else ""
 
 
 def note_identity(directory: Path, identity: str) -> None:
@@ -162,7 +164,9 @@ def note_identity(directory: Path, identity: str) -> None:
 def last_incarnation(directory: Path) -> int:
     """0 before the first. A server that loses its last second, and a claim with it, would give the same one again."""
     path = directory / INCARNATION
-    return int(path.read_text()) if path.exists() else 0
+    remedy = f"Write into it the highest number that there is below {directory / CHECKPOINTS}, plus 100."
+    with _read(path, remedy):
+        return int(path.read_text()) if path.exists() else 0
 
 
 def note_incarnation(directory: Path, incarnation: int) -> None:
@@ -185,7 +189,7 @@ def endpoint(directory: Path, url: str, run: str) -> Iterator[None]:
 
 def find_endpoint(parent: Path, run: str | None) -> Endpoint:
     """Of `run` below `parent`, else of the one that started last. Raises HeadwayError if it is not going on."""
-    if run is not None and (parent / run / ENDPOINT).exists() and is_held(parent / run):
+    if run is not None and is_name(run) and (parent / run / ENDPOINT).exists() and is_held(parent / run):
         return _read_endpoint(parent / run / ENDPOINT)
     found = newest_endpoint(parent)
     if run is not None and run != found.run:
@@ -206,4 +210,14 @@ def newest_endpoint(parent: Path) -> Endpoint:
 
 
 def _read_endpoint(path: Path) -> Endpoint:
-    return msgspec.json.decode(path.read_bytes(), type=Endpoint)
+    with _read(path, "Name the server and the run: --broker URL --run NAME."):
+        return msgspec.json.decode(path.read_bytes(), type=Endpoint)
+
+
+@contextmanager
+def _read(path: Path, remedy: str) -> Iterator[None]:
+    """What is damaged of our own files, in words that help."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # of msgspec, too
+        raise HeadwayError(f"{path} cannot be read: {error}. {remedy}") from error

@@ -331,6 +331,9 @@ DATA = [
 
 NOWHERE = "redis://127.0.0.1:1"
 CLEAN = "arithmetic.yaml"
+GARBAGE = [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"url": 1, "run": 2}', b'{"url": "redis://x"}', b"\x00" * 100]
+"""What a damaged disk may leave of a small file."""
+
 COMMANDS = [
     ("nonsense", "No such command 'nonsense'"),
     ("run", "Missing argument 'RECIPE'"),
@@ -375,7 +378,8 @@ COMMANDS = [
     (f"broker --directory {'d' * 300} --port 0", "cannot be made or written"),
     ("status", "No run is going on below"),
     ("status --run x", "No run is going on below"),
-    ("status --run ../../x", ""),
+    ("status --run ../../x", "No run is going on below"),
+    (f"status --run {'r' * 300}", "No run is going on below"),
     (f"status --broker {NOWHERE}", "No answer from the broker"),
     (f"status --broker {NOWHERE} --run [/]", "is no name for a run"),
     ("status --broker nonsense --run x", "is no broker URL"),

@@ -6,14 +6,21 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any, get_args, get_origin
 
 import pytest
 
+from broker.errors import HeadwayError
 from deploy import alone, local, runs, server
 from deploy.cli import answer
+from deploy.config_limits import LIMITS
+from deploy.config_words import _fields, _is_struct, _metas, _plain
 from deploy.printing import visible
+from deploy.recipe import Recipe
+from deploy.report import SUMMARY
+from deploy.run_directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
 
-from .bad_inputs import COMMANDS, DATA, FILES, NOWHERE, OVERRIDES, RECIPE, VALUES, rows
+from .bad_inputs import COMMANDS, DATA, FILES, GARBAGE, NOWHERE, OVERRIDES, RECIPE, RUNS, VALUES, rows
 
 DEADLINE_S = 10
 TO_NOWHERE = f"broker.url={NOWHERE}"
@@ -79,6 +86,35 @@ def test_a_data_file(content: bytes, expected: str, place: Path, capsys: pytest.
 @pytest.mark.parametrize(("line", "expected"), COMMANDS, ids=lambda value: ascii(value)[:60])
 def test_a_command_line(line: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     check(line.split(" "), expected, capsys)
+
+
+@pytest.mark.parametrize("content", GARBAGE, ids=ascii)
+def test_a_damaged_run(content: bytes, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = place / "runs" / "x"
+    directory.mkdir(parents=True)
+    for name in (CONFIG, ENDPOINT, INCARNATION, SUMMARY):
+        (directory / name).write_bytes(content)
+    with held(directory):
+        check(["status"], str(Path("runs", "x", ENDPOINT)), capsys)
+        check(["status", "--run", "x"], str(Path("runs", "x", ENDPOINT)), capsys)
+    check(["replay", "x"], "config.yaml", capsys)
+    check(["run", "recipe.yaml", TO_NOWHERE, "run.name=x", "--resume"], RUNS, capsys)
+    with pytest.raises(HeadwayError, match="cannot be read"):
+        last_incarnation(directory)
+
+
+def test_every_number_of_a_recipe_has_bounds() -> None:
+    def numbers(annotation: Any, path: str) -> Iterator[str]:
+        kind = _plain(annotation)
+        if get_origin(kind) is tuple:
+            kind = _plain(get_args(kind)[0])
+        if _is_struct(kind):
+            for name, below in _fields(kind).items():
+                yield from numbers(below, f"{path}.{name}".lstrip("."))
+        elif kind in (int, float) and not any(meta.le or meta.lt for meta in _metas(annotation)):
+            yield path
+
+    assert set(numbers(Recipe, "")) <= set(LIMITS)
 
 
 def test_these_are_hundreds() -> None:
