@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 import psutil
 
+from learner.disk import is_full
+
 from . import tether
 from .farewell import ENVIRONMENT
 
@@ -96,10 +98,13 @@ class Child:
         return f"exited with code {code}"
 
     def last_words(self) -> str:
-        """The error it printed last, else the last lines of its log, of this start only."""
+        """The error it printed last, else the last lines of its log, of this start only; and why there may be none."""
         if self.command.log is None:
             return "its error stands above."
-        text = self._own_log(self.command.log)
+        said = self._said(self._own_log(self.command.log))
+        return f"{said}\n(The disk of its log is full. Make room.)" if is_full(self.command.log) else said
+
+    def _said(self, text: str) -> str:
         _, found, error = text.rpartition("\n" + ERROR_PREFIX)
         if found:
             return NO_MORE_OF_IT.split(error, maxsplit=1)[0].strip()

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+LINE_BYTES = 4096
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
@@ -27,6 +28,14 @@ def gone(directory: Path) -> str:
         f"{directory} is gone: somebody removed it while it was written to. Bring it back and go on with --resume, or"
         " start the run anew."
     )
+
+
+def is_full(path: Path) -> bool:
+    """Whether the file system of `path` takes hardly another line; False where nobody can say."""
+    try:
+        return shutil.disk_usage(path.parent).free < LINE_BYTES
+    except OSError:
+        return False
 
 
 def free_mib(path: Path) -> float:

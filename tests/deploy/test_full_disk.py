@@ -1,6 +1,8 @@
 """What a run's files hold where the disk is full, the directory is gone, or a line was torn."""
 
 import shutil
+import sys
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from broker.errors import HeadwayError
 from broker.schema import StepMetrics
 from deploy.config import load_recipe
+from deploy.processes import Child, Command
 from deploy.report import METRICS, SUMMARY, TRAINED, RunWriter, TrainedLine, read_lines, read_summary, summarize
 from deploy.run_directory import CONFIG, note_incarnation, prepare
 from deploy.sft_output import is_complete, mark_complete
@@ -124,3 +127,20 @@ def test_a_summary_that_was_damaged_is_named(tmp_path: Path) -> None:
     (tmp_path / SUMMARY).write_bytes(b'{"steps": 1')
     with pytest.raises(HeadwayError, match=rf"{SUMMARY} is damaged"):
         read_summary(tmp_path)
+
+
+def test_who_ends_without_room_for_a_word_is_said_to_have_had_none(disk: Path) -> None:
+    if not disk.is_mount():
+        pytest.skip("a limit of our own fills no disk")
+    script = f"""
+file = open({str(disk / "filler")!r}, "ab", buffering=0)
+try:
+    while True:
+        file.write(bytes(512))
+except OSError:
+    print("Error: " + "x" * 9000)
+"""
+    child = Child(Command(name="learner", argv=(sys.executable, "-c", script), log=disk / "learner.log"))
+    while child.exit_code() is None:
+        time.sleep(0.01)
+    assert "The disk of its log is full. Make room." in child.last_words()
