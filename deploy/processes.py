@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import psutil
 
-from learner.disk import is_full
+from learner.disk import gone, is_full
 
 from . import tether
 from .farewell import ENVIRONMENT
@@ -117,6 +117,8 @@ class Child:
                 end = log.seek(0, os.SEEK_END)
                 log.seek(max(self._log_start, end - TAIL_BYTES))
                 return "\n" + log.read().decode(errors="replace")
+        except FileNotFoundError:
+            return f"\n{ERROR_PREFIX}{gone(path.parent)}"
         except OSError as error:
             return f"\n({path} cannot be read: {error})"
 

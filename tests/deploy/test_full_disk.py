@@ -129,6 +129,13 @@ def test_a_summary_that_was_damaged_is_named(tmp_path: Path) -> None:
         read_summary(tmp_path)
 
 
+def test_a_role_whose_log_was_removed_is_said_to_have_lost_its_directory(tmp_path: Path) -> None:
+    child = Child(Command(name="learner", argv=(sys.executable, "-c", ""), log=tmp_path / "logs" / "learner.log"))
+    shutil.rmtree(tmp_path / "logs")
+    child.kill()
+    assert child.last_words().startswith(f"{tmp_path / 'logs'} is gone: somebody removed it")
+
+
 def test_who_ends_without_room_for_a_word_is_said_to_have_had_none(disk: Path) -> None:
     if not disk.is_mount():
         pytest.skip("a limit of our own fills no disk")
