@@ -67,6 +67,8 @@ class SchemaMismatchError(FrameError):
 class UserCodeError(HeadwayError):
     """A function of the user's own raised, ran past its deadline or ended its process."""
 
+    exit_code = LASTING_EXIT
+
 
 class WeightSyncError(HeadwayError):
     """A transfer failed or an engine does not hold what it should; the engine keeps its old version."""

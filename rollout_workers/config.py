@@ -57,10 +57,13 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     deadline_s: Annotated[
         float,
-        Meta(gt=0, description="for one call of your own function; one that passes it is killed, and called once more"),
+        Meta(
+            gt=0, description="for one call of your own function, or of reasoning_gym; made once more if it passes that"
+        ),
     ] = 60.0
     processes: Annotated[
-        int, Meta(ge=1, le=256, description="processes of each worker in which your own function runs")
+        int,
+        Meta(ge=1, le=256, description="processes of each worker in which your own function, or reasoning_gym, runs"),
     ] = 1
 
 

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 from benchmarks import asynchrony, gpus
 from benchmarks.learns.parts import SECONDS, SFT
 from benchmarks.long_tailed import FEWEST_TERMS, MOST_TERMS, LongTailedPrompts, worked_examples
-from broker.schema import Prompt, StepMetrics, Trajectory, VersionSpan, WeightVersion
+from broker.schema import StepMetrics, Trajectory, VersionSpan, WeightVersion
 from deploy.config import load_recipe
 from deploy.report import RunWriter, summarize
 from learner.experience_log import ExperienceLog
 from learner.prompts.base import Item
-from rollout_workers.rewards.reasoning_gym import score_response
+from rollout_workers.rewards.reasoning_gym import Verifiers
 from tests.learner.batches import group
 
 ROOT = Path(__file__).parents[1]
@@ -222,14 +222,5 @@ def test_careless_examples_are_wrong_and_as_long() -> None:
 
 def test_the_reward_knows_the_prompts() -> None:
     for item in items(20):
-        prompt = Prompt(
-            group="0-0",
-            token_ids=[1],
-            text=str(item.content),
-            ground_truth=item.ground_truth,
-            data_source=item.data_source,
-            extra_info=item.extra_info,
-            num_samples=1,
-        )
-        assert score_response(prompt, f"work\n<answer>{item.ground_truth}</answer>").total == 1
-        assert score_response(prompt, "work\n<answer>none</answer>").total == 0
+        assert Verifiers().score("g", item.extra_info, f"work\n<answer>{item.ground_truth}</answer>")[0] == 1
+        assert Verifiers().score("g", item.extra_info, "work\n<answer>none</answer>")[0] == 0

@@ -88,8 +88,10 @@ async def _answer(program: Any, call: Call, threads: ThreadPoolExecutor, answers
         result = await loop.run_in_executor(threads, _called, method, call.arguments)
         answer = frame(Answer(call.number, value=await result if isawaitable(result) else result))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is an answer
-        traceback.print_exception(error)
-        answer = frame(Answer(call.number, raised=_words(error)))
+        is_refusal = isinstance(error, HeadwayError)
+        if not is_refusal:
+            traceback.print_exception(error)
+        answer = frame(Answer(call.number, raised=_words(error), is_refusal=is_refusal))
     _say(answers, answer)
 
 
@@ -107,7 +109,11 @@ class _ExitedError(Exception):
 def _words(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"called sys.exit({'' if error.code is None else repr(error.code)})"
-    return str(error) if isinstance(error, _ExitedError) else f"raised {type(error).__name__}: {error}"[:MOST_WORDS]
+    return (
+        str(error)
+        if isinstance(error, (_ExitedError, HeadwayError))
+        else f"raised {type(error).__name__}: {error}"[:MOST_WORDS]
+    )
 
 
 def _say(answers: BinaryIO, message: bytes) -> None:

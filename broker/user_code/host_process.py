@@ -22,6 +22,10 @@ class HostLostError(UserCodeError):
     """The host was killed, or ended by itself, while a call was in it: this one or another."""
 
 
+class RefusedError(UserCodeError):
+    """What the call was given cannot be used, as one of Headway's own errors says."""
+
+
 class HostProcess:
     """A process with an opened program. Made by `start`, on the event loop that it is used on."""
 
@@ -74,7 +78,7 @@ class HostProcess:
         finally:
             self._waiting.pop(number, None)
         if answer.raised is not None:
-            raise UserCodeError(answer.raised)
+            raise (RefusedError if answer.is_refusal else UserCodeError)(answer.raised)
         return answer.value
 
     async def lose(self, reason: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from broker.errors import UserCodeError
 
-from .host_process import HostProcess
+from .host_process import HostProcess, RefusedError
 from .wire import Program
 
 MOST_PLACES = 1024
@@ -74,6 +74,8 @@ class Pool:
         host = min(self._shared, key=lambda host: host.calls)
         try:
             return await host.call(method, list(arguments), deadline_s)
+        except RefusedError:
+            raise
         except UserCodeError as error:
             log.warning(
                 "%s: a call, or another one beside it, %s; it is made once more, alone", self._program.name, error

@@ -35,6 +35,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     number: int
     raised: str | None = None
+    is_refusal: bool = False
+    """`raised` is a whole paragraph, of an error that is there again if the call is made again."""
     value: Any = None
 
 

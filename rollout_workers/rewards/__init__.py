@@ -45,7 +45,7 @@ async def _open(config: RewardConfig, roots: ImportRoots) -> Scorer:
         case "reasoning_gym":
             from .reasoning_gym import ReasoningGymScorer
 
-            return ReasoningGymScorer()
+            return ReasoningGymScorer(config.deadline_s, config.processes)
         case path if ":" in path:
             from .functions import open_function
 

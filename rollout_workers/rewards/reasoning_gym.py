@@ -1,15 +1,20 @@
 """Any reasoning-gym task, scored by the task's own verifier.
 
-The prompt carries `extra_info = {"task": name, "entry": the entry with question, answer and metadata}`.
+The prompt carries `extra_info = {"task": name, "entry": the entry with question, answer and metadata}`. Verifiers run
+in a process of their own: several evaluate what the model wrote, and a model under training finds what never ends.
 """
 
-import asyncio
 import functools
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
+from broker.errors import UserCodeError
 from broker.schema import Prompt
+from broker.user_code.host_process import HostLostError
+from broker.user_code.pool import Pool
+from broker.user_code.roots import import_directory
+from broker.user_code.wire import Program
 
 from .base import RewardError, Score
 
@@ -22,24 +27,47 @@ TUPLE_TASKS = ("arc_agi", "rearc")
 class ReasoningGymScorer:
     """`score_answer` of the prompt's task on the last `<answer>...</answer>`, or else on the whole text."""
 
+    def __init__(self, deadline_s: float, processes: int = 1) -> None:
+        program = Program(name="reasoning_gym", factory=f"{__name__}:Verifiers", import_path=str(import_directory()))
+        self._pool = Pool(program, processes=processes)
+        self._deadline_s = deadline_s
+
     async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
-        """A number in [0, 1]; several tasks give partial credit."""
-        return await asyncio.to_thread(score_response, prompt, response)
+        """A number in [0, 1]; several tasks give partial credit. 0 too where the verifier twice takes too long, or ends
+        its process: `components["timed_out"]` is 1 then. `tagged`: whether the response used the answer tags."""
+        arguments = (prompt.group, prompt.extra_info, response)
+        try:
+            total, tagged = await self._pool.call("score", *arguments, deadline_s=self._deadline_s)
+        except HostLostError:
+            return Score(total=0.0, components={"timed_out": 1.0})
+        except UserCodeError as error:
+            raise RewardError(str(error)) from error
+        return Score(total=total, components={"tagged": tagged, "timed_out": 0.0})
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Kill its processes; the next score starts others."""
+        await self._pool.close()
 
 
-def score_response(prompt: Prompt, response: str) -> Score:
-    """The part that blocks. `tagged` tells whether the response used the answer tags."""
-    import reasoning_gym  # all of it: its parts do not wait for another thread that is half way through it
-    from reasoning_gym.utils import extract_answer
+class Verifiers:
+    """All of reasoning-gym's, where they run."""
 
-    assert reasoning_gym
-    task, entry = _task_and_entry(prompt)
-    tagged: str | None = extract_answer(response)
-    answer = response.strip() if tagged is None else tagged
-    return Score(total=_score_answer(task, answer, entry), components={"tagged": float(tagged is not None)})
+    places = 4
+    """Threads: they compute, in Python."""
+
+    def __init__(self) -> None:
+        import reasoning_gym  # all of it: its parts do not wait for another thread that is half way through it
+
+        assert reasoning_gym
+
+    def score(self, group: str, extra_info: dict[str, Any], response: str) -> tuple[float, float]:
+        """The score, and 1 if the response used the answer tags. Raises RewardError for an entry that is none."""
+        from reasoning_gym.utils import extract_answer
+
+        task, entry = _task_and_entry(group, extra_info)
+        tagged: str | None = extract_answer(response)
+        answer = response.strip() if tagged is None else tagged
+        return _score_answer(task, answer, entry), float(tagged is not None)
 
 
 def _score_answer(task: str, answer: str, entry: dict[str, Any]) -> float:
@@ -63,12 +91,12 @@ def _refuse_bad_entry(task: str, verifier: ScoreAnswer, entry: dict[str, Any]) -
         ) from error
 
 
-def _task_and_entry(prompt: Prompt) -> tuple[str, dict[str, Any]]:
-    task, entry = prompt.extra_info.get("task"), prompt.extra_info.get("entry")
+def _task_and_entry(group: str, extra_info: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    task, entry = extra_info.get("task"), extra_info.get("entry")
     if not isinstance(task, str) or not isinstance(entry, dict):
         raise RewardError(
-            f"the reasoning_gym reward needs extra_info['task'] and ['entry'], prompt {prompt.group!r} "
-            f"has {sorted(prompt.extra_info) or 'no extra_info'}; use the reasoning_gym prompts"
+            f"the reasoning_gym reward needs extra_info['task'] and ['entry'], prompt {group!r} "
+            f"has {sorted(extra_info) or 'no extra_info'}; use the reasoning_gym prompts"
         )
     return task, _with_tuples(entry) if task in TUPLE_TASKS else entry
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from broker.schema import Prompt
 from learner.config import PromptsConfig, SftPhaseConfig
 from learner.examples import Example, open_examples
 from learner.prompts import open_source
 from learner.prompts.base import Item
 from learner.prompts.reasoning_gym import open_tasks
-from rollout_workers.rewards.reasoning_gym import score_response
+from rollout_workers.rewards.reasoning_gym import Verifiers
 
 TASKS = "chain_sum, leg_counting"
 TASK_OPTIONS = {"chain_sum": {"min_digits": 2}, "leg_counting": {"min_animals": 1, "max_animals": 4}}
@@ -38,10 +37,7 @@ def worked_examples(count: int, **careless: float) -> list[tuple[Example, Item]]
 
 
 def reward_of(item: Item, response: str) -> float:
-    prompt = Prompt(
-        group="g", token_ids=[1], text="", ground_truth="", data_source="", extra_info=item.extra_info, num_samples=1
-    )
-    return score_response(prompt, response).total
+    return Verifiers().score("g", item.extra_info, response)[0]
 
 
 def test_worked_reasoning_gym_examples_are_right_and_show_it() -> None:

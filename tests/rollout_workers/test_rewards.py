@@ -98,31 +98,39 @@ async def test_math_verify_refuses_a_ground_truth_that_is_none() -> None:
         await score("math_verify", r"\boxed{7}", prompt(""))
 
 
-@pytest.mark.parametrize("task", ["chain_sum", "spell_backward", "rearc", "prime_factorization"])
-async def test_reasoning_gym_scores_its_own_entries_after_the_wire(task: str) -> None:
-    entry = reasoning_gym.create_dataset(task, size=1, seed=1)[0]
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(entry))
-    work = prompt(task=task, entry=sent)
-    tagged = await score("reasoning_gym", f"I think <answer>{entry['answer']}</answer>", work)
-    plain = await score("reasoning_gym", f" {entry['answer']}\n", work)
-    wrong = await score("reasoning_gym", "<answer>no such answer</answer>", work)
-    assert tagged.total == plain.total == 1.0
-    assert wrong.total < 0.5
-    assert (tagged.components["reasoning_gym/tagged"], plain.components["reasoning_gym/tagged"]) == (1.0, 0.0)
+async def test_reasoning_gym_scores_its_own_entries_after_the_wire() -> None:
+    async with opened("reasoning_gym") as scorer:
+        for task in ("chain_sum", "spell_backward", "rearc", "prime_factorization"):
+            entry = reasoning_gym.create_dataset(task, size=1, seed=1)[0]
+            work = prompt(task=task, entry=msgspec.msgpack.decode(msgspec.msgpack.encode(entry)))
+            tagged = await scorer.score(work, f"I think <answer>{entry['answer']}</answer>", "stop")
+            plain = await scorer.score(work, f" {entry['answer']}\n", "stop")
+            wrong = await scorer.score(work, "<answer>no such answer</answer>", "stop")
+            assert tagged.total == plain.total == 1.0
+            assert wrong.total < 0.5
+            told = [one.components["reasoning_gym/tagged"] for one in (tagged, plain)]
+            assert told == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("extra_info", "message"),
-    [
-        ({}, "has no extra_info"),
-        ({"task": "chain_sum"}, r"has \['task'\]"),
-        ({"task": "chain_sun", "entry": {}}, "did you mean 'chain_sum'"),
-        ({"task": "chain_sum", "entry": {"question": "?"}}, "cannot score even the right answer"),
-    ],
-)
-async def test_reasoning_gym_explains_a_prompt_that_it_cannot_score(extra_info: Any, message: str) -> None:
-    with pytest.raises(RewardError, match=message):
-        await score("reasoning_gym", "7", prompt(**extra_info))
+async def test_reasoning_gym_explains_a_prompt_that_it_cannot_score() -> None:
+    async with opened("reasoning_gym") as scorer:
+        for extra_info, message in (
+            ({}, "prompt '0000-00000042' has no extra_info"),
+            ({"task": "chain_sum"}, r"has \['task'\]"),
+            ({"task": "chain_sun", "entry": {}}, "did you mean 'chain_sum'"),
+            ({"task": "chain_sum", "entry": {"question": "?"}}, "cannot score even the right answer"),
+        ):
+            with pytest.raises(RewardError, match=message):
+                await scorer.score(prompt(**extra_info), "7", "stop")
+
+
+async def test_a_verifier_of_reasoning_gym_that_never_ends_is_worth_0() -> None:
+    """`countdown` evaluates what the model wrote."""
+    entry = reasoning_gym.create_dataset("countdown", size=1, seed=1)[0]
+    async with opened(RewardConfig(kind="reasoning_gym", deadline_s=2.0)) as scorer:
+        work = prompt(task="countdown", entry=msgspec.msgpack.decode(msgspec.msgpack.encode(entry)))
+        endless = await scorer.score(work, "<answer>9**9**9**9</answer>", "stop")
+    assert (endless.total, endless.components["reasoning_gym/timed_out"]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
