@@ -69,7 +69,10 @@ OBJECTIVES: dict[str, Keys] = {
         "corrections": [{"kind": "opsm", "options": {"delta": 0.1}}],
     },
     "grpo/policy_gradient_tis": {"objective": {"kind": "policy_gradient", "anchor": "behavior"}, "corrections": [TIS]},
-    **{f"grpo/{name}": PRESETS[name].algorithm for name in ("cispo", "topr_sequence_mean", "dppo", "sapo", "aspo")},
+    **{
+        f"grpo/{name}": PRESETS[name].algorithm
+        for name in ("cispo", "topr", "topr_sequence_mean", "dppo", "sapo", "aspo")
+    },
 }
 """Keys that go over those of the family that the name begins with."""
 
