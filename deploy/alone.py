@@ -50,6 +50,7 @@ from .packages import check_packages
 from .printing import complain, say, say_json
 from .processes import Command
 from .recipe import Recipe
+from .resuming import check_resumable
 from .run_directory import SFT, endpoint, find_endpoint, held, prepare
 from .server_traits import check_traits
 from .sft_output import is_complete, is_of, mark_complete
@@ -88,6 +89,8 @@ def run_learner(
             check_data(recipe)
             ping(url, recipe.run.name, complain)  # first: a run that cannot start leaves nothing and takes nothing away
             check_rewind(recipe, rewind)
+            if resume:
+                check_resumable(recipe, rewind)
             if overwrite and not is_forced:
                 refuse_if_in_use(url, recipe.run.name)
             directory = prepare(recipe, resume=resume, overwrite=overwrite, say=say)

@@ -29,6 +29,7 @@ from .packages import check_packages
 from .processes import Command
 from .recipe import Recipe
 from .report import amend_summary, read_summary
+from .resuming import check_resumable
 from .run_directory import CHECKPOINTS, CONFIG, EXPERIENCE, SFT, endpoint, held, prepare
 from .server_traits import check_traits
 from .sft_output import is_complete
@@ -97,6 +98,8 @@ class Local:
             if self.overwrite and not self.is_forced:
                 refuse_if_in_use(self.recipe.broker.url, self.recipe.run.name)
         check_rewind(self.recipe, self.rewind)
+        if self.resume:
+            check_resumable(self.recipe, self.rewind)
         return prepare(self.recipe, resume=self.resume, overwrite=self.overwrite, say=self._say).resolve()
 
     def _own_server(self, directory: Path, stack: ExitStack) -> KeptServer | None:

@@ -2,6 +2,7 @@
 
 runs/NAME/        config.yaml  metrics.jsonl  trained.jsonl  evaluations.jsonl  summary.json
                   plots/  checkpoints/  experience/  replays/  logs/  sft/  broker/
+                  settings.json: the recipe once more, for --resume to compare
                   identity: which run it is, for a broker where another one may get its name
                   incarnation: the last that a learner was given here
                   broker.json, while it runs: where its server is
@@ -24,16 +25,33 @@ from broker.holding import Holder
 from broker.keys import is_name
 from learner.disk import FULL
 
-from .config import dump_recipe
+from .config import dump_recipe, recipe_to_bytes
 from .in_use import described
 from .printing import say
 from .recipe import Recipe
 from .sft_output import is_complete, is_of
 from .whole_files import UNFINISHED, replace_file
 
-CONFIG, ENDPOINT, IDENTITY, INCARNATION = "config.yaml", "broker.json", "identity", "incarnation"
+CONFIG, SETTINGS, ENDPOINT, IDENTITY, INCARNATION = (
+    "config.yaml",
+    "settings.json",
+    "broker.json",
+    "identity",
+    "incarnation",
+)
 SFT, SERVER, CHECKPOINTS, EXPERIENCE, REPLAYS = "sft", "broker", "checkpoints", "experience", "replays"
-BEFORE_TRAINING = {CONFIG, ENDPOINT, IDENTITY, INCARNATION, SFT, f".{SFT}.partial", SERVER, EXPERIENCE, "logs"}
+BEFORE_TRAINING = {
+    CONFIG,
+    SETTINGS,
+    ENDPOINT,
+    IDENTITY,
+    INCARNATION,
+    SFT,
+    f".{SFT}.partial",
+    SERVER,
+    EXPERIENCE,
+    "logs",
+}
 """What a start leaves that came to nothing: no step, no checkpoint."""
 
 
@@ -54,6 +72,7 @@ def prepare(recipe: Recipe, *, resume: bool, overwrite: bool, say: Callable[[str
             _clear(recipe, overwrite, say)
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         replace_file(directory / CONFIG, dump_recipe(recipe).encode())
+        replace_file(directory / SETTINGS, recipe_to_bytes(recipe))
     return directory
 
 

@@ -79,6 +79,24 @@ async def test_the_last_batch_is_short_and_then_nothing_comes(broker: Broker) ->
     assert await run.take(2) == []
 
 
+async def test_a_pinned_batch_stays_one_under_a_lower_bound(broker: Broker, url: str) -> None:
+    run = await begin(broker, rules(2, groups_per_step=1), group_size=2)
+    await run.generate(6, 0)  # groups 0 to 2
+    for step in (0, 1, 2):
+        if step:
+            await run.announce(step)
+        assert await run.take(step, 1) == groups(step)
+    successor = await open_broker(url, broker.run)
+    claim = await successor.batches.claim(
+        checkpoint=CheckpointMark(1, 1), rules=rules(0, groups_per_step=1), config=b"recipe", resume=True
+    )
+    resumed = Scenario(successor, claim)
+    assert await resumed.take(1, 1) == groups(1)
+    assert await resumed.take(2, 1) == groups(2)
+    assert (await resumed.queues()).rejected == 0
+    await successor.close()
+
+
 @pytest.mark.parametrize("how", ["requeue", "drop"])
 async def test_a_group_over_the_bound_is_generated_anew_or_dropped(broker: Broker, how: str) -> None:
     run = await begin(broker, rules(1, groups_per_step=1, on_over_bound=how, on_straggler="requeue"), group_size=2)

@@ -1,0 +1,138 @@
+"""Which keys of a recipe a resumed run may change, and what becomes of those that it may not.
+
+    FIXED     never: what was trained, or where the run stands in its prompts, would mean something else
+    ANEW      with --regenerate only: samples that wait to be trained, and batches, were made by the old value
+    RAISED    may be raised: samples and prompts that are under way would be too long for a lower value
+    FREE      any time; it holds from the checkpoint on
+
+Every key of the recipe is in exactly one of them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+
+from broker.errors import ConfigError
+from learner.rewind import Rewind
+
+from .config import recipe_to_bytes
+from .config_files import read_yaml
+from .recipe import Recipe
+from .run_directory import CONFIG, SETTINGS
+
+_ORDER = "a run stands at a place in its prompts, which would be another prompt"
+_MODEL = "the checkpoint's weights are those of this model"
+FIXED = {
+    "run.name": "it names the run",
+    "run.seed": "it decides the order of prompts, in which the run stands at a place",
+    "prompts.kind": _ORDER,
+    "prompts.path": _ORDER,
+    "prompts.options": _ORDER,
+    "prompts.shuffle": _ORDER,
+    "prompts.system_prompt": "prompts that were fed already have it",
+    "model.path": _MODEL,
+    "model.random": _MODEL,
+    "learner.backend": "checkpoints are written in a backend's own form",
+    "sft.phases": "the warm-up is over",
+}
+_SAMPLED = "samples that wait to be trained were drawn with the old value, and their logprobs are of it"
+ANEW = {
+    "learner.groups_per_step": "batches and admission numbers are counted in steps of so many groups",
+    "sampling.temperature": _SAMPLED,
+    "sampling.top_p": _SAMPLED,
+    "sampling.top_k": _SAMPLED,
+    "algorithm.router_replay": "samples that wait to be trained do, or do not, say which experts they were given",
+}
+RAISED = {
+    "sampling.max_new_tokens": "samples that are under way may be longer",
+    "engine.max_model_len": "prompts and samples that are under way may be longer",
+}
+FREE = frozenset(
+    f"{section}.{key}"
+    for section, keys in {
+        "run": "directory placement",
+        "prompts": "epochs deadline_s",
+        "model": "dtype",
+        "broker": "url lease_ttl_s payload_ttl_s max_bytes max_leases_per_worker payload_shards replicas",
+        "staleness": "max_lag on_straggler min_group_size on_over_bound",
+        "engine": "kind max_concurrent dtype device threads options",
+        "workers": "count devices heartbeat_s max_restarts patience_s probe_swaps segment_tokens segment_s",
+        "evaluation": "prompts every_steps pass_reward",
+        "algorithm": "preset corrections proximal dynamic_sampling",
+        "algorithm.advantage": "kind options",
+        "algorithm.objective": "kind anchor options",
+        "algorithm.aggregation": "kind options",
+        "algorithm.kl": "kind coefficient place ema_decay",
+        "algorithm.reward": "overlong_buffer length_normalized",
+        "algorithm.critic": "learning_rate clip",
+        "optimizer": "learning_rate beta1 beta2 epsilon weight_decay max_grad_norm warmup_steps",
+        "learner": "device processes threads steps group_size micro_batch_tokens updates_per_step",
+        "learner.layout": "tensor pipeline virtual_pipeline context expert expert_tensor",
+        "learner.compute": "recompute offload_optimizer compile",
+        "checkpoint": "every_steps keep asynchronous log_bytes",
+        "weights": "transport staging broadcast_timeout_s bucket_bytes host ports tls poll_s swaps_at_once kv_policy"
+        " follow delta_chain archive pull_bytes_per_s",
+    }.items()
+    for key in keys.split()
+) | {"rewards"}
+
+
+def check_resumable(recipe: Recipe, rewind: Rewind | None) -> None:
+    """Raises ConfigError, before anything is started, for keys that differ from the last start's and may not."""
+    before = _last_settings(recipe.run_directory)
+    now = msgspec.json.decode(recipe_to_bytes(recipe))
+    is_anew = rewind is not None and rewind.regenerate
+    refusals = list(_refusals(before, now, is_anew=is_anew)) if before is not None else []
+    if refusals:
+        raise ConfigError(f"--resume goes on with what the run in {recipe.run_directory} is. {' '.join(refusals)}")
+
+
+def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """The paths of all keys below `struct`; one that is a list, a mapping or may be absent is one key."""
+    for name, kind in get_type_hints(struct).items():
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            yield from keys_of(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _refusals(before: Any, now: Any, *, is_anew: bool) -> Iterator[str]:
+    for key in sorted({*FIXED, *ANEW, *RAISED}):
+        old, new = _value(before, key), _value(now, key)
+        if old is _ABSENT or old == new:
+            continue
+        told = f"{key} was {_shown(old)} and is {_shown(new)} now"
+        if key in FIXED:
+            yield f"{told}: {FIXED[key]}. Keep it, or start a new run (run.name=...) from model.path=CHECKPOINT."
+        elif key in RAISED and new < old:
+            yield f"{told}, and may only be raised: {RAISED[key]}. Keep it."
+        elif key in ANEW and not is_anew:
+            yield f"{told}: {ANEW[key]}. Keep it, or have them made anew (--rewind-to STEP --regenerate)."
+
+
+_ABSENT = object()
+
+
+def _last_settings(directory: Path) -> dict[str, Any] | None:
+    """None: of a start that came to nothing. config.yaml is the user's to edit; older versions wrote that alone."""
+    try:
+        settings: dict[str, Any] = msgspec.json.decode((directory / SETTINGS).read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return read_yaml(directory / CONFIG) if (directory / CONFIG).exists() else None
+    return settings
+
+
+def _value(settings: Any, key: str) -> Any:
+    """What an older version did not have is absent."""
+    for part in key.split("."):
+        if not isinstance(settings, dict) or part not in settings:
+            return _ABSENT
+        settings = settings[part]
+    return settings
+
+
+def _shown(value: Any) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,77 @@
+"""What a resumed run may change: every key has an answer, and the refusals say what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from broker.errors import ConfigError
+from deploy.config import dump_recipe, load_recipe
+from deploy.recipe import Recipe
+from deploy.resuming import ANEW, FIXED, FREE, RAISED, check_resumable, keys_of
+from deploy.run_directory import prepare
+from learner.rewind import Rewind
+
+
+def test_every_key_is_in_exactly_one_class() -> None:
+    classes = [*FIXED, *ANEW, *RAISED, *FREE]
+    assert sorted(classes) == sorted(keys_of(Recipe))
+
+
+def resume(directory: Path, *overrides: str, regenerate: bool = False) -> None:
+    """As `--resume` with these overrides would, up to where it starts anything."""
+    recipe = load_recipe("arithmetic.yaml", (f"run.directory={directory}", *overrides))
+    check_resumable(recipe, Rewind(step=4, regenerate=True) if regenerate else None)
+    prepare(recipe, resume=True, overwrite=False)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    prepare(load_recipe("arithmetic.yaml", [f"run.directory={tmp_path}"]), resume=False, overwrite=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.seed=7", r"run.seed was 0 and is 7 now: .* start a new run \(run.name=...\) from model.path=CHECKPOINT"),
+        ("prompts.options.max_operations=9", r"prompts.options was \{.* another prompt"),
+        ("model.path=elsewhere", 'model.path was "" and is "elsewhere" now: the checkpoint\'s weights'),
+        ("sft.phases=[]", "the warm-up is over"),
+        ("learner.groups_per_step=8", r"was 32 and is 8 now: .* \(--rewind-to STEP --regenerate\)"),
+        ("sampling.temperature=0.5", "sampling.temperature was 1.0 and is 0.5 now: samples that wait"),
+        ("sampling.max_new_tokens=8", "may only be raised: samples that are under way may be longer"),
+    ],
+)
+def test_what_cannot_change_is_refused_with_words(directory: Path, override: str, message: str) -> None:
+    before = (directory / "arithmetic" / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=message):
+        resume(directory, override)
+    assert (directory / "arithmetic" / "config.yaml").read_text() == before
+
+
+def test_what_may_change(directory: Path) -> None:
+    resume(directory, "learner.steps=500", "learner.group_size=4", "optimizer.learning_rate=1e-6", "workers.count=1")
+    resume(directory, "sampling.max_new_tokens=60", "engine.max_model_len=4000", "staleness.max_lag=0")
+    resume(directory, "sampling.max_new_tokens=60", "engine.max_model_len=4000", "broker.url=redis://ali:x@h:1")
+
+
+def test_what_may_change_where_all_is_generated_anew(directory: Path) -> None:
+    resume(directory, "learner.groups_per_step=8", "sampling.temperature=0.5", regenerate=True)
+    resume(directory, "learner.groups_per_step=8", "sampling.temperature=0.5")
+    with pytest.raises(ConfigError, match="groups_per_step was 8 and is 32 now"):
+        resume(directory, "sampling.temperature=0.5")
+    with pytest.raises(ConfigError, match=r"run\.seed was 0"):
+        resume(directory, "run.seed=1", regenerate=True)
+
+
+def test_an_edited_config_is_compared_with_what_the_run_was_started_with(directory: Path) -> None:
+    path = directory / "arithmetic" / "config.yaml"
+    edited = load_recipe(path, ["learner.groups_per_step=8"])
+    path.write_text(dump_recipe(edited))
+    with pytest.raises(ConfigError, match="groups_per_step was 32"):
+        check_resumable(load_recipe(path), None)
+    (directory / "arithmetic" / "settings.json").unlink()  # as before there was one
+    check_resumable(load_recipe(path), None)
+    path.write_text("learner: {groups_per_step: 4}\n")
+    with pytest.raises(ConfigError, match="groups_per_step was 4"):
+        check_resumable(edited, None)
