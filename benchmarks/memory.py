@@ -18,7 +18,7 @@ import numpy as np
 import uvloop
 
 from .broker_bench.flow import Look, flow
-from .broker_bench.payloads import payloads_of
+from .broker_bench.payloads import SHORT_PROMPT, payloads_of
 from .broker_bench.servers import fresh_server
 
 FRAME_BYTES = 200
@@ -35,7 +35,7 @@ def measure(prompts: int, every: int) -> dict[str, Any]:
         print(json.dumps(asdict(one)), file=sys.stderr, flush=True)
 
     with fresh_server("everysec") as server:
-        uvloop.run(flow(server, payloads_of(FRAME_BYTES), prompts, group_size=1, every=every, note=note))
+        uvloop.run(flow(server, payloads_of(FRAME_BYTES, SHORT_PROMPT), prompts, group_size=1, every=every, note=note))
     settled = looks[1:] or looks
     return {
         "prompts": looks[-1].trained,

@@ -12,7 +12,7 @@ from broker import open_broker
 from broker.server import EmbeddedServer
 
 from .learner import BATCH, Learner, Run
-from .payloads import Payloads
+from .payloads import SHORT_PROMPT, Payloads
 from .servers import cpu_seconds
 from .worker import Worker
 
@@ -41,7 +41,7 @@ async def flow(
     run = Run(
         groups=count // BATCH * BATCH // group_size,
         group_size=group_size,
-        prompt_tokens=4,
+        prompt_tokens=SHORT_PROMPT,
         feed_ahead_steps=_FEED_AHEAD_STEPS,
     )
     try:

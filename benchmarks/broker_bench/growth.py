@@ -12,7 +12,7 @@ from broker.server import EmbeddedServer
 
 from .flow import Look, flow, look
 from .learner import BATCH, Learner, Run
-from .payloads import GROUP_SIZE, payloads_of
+from .payloads import GROUP_SIZE, SHORT_PROMPT, payloads_of
 from .servers import fresh_server
 from .worker import Worker
 
@@ -33,7 +33,11 @@ def measure(*, through: int, held: int, window: int = 1024) -> dict[str, Any]:
 def _through(most: int, window: int) -> dict[str, Any]:
     marks, looks = _marks(most, window), list[Look]()
     with fresh_server("off") as server:
-        uvloop.run(flow(server, payloads_of(FRAME_BYTES), marks[-1] + 3 * window, GROUP_SIZE, window, looks.append))
+        uvloop.run(
+            flow(
+                server, payloads_of(FRAME_BYTES, SHORT_PROMPT), marks[-1] + 3 * window, GROUP_SIZE, window, looks.append
+            )
+        )
     return _report({mark: _speed(*_around(looks, mark, window)) for mark in marks})
 
 
@@ -52,8 +56,8 @@ async def _fill(server: EmbeddedServer, marks: list[int], window: int) -> tuple[
     broker, taken = await open_broker(server.url, "held"), min(_TAKES, window // BATCH)
     try:
         groups = (marks[-1] + len(marks) * taken * BATCH) // GROUP_SIZE
-        learner = await Learner.begin(broker, Run(groups=groups, prompt_tokens=4, max_lag=groups))
-        worker, step = Worker(broker, payloads_of(FRAME_BYTES)), 0
+        learner = await Learner.begin(broker, Run(groups=groups, prompt_tokens=SHORT_PROMPT, max_lag=groups))
+        worker, step = Worker(broker, payloads_of(FRAME_BYTES, SHORT_PROMPT)), 0
         for mark in marks:
             await worker.work(mark + step * BATCH - window)
             before = look(server, worker.done)

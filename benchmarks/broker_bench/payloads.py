@@ -11,7 +11,7 @@ from broker.codec import encode_trajectory
 from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 
 GROUP_SIZE = 8
-PROMPT_TOKENS = 64
+PROMPT_TOKENS, SHORT_PROMPT = 64, 4
 VOCABULARY = 150_000
 _VARIANTS = 16
 """Different responses that take turns."""
@@ -63,23 +63,23 @@ class Payloads:
 
 
 @cache
-def payloads_of(frame_bytes: int) -> Payloads:
+def payloads_of(frame_bytes: int, prompt_tokens: int = PROMPT_TOKENS) -> Payloads:
     """Trajectories with frames of so many bytes, to within two per cent or one token."""
     low, high = 1, frame_bytes
     while low < high:
         middle = (low + high) // 2
-        if len(encode_trajectory(_trajectory(0, middle))) < frame_bytes:
+        if len(encode_trajectory(_trajectory(0, middle, prompt_tokens))) < frame_bytes:
             low = middle + 1
         else:
             high = middle
-    return Payloads(tuple(_trajectory(seed, low) for seed in range(_VARIANTS)))
+    return Payloads(tuple(_trajectory(seed, low, prompt_tokens) for seed in range(_VARIANTS)))
 
 
-def _trajectory(seed: int, response_tokens: int) -> Trajectory:
+def _trajectory(seed: int, response_tokens: int, prompt_tokens: int) -> Trajectory:
     rng = np.random.default_rng(seed)
     return Trajectory(
         tid=tid_of(0),
-        prompt_tokens=_tokens(rng, PROMPT_TOKENS),
+        prompt_tokens=np.array(_prompt_tokens(prompt_tokens), np.int32),
         response_tokens=_tokens(rng, response_tokens),
         behavior_logprobs=-rng.exponential(0.5, response_tokens).astype(np.float32),
         loss_mask=np.ones(response_tokens, np.uint8),
