@@ -46,7 +46,7 @@ class Renderer:
 
         if isinstance(content, str) and not self._system_prompt:
             return content, encode(self._tokenizer, content, what)
-        text = self._conversation(self._messages(content))
+        text = self._conversation(self._messages(content), what)
         # The template has written the special tokens already.
         return text, encode(self._tokenizer, text, what, add_special_tokens=False)
 
@@ -55,13 +55,21 @@ class Renderer:
             return content
         return [{"role": "system", "content": self._system_prompt}, {"role": "user", "content": content}]
 
-    def _conversation(self, messages: list[Message]) -> str:
+    def _conversation(self, messages: list[Message], what: str) -> str:
+        from jinja2 import TemplateError
+
         if not self._tokenizer.chat_template:
             raise ConfigError(
-                "a prompt is a list of messages, but the model's tokenizer has no chat template; "
+                f"{what} is a list of messages, but the model's tokenizer has no chat template; "
                 "give prompts as text, or use a chat model."
             )
-        return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise ConfigError(
+                f"{what} is a list of messages that the model's chat template refuses ({error}): {str(messages)[:200]}."
+                " Usual ones have a role (system, user, assistant in turns) and a content that is text."
+            ) from error
 
 
 class Prompts:

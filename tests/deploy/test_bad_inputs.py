@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -20,7 +22,8 @@ from deploy.recipe import Recipe
 from deploy.report import SUMMARY
 from deploy.run_directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
 
-from .bad_inputs import COMMANDS, DATA, FILES, GARBAGE, NOWHERE, OVERRIDES, RECIPE, RUNS, VALUES, rows
+from .bad_inputs import COMMANDS, DATA, DOUBLING, FILES, GARBAGE, NOWHERE, OVERRIDES, RECIPE, RUNS, VALUES, rows
+from .test_cli import clean_environment
 
 DEADLINE_S = 10
 TO_NOWHERE = f"broker.url={NOWHERE}"
@@ -101,6 +104,31 @@ def test_a_damaged_run(content: bytes, place: Path, capsys: pytest.CaptureFixtur
     check(["run", "recipe.yaml", TO_NOWHERE, "run.name=x", "--resume"], RUNS, capsys)
     with pytest.raises(HeadwayError, match="cannot be read"):
         last_incarnation(directory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "recipe.yaml", TO_NOWHERE], RUNS),
+        (["run", "bomb.yaml"], "once its references are replaced"),
+        (
+            ["run", "recipe.yaml", "prompts.path=half.jsonl"],
+            "half.jsonl:2: the row holds '\\udfff', half of a character",
+        ),
+        (["run", "recipe.yaml", b"run.name=\xff"], "is not valid YAML"),
+    ],
+    ids=ascii,
+)
+def test_a_process_of_its_own(arguments: list[str | bytes], expected: str, place: Path) -> None:
+    (place / "bomb.yaml").write_text(f"x0: {'a' * 100}\n{DOUBLING}")
+    (place / "half.jsonl").write_bytes(rows({"prompt": "a\udfffb", "ground_truth": "2"}))
+    signal.alarm(0)
+    command = [sys.executable, "-m", "deploy", *arguments]
+    told = subprocess.run(command, capture_output=True, text=True, cwd=place, env=clean_environment(), check=False)
+    assert told.returncode == 1, told.stderr
+    (line,) = told.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert expected in line
 
 
 def test_every_number_of_a_recipe_has_bounds() -> None:

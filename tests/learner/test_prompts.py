@@ -299,6 +299,18 @@ def test_messages_go_through_the_chat_template() -> None:
         Renderer(character_tokenizer()).prompt(item, group="g", num_samples=1)
 
 
+@pytest.mark.parametrize(
+    "message", [{"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": 7}]
+)
+def test_messages_that_the_template_refuses_are_told_with_their_row(message: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(chat=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    path = jsonl(tmp_path, [{"prompt": [message], "ground_truth": "1"}])
+    prompts = open_prompts(PromptsConfig(kind="jsonl", path=str(path)), tokenizer, 0)
+    with pytest.raises(ConfigError, match=rf"{path}:1: the prompt is a list of messages that .* refuses"):
+        prompts.train(0, 0, group="g", num_samples=1)
+
+
 def test_a_system_prompt_makes_text_a_conversation() -> None:
     item = Item(content="2+2=", ground_truth="4", data_source="x")
     prompt = Renderer(character_tokenizer(chat=True), "Be brief.").prompt(item, group="g", num_samples=1)
