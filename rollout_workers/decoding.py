@@ -19,7 +19,7 @@ def load_decoding(model: Path) -> Decoding:
     """The tokenizer and stop tokens of a model directory (its weights need not be there)."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))

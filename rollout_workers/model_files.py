@@ -11,6 +11,8 @@ from broker.schema import ModelFiles
 from .outages import Outages
 
 POLL_S = 0.2
+SUFFIXES = frozenset({".bpe", ".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab"})
+"""Of what tokenizers and configurations consist: data, of which nothing runs."""
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +36,16 @@ async def fetch_model(broker: Broker, directory: Path) -> Path:
 
 
 def write_model(files: ModelFiles, directory: Path) -> Path:
-    """Refuses names that could leave `directory`: they come over the network."""
+    """Refuses names that could leave `directory`, and kinds of files that could run: they come over the network."""
     for name in files.files:
         if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
             raise ModelFilesError(
                 f"the run's model has a file named {name!r}; only plain names without folders are written"
+            )
+        if Path(name).suffix not in SUFFIXES:
+            raise ModelFilesError(
+                f"the run's model has a file named {name!r}; only configurations and tokenizers are written"
+                f" ({', '.join(sorted(SUFFIXES))}), no code and no weights"
             )
     directory.mkdir(mode=0o700, parents=True)
     for name, content in files.files.items():

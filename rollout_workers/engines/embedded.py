@@ -314,7 +314,7 @@ def call_in(loop: asyncio.AbstractEventLoop, chunks: Sequence[tuple[Stream, Chun
 def open_embedded(config: EngineConfig, model_dir: Path, *, seed: int) -> EmbeddedEngine:
     """Build the model that `model_dir` describes; weights lying there are loaded as version 0.0."""
     settings = {"dtype": getattr(torch, config.dtype), "attn_implementation": ATTENTION}
-    architecture = AutoConfig.from_pretrained(model_dir)
+    architecture = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     if set(getattr(architecture, "layer_types", None) or ()) - {"full_attention"}:
         raise HeadwayError(
             f"the embedded engine runs full attention only, {architecture.model_type} has other layers; "

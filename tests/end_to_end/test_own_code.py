@@ -73,11 +73,15 @@ def test_a_reward_that_ends_its_process_costs_the_samples_that_make_it_do_so(ter
 
 
 HANGS = """
+import os
 import time
 from learner.prompts.arithmetic import ArithmeticPrompts
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     time.sleep(600)
+
+def engine(config, model_dir, seed):
+    os._exit(0)
 
 class Prompts(ArithmeticPrompts):
     def __init__(self, path, seed):
@@ -100,14 +104,18 @@ class Prompts(ArithmeticPrompts):
             {"prompts": {"kind": "hangs:Prompts", "deadline_s": 0.5, "options": {}}},
             ["prompts.kind=hangs:Prompts: train(0, 9) ran past its deadline of 0.5 s", "The run has been stopped"],
         ),
+        (
+            {"engine": {"kind": "hangs:engine"}, "workers": {"count": 1, "max_restarts": 0}},
+            ["worker-0 exited with code 0 in the midst of its work", "the run has been stopped"],
+        ),
     ],
 )
-def test_what_hangs_ends_the_run_with_its_name(
+def test_what_hangs_or_exits_ends_the_run_with_its_name(
     terminals: Terminals, sections: dict[str, Any], words: list[str]
 ) -> None:
     home = terminals.directory("run")
     (home / "hangs.py").write_text(HANGS)
-    command = terminals.open("run", "run", write_recipe(home, workers={"count": 1}, **sections))
+    command = terminals.open("run", "run", write_recipe(home, **{"workers": {"count": 1}, **sections}))
     assert command.wait() == 1, command.tail()
     said = " ".join(command.said.split())
     for part in words:

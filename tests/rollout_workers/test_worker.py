@@ -15,7 +15,7 @@ from broker.schema import Group, ModelFiles, Prompt, WeightVersion
 from broker.server import EmbeddedServer
 from rollout_workers import stalls
 from rollout_workers.engines.base import Chunk, GenerationRequest
-from rollout_workers.model_files import ModelFilesError, fetch_model
+from rollout_workers.model_files import ModelFilesError, fetch_model, write_model
 from rollout_workers.rewards.base import RewardError, Score, UnscoredError
 from rollout_workers.worker import MOST_UNSUBMITTED
 
@@ -319,4 +319,11 @@ async def test_model_files_cannot_leave_their_directory(
     await brokers[0].versions.put_model(learner.owner, ModelFiles(files={name: b""}))
     with pytest.raises(ModelFilesError, match="only plain names"):
         await fetch_model(brokers[1], tmp_path)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("name", ["modeling_evil.py", "pytorch_model.bin", "model.safetensors", "evil.so", "evil"])
+def test_of_a_model_only_data_are_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelFilesError, match="only configurations and tokenizers are written"):
+        write_model(ModelFiles(files={"config.json": b"", name: b""}), tmp_path / "model")
     assert not (tmp_path / "model").exists()

@@ -84,7 +84,7 @@ def open_vllm(
     from vllm.v1.engine.async_llm import AsyncLLM
 
     with torch.device("meta"):
-        shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+        shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
     check_head_dim(shapes.config)
     arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed, sleeps=sleeps)
     routed = None
