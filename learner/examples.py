@@ -19,6 +19,7 @@ from .choices import typed_options, unknown_kind
 from .config import EXAMPLES, SftPhaseConfig
 from .prompts.arithmetic import ArithmeticOptions, Chain, apply, chain_options, draw_chain
 from .prompts.rows import Row, read_rows
+from .prompts.sendable import check_sendable
 from .worked_solutions import WorkedOptions, check_tasks, worked_solution
 
 
@@ -96,7 +97,9 @@ def _example(row: Row, place: str) -> Example:
     for name in ("query", "response"):
         if not isinstance(row.get(name), str) or not row[name]:
             raise ConfigError(f"{place}: {name!r} must be text; the row has {', '.join(row) or 'nothing'}.")
-    return Example(query=row["query"], response=row["response"])
+    example = Example(query=row["query"], response=row["response"])
+    check_sendable(example, place)
+    return example
 
 
 def _repeated(examples: list[Example], path: str, seed: int) -> Iterator[Example]:

@@ -6,6 +6,7 @@ from broker.errors import ConfigError
 from broker.schema import Prompt
 
 from .base import Item, Message, PromptSource
+from .sendable import check_sendable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,7 @@ class Renderer:
     def prompt(self, item: Item, *, group: str, num_samples: int) -> Prompt:
         """Tokenized, under the name `group`. Raises ConfigError where nothing is left to continue."""
         what = f"{item.place}: the prompt" if item.place else f"prompt {group} of {item.data_source!r}"
+        check_sendable(item, what)
         text, token_ids = self.render(item.content, what)
         if not token_ids:
             raise ConfigError(f"{what} has no tokens: {text[:80]!r}.")

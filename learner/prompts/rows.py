@@ -15,6 +15,7 @@ import msgspec
 from broker.errors import ConfigError
 
 from .base import Item
+from .sendable import check_sendable
 
 Row = Mapping[str, Any]
 
@@ -39,24 +40,8 @@ def to_items(rows: Iterable[tuple[str, Row]], fields: RowFields, default_source:
     items = []
     for place, row in rows:
         items.append(item := _item(row, place, fields, default_source))
-        _check_sendable(item, place)
+        check_sendable(item, place)  # here, where the row is known; later it is a prompt among many
     return items
-
-
-def _check_sendable(item: Item, place: str) -> None:
-    """Here, where the row is known; later it would be a prompt among many."""
-    try:
-        msgspec.msgpack.encode(item)
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ConfigError(
-            f"{place}: the row holds {half!r}, half of a character. Write the whole character, or leave it out."
-        ) from error
-    except (OverflowError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{place}: the row holds what cannot be sent ({error}). Expected text, numbers of at most 64 bits, lists"
-            " and mappings with names; write others as text."
-        ) from error
 
 
 def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:

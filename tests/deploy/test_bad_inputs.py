@@ -39,6 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for module in (alone, local, runs, server):
         monkeypatch.setattr(module, "PATIENCE_S", 0.02)
     (tmp_path / "recipe.yaml").write_text(json.dumps(RECIPE))
+    (tmp_path / "halves.jsonl").write_text(json.dumps({"query": "a\udfff", "response": "b"}))
     (tmp_path / "rows.jsonl").write_bytes(rows({"prompt": "2+2=", "ground_truth": "4"}))
 
     def fail(number: int, frame: FrameType | None) -> None:
@@ -113,7 +114,7 @@ def test_a_damaged_run(content: bytes, place: Path, capsys: pytest.CaptureFixtur
         (["run", "bomb.yaml"], "once its references are replaced"),
         (
             ["run", "recipe.yaml", "prompts.path=half.jsonl"],
-            "half.jsonl:2: the row holds '\\udfff', half of a character",
+            "half.jsonl:2: it holds '\\udfff', half of a character",
         ),
         (["run", "recipe.yaml", b"run.name=\xff"], "is not valid YAML"),
     ],

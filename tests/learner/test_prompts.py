@@ -311,6 +311,13 @@ def test_messages_that_the_template_refuses_are_told_with_their_row(message: dic
         prompts.train(0, 0, group="g", num_samples=1)
 
 
+@pytest.mark.parametrize("held", ["\ud800", 2**64, {"deep": [2**70]}])
+def test_an_item_of_any_source_that_cannot_be_sent_is_told(held: Any) -> None:
+    item = Item(content="1+1=", ground_truth="2", data_source="mine", extra_info={"note": held})
+    with pytest.raises(ConfigError, match=r"prompt g of 'mine': it holds"):
+        Renderer(character_tokenizer()).prompt(item, group="g", num_samples=1)
+
+
 def test_a_system_prompt_makes_text_a_conversation() -> None:
     item = Item(content="2+2=", ground_truth="4", data_source="x")
     prompt = Renderer(character_tokenizer(chat=True), "Be brief.").prompt(item, group="g", num_samples=1)
