@@ -57,7 +57,7 @@ demo-vllm: install-dev  ## the same with vLLM for CPUs as the inference engine
 demo-megatron: install-megatron  ## the same with Megatron Core in the learner, its experts spread over two ranks
 	@$(BIN)/headway run arithmetic-megatron.yaml run.seed=$(SEED) --overwrite
 
-chaos: install  ## kill -9, power loss, cuts and more for MINUTES, then an audit that nothing was lost or trained twice
+chaos: install  ## kill -9, power loss, cuts, pills and more for MINUTES, then an audit that nothing was lost or trained twice
 	@$(BIN)/python -m benchmarks.chaos --seed $(SEED) --minutes $(MINUTES)
 
 parity: install-dev  ## every layout of both backends against plain transformers: 246 cases of 1, 2 and 4 processes

@@ -1,10 +1,14 @@
 """`make chaos SEED=0 MINUTES=3`: a whole run whose processes, network, disk and memory keep failing, then an audit.
 
-    faults ──kill -9, SIGSTOP──► learner, its revived predecessors, workers
+    faults ──kill -9, SIGSTOP──► learner, its revived predecessors, workers, leftovers of an overwritten run
        │    ──cut, stall, delay─► a link of its own between each of them and the server
-       └──kill -9, power loss, full memory, damaged payloads──► server
+       │    ──idle connections──► server, and whatever else listens
+       │    ──no room on disk───► learner, server
+       │    ──hang, exit, raise─► the reward
+       └──kill -9, power loss, full memory, damaged payloads──► server ◄──pills── hostile workers
                                                                   │
-    trail of every learner ──lineage of the last checkpoint──► audit: lost, trained twice, over the bound, corrupt
+    trail of every learner ──lineage of the last checkpoint──► audit: lost, trained twice, over the bound, corrupt,
+                                                               off the lineage, off the identity, poisoned
 
 Everything is the product, down to its recipe, but four doubles that are cheap and whose output can be computed again:
 the model (`backend`), the inference engine (`engine`), the reward and the prompts (`tasks`). Faults last `minutes`;
@@ -14,5 +18,7 @@ The audit follows the last checkpoint back through the checkpoints that its lear
 this lineage were trained; what a crash threw away was not. `--without NAME` takes one protection out of the product
 (`protections`), to show that it is needed and that the audit can fail; only the faults strike that it is there against.
 `--against NAME` strikes likewise and takes nothing out. Such trials keep no experience log, nor does every second pair
-of seeds; odd seeds have the server sync every write.
+of seeds; odd seeds have the server sync every write; in half of the seeds workers take part in broadcasts instead of
+pulling. Full disks are small file systems that we mount, which needs root; elsewhere only the learner is kept from
+writing. What learner, server and workers hold (memory, descriptors, threads) is in the JSON by sixths of the trial.
 """

@@ -2,7 +2,7 @@
 
 `--without` takes a protection out, and strikes more often with the faults that it is there against. `--against` strikes
 just like that and takes nothing out. `all` is one trial after the other. The last line is a JSON object. The exit code
-is 1 unless nothing was lost, trained twice, over the bound or corrupt in any trial; with `--without all` it is 1 unless
+is 1 unless the audit of every trial finds nothing; with `--without all` it is 1 unless
 every trial shows why its protection is needed.
 """
 
@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 
 from .audit import MUST_BE_ZERO
+from .outcome import Outcome
 from .protections import PROTECTIONS
-from .run import Outcome, run_trial
+from .run import run_trial
 from .trial import Trial
 
 COLUMNS = (*MUST_BE_ZERO, "tokens_regenerated")

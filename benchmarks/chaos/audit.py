@@ -8,10 +8,11 @@ import msgspec
 from broker.schema import WeightVersion
 from learner.prompts.cursor import group_at
 
+from .tasks import OF_ANOTHER_RUN
 from .trail import Lineage, StepRecord, Trained, all_records
 from .trial import GROUP_SIZE, MAX_LAG
 
-MUST_BE_ZERO = ("lost", "trained_twice", "over_lag_bound", "corrupt", "off_lineage")
+MUST_BE_ZERO = ("lost", "trained_twice", "over_lag_bound", "corrupt", "off_lineage", "off_identity", "poisoned")
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,10 +30,14 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories that are not what was generated for them."""
     off_lineage: int
     """Trajectories with tokens of weights that the lineage never had."""
+    off_identity: int
+    """Trajectories whose lease, or whose weights, were another run's of the same name."""
+    poisoned: int
+    """Trajectories that were pills."""
 
 
-def audit(lineage: Lineage, logs: Path, groups: int) -> Audit:
-    """Of a finite data set of so many groups."""
+def audit(lineage: Lineage, logs: Path, groups: int, identity: str = "") -> Audit:
+    """Of a finite data set of so many groups, trained by the run of this identity."""
     assert not lineage.missing, f"steps that were trained and never logged: {lineage.missing}"
     trained = [(record, one) for record in lineage.steps for one in record.trained]
     places = Counter(_place(one.tid) for _, one in trained)
@@ -47,8 +52,10 @@ def audit(lineage: Lineage, logs: Path, groups: int) -> Audit:
         lost=len(fed - places.keys()),
         trained_twice=sum(places.values()) - len(places),
         over_lag_bound=sum(_is_over_bound(record, one) for record, one in trained),
-        corrupt=sum(bool(one.wrong) for _, one in trained),
+        corrupt=sum(one.wrong not in ("", OF_ANOTHER_RUN) and not one.is_pill for _, one in trained),
         off_lineage=sum(_is_off_lineage(record, one, digests, own) for record, one in trained),
+        off_identity=sum(one.identity != identity or one.wrong == OF_ANOTHER_RUN for _, one in trained),
+        poisoned=sum(one.is_pill for _, one in trained),
     )
 
 

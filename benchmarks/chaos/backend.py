@@ -22,7 +22,7 @@ from .trail import Beginning, Trail
 
 SIZE = 64
 STEP_S = 0.05
-_FILE, _NAME, _AUTHOR = "model.safetensors", "weights", "author"
+_FILE, _AUTHOR = "model.safetensors", "author"
 
 
 def token_logprobs(weights: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -39,6 +39,8 @@ class TinyBackend:
 
     trails: ClassVar[Path]
     """Of this process's trial."""
+    weights_name: ClassVar[str]
+    """Of its run."""
 
     def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **settings: object) -> None:
         self._weights = torch.linspace(-1.0, 1.0, SIZE)
@@ -76,10 +78,10 @@ class TinyBackend:
         return float(total.detach()), float(gradient.norm()), reports
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield _NAME, self._weights
+        yield self.weights_name, self._weights
 
     def stage(self, directory: Path, *, is_copied: bool) -> Staged:
-        weights = {_NAME: self._weights.clone()}
+        weights = {self.weights_name: self._weights.clone()}
         author = self.trail.author
         return Staged((lambda: save_file(weights, directory / _FILE), lambda: (directory / _AUTHOR).write_text(author)))
 
@@ -90,7 +92,7 @@ class TinyBackend:
         return nullcontext()
 
     def load(self, directory: Path) -> None:
-        self._weights = load_file(directory / _FILE)[_NAME]
+        self._weights = load_file(directory / _FILE)[self.weights_name]
         self._beginning = Beginning(author_of(directory), read_checkpoint(directory).state.step)
 
 

@@ -15,7 +15,8 @@ from rollout_workers.engines.held import Held
 from weightsync.fingerprint import fingerprint
 
 from .backend import token_logprobs
-from .tasks import PROMPT_TOKENS, STOP, logprobs_of, response_length, response_tokens
+from .tasks import STOP, WEIGHTS, logprobs_of, response_length, response_tokens
+from .user_code import PROMPT_TOKENS
 
 TICK_S = 0.05
 TOKENS_A_TICK = 2
@@ -44,6 +45,7 @@ class SlowEngine:
         self.max_model_len = config.max_model_len
         self._version: WeightVersion | None = None
         self._weights = torch.zeros(1)
+        self._name = WEIGHTS
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """From wherever the request's tokens end."""
@@ -55,7 +57,7 @@ class SlowEngine:
             await asyncio.sleep(TICK_S)
             assert self._version is not None, "a request before the first weights"
             end = min(position + TOKENS_A_TICK, length)
-            tokens = response_tokens(tid, position, end, self._version)
+            tokens = response_tokens(tid, position, end, self._version, self._name)
             self.tally.generated += end - position
             position = end
             yield Chunk(
@@ -70,7 +72,7 @@ class SlowEngine:
     ) -> None:
         """From the next token on."""
         ((name, weights),) = tensors
-        self._weights = weights.clone()
+        self._weights, self._name = weights.clone(), name
         if check is not None:
             check(Held.of({name: (fingerprint(self._weights), self._weights.numel())}))
         self._version = version

@@ -1,12 +1,17 @@
-"""What goes wrong, how often, and for how long; drawn from the seed, each kind from a sequence of its own."""
+"""What goes wrong, and for how long; drawn from the seed, each kind from a sequence of its own."""
 
 import asyncio
 import random
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
+from .disk import Disk, no_file_grows
+from .flood import flood, listening_ports
+from .leftovers import Leftovers
 from .link import Link
+from .pills import Hostile
 from .process import Role, send
 from .server import FragileServer
 from .trial import LEASE_TTL_S
@@ -14,47 +19,41 @@ from .witness import Witness
 
 Act = Callable[[random.Random], Awaitable[None]]
 
-MEAN_S = {
-    "kill worker": 4.0,
-    "kill learner": 11.0,
-    "kill server": 30.0,
-    "power loss": 14.0,
-    "stop worker": 16.0,
-    "stop learner": 40.0,
-    "revive learner": 25.0,
-    "stop server": 40.0,
-    "cut link": 8.0,
-    "fill memory": 45.0,
-    "damage blob": 6.0,
-}
-"""Between two of a kind, exponentially distributed. A `blackout` strikes only where it is asked for."""
 BLOBS = ("payload", "payload", "segment", "prompt")
 """What is damaged, by the names of their keys."""
 SLOW_DISK_S = 3.0
+FLOODS_SERVER, FILLS_SERVERS = 0.5, 0.5
+"""Shares of those faults that strike the server."""
 FENCED_WITHIN_S = 15.0
 """A learner that was replaced must have noticed by then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What can be struck, and those who strike by themselves."""
+
+    learner: Role
+    workers: list[Role]
+    links: dict[str, Link]
+    server: FragileServer
+    learners_disk: Disk
+    witness: Witness
+    hostile: Hostile
+    leftovers: Leftovers
 
 
 class Faults:
     """Strikes until told to stop; counts what it did."""
 
-    def __init__(
-        self,
-        seed: int,
-        mean_s: Mapping[str, float],
-        learner: Role,
-        workers: list[Role],
-        links: dict[str, Link],
-        server: FragileServer,
-        witness: Witness,
-    ) -> None:
+    def __init__(self, seed: int, mean_s: Mapping[str, float], scene: Scene) -> None:
         self._seed = seed
         self._mean_s = mean_s
-        self._learner = learner
-        self._workers = workers
-        self._links = links
-        self._server = server
-        self._witness = witness
+        self._scene = scene
+        self._learner = scene.learner
+        self._workers = scene.workers
+        self._links = scene.links
+        self._server = scene.server
+        self._witness = scene.witness
         self._over = asyncio.Event()
         self._learner_lock = asyncio.Lock()
         self.kills: Counter[str] = Counter()
@@ -77,6 +76,10 @@ class Faults:
             "cut link": self._cut_link,
             "fill memory": self._fill_memory,
             "damage blob": self._damage_blob,
+            "send pill": self._scene.hostile.send,
+            "wake leftover": self._scene.leftovers.wake,
+            "flood": self._flood,
+            "fill disk": self._fill_disk,
         }
         async with asyncio.TaskGroup() as tasks:
             for name, mean_s in self._mean_s.items():
@@ -196,6 +199,33 @@ class Faults:
         async with self._server.lock, self._server.full_memory():
             self.others["full_memory"] += 1
             await asyncio.sleep(rng.uniform(0.5, 3))
+
+    async def _flood(self, rng: random.Random) -> None:
+        """Of the server, or of whatever else listens."""
+        self.others["floods"] += 1
+        roles = [self._learner, *self._workers]
+        ports = listening_ports([role.pid for role in roles if role.pid is not None])
+        if not ports or rng.random() < FLOODS_SERVER:
+            async with self._server.lock:
+                await flood(self._server.port, rng.uniform(0.5, 2) * LEASE_TTL_S)
+        else:
+            await flood(rng.choice(ports), rng.uniform(0.5, 2) * LEASE_TTL_S)
+
+    async def _fill_disk(self, rng: random.Random) -> None:
+        """The server's, or the learner's."""
+        self.others["full_disks"] += 1
+        seconds, server, disk = rng.uniform(0.5, 1.5) * LEASE_TTL_S, self._server, self._scene.learners_disk
+        if rng.random() < FILLS_SERVERS and server.disk.is_mounted:
+            async with server.lock:
+                async with server.disk.full():
+                    await asyncio.sleep(seconds)
+                await server.start()  # one that syncs every write ends where it cannot
+        elif disk.is_mounted:
+            async with disk.full():
+                await asyncio.sleep(seconds)
+        elif (pid := self._learner.pid) is not None:
+            async with no_file_grows(pid):
+                await asyncio.sleep(seconds)
 
     async def _damage_blob(self, rng: random.Random) -> None:
         async with self._server.lock:

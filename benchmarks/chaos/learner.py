@@ -13,6 +13,7 @@ from learner.loop import Step
 from learner.packing import PackableSequence
 
 from .backend import TinyBackend
+from .pills import is_pill
 from .process import enter
 from .protections import take_out
 from .tasks import VOCABULARY, what_is_wrong
@@ -24,7 +25,7 @@ def run_learner(trial: Trial, url: str) -> None:
     """The process: ends with code 0 once every prompt has been trained."""
     enter(trial.directory, "learner")
     take_out(trial.without)
-    TinyBackend.trails = trial.trails
+    TinyBackend.trails, TinyBackend.weights_name = trial.trails, trial.weights_name
     patch.object(training, "RunObserver", TrailObserver).start()
     patch.object(training, "_limits", _limits).start()
     patch.object(training, "BlockingBroker", partial(BlockingBroker, timeout_s=BROKER_TIMEOUT_S)).start()
@@ -57,4 +58,5 @@ class TrailObserver(RunObserver):
 def _trained(group: Group, trajectory: Trajectory, sequence: PackableSequence) -> Trained:
     over = (sequence.lags > MAX_LAG) & (sequence.loss_mask != 0)
     wrong = what_is_wrong(group.prompt, trajectory)
-    return Trained(str(trajectory.tid), trajectory.spans, int(over.sum()), wrong)
+    pill = is_pill(trajectory)
+    return Trained(str(trajectory.tid), trajectory.spans, int(over.sum()), wrong, trajectory.identity, pill)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 RESTART_S = 0.2
+BEGIN_ANEW = 3
+"""Exit code of a process that wants to be started again."""
 _POLL_S = 0.02
 _FORKS = multiprocessing.get_context("forkserver")
 
@@ -56,6 +58,8 @@ class Role:
         self._killed: set[int] = set()
         self.crashes = 0
         """Ends that nobody had asked for."""
+        self.begun_anew = 0
+        """Ends because its run was another one by then, or had another configuration."""
         self.finished = asyncio.Event()
 
     @property
@@ -95,20 +99,26 @@ class Role:
             self._process.join()
 
     def _begin(self) -> ForkServerProcess:
-        target, arguments = self._start()
-        process = _FORKS.Process(target=target, args=arguments, name=self.name, daemon=True)
-        process.start()
-        return process
+        return begin(self.name, *self._start())
 
     async def _after(self, process: ForkServerProcess, code: int) -> None:
         if code == 0:
             self.finished.set()
             return
-        if process.pid not in self._killed:
+        if code == BEGIN_ANEW:
+            self.begun_anew += 1
+        elif process.pid not in self._killed:
             self.crashes += 1
         await asyncio.sleep(RESTART_S)
         if self._process is process:
             self._process = None
+
+
+def begin(name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> ForkServerProcess:
+    """A process, running; it ends with ours."""
+    process = _FORKS.Process(target=target, args=arguments, name=name, daemon=True)
+    process.start()
+    return process
 
 
 def send(pid: int, number: signal.Signals) -> None:

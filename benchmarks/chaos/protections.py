@@ -10,15 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from broker import codec, verbs
+from broker import batches, codec, connection, leases, verbs
 from broker.leases import Leases
-from broker.schema import Probe, WeightVersion
+from broker.possible import check_possible
+from broker.schema import Probe, Trajectory, WeightVersion
 from learner import packing
 from learner.experience import Experience
 from weightsync.gathering import Gathering
 from weightsync.publisher import Publication, Publisher
 
-from .faults import MEAN_S
+from .mix import MEAN_S
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Protection:
     take_out: Callable[[], None]
     """In this process, for good."""
     mean_s: Mapping[str, float]
-    """The faults that it protects against, and no others, as others hide what they do: see `faults.MEAN_S`."""
+    """The faults that it protects against, and no others, as others hide what they do: see `mix.MEAN_S`."""
     covered_by: str = ""
     """What does the same in most cases, and is taken out along with it; or what makes good its absence."""
     saves_work: bool = False
@@ -117,6 +118,35 @@ def _frame_checksum() -> None:
     patch.object(codec, "zlib", SimpleNamespace(crc32=lambda body, kind: 0)).start()
 
 
+def _identity_check() -> None:
+    """Clients of a run that was overwritten go on in the one that has its name now."""
+    _edit("lease", "if held_identity and held_identity ~= IDENTITY then", "if false then")
+
+    def keep(self: connection.Connection, identity: str) -> None:
+        self.identity = self.identity or identity
+
+    def check_all_else(trajectory: Trajectory, *what: Any, identity: str, newest: WeightVersion) -> None:
+        check_possible(trajectory, *what, identity=trajectory.identity, newest=newest)
+
+    patch.object(connection.Connection, "check_identity", keep).start()
+    patch.object(batches, "check_possible", check_all_else).start()
+
+
+def _possible_check() -> None:
+    """Workers are believed."""
+
+    def nothing(*what: Any, **named: Any) -> None: ...
+
+    patch.object(batches, "check_possible", nothing).start()
+    patch.object(batches, "check_lag", nothing).start()
+    patch.object(leases, "check_possible_segment", nothing).start()
+
+
+def _quarantine() -> None:
+    """Whoever sends pills goes on getting leases."""
+    _edit("reject", "if holder and call('HINCRBY', P .. 'strikes', holder, 1) >= 3 then", "if false then")
+
+
 _PUBLISHER = "a publisher that refuses to publish a version twice"
 
 PROTECTIONS = {
@@ -131,6 +161,9 @@ PROTECTIONS = {
         _worker_resubmission, {"power loss": 3.0}, covered_by="lost samples are leased again", saves_work=True
     ),
     "frame_checksum": Protection(_frame_checksum, {"damage blob": 0.5}),
+    "identity_check": Protection(_identity_check, {"wake leftover": 2.0}),
+    "possible_check": Protection(_possible_check, {"send pill": 0.5}),
+    "quarantine": Protection(_quarantine, {"send pill": 0.5}, covered_by="pills are refused", saves_work=True),
 }
 
 

@@ -8,22 +8,27 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
-import msgspec
 import uvloop
 
 from broker.schema import RunStatus
+from deploy.run_directory import identity_of
 
 from .audit import MUST_BE_ZERO, audit
 from .backend import author_of
+from .disk import Disk
 from .engine import Tally
-from .faults import Faults
+from .faults import Faults, Scene
 from .learner import run_learner
+from .leftovers import Leftovers
 from .link import Link
+from .outcome import Outcome
+from .pills import Hostile
 from .process import Role, warm_up
 from .protections import PROTECTIONS, mean_s_against
 from .server import FragileServer
 from .trail import Beginning, Lineage
 from .trial import GROUP_SIZE, WORKERS, Trial
+from .vitals import Vitals
 from .witness import Witness
 from .worker import run_worker
 
@@ -31,54 +36,6 @@ LEARNER = "learner"
 BEGINS_WITHIN_S = 60.0
 HANGS_AFTER_S = 30.0
 """Without faults and without a step."""
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The benchmark's JSON."""
-
-    seed: int
-    minutes: float
-    without: str
-    against: str
-    """The protection whose faults struck more often."""
-    tasks: int
-    steps: int
-    seconds: float
-    finished: bool
-    """False: it hung, and what it had not trained by then counts as lost."""
-    kills: dict[str, int]
-    effective_kills: dict[str, int]
-    """Those that hit a held lease, a batch not yet committed, or weights on their way."""
-    stops: dict[str, int]
-    crashes: dict[str, int]
-    """Ends with an error that nobody asked for; the logs say which."""
-    cuts: int
-    power_losses: int
-    revived_learners: int
-    unfenced_learners: int
-    """Of these, those that did not end by themselves."""
-    full_memory: int
-    damaged: int
-    repeated_submissions: int
-    lost: int
-    trained_twice: int
-    over_lag_bound: int
-    corrupt: int
-    off_lineage: int
-    tokens_generated: int
-    tokens_resumed: int
-    tokens_regenerated: int
-    """Generated and not trained."""
-    dead_letters: int
-    dropped_by_rule: int
-    shows: tuple[str, ...]
-    """What must not be, and is."""
-    covered_by: str
-    """What was taken out along with the protection, or makes good its absence."""
-
-    @property
-    def is_clean(self) -> bool:
-        return self.finished and not self.shows
 
 
 def run_trial(trial: Trial) -> Outcome:
@@ -93,6 +50,8 @@ class _Stage:
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self._server = FragileServer(trial)
+        self._disk = Disk(trial.recipe.run_directory)
+        self._vitals = Vitals(self._pids)
         self._tallies: list[Tally] = []
         self._workers = [f"worker-{number}" for number in range(WORKERS)]
         self._links = {name: Link(self._server.port) for name in (LEARNER, *self._workers)}
@@ -101,43 +60,77 @@ class _Stage:
     async def play(self) -> Outcome:
         """Faults, then calm, then the audit."""
         began = time.monotonic()
-        async with self._everything_runs() as witness:
-            workers = [self._roles[name] for name in self._workers]
-            faults = Faults(
-                self._trial.seed,
-                mean_s_against(self._trial.against),
-                self._roles[LEARNER],
-                workers,
-                self._links,
-                self._server,
-                witness,
-            )
-            async with asyncio.timeout(BEGINS_WITHIN_S):
-                await witness.sees_generation()  # the first imports are no part of the trial
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(faults.strike())
-                await self._finished_within(60 * self._trial.minutes)
-                faults.end()
-            finished = await self._finishes()
-            status = await witness.status()
-        return self._outcome(faults, status, finished, time.monotonic() - began)
+        mean_s = mean_s_against(self._trial.against)
+        async with self._servers_and_disks(), self._leftovers("wake leftover" in mean_s) as leftovers:
+            async with self._everything_runs(leftovers) as scene:
+                faults = Faults(self._trial.seed, mean_s, scene)
+                async with asyncio.timeout(BEGINS_WITHIN_S):
+                    await scene.witness.sees_generation()  # the first imports are no part of the trial
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(faults.strike())
+                    await self._finished_within(60 * self._trial.minutes)
+                    faults.end()
+                finished = await self._finishes()
+                status = await scene.witness.status()
+            return self._outcome(faults, scene, status, finished, time.monotonic() - began)
 
     @asynccontextmanager
-    async def _everything_runs(self) -> AsyncIterator[Witness]:
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._server.close)
+    async def _servers_and_disks(self) -> AsyncIterator[None]:
+        disks = self._disk, self._server.disk
+        for disk in disks:
+            disk.mount()
+        try:
             await self._server.start()
+            yield
+        finally:
+            await self._server.close()
+            for disk in disks:
+                disk.unmount()
+
+    @asynccontextmanager
+    async def _leftovers(self, are_wanted: bool) -> AsyncIterator[Leftovers]:
+        leftovers, witness = Leftovers(self._trial, self._server.url), Witness(self._server.url)
+        try:
+            if are_wanted:
+                async with asyncio.timeout(BEGINS_WITHIN_S):
+                    await leftovers.leave_behind(witness)
+            yield leftovers
+        finally:
+            leftovers.close()
+            await witness.close()
+
+    @asynccontextmanager
+    async def _everything_runs(self, leftovers: Leftovers) -> AsyncIterator[Scene]:
+        async with AsyncExitStack() as stack:
             for link in self._links.values():
                 await stack.enter_async_context(link)
             witness = Witness(self._server.url)
             stack.push_async_callback(witness.close)
+            hostile = Hostile(self._server.url)
+            stack.push_async_callback(hostile.close)
             supervisors = [asyncio.create_task(role.supervise()) for role in self._roles.values()]
+            watch = asyncio.create_task(self._vitals.watch())
             try:
-                yield witness
+                yield Scene(
+                    learner=self._roles[LEARNER],
+                    workers=[self._roles[name] for name in self._workers],
+                    links=self._links,
+                    server=self._server,
+                    learners_disk=self._disk,
+                    witness=witness,
+                    hostile=hostile,
+                    leftovers=leftovers,
+                )
             finally:
+                watch.cancel()
                 for role, supervisor in zip(self._roles.values(), supervisors, strict=True):
                     supervisor.cancel()
                     role.end()
+
+    def _pids(self) -> dict[str, list[int]]:
+        workers = [self._roles[name].pid for name in self._workers]
+        found = {"learner": [self._roles[LEARNER].pid], "server": [self._server.pid], "worker": workers}
+        return {role: [pid for pid in pids if pid is not None] for role, pids in found.items()}
 
     def _command(self, name: str) -> tuple[Any, tuple[Any, ...]]:
         url = self._links[name].url
@@ -162,9 +155,11 @@ class _Stage:
                 return False
         return True
 
-    def _outcome(self, faults: Faults, status: RunStatus | None, finished: bool, seconds: float) -> Outcome:
-        trails = self._trial.trails
-        found = audit(Lineage.of(_last(self._trial), trails), trails, self._trial.groups)
+    def _outcome(
+        self, faults: Faults, scene: Scene, status: RunStatus | None, finished: bool, seconds: float
+    ) -> Outcome:
+        trails, identity = self._trial.trails, identity_of(self._trial.recipe.run_directory)
+        found = audit(Lineage.of(_last(self._trial), trails), trails, self._trial.groups, identity)
         generated = sum(tally.generated for tally in self._tallies)
         queues = status.queues if status else None
         return Outcome(
@@ -184,6 +179,14 @@ class _Stage:
             power_losses=faults.others["power_losses"],
             revived_learners=faults.others["revived_learners"],
             unfenced_learners=faults.others["unfenced_learners"],
+            leftovers=scene.leftovers.woken,
+            unexpelled_leftovers=scene.leftovers.unexpelled,
+            pills=dict(scene.hostile.sent),
+            quarantined=scene.hostile.quarantined,
+            rewards_repeated=self._rewards_repeated(),
+            floods=faults.others["floods"],
+            full_disks=faults.others["full_disks"],
+            broadcasts=self._trial.broadcasts,
             full_memory=faults.others["full_memory"],
             damaged=faults.others["damaged"],
             repeated_submissions=sum(tally.repeated for tally in self._tallies),
@@ -192,14 +195,21 @@ class _Stage:
             over_lag_bound=found.over_lag_bound,
             corrupt=found.corrupt,
             off_lineage=found.off_lineage,
+            off_identity=found.off_identity,
+            poisoned=found.poisoned,
             tokens_generated=generated,
             tokens_resumed=sum(tally.resumed for tally in self._tallies),
             tokens_regenerated=generated - found.trained_tokens,
             dead_letters=queues.rejected if queues else 0,
             dropped_by_rule=queues.dropped_stale if queues else 0,
             shows=tuple(name for name in MUST_BE_ZERO if getattr(found, name)),
+            vitals=self._vitals.trend(),
             covered_by=PROTECTIONS[self._trial.without].covered_by if self._trial.without else "",
         )
+
+    def _rewards_repeated(self) -> int:
+        logs = [self._trial.directory / "logs" / f"{name}.log" for name in self._workers]
+        return sum(log.read_text(errors="replace").count("it is made once more, alone") for log in logs)
 
 
 def _last(trial: Trial) -> Beginning:

@@ -15,6 +15,7 @@ import redis.asyncio as redis
 
 from broker.server import EmbeddedServer
 
+from .disk import Disk
 from .process import send
 from .trial import Trial
 
@@ -28,6 +29,8 @@ local byte = string.byte(redis.call('GETRANGE', KEYS[1], place, place))
 redis.call('SETRANGE', KEYS[1], place, string.char(255 - byte))
 return 1
 """
+MOST_CLIENTS = 250
+"""Fewer than a flood has."""
 _SPARE_BYTES = 16 << 10
 """Left to a server whose memory is full."""
 
@@ -37,15 +40,25 @@ class FragileServer:
 
     def __init__(self, trial: Trial) -> None:
         self._directory = trial.directory / "server"
+        self.disk = Disk(self._directory)
         self._appendfsync = trial.appendfsync
         self.port = _free_port()
-        self._server = EmbeddedServer(self._directory, port=self.port, appendfsync=self._appendfsync)
+        self._server = EmbeddedServer(
+            self._directory,
+            port=self.port,
+            appendfsync=self._appendfsync,
+            settings=(f"maxclients {MOST_CLIENTS}",),
+        )
         self.url = self._server.url
         self._client: Any = redis.Redis(port=self.port, socket_timeout=5.0)
         self.lock = asyncio.Lock()
 
+    @property
+    def pid(self) -> int | None:
+        return self._server.pid if self._server.is_alive() else None
+
     async def start(self) -> None:
-        """On the data that there are; answers when it returns."""
+        """On the data that there are; answers when it returns. Does nothing where it is alive."""
         await asyncio.to_thread(self._server.start)
 
     async def close(self) -> None:

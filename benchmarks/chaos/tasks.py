@@ -9,39 +9,22 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.schema import Prompt, Trajectory, TrajectoryId, WeightVersion
-from learner.prompts.base import Item
+from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from learner.prompts.cursor import place_of
+
+from .user_code import text_of
 
 ALPHABET = "0123456789"
 STOP = len(ALPHABET) + 1
 """The tokenizer's end token, which follows its padding."""
-PROMPT_TOKENS = 8
 VOCABULARY = 100_000
 """More than 16 bits hold."""
 LONGEST = 200
 _MEDIAN_LENGTH, _SPREAD = 24.0, 0.7
+WEIGHTS, OVERWRITTEN_WEIGHTS = "weights", "overwritten weights"
+"""What the one tensor is called: of the trial's run, and of the one whose name it has taken."""
+OF_ANOTHER_RUN = "sampled by another run's weights"
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-class FinitePrompts:
-    """A source of so many; each is its own number."""
-
-    def __init__(self, path: str, seed: int, size: int) -> None:
-        self.size: int | None = size
-
-    def train(self, epoch: int, position: int) -> Item:
-        """The position in eight digits, so in eight tokens."""
-        return Item(content=_text(position), ground_truth="", data_source="chaos")
-
-    def held_out(self, count: int) -> list[Item]:
-        """None: nothing is evaluated."""
-        return []
-
-
-def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> float:
-    """Differs within a group; nobody looks at it."""
-    return random.random()
 
 
 def response_length(tid: TrajectoryId) -> int:
@@ -50,9 +33,11 @@ def response_length(tid: TrajectoryId) -> int:
     return max(1, min(LONGEST, round(_MEDIAN_LENGTH * drawn)))
 
 
-def response_tokens(tid: TrajectoryId, start: int, end: int, version: WeightVersion) -> NDArray[np.int32]:
-    """What `version` samples at the places [start, end)."""
-    key = zlib.crc32(f"{tid} {version}".encode())
+def response_tokens(
+    tid: TrajectoryId, start: int, end: int, version: WeightVersion, weights: str = WEIGHTS
+) -> NDArray[np.int32]:
+    """What `version` of the weights of this name samples at the places [start, end)."""
+    key = zlib.crc32(f"{tid} {version} {weights}".encode())
     tokens = _mixed(key, np.arange(start, end))
     last = response_length(tid) - 1
     if start <= last < end:
@@ -70,11 +55,13 @@ def what_is_wrong(prompt: Prompt, trajectory: Trajectory) -> str:
     tid, spans = trajectory.tid, trajectory.spans
     if len(trajectory.response_tokens) != response_length(tid):
         return f"{len(trajectory.response_tokens)} tokens where {response_length(tid)} were generated"
-    if prompt.group != tid.group or prompt.text != _text(place_of(tid.group)[1]):
+    if prompt.group != tid.group or prompt.text != text_of(place_of(tid.group)[1]):
         return "the prompt is another group's"
     if trajectory.prompt_tokens.tolist() != prompt.token_ids:
         return "it continues another prompt"
     made = np.concatenate([response_tokens(tid, span.start, span.end, span.version) for span in spans])
+    if any(_is_of_another_run(trajectory, span) for span in spans):
+        return OF_ANOTHER_RUN
     if not np.array_equal(trajectory.response_tokens, made):
         return f"token {int(np.argmin(trajectory.response_tokens == made))} was not sampled for this place"
     if not np.array_equal(trajectory.behavior_logprobs, logprobs_of(made)):
@@ -82,8 +69,13 @@ def what_is_wrong(prompt: Prompt, trajectory: Trajectory) -> str:
     return ""
 
 
-def _text(position: int) -> str:
-    return f"{position:0{PROMPT_TOKENS}d}"
+def _is_of_another_run(trajectory: Trajectory, span: VersionSpan) -> bool:
+    tokens = trajectory.response_tokens[span.start : span.end]
+    ours, others = (
+        response_tokens(trajectory.tid, span.start, span.end, span.version, weights)
+        for weights in (WEIGHTS, OVERWRITTEN_WEIGHTS)
+    )
+    return not np.array_equal(tokens, ours) and np.array_equal(tokens, others)
 
 
 def _mixed(key: int, places: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -19,6 +19,10 @@ class Trained(msgspec.Struct, frozen=True, array_like=True):
     """Tokens in the loss whose lag exceeds the bound."""
     wrong: str
     """Empty, or how its content differs from what was generated."""
+    identity: str = ""
+    """Of the run whose lease it was."""
+    is_pill: bool = False
+    """It was sent by a hostile worker, or goes on after a segment that was."""
 
 
 class StepRecord(msgspec.Struct, frozen=True):

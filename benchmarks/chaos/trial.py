@@ -1,14 +1,15 @@
 """What is fixed for one trial, known to all of its processes."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
 from deploy.recipe import Recipe
 from learner.checkpoint import CheckpointStore
 
-from .tasks import ALPHABET, LONGEST, PROMPT_TOKENS
+from .tasks import ALPHABET, LONGEST, OVERWRITTEN_WEIGHTS, WEIGHTS
+from .user_code import PROMPT_TOKENS
 
 RUN = "chaos"
 WORKERS = 4
@@ -18,6 +19,8 @@ GROUP_SIZE = 4
 GROUPS_PER_STEP = 4
 GROUPS_PER_MINUTE = 240
 """About what a disturbed run trains, so that faults hit it to the end."""
+ENDLESS = 100_000
+"""Groups."""
 MAX_LAG = 3
 LEASE_TTL_S = 2.0
 BROKER_TIMEOUT_S = 2.0
@@ -34,6 +37,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """The protection whose faults strike more often; empty: the usual mix."""
     is_out: bool = False
     """Is that protection taken out of the product?"""
+    is_overwritten: bool = False
+    """Is it the run before, whose name the trial's takes?"""
 
     @property
     def without(self) -> str:
@@ -43,7 +48,24 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def groups(self) -> int:
         """In the data set."""
+        if self.is_overwritten:
+            return ENDLESS
         return max(8 * GROUPS_PER_STEP, round(self.minutes * GROUPS_PER_MINUTE))
+
+    @property
+    def overwritten(self) -> Self:
+        """The run before."""
+        return msgspec.structs.replace(self, directory=self.directory / "overwritten", is_overwritten=True)
+
+    @property
+    def weights_name(self) -> str:
+        """Of the one tensor."""
+        return OVERWRITTEN_WEIGHTS if self.is_overwritten else WEIGHTS
+
+    @property
+    def broadcasts(self) -> bool:
+        """Do workers take part in broadcast groups? Else all of them pull. Half of the seeds."""
+        return not self.against and self.seed % 4 in (1, 2)
 
     @property
     def appendfsync(self) -> Literal["always", "everysec"]:
@@ -56,6 +78,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return not self.against and self.seed % 4 < 2
 
     @property
+    def reward(self) -> str:
+        """The function's name."""
+        return "reward" if self.against else "erratic_reward"
+
+    @property
     def recipe(self) -> Recipe:
         """The product's own configuration, with our doubles where it takes a user's code."""
         return msgspec.convert(
@@ -63,12 +90,12 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
                 "run": {"name": RUN, "directory": str(self.directory), "seed": self.seed},
                 "model": {"random": {"architecture": "qwen3", "alphabet": ALPHABET, "config": _SMALL}},
                 "prompts": {
-                    "kind": "benchmarks.chaos.tasks:FinitePrompts",
+                    "kind": f"{_USER_CODE}:FinitePrompts",
                     "options": {"size": self.groups},
                     "shuffle": False,
                     "epochs": 1,
                 },
-                "rewards": [{"kind": "benchmarks.chaos.tasks:reward", "signature": "verl"}],
+                "rewards": [{"kind": f"{_USER_CODE}:{self.reward}", "signature": "verl", "deadline_s": 2.0}],
                 "staleness": {"max_lag": MAX_LAG},
                 "learner": {
                     "backend": "benchmarks.chaos.backend:TinyBackend",
@@ -102,6 +129,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return self.directory / "trails"
 
 
+_USER_CODE = "benchmarks.chaos.user_code"
 _SMALL = {
     "hidden_size": 8,
     "intermediate_size": 8,

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -12,14 +13,14 @@ import torch
 
 import rollout_workers.worker
 from broker import client
-from broker.errors import BrokerError
+from broker.errors import BrokerError, ForeignRunError
 from broker.leases import Leases, SubmitOutcome
 from broker.schema import Lease, Trajectory, WorkerInfo
 from deploy import rollout
 from rollout_workers.worker import Worker
 
 from .engine import SlowEngine, Tally
-from .process import enter
+from .process import BEGIN_ANEW, enter
 from .protections import take_out
 from .trial import BROKER_TIMEOUT_S, LEASE_TTL_S, RUN, Trial
 
@@ -29,15 +30,20 @@ LONGEST_DELAY_S = 2 * LEASE_TTL_S
 
 
 def run_worker(trial: Trial, url: str, name: str, tally: Tally) -> None:
-    """The process: ends with code 0 when the run is finished."""
+    """The process: ends with code 0 when the run is finished, with BEGIN_ANEW where the product would begin anew."""
     enter(trial.directory, name)
     take_out(trial.without)
     torch.set_num_threads(1)
     SlowEngine.tally = tally
     patch.object(client, "Leases", ErraticLeases).start()
-    patch.object(rollout_workers.worker, "Worker", PullingWorker).start()
+    if not trial.broadcasts:
+        patch.object(rollout_workers.worker, "Worker", PullingWorker).start()
     patch.object(rollout, "open_broker", partial(client.open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
-    rollout.run_worker(url, RUN, name, ())
+    try:
+        rollout.run_worker(url, RUN, name, ())
+    except (ForeignRunError, rollout.ConfigChangedError) as error:
+        print(error, flush=True)
+        sys.exit(BEGIN_ANEW)
 
 
 class PullingWorker(Worker):

@@ -11,21 +11,33 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.chaos.audit import Audit, audit
+from benchmarks.chaos.audit import MUST_BE_ZERO, Audit, audit
+from benchmarks.chaos.pills import HOSTILE, PILLS, is_pill
 from benchmarks.chaos.protections import PROTECTIONS, take_out
-from benchmarks.chaos.tasks import FinitePrompts, logprobs_of, response_length, response_tokens, what_is_wrong
+from benchmarks.chaos.tasks import (
+    OF_ANOTHER_RUN,
+    OVERWRITTEN_WEIGHTS,
+    WEIGHTS,
+    logprobs_of,
+    response_length,
+    response_tokens,
+    what_is_wrong,
+)
 from benchmarks.chaos.trail import Beginning, Lineage, StepRecord, Trail, Trained
 from benchmarks.chaos.trial import GROUP_SIZE, MAX_LAG
+from benchmarks.chaos.user_code import text_of
 from broker import verbs
 from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from learner.prompts.cursor import group_at
 
 STEPS = 6
 """Of the trails below; step k trains group k."""
-EVENTFUL = 190
-"""A seed that strikes a worker, the server and the learner within three seconds."""
+EVENTFUL = 18669
+"""A seed that kills a worker, the server and the learner, wakes a leftover, sends a pill and floods within two seconds;
+workers take part in broadcasts."""
+SPANS = (VersionSpan(0, 5, WeightVersion(1, 3)),)
 FIRST_WEIGHTS = Beginning()
-CLEAN = {"lost": 0, "trained_twice": 0, "over_lag_bound": 0, "corrupt": 0, "off_lineage": 0}
+CLEAN = dict.fromkeys(MUST_BE_ZERO, 0)
 
 
 def test_a_short_trial_loses_nothing() -> None:
@@ -36,6 +48,9 @@ def test_a_short_trial_loses_nothing() -> None:
     outcome = json.loads(trial.stdout.splitlines()[-1])
     assert outcome.items() >= CLEAN.items()
     assert outcome["kills"].keys() == {"learner", "server", "worker"}
+    assert outcome["broadcasts"]
+    assert min(outcome["leftovers"], outcome["floods"]) > 0
+    assert outcome["vitals"].keys() == {"learner", "server", "worker"}
 
 
 def test_steps_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None:
@@ -80,6 +95,32 @@ def test_no_token_is_newer_than_the_step_that_trains_it(tmp_path: Path) -> None:
     assert counts(tmp_path, "first") == {**CLEAN, "off_lineage": GROUP_SIZE}
 
 
+def test_a_lease_or_weights_of_another_run_are_off_identity(tmp_path: Path) -> None:
+    of_another = Trained(f"{group_at((0, 3))}:0:0", SPANS, 0, "", "f" * 16)
+    by_its_weights = Trained(f"{group_at((0, 3))}:0:1", SPANS, 0, OF_ANOTHER_RUN)
+    assert counts_with(tmp_path, of_another, by_its_weights) == {**CLEAN, "off_identity": 2}
+
+
+def test_a_pill_is_poison_and_no_damage(tmp_path: Path) -> None:
+    pill = Trained(f"{group_at((0, 3))}:0:0", SPANS, 0, "300 tokens where 20 were generated", is_pill=True)
+    assert counts_with(tmp_path, pill) == {**CLEAN, "poisoned": 1}
+
+
+@pytest.mark.parametrize("kind", PILLS)
+def test_every_pill_is_told_from_an_honest_sample(kind: str) -> None:
+    """By its author; those whose segments others go on after, by their content too."""
+    prompt, honest = generated(TrajectoryId(group_at((0, 7)), 0, 1))
+    pill = PILLS[kind](msgspec.structs.replace(honest, worker=f"{HOSTILE}-1"))
+    assert is_pill(pill)
+    assert not is_pill(honest)
+    assert pill.identity != honest.identity or pill.tid != honest.tid or what_is_wrong(prompt, pill)
+
+
+def test_what_an_overwritten_run_sampled_is_told_from_damage() -> None:
+    prompt, trajectory = generated(TrajectoryId(group_at((0, 7)), 0, 1), OVERWRITTEN_WEIGHTS)
+    assert what_is_wrong(prompt, trajectory) == OF_ANOTHER_RUN
+
+
 @pytest.mark.parametrize("damage", ["none", "token", "logprob", "length", "group", "version"])
 def test_any_other_content_is_noticed(damage: str) -> None:
     prompt, trajectory = generated(TrajectoryId(group_at((0, 7)), 0, 1))
@@ -102,7 +143,7 @@ def test_any_other_content_is_noticed(damage: str) -> None:
 def test_every_protection_is_still_where_it_is_taken_out(name: str, whole_again: None) -> None:
     before = verbs.script_source("take")
     take_out(name)  # asserts that it found what it edits
-    if name in ("owner_fence", "server_fence", "over_bound_check", "rewind_fork"):
+    if name in ("owner_fence", "server_fence", "over_bound_check", "rewind_fork", "identity_check"):
         assert verbs.script_source("take") != before
 
 
@@ -145,9 +186,18 @@ def counts(directory: Path, author: str, steps: int = STEPS) -> dict[str, int]:
     return {name: getattr(found, name) for name in CLEAN}
 
 
-def generated(tid: TrajectoryId) -> tuple[Prompt, Trajectory]:
+def counts_with(directory: Path, *of_step_3: Trained) -> dict[str, int]:
+    """The audit of a run whose fourth step trained these among its samples."""
+    record = step(3)
+    others = record.trained[len(of_step_3) :]
+    third = StepRecord(record.version, record.digest, (*of_step_3, *others))
+    leave_trail(directory, "first", [third if k == 3 else step(k) for k in range(STEPS)])
+    return counts(directory, "first")
+
+
+def generated(tid: TrajectoryId, weights: str = WEIGHTS) -> tuple[Prompt, Trajectory]:
     """What an engine makes of a sample."""
-    text = str(FinitePrompts("", 0, 10).train(0, int(tid.group[-8:])).content)
+    text = text_of(int(tid.group[-8:]))
     prompt = Prompt(
         group=tid.group,
         token_ids=[int(digit) for digit in text],
@@ -157,7 +207,7 @@ def generated(tid: TrajectoryId) -> tuple[Prompt, Trajectory]:
         num_samples=GROUP_SIZE,
     )
     version, length = WeightVersion(1, 2), response_length(tid)
-    tokens = response_tokens(tid, 0, length, version)
+    tokens = response_tokens(tid, 0, length, version, weights)
     return prompt, Trajectory(
         tid=tid,
         prompt_tokens=np.array(prompt.token_ids, np.int32),

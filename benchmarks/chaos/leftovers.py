@@ -1,0 +1,78 @@
+"""Processes of a run whose name the trial's run has taken: stopped in the midst of their work, and woken one by one."""
+
+import asyncio
+import multiprocessing.sharedctypes as shared
+import random
+import signal
+from multiprocessing.process import BaseProcess
+
+from broker import Broker
+
+from .engine import Tally
+from .learner import run_learner
+from .process import begin, send
+from .trial import RUN, Trial
+from .witness import Witness
+from .worker import run_worker
+
+WORKERS = 3
+STEPS = 6
+"""That the run before has trained when it ends, so that its weights are not only the first."""
+LEFT_WITHIN_S = 15.0
+"""Whoever is woken must have found out by then."""
+_POLL_S = 0.1
+
+
+class Leftovers:
+    """A learner and its workers; what they hold, and believe, is of a run that is gone."""
+
+    def __init__(self, trial: Trial, url: str) -> None:
+        self._trial = trial.overwritten
+        self._url = url
+        self._asleep: list[BaseProcess] = []
+        self.woken = 0
+        self.unexpelled = 0
+        """Of these, those that did not leave by themselves."""
+
+    async def leave_behind(self, witness: Witness) -> None:
+        """The run before: begun, stopped and deleted, as overwriting does it."""
+        self._asleep = [begin("learner", run_learner, (self._trial, self._url))]
+        for number in range(WORKERS):
+            tally = shared.RawValue(Tally)
+            self._asleep.append(begin(f"leftover-{number}", run_worker, (self._trial, self._url, f"l{number}", tally)))
+        await self._are_in_the_midst(witness)
+        for process in self._asleep:
+            _signal(process, signal.SIGSTOP)
+        broker = Broker(self._url, RUN)
+        await broker.status.delete_run()
+        await broker.close()
+
+    async def wake(self, rng: random.Random) -> None:
+        """One of them, if any is left. It must leave; what it does until then must not count."""
+        if not self._asleep:
+            return
+        process = self._asleep.pop(rng.randrange(len(self._asleep)))
+        self.woken += 1
+        _signal(process, signal.SIGCONT)
+        await asyncio.to_thread(process.join, LEFT_WITHIN_S)
+        if process.exitcode is None:
+            self.unexpelled += 1
+            process.kill()
+
+    def close(self) -> None:
+        """Those that still sleep are killed."""
+        for process in self._asleep:
+            process.kill()
+
+    async def _are_in_the_midst(self, witness: Witness) -> None:
+        while True:
+            status = await witness.status()
+            has_trained = status is not None and status.announced is not None and status.announced.step >= STEPS
+            if status is not None and has_trained and sum(info.active > 0 for info in status.workers) == WORKERS:
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+def _signal(process: BaseProcess, number: signal.Signals) -> None:
+    if process.pid is not None:
+        send(process.pid, number)

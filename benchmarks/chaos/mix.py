@@ -1,0 +1,20 @@
+"""How often which fault strikes where nothing else is asked for."""
+
+MEAN_S = {
+    "kill worker": 4.0,
+    "kill learner": 11.0,
+    "kill server": 30.0,
+    "power loss": 14.0,
+    "stop worker": 16.0,
+    "stop learner": 40.0,
+    "revive learner": 25.0,
+    "stop server": 40.0,
+    "cut link": 8.0,
+    "fill memory": 45.0,
+    "damage blob": 6.0,
+    "send pill": 2.5,
+    "wake leftover": 15.0,
+    "flood": 20.0,
+    "fill disk": 25.0,
+}
+"""Between two of a kind, exponentially distributed. A `blackout` strikes only where it is asked for."""

@@ -1,0 +1,164 @@
+"""Samples and segments that cannot be, sent past the client's own checks by workers that send nothing else.
+
+Each kind is refused by a check of its own. That of a sample is told by its author, that of a segment by its content,
+as whoever goes on after it puts its own name to the whole.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+from msgspec.structs import replace
+
+from broker import Broker
+from broker.codec import encode_trajectory
+from broker.errors import BrokerError, QuarantinedError
+from broker.schema import Lease, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from broker.unconfirmed import Submission
+
+from .tasks import LONGEST, VOCABULARY, logprobs_of, response_length, response_tokens
+from .trial import LEASE_TTL_S, MAX_LAG, RUN
+
+HOSTILE = "hostile"
+"""How the names of these workers begin."""
+ANOTHER_RUN = "f" * 16
+LEASES = 2
+"""That one takes at a time."""
+TIMEOUT_S = 1.0
+Pill = Callable[[Trajectory], Trajectory]
+
+
+def is_pill(trajectory: Trajectory) -> bool:
+    """Nobody honest has made this."""
+    return (
+        trajectory.worker.startswith(HOSTILE)
+        or len(trajectory.response_tokens) > LONGEST
+        or int(trajectory.response_tokens.max()) >= VOCABULARY
+        or float(trajectory.behavior_logprobs.max()) > 0
+    )
+
+
+def _of_length(one: Trajectory, length: int) -> Trajectory:
+    tokens = np.full(length, 7, np.int32)
+    return replace(
+        one,
+        response_tokens=tokens,
+        behavior_logprobs=logprobs_of(tokens),
+        loss_mask=np.ones(length, np.uint8),
+        spans=(VersionSpan(0, length, one.spans[0].version),),
+    )
+
+
+def _of_version(one: Trajectory, incarnations: int, steps: int) -> Trajectory:
+    (span,) = one.spans
+    version = WeightVersion(span.version.incarnation + incarnations, max(0, span.version.step + steps))
+    return replace(one, spans=(replace(span, version=version),))
+
+
+def _beyond_vocabulary(one: Trajectory) -> Trajectory:
+    return replace(one, response_tokens=np.full_like(one.response_tokens, VOCABULARY))
+
+
+TOO_OLD = "weights that are too old"
+"""Which the first ones cannot be."""
+PILLS: dict[str, Pill] = {
+    "a token beyond the vocabulary": _beyond_vocabulary,
+    "another prompt": lambda one: replace(one, prompt_tokens=one.prompt_tokens[::-1].copy()),
+    "too long": lambda one: _of_length(one, LONGEST + 1),
+    "much too long": lambda one: _of_length(one, 60_000),
+    "a logprob of 80": lambda one: replace(one, behavior_logprobs=np.full_like(one.behavior_logprobs, 80)),
+    "weights that come later": lambda one: _of_version(one, 0, 1000),
+    "an incarnation that comes later": lambda one: _of_version(one, 1000, 0),
+    TOO_OLD: lambda one: _of_version(one, 0, -MAX_LAG - 10),
+    "another run's": lambda one: replace(one, identity=ANOTHER_RUN),
+    "another sample's": lambda one: replace(one, tid=replace(one.tid, sample=one.tid.sample + 1)),
+}
+"""By what is wrong with it; besides, there are `RUBBISH` and `SEGMENT`."""
+RUBBISH, SEGMENT = "no frame at all", "a segment"
+
+
+class Hostile:
+    """Takes leases and answers with pills, under another name whenever it gets no more of them."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._generation = 0
+        self._broker = Broker(url, RUN, timeout_s=TIMEOUT_S)
+        self.sent: Counter[str] = Counter()
+        self.quarantined = 0
+
+    async def close(self) -> None:
+        await self._broker.close()
+
+    async def send(self, rng: random.Random) -> None:
+        """A few of one kind. A server that is away is left alone."""
+        try:
+            _, version = await self._broker.versions.current()
+            if version is not None:
+                await self._answer(rng, version)
+        except QuarantinedError:
+            self.quarantined += 1
+            await self._begin_anew()
+        except BrokerError:
+            await self._begin_anew()
+
+    async def _answer(self, rng: random.Random, version: WeightVersion) -> None:
+        name = f"{HOSTILE}-{self._generation}"
+        for lease in (await self._broker.leases.lease(name, version, LEASES, LEASE_TTL_S)).leases:
+            kinds = {*PILLS, RUBBISH, SEGMENT} - ({TOO_OLD} if version.step <= MAX_LAG else set())
+            kind = rng.choice(sorted(kinds))
+            if kind == SEGMENT:
+                await self._poison_segment(lease, version)
+            else:
+                await self._submit(lease, version, kind)
+            self.sent[kind] += 1
+
+    async def _submit(self, lease: Lease, version: WeightVersion, kind: str) -> None:
+        """With the metadata of an honest sample: what scripts see is no better than who wrote it."""
+        honest = _honest(lease, version)
+        frame = b"rubbish" if kind == RUBBISH else encode_trajectory(PILLS[kind](honest))
+        metadata = (len(honest.response_tokens), version.step, version.incarnation, version.step)
+        await self._broker.leases._submissions._hand_in([Submission(lease, frame, metadata, 0.0)])
+
+    async def _poison_segment(self, lease: Lease, version: WeightVersion) -> None:
+        """And hand the lease back, for an honest worker to go on."""
+        start = sum(len(segment.tokens) for segment in lease.segments)
+        tokens = np.full(4, VOCABULARY, np.int32)
+        segment = Segment(
+            tid=lease.tid,
+            index=len(lease.segments),
+            start=start,
+            tokens=tokens,
+            behavior_logprobs=logprobs_of(tokens),
+            spans=(VersionSpan(start, start + len(tokens), version),),
+        )
+        await self._broker.leases.append(lease, segment, LEASE_TTL_S)
+        await self._broker.leases.release([lease])
+
+    async def _begin_anew(self) -> None:
+        self._generation += 1
+        with suppress(BrokerError):
+            await self._broker.close()
+        self._broker = Broker(self._url, RUN, timeout_s=TIMEOUT_S)
+
+
+def _honest(lease: Lease, version: WeightVersion) -> Trajectory:
+    """What an engine would have made of it, but for who says so."""
+    tid: TrajectoryId = lease.tid
+    length = response_length(tid)
+    tokens = response_tokens(tid, 0, length, version)
+    return Trajectory(
+        tid=tid,
+        identity=lease.identity,
+        prompt_tokens=np.array(lease.prompt.token_ids, np.int32),
+        response_tokens=tokens,
+        behavior_logprobs=logprobs_of(tokens),
+        loss_mask=np.ones(length, np.uint8),
+        spans=(VersionSpan(0, length, version),),
+        reward=1.0,
+        rewards={},
+        finish_reason="stop",
+        worker=lease.worker,
+    )

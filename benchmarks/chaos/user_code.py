@@ -1,0 +1,52 @@
+"""What a user would write: the prompts, and a reward that hangs, raises and ends its process now and then.
+
+It imports little, because every worker and every learner starts processes of its own for it.
+"""
+
+import os
+import random
+import time
+
+from learner.prompts.base import Item
+
+PROMPT_TOKENS = 8
+HANGS, EXITS, RAISES = 0.002, 0.002, 0.002
+"""Shares of calls."""
+HANGS_S = 3600.0
+
+
+class FinitePrompts:
+    """A source of so many; each is its own number."""
+
+    def __init__(self, path: str, seed: int, size: int) -> None:
+        self.size: int | None = size
+
+    def train(self, epoch: int, position: int) -> Item:
+        """The position in eight digits, so in eight tokens."""
+        return Item(content=text_of(position), ground_truth="", data_source="chaos")
+
+    def held_out(self, count: int) -> list[Item]:
+        """None: nothing is evaluated."""
+        return []
+
+
+def text_of(position: int) -> str:
+    """The prompt's."""
+    return f"{position:0{PROMPT_TOKENS}d}"
+
+
+def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> float:
+    """Differs within a group; nobody looks at it."""
+    return random.random()
+
+
+def erratic_reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> float:
+    """The same where it comes to that."""
+    drawn = random.random()
+    if drawn < HANGS:
+        time.sleep(HANGS_S)
+    elif drawn < HANGS + EXITS:
+        os._exit(3)
+    elif drawn < HANGS + EXITS + RAISES:
+        raise ValueError("a judge that is away")
+    return random.random()
