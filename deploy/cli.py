@@ -356,8 +356,8 @@ def acl(run: str | None, passwords: Path | None, as_file: bool, is_for_7_0: bool
     """Print the server's rules for a user per role: learner, worker, observer.
 
     Pipe them into `valkey-cli` or `redis-cli`. The default user stays as it is; switch it off once
-    these work. Then give each role a URL such as redis://headway-worker@host:6379, and its password in
-    HEADWAY_BROKER_PASSWORD.
+    these work. Then give each role a URL such as redis://headway-worker@host:6379?password_file=FILE, or its
+    password in HEADWAY_BROKER_PASSWORD.
     """
     from .acl import print_acl
 

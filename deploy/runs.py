@@ -11,7 +11,7 @@ from broker.client import BlockingBroker
 from broker.errors import RunNotFoundError
 from broker.usage import RunUsage
 
-from .in_use import refuse_if_in_use
+from .in_use import described, refuse_if_in_use
 from .printing import say, say_json
 from .status import status_json, status_tables, version_text
 from .terminal import Terminal
@@ -35,11 +35,15 @@ def show_run(url: str, run: str, *, as_json: bool) -> None:
     usage = _usage(url, run)
     with _client(url, run) as client:
         status = client.call(client.broker.status.snapshot())
+        holder = client.call(client.broker.holding.use()).holder
     assert usage is not None
+    learner = None if holder is None else described(holder)
     if as_json:
-        say_json(status_json(status) | {"idle_s": usage.idle_s})
+        say_json(status_json(status) | {"idle_s": usage.idle_s, "learner": learner})
     else:
         Terminal().print(_table([usage]), status_tables(status))
+        if learner:
+            say(f"Its learner is {learner}.")
 
 
 def delete_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: Callable[[str], object]) -> None:

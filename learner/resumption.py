@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 def load_first(checkpoints: Sequence[Checkpoint], load: Callable[[Path], None], ranks: Ranks) -> Checkpoint:
     """The first of these that is undamaged and that all ranks have loaded. Collective.
 
-    Each that is passed over is named in a warning. Raises what is wrong with the first one where none can be loaded.
+    Each that is passed over is named in a warning. Raises CheckpointError, which says what is wrong with the first one,
+    where none can be loaded.
     """
     first: Exception | None = None
     for checkpoint in checkpoints:
@@ -26,7 +27,13 @@ def load_first(checkpoints: Sequence[Checkpoint], load: Callable[[Path], None], 
             log.warning("%s Going back to the checkpoint before.", failure)
         first = first or failure
     assert first is not None, "no checkpoints"
-    raise first
+    if not isinstance(first, CheckpointError):
+        raise first
+    tried = f"None of the {len(checkpoints) - 1} before it can be loaded either. " if len(checkpoints) > 1 else ""
+    raise CheckpointError(
+        f"{first} {tried}Restore its files, go back to another checkpoint (--rewind-to STEP), or start anew"
+        " (--overwrite)."
+    ) from first
 
 
 def _failure(checkpoint: Checkpoint, load: Callable[[Path], None], ranks: Ranks) -> Exception | None:

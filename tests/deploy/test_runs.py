@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -15,6 +16,7 @@ from tests.broker.scenario import begin, rules
 from tests.broker.topologies import is_redis_7_0
 
 from .runs import step_metrics, worker
+from .test_cli import headway as in_terminal
 
 SIMILAR = ("a", "a.b", "a-b", "ab")
 
@@ -118,9 +120,29 @@ async def test_a_run_with_a_learner_alone_is_not_deleted(broker: Broker, url: st
     assert f"Run {broker.run} is in use (claimed): its learner is process 12 of ali on gpu-3, since 2027-01-" in str(
         refused.exception
     )
+    assert "Its learner is process 12 of ali on gpu-3" in headway("show", broker.run, "--broker", url).stdout
+    shown = json.loads(headway("show", broker.run, "--broker", url, "--json").stdout)
+    assert shown["learner"].startswith("process 12 of ali on gpu-3, since 2027-01-")
     await broker.status.set_state(run.owner, "finished")
     await broker.holding.end()
     assert headway("delete", broker.run, "--broker", url, "--yes").exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["run", "learner"])
+async def test_a_run_that_is_trained_elsewhere_is_not_overwritten(
+    command: str, broker: Broker, url: str, stored: Stored, tmp_path: Path
+) -> None:
+    await begin(broker, rules(0))
+    await broker.holding.begin(Holder(host="gpu-3", pid=12, user="ali", since=1.8e9))
+    before, here = stored.of(broker.run), tmp_path / "runs" / broker.run
+    here.mkdir(parents=True)
+    (here / "config.yaml").touch()
+    connection = ["--broker", url, "--run", broker.run] if command == "learner" else [f"run.name={broker.run}"]
+    refused = in_terminal(command, "arithmetic.yaml", f"broker.url={url}", *connection, "--overwrite", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert f"Run {broker.run} is in use (claimed): its learner is process 12 of ali on gpu-3" in refused.stderr
+    assert stored.of(broker.run) == before
+    assert (here / "config.yaml").exists()
 
 
 async def test_a_run_that_is_over_may_go_at_once(broker: Broker, url: str, stored: Stored) -> None:
