@@ -129,6 +129,7 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
         log.warning("no checkpoint to resume from yet: starting from the first weights")
     tokenizer = load_tokenizer(recipe.model)
     prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
+    prompts.check()
     max_prompt_tokens = recipe.engine.max_model_len - recipe.sampling.max_new_tokens
     probe = prompts.train(0, 0, group="probe", num_samples=1).token_ids
     return Parts(

@@ -40,6 +40,7 @@ def run_sft(recipe: Recipe, output: Path, *, console: Terminal) -> SftOutcome:
     ranks = Ranks.of(backend)
     tokenizer = load_tokenizer(recipe.model)
     prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
+    prompts.check()
     gates = [phase.gate_prompts for phase in recipe.sft.phases if phase.until_pass_rate]
     held_out = prompts.held_out(max(*gates, recipe.evaluation.prompts, 0))
     with (

@@ -6,10 +6,14 @@ from broker.errors import ConfigError
 from broker.schema import Prompt
 
 from .base import Item, Message, PromptSource
+from .files import ListedPrompts
 from .sendable import check_sendable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+CHECKED_ROWS = 10_000
+"""Of 20 tokens they take half a second, of 1,000 eight."""
 
 
 class Renderer:
@@ -90,6 +94,12 @@ class Prompts:
         """The training item at that place, to be sampled `num_samples` times under the name `group`."""
         item = self._source.train(epoch, position)
         return self._renderer.prompt(item, group=group, num_samples=num_samples)
+
+    def check(self, rows: int = CHECKED_ROWS) -> None:
+        """Render the first of what is listed. Raises ConfigError for a row that would end the run in its midst."""
+        if isinstance(self._source, ListedPrompts):
+            for position in range(min(self._source.size, rows)):
+                self.train(0, position, group="check", num_samples=1)
 
     def held_out(self, count: int) -> list[Prompt]:
         """Prompts to evaluate on, one sample each."""

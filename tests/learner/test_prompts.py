@@ -318,6 +318,16 @@ def test_an_item_of_any_source_that_cannot_be_sent_is_told(held: Any) -> None:
         Renderer(character_tokenizer()).prompt(item, group="g", num_samples=1)
 
 
+def test_a_row_that_the_tokenizer_refuses_is_found_before_it_is_wanted(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{number}", "ground_truth": ""} for number in range(9)]
+    path = jsonl(tmp_path, [*rows, {"prompt": [{"role": "user", "content": "hi"}], "ground_truth": ""}])
+    prompts = prompts_of(kind="jsonl", path=str(path))
+    prompts.check(rows=9)
+    with pytest.raises(ConfigError, match=rf"{path}:10: the prompt is a list of messages"):
+        prompts.check()
+    prompts_of(kind="arithmetic").check()
+
+
 def test_a_system_prompt_makes_text_a_conversation() -> None:
     item = Item(content="2+2=", ground_truth="4", data_source="x")
     prompt = Renderer(character_tokenizer(chat=True), "Be brief.").prompt(item, group="g", num_samples=1)
