@@ -55,7 +55,7 @@ _RIGHTS = {
     ),
     Role.WORKER: _Rights(
         commands=f"{_CONNECTION} {_LOOKING} expire fcall fcall_ro hdel hget hincrby hset lindex persist rpush sadd set"
-        " scard sismember srem unlink xadd zadd zpopmin zrem",
+        " scard sismember srem unlink xadd zadd zpopmin zrem zscore",
         writes="hidden:*",
         selectors=(
             _Rights("exists get persist set strlen unlink", writes="payload:* segment:*"),

@@ -19,6 +19,9 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lease_ttl_s: Annotated[float, Meta(gt=0, description="a lease not renewed for so long goes to another worker")] = (
         30.0
     )
+    lease_hold_s: Annotated[
+        float, Meta(gt=0, description="a lease whose sample gets no new segment for so long is renewed no more")
+    ] = 1800.0
     payload_ttl_s: Annotated[
         float, Meta(gt=0, description="a payload whose submission never followed is forgotten")
     ] = 600.0

@@ -44,6 +44,7 @@ archive:NAME:N        string  a piece of an archived blob                       
 model                 string  model files without weights (frame)                the run         put_model
 steps*                list    the last 512 StepMetrics (frames)                  the run         report_step
 worker:W*             string  what worker W says of itself (frame)               heartbeat TTL   heartbeat
+session:W*            string  under which worker W reports                       heartbeat TTL   heartbeat
 workers*              set     names of workers                                   a day           heartbeat
 serving*              set     names of those with a version that do not drain     a day           heartbeat, turn
 turns*                zset    tokens of workers that swap, by deadline           its last turn   turn

@@ -121,7 +121,7 @@ class Leases:
         """Keeps a segment for whoever goes on with the sample, and renews the lease. Raises FrameError."""
         frame = encode_segment(replace(segment, identity=lease.identity, worker=lease.worker))
         for _ in range(ATTEMPTS):
-            name, store = self._blobs.store("segment", lease.tid, secrets.token_hex(6), frame)
+            name, store = self._blobs.store("segment", lease.tid, secrets.token_hex(16), frame)
             outcome, held = await self._connection.script(
                 "append",
                 str(lease.tid),
@@ -201,7 +201,9 @@ class Leases:
         commands: list[Command] = [("GET", keys.blob(name)) for one in granted for name in one.segments]
         blobs = await self._connection.script("prompts", *_members(tuple(first.values())))
         segments = await self._connection.pipeline(commands) if commands else []
-        prompts = {group: await self._prompt(group, blob) for group, blob in zip(first, blobs, strict=True)}
+        prompts = {
+            one.tid.group: await self._prompt(one, blob) for one, blob in zip(first.values(), blobs, strict=True)
+        }
         leases, left = [], iter(segments)
         for one in granted:
             frames = [next(left) for _ in one.segments]
@@ -214,13 +216,13 @@ class Leases:
                 leases.append(await self._with_segments(lease, frames, newest))
         return tuple(leases)
 
-    async def _prompt(self, group: str, blob: bytes | None) -> Prompt | None:
+    async def _prompt(self, one: "_Granted", blob: bytes | None) -> Prompt | None:
         try:
             return None if blob is None else decode(blob, Prompt)
         except SchemaMismatchError:
             raise  # it is we who are wrong here
         except FrameError as error:
-            await self._connection.script("lose", group, str(error), (blob or b"")[:_HEAD_BYTES])
+            await self._connection.script("lose", str(one.tid), one.token, str(error), (blob or b"")[:_HEAD_BYTES])
             return None
 
     async def _with_segments(self, lease: Lease, frames: Sequence[bytes | None], newest: WeightVersion) -> Lease:

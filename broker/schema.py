@@ -414,3 +414,7 @@ class RunRules(msgspec.Struct, frozen=True, kw_only=True):
     """0: as many as it asks for."""
     replicas: int = 0
     """So many replicas must have a commit before the learner relies on it."""
+    lease_ttl_s: float = 3600.0
+    """No lease is given or renewed for longer, whatever a worker asks for."""
+    lease_hold_s: float = 86400.0
+    """A lease is not renewed any more so long after its sample has got on."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +34,8 @@ class StatusBoard:
         self._connection = connection
         self._unreadable: set[str] = set()
         """What was complained about."""
+        self._session = secrets.token_hex(16)
+        """Under which this process is alive: nobody else reports, or leaves, in its workers' names."""
         self._beats = set[asyncio.Task[Any]]()
         """Heartbeats on their way, those that their callers gave up among them."""
 
@@ -50,17 +53,18 @@ class StatusBoard:
             await self._connection.join()
         info = replace(info, identity=self._connection.identity, last_error=_storable(info.last_error))
         serves = info.version is not None and info.state != "draining"
-        said = (info.worker, int(1000 * ttl_s), encode(info), int(serves))
+        said = (info.worker, self._session, int(1000 * ttl_s), encode(info), int(serves))
         beat = asyncio.create_task(self._connection.script("heartbeat", *said, absent=None))
         self._beats.add(beat)
         beat.add_done_callback(self._forget)
-        await asyncio.shield(beat)
+        if await asyncio.shield(beat) == 0:
+            self._warn_once(f"name {info.worker}", f"Another worker {info.worker} is alive: this one is not listed.")
 
     async def leave(self, worker: str) -> None:
         """Gone on purpose: at once no longer among the workers."""
         if self._beats:  # which would bring it back
             await asyncio.wait(self._beats)
-        await self._connection.script("leave", worker, absent=None)
+        await self._connection.script("leave", worker, self._session, absent=None)
 
     def _forget(self, beat: asyncio.Task[Any]) -> None:
         self._beats.discard(beat)

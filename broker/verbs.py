@@ -80,7 +80,7 @@ def library(keys: Keys) -> tuple[Verbs, str]:
     prefixes = f"local P, PUBLIC, PROMPT = '{keys.hidden('')}', '{keys('')}', '{keys.prompt('')}'\n"
     name = "headway_" + sha1("".join([prefixes, *functions]).encode(), usedforsecurity=False).hexdigest()
     verbs = Verbs(protocol(), name)
-    head = f"#!lua name={name}\nlocal VERBS, LIBRARY = '{verbs.protocol} {name}', '{name}_'\n"
+    head = f"#!lua name={name}\nlocal SERVER, VERBS, LIBRARY = nil, '{verbs.protocol} {name}', '{name}_'\n"
     return verbs, "".join([head, prefixes, *functions])
 
 

@@ -1,10 +1,13 @@
--- include: lib_base lib_samples
+-- include: lib_base lib_arguments lib_samples
 -- append(member, token, index, segment, bytes, tokens, ttl_s, oldest step, {incarnation, its newest step}...)
 --   -> {outcome, segments held}
 -- The segment was SET (with a TTL) just before, under a key of its own. Recorded for the holder of the lease only, in order;
 -- that renews the lease. Touches: meta, leases, retry, open, group:*, segments:*, segment:* (PERSIST, UNLINK).
-local g, round, i = parse(ARGV[1])
-local index, name, bytes = tonumber(ARGV[3]), ARGV[4], ARGV[5]
+local g, round, i = sample(1)
+local index, name, bytes = whole(3, 'index', 0, 1000000), blob(4, 'segment', ARGV[1]), whole(5, 'bytes', 1, 2147483647)
+whole(6, 'tokens', 0, 2147483647)
+versions(8, #ARGV)
+local ttl = seconds(7, limit('lease_ttl_s', 3600))
 local had = call('HMGET', group_key(g), 'round', 'state', 'token:' .. i, 'payload:' .. i, 'oldest:' .. i, 'step:' .. i,
   'newest')
 local mine = had[1] == round and had[3] == ARGV[2] and had[2] == 'open' and not had[4]
@@ -21,10 +24,11 @@ if n ~= index and not is_repeated then
   free_blob(name)
   return { 'out of order', n }
 end
-if not keep_blob(name) then return { 'no blob', n } end
-call('ZADD', LEASES, now() + tonumber(ARGV[7]), ARGV[1])
+if not keep_blob(name, bytes) then return { 'no blob', n } end
+call('ZADD', LEASES, now() + ttl, ARGV[1])
 call('ZREM', RETRY, ARGV[1])
 if is_repeated then return { 'appended', n } end
+call('HSET', group_key(g), 'since:' .. i, now())
 call('RPUSH', list, name .. ' ' .. bytes .. ' ' .. ARGV[6])
 count('payload_bytes', bytes)
 call('HINCRBY', group_key(g), 'bytes', bytes)

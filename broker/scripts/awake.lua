@@ -1,11 +1,12 @@
--- include: lib_base
+-- include: lib_base lib_arguments
 -- flags: allow-oom
 -- awake(worker, ttl_s, is awake) -> 1 if engines may generate now, else 0
 -- If they may, or the worker says that its engine is awake still, it counts as awake for `ttl_s` seconds: once the phase
 -- is over nobody else joins those whom the learner waits for. Touches: phase, awake.
+local worker, ttl_s = worker_name(1), seconds(2, 60)
 local AWAKE, may = P .. 'awake', call('GET', P .. 'phase') == server_id()
 if may or ARGV[3] == '1' then
-  call('ZADD', AWAKE, now() + tonumber(ARGV[2]), ARGV[1])
+  call('ZADD', AWAKE, now() + ttl_s, worker)
   call('EXPIRE', AWAKE, 86400)
 end
 return may and 1 or 0

@@ -17,12 +17,13 @@ for a = 4, #ARGV, 3 do
     call('PERSIST', blob)
     call('SREM', LOST, g)
     if field(g, 'state') == 'lost' then
-      call('HSET', group_key(g), 'state', 'open')
+      call('HSET', group_key(g), 'state', 'open', 'prompt', redis.sha1hex(call('GET', blob)))
       enqueue(g)
       reply[1] = reply[1] + 1
     end
     if call('EXISTS', group_key(g)) == 0 then
-      call('HSET', group_key(g), 'size', ARGV[a + 1], 'length', length, 'round', 0, 'state', 'pool')
+      call('HSET', group_key(g), 'size', ARGV[a + 1], 'length', length, 'round', 0, 'state', 'pool',
+        'prompt', redis.sha1hex(call('GET', blob)))
       call('ZADD', POOL, 0, g)
       reply[1] = reply[1] + 1
     end

@@ -1,9 +1,10 @@
 -- include: lib_base lib_arguments
 -- flags: allow-oom
--- heartbeat(worker, ttl in ms, frame, is serving) -> OK
--- The worker is alive for so long, and among those that generate or not. Touches: worker:*, workers, serving.
-local worker, ttl_ms, frame = worker_name(1), whole(2, 'ttl', 1, 3600000), text(3, 'frame', 65536)
-local WORKERS, SERVING = P .. 'workers', P .. 'serving'
+-- heartbeat(worker, session, ttl in ms, frame, is serving) -> 1, or 0 where another session of that name is alive
+-- The worker is alive for so long, and among those that generate or not. Touches: worker:*, session:*, workers, serving.
+local worker, session, ttl_ms = worker_name(1), text(2, 'session', 64), whole(3, 'ttl', 1, 3600000)
+local frame = text(4, 'frame', 65536)
+local WORKERS, SERVING, MOST = P .. 'workers', P .. 'serving', 4096
 
 -- Names of those not heard of any more make room for others'.
 local function forget_dead()
@@ -15,15 +16,14 @@ local function forget_dead()
   end
 end
 
-if call('SADD', WORKERS, worker) == 1 then
-  forget_dead()
-  call('SADD', WORKERS, worker)
-  if call('SCARD', WORKERS) > 4096 then
-    call('SREM', WORKERS, worker)
-    return redis.error_reply('ARGUMENT worker: 4096 are alive')
-  end
+if call('SISMEMBER', WORKERS, worker) == 0 then
+  if call('SCARD', WORKERS) >= MOST then forget_dead() end
+  if call('SCARD', WORKERS) >= MOST then refuse('worker: ' .. MOST .. ' are alive') end
 end
+if (call('GET', P .. 'session:' .. worker) or session) ~= session then return 0 end
+call('SET', P .. 'session:' .. worker, session, 'PX', ttl_ms)
 call('SET', P .. 'worker:' .. worker, frame, 'PX', ttl_ms)
-call(ARGV[4] == '1' and 'SADD' or 'SREM', SERVING, worker)
+call('SADD', WORKERS, worker)
+call(ARGV[5] == '1' and 'SADD' or 'SREM', SERVING, worker)
 for _, names in ipairs({ WORKERS, SERVING }) do call('EXPIRE', names, 86400) end
-return redis.status_reply('OK')
+return 1

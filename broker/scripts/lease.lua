@@ -1,17 +1,20 @@
--- include: lib_base lib_samples
+-- include: lib_base lib_arguments lib_samples lib_tokens
 -- lease(incarnation, step, count, ttl_s, nonce, holder, 'member token' held...)
 --   -> {state, reason, highest step, {member, token, segment...}...}
 -- Admitted samples without a lease (expired, handed back, never begun) in the order of their deadlines, then new groups as
 -- far as admission allows. Touches: meta, tally, pool, retry, leases, open, group:*, segments:*.
-local incarnation, step, wanted, ttl = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local incarnation, step = whole(1, 'incarnation', 0, 2147483647), whole(2, 'step', 0, 2147483647)
+local wanted, nonce, holder = whole(3, 'count', 0, 1000000), text(5, 'nonce', 64), text(6, 'holder', 200)
+if not string.match(nonce, '^%w+$') then refuse('nonce') end
+if not string.match(holder, '^%w[%w._-]* %w+$') then refuse('holder') end
 local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'announced_incarnation', 'announced_step', 'max_lag',
   'groups_per_step', 'max_leases_per_worker', 'admitted', 'dropped', 'payload_bytes', 'max_bytes',
-  'archive_bytes', 'highest_step')
+  'archive_bytes', 'highest_step', 'lease_ttl_s')
 local state, on_over_bound = known[1] or 'absent', known[2]
 for a = 3, #known do known[a] = tonumber(known[a] or '') end
 local newest_incarnation, announced_incarnation, announced, lag, groups_per_step = unpack(known, 3, 7)
 local reply, given, time, held, n_held = { state, '', known[14] or 0 }, 0, now(), {}, #ARGV - 6
-local holder = ARGV[6]
+local ttl = seconds(4, known[15] or 3600)
 for a = 7, #ARGV do held[ARGV[a]] = true end
 
 local function refuse(reason) reply[2] = reason return reply end
@@ -19,6 +22,7 @@ local function refuse(reason) reply[2] = reason return reply end
 if state == 'finished' then return refuse('finished') end
 if call('SISMEMBER', P .. 'quarantined', holder) == 1 then return refuse('quarantined') end
 if not announced or state == 'stopped' or incarnation > newest_incarnation then return refuse('paused') end
+if step > (known[14] or 0) + FORGOTTEN then return refuse('paused') end
 -- Weights of an abandoned branch, or too old for the step that comes next: nothing begun with them could be trained.
 if step + lag < announced or (incarnation < announced_incarnation and step > announced) or is_abandoned(incarnation, step) then
   return refuse('stale weights')
@@ -58,10 +62,11 @@ local function hand(g, samples, handed, leased)
       if oldest then segments, oldest = usable_segments(g, m, samples.numbers[a], tonumber(oldest)) end
       local from = math.min(step, oldest or step)
       given = given + 1
-      token = ARGV[5] .. '.' .. given
+      token = token_of(m, nonce)
       set[n + 1], set[n + 2], set[n + 3], set[n + 4] = names[3 * a - 1], token, names[3 * a], from
       set[n + 5], set[n + 6] = 'by:' .. samples.numbers[a], holder
-      n = n + 6
+      set[n + 7], set[n + 8] = 'since:' .. samples.numbers[a], time
+      n = n + 8
       lowest = math.min(lowest or from, from)
       is_raised = is_raised or (had_from and tonumber(had_from) < from)
       reply[given + 3] = segments and { m, token, unpack(segments) } or { m, token }

@@ -1,6 +1,10 @@
--- include: lib_base
+-- include: lib_base lib_arguments
 -- flags: allow-oom
--- leave(worker) -> OK. It is gone on purpose: at once no longer among the workers. Touches: worker:*, workers, serving.
-call('UNLINK', P .. 'worker:' .. ARGV[1])
-for _, names in ipairs({ 'workers', 'serving' }) do call('SREM', P .. names, ARGV[1]) end
+-- leave(worker, session) -> OK. It is gone on purpose: at once no longer among the workers; others' names it cannot take away.
+-- Touches: worker:*, session:*, workers, serving.
+local worker = worker_name(1)
+if (call('GET', P .. 'session:' .. worker) or ARGV[2]) == ARGV[2] then
+  call('UNLINK', P .. 'worker:' .. worker, P .. 'session:' .. worker)
+  for _, names in ipairs({ 'workers', 'serving' }) do call('SREM', P .. names, worker) end
+end
 return redis.status_reply('OK')

@@ -30,3 +30,34 @@ local function worker_name(a)
   if not string.match(text(a, 'worker', 100), '^%w[%w._-]*$') then refuse('worker') end
   return ARGV[a]
 end
+
+-- A rule of the run that bounds what a worker may ask for.
+local function limit(rule, otherwise) return tonumber(meta(rule) or '') or otherwise end
+
+-- The parts of ARGV[a], a member.
+local function sample(a)
+  local g, round, i = parse(text(a, 'sample', 300))
+  if not g then refuse('sample') end
+  return g, round, i
+end
+
+-- ARGV[a], the name of a blob of this member, on whichever shard; nobody can name another's.
+local function blob(a, kind, m, nonce)
+  local name = text(a, kind, 500)
+  local start = kind .. ':' .. m .. ':'
+  local here = string.match(name, '^%d+/(.+)$') or name
+  local rest = string.sub(here, #start + 1)
+  if string.sub(here, 1, #start) ~= start or not string.match(rest, '^[%w._-]+$') or (nonce and rest ~= nonce) then
+    refuse(kind)
+  end
+  return name
+end
+
+-- ARGV[a] to ARGV[last]: the oldest step, then {incarnation, its newest step}...
+local function versions(a, last)
+  if last > #ARGV or last - a < 2 or (last - a) % 2 == 1 then refuse('versions') end
+  for b = a, last do whole(b, 'versions', 0, 2147483647) end
+end
+
+-- What a worker quotes, cut to what a dead letter holds.
+local function quoted(a, most) return string.sub(ARGV[a] or '', 1, most) end

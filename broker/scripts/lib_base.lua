@@ -24,7 +24,11 @@ local function count(field, n)
   if is_there then call('HINCRBY', META, field, n or 1) end
 end
 local function tally(what, key, n) call('HINCRBY', P .. 'tally', what .. ':' .. key, n or 1) end
-local function server_id() return string.match(call('INFO', 'server'), 'run_id:(%x+)') end
+-- It stays the same as long as the process, and so the library in its memory, does.
+local function server_id()
+  SERVER = SERVER or string.match(call('INFO', 'server'), 'run_id:(%x+)')
+  return SERVER
+end
 
 local function group_key(g) return P .. 'group:' .. g end
 local function member(g, round, i) return g .. ':' .. round .. ':' .. i end
@@ -58,8 +62,9 @@ local function free_blobs(names)
   if #here > 0 then call('UNLINK', unpack(here)) end
 end
 local function free_blob(name) free_blobs({ name }) end
--- Takes the time to live off a blob; false if it is gone.
-local function keep_blob(name)
+-- Takes the time to live off a blob; false if it is gone, or not of so many bytes.
+local function keep_blob(name, bytes)
+  if bytes and not is_remote(name) and call('STRLEN', PUBLIC .. name) ~= tonumber(bytes) then return false end
   return is_remote(name) or call('PERSIST', PUBLIC .. name) == 1 or call('EXISTS', PUBLIC .. name) == 1
 end
 

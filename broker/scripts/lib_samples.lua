@@ -14,7 +14,7 @@ end
 local function hand_back(m)
   local g, _, i = parse(m)
   local oldest = field(g, 'oldest:' .. i)
-  call('HDEL', group_key(g), 'token:' .. i, 'by:' .. i)
+  call('HDEL', group_key(g), 'token:' .. i, 'by:' .. i, 'since:' .. i)
   if oldest then call('HSET', group_key(g), 'step:' .. i, oldest) else call('HDEL', group_key(g), 'step:' .. i) end
   call('ZREM', LEASES, m)
   call('ZADD', RETRY, field(g, 'index'), m)

@@ -1,18 +1,14 @@
--- include: lib_base lib_samples lib_groups
+-- include: lib_base lib_arguments lib_samples lib_groups
 -- flags: allow-oom
--- lose(group, reason, first bytes) -> 1, or 0 if nobody is to generate it.
--- The prompt of a group cannot be decoded: the learner feeds it again, what it has produced is void.
+-- lose(member, token, reason, first bytes) -> 1, or 0 if the lease is no longer held, or its prompt is as it was fed.
+-- The prompt of a group is damaged: the learner feeds it again, what it has produced is void.
 -- Touches: everything that a group has, lost, dead.
-local g = ARGV[1]
-local state = field(g, 'state')
-if state ~= 'open' and state ~= 'pool' then return 0 end
+local g, round, i = sample(1)
+local had_round, token, state, digest = fields(g, 'round', 'token:' .. i, 'state', 'prompt')
+local prompt = call('GET', PROMPT .. g)
+if had_round ~= round or token ~= ARGV[2] or state ~= 'open' then return 0 end
+if prompt and redis.sha1hex(prompt) == digest then return 0 end
 call('UNLINK', PROMPT .. g)
-if state == 'pool' then
-  call('ZREM', POOL, g)
-  call('UNLINK', group_key(g))
-  call('SADD', LOST, g)
-else
-  requeue(g)
-end
-to_dead_letters(g, '', ARGV[2], ARGV[3])
+requeue(g)
+to_dead_letters(g, '', quoted(3, 2000), quoted(4, 256))
 return 1

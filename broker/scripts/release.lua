@@ -1,9 +1,9 @@
--- include: lib_base lib_samples
+-- include: lib_base lib_arguments lib_samples
 -- flags: allow-oom
 -- release({member, token}...) -> how many were handed back, with their segments. Touches: retry, leases, open, group:*.
 local n = 0
 for a = 1, #ARGV, 2 do
-  local g, round, i = parse(ARGV[a])
+  local g, round, i = sample(a)
   local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'payload:' .. i, 'state')
   if had[1] == round and had[2] == ARGV[a + 1] and not had[3] and had[4] == 'open' then
     hand_back(ARGV[a])

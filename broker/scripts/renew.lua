@@ -1,17 +1,19 @@
--- include: lib_base lib_samples
+-- include: lib_base lib_arguments
 -- flags: allow-oom
 -- renew(ttl_s, {member, token}...) -> {server id, token no longer held: its writer must stop...}
--- An expired lease that nobody else took is held again. Touches: leases, retry, group:*.
-local reply, deadline = { server_id() }, now() + tonumber(ARGV[1])
+-- An expired lease that nobody else took is held again; not so one without a new segment for `lease_hold_s`.
+-- Touches: leases, retry; reads group:*.
+local time, reply = now(), { server_id() }
+local deadline, earliest = time + seconds(1, limit('lease_ttl_s', 3600)), time - limit('lease_hold_s', 86400)
 for a = 2, #ARGV, 2 do
-  local m = ARGV[a]
-  local g, round, i = parse(m)
-  local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'payload:' .. i, 'state')
-  if had[1] == round and had[2] == ARGV[a + 1] and not had[3] and had[4] == 'open' then
+  local m, token = ARGV[a], text(a + 1, 'token', 200)
+  local g, round, i = sample(a)
+  local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'payload:' .. i, 'state', 'since:' .. i)
+  if had[1] == round and had[2] == token and not had[3] and had[4] == 'open' and tonumber(had[5] or time) >= earliest then
     call('ZADD', LEASES, deadline, m)
     call('ZREM', RETRY, m)
   else
-    reply[#reply + 1] = ARGV[a + 1]
+    reply[#reply + 1] = token
   end
 end
 return reply

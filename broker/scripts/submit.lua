@@ -1,20 +1,26 @@
--- include: lib_base lib_samples
+-- include: lib_base lib_arguments lib_samples lib_tokens
 -- flags: allow-oom
 -- submit(is again, {member, token, payload, bytes, n, tokens, oldest step, {incarnation, its newest step}...}...)
 --   -> {outcome...}; n is how many arguments follow it.
 -- The payloads were SET (with a TTL) just before, under keys of their own. The first finished sample of a round wins; whoever
 -- lost the lease, writes for an earlier round, or used weights of an abandoned branch is fenced, its payload freed. What is
--- submitted again (1) was accepted once by a server that may have forgotten it, lease and all: there the round decides.
+-- submitted again (1) was accepted once by a server that may have forgotten it, lease and all: there the round decides, if
+-- the token is one that the run gave for this sample. It takes a sample from another holder only on a server that has restarted.
 -- Weights that nobody can have are a strike against the holder. Touches: strikes, quarantined, dead, meta, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK).
 local is_again = ARGV[1] == '1'
 local accepted, bytes_accepted, tokens_accepted = {}, 0, 0
+
+local function may_take(m, token)
+  local is_before = is_of_before(m, token)
+  return is_before or (is_before == false and not call('ZSCORE', LEASES, m))
+end
 
 local function submit(m, token, payload, bytes, tokens, from, newest_now, is_void)
   local g, round, i = parse(m)
   local key = group_key(g)
   local had_round, state, had_token, had_payload, had_from, oldest, newest, size, done, had_bytes, floor = fields(g, 'round',
     'state', 'token:' .. i, 'payload:' .. i, 'step:' .. i, 'oldest:' .. i, 'newest', 'size', 'done', 'bytes', 'floor')
-  local mine = had_round == round and (had_token == token or is_again)
+  local mine = had_round == round and (had_token == token or (is_again and may_take(m, token)))
   if mine and had_payload then
     -- The same one again, its reply lost: storing it once more has put a time to live on it.
     if had_payload == payload then keep_blob(payload) else free_blob(payload) end
@@ -35,7 +41,8 @@ local function submit(m, token, payload, bytes, tokens, from, newest_now, is_voi
     end
     return 'fenced'
   end
-  if not keep_blob(payload) then return 'no payload' end
+  if not keep_blob(payload, bytes) then return 'no payload' end
+  if had_token ~= token then call('HDEL', key, 'by:' .. i) end -- nobody knows any more whose it is
   if oldest then
     free_segments(g, m, i)
     had_bytes = field(g, 'bytes')
@@ -54,7 +61,20 @@ local function submit(m, token, payload, bytes, tokens, from, newest_now, is_voi
   return 'accepted'
 end
 
+-- All of it is checked before anything is written. The last argument of the submission that begins at `a`.
+local function check(a)
+  sample(a)
+  blob(a + 2, 'payload', ARGV[a], text(a + 1, 'token', 200))
+  whole(a + 3, 'bytes', 1, 2147483647)
+  whole(a + 5, 'tokens', 0, 2147483647)
+  local last = a + 4 + whole(a + 4, 'arguments', 4, 10000)
+  versions(a + 6, last)
+  return last
+end
+
 local outcomes, a = {}, 2
+while a <= #ARGV do a = check(a) + 1 end
+a = 2
 while a <= #ARGV do
   local last = a + 4 + ARGV[a + 4]
   local newest_now, is_void = newest_of(a + 7, last)

@@ -1,10 +1,11 @@
--- include: lib_base
+-- include: lib_base lib_arguments
 -- flags: allow-oom
 -- turn(token, ttl_s, share of the serving workers, or nothing: renew only) -> 1 if the token holds a turn now, else 0
 -- Granted while fewer than `share` of the serving workers, rounded down, hold one, and in any case while nobody does.
 -- A turn ends when it is given back (a plain ZREM) or at its deadline. Touches: turns, serving.
-local TURNS, SERVING, share = P .. 'turns', P .. 'serving', tonumber(ARGV[3] or '')
-local time, ttl_s = now(), tonumber(ARGV[2])
+local TURNS, SERVING, share = P .. 'turns', P .. 'serving', ARGV[3] and seconds(3, 1)
+text(1, 'token', 200)
+local time, ttl_s = now(), seconds(2, 600)
 for _, token in ipairs(call('ZRANGEBYSCORE', TURNS, '-inf', time)) do call('ZREM', TURNS, token) end
 local others, is_held = 0, false
 for _, token in ipairs(call('ZRANGE', TURNS, 0, -1)) do

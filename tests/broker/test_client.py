@@ -203,9 +203,9 @@ async def test_names_and_reports_that_are_no_workers_are_passed_over(
     say = broker._connection.script
     for name in (b"\xff", "[/]", "\x1b[2J", "", "a:b", "x" * 101):
         with pytest.raises(BrokerError, match="worker"):
-            await say("heartbeat", name, 30_000, encode(WORKER), 1)
-    await say("heartbeat", "w9", 30_000, encode(msgspec.structs.replace(WORKER, worker="\x1b[2J")), 1)
-    await say("heartbeat", "w8", 30_000, b"no frame", 1)
+            await say("heartbeat", name, "s", 30_000, encode(WORKER), 1)
+    await say("heartbeat", "w9", "s", 30_000, encode(msgspec.structs.replace(WORKER, worker="\x1b[2J")), 1)
+    await say("heartbeat", "w8", "s", 30_000, b"no frame", 1)
     for _ in range(2):
         assert [info.worker for info in await broker.status.workers()] == [WORKER.worker]
     assert "\x1b" not in caplog.text

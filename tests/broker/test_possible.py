@@ -169,8 +169,9 @@ async def test_a_segment_that_cannot_be_gone_on_from_is_discarded(broker: Broker
     )
     if kind == "version":
         lying = replace(segment, identity=lease.identity, worker="w", spans=(VersionSpan(0, 6, WeightVersion(1, 7)),))
-        name, store = broker.leases._blobs.store("segment", lease.tid, "abcdef", encode_segment(lying))
-        arguments = (str(lease.tid), lease.token, 0, name, 10, 6, 30, 0, 1, 0)
+        frame = encode_segment(lying)
+        name, store = broker.leases._blobs.store("segment", lease.tid, "abcdef", frame)
+        arguments = (str(lease.tid), lease.token, 0, name, len(frame), 6, 30, 0, 1, 0)
         assert (await broker._connection.script("append", *arguments, before=[store]))[0] == b"appended"
     else:
         await broker.leases.append(lease, segment, 30)

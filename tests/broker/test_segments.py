@@ -99,11 +99,11 @@ async def test_segments_come_in_order_and_a_repeated_one_counts_once(broker: Bro
 async def test_a_lost_reply_appends_once(broker: Broker) -> None:
     run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
     (lease,) = (await run.lease(1, 0)).leases
-    arguments = [str(lease.tid), lease.token, 0, "segment:x", 10, 4, TTL_S, 0, 1, 0]
-    store = ("SET", broker._connection.keys("segment:x"), b"0123456789", "PX", 60_000)
+    arguments = [str(lease.tid), lease.token, 0, f"segment:{lease.tid}:x", 10, 4, TTL_S, 0, 1, 0]
+    store = ("SET", broker._connection.keys(f"segment:{lease.tid}:x"), b"0123456789", "PX", 60_000)
     for _ in range(2):  # as the connection repeats what it got no answer to
         assert await broker._connection.script("append", *arguments, before=[store]) == [b"appended", 1]
-    assert await broker._connection.execute("TTL", broker._connection.keys("segment:x")) == -1
+    assert await broker._connection.execute("TTL", broker._connection.keys(f"segment:{lease.tid}:x")) == -1
     assert (await run.queues()).payload_bytes == 10
 
 

@@ -1,0 +1,333 @@
+"""A worker that has the worker's own password and is not ours: what it can spoil is its own samples and counters."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+import pytest
+import redis
+from redis.exceptions import RedisError, ResponseError
+
+from broker import Broker, open_broker
+from broker.access import Role
+from broker.leases import SubmitOutcome
+from broker.schema import Lease, ModelFiles
+from broker.server import EmbeddedServer
+from broker.verbs import script_names
+
+from .audit import Auditor
+from .scenario import Scenario, begin, broadcast_group, group_id, groups, rules, trajectory
+from .test_access import admit, url_of
+from .test_codec import WORKER
+from .topologies import ask
+
+CALLS = 4000
+ALLOWED = """
+auth client|no-touch client|setinfo cluster|slots exists expire fcall fcall_ro get getrange hdel hello hget hgetall
+hincrby hmget hset hsetnx info lindex llen lrange mget object|idletime persist ping quit reset rpush sadd scard set
+sismember smembers srem strlen time unlink wait waitaof xadd xread zadd zcard zpopmin zrange zrangebyscore zrem zscore
+"""
+"""What a worker's functions do, and how connections are made: the server refuses each key that is not theirs."""
+
+
+class Hostile:
+    """A plain client with the worker's password."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self.client: Any = redis.Redis.from_url(url)
+        self.prefix = f"headway:{{{run}}}:"
+        _, self.library = self.client.get(f"{self.prefix}verbs").decode().split(" ")
+        self.identity = self.client.get(f"{self.prefix}identity").decode()
+
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """Raises what the server says."""
+        return self.client.fcall(f"{self.library}_{verb}", 1, f"{self.prefix}hidden:of:{self.identity}", *arguments)
+
+    def lease(self, count: int, ttl_s: float = 30) -> list[list[bytes]]:
+        """{member, token, segment...} of each."""
+        leased: list[list[bytes]] = self.call("lease", 1, 0, count, ttl_s, f"{random.getrandbits(64):x}", "evil 1")[3:]
+        return leased
+
+    def store(self, name: str, frame: bytes, *, is_new: bool = False) -> None:
+        self.client.set(self.prefix + name, frame, px=60_000, nx=is_new)
+
+
+class Cast:
+    """A learner, an honest worker and a hostile one, each as its own user."""
+
+    def __init__(self, learner: Broker, worker: Broker, hostile: Hostile, run: Scenario) -> None:
+        self.learner, self.worker, self.hostile, self.run = learner, worker, hostile, run
+        self.honest = Scenario(worker, run.claim)
+
+
+@pytest.fixture
+async def cast(server: EmbeddedServer, run_name: str) -> AsyncIterator[Cast]:
+    async with AsyncExitStack() as stack:
+        made = admit(server, run_name)
+        learner = await open_broker(url_of(server, made[Role.LEARNER]), run_name)
+        worker = await open_broker(url_of(server, made[Role.WORKER]), run_name)
+        stack.push_async_callback(learner.close)
+        stack.push_async_callback(worker.close)
+        run = await begin(learner, rules(8, lease_ttl_s=0.5), fed=12)
+        await learner.versions.put_model(run.owner, ModelFiles(files={"config.json": b"{}"}))
+        hostile = Hostile(url_of(server, made[Role.WORKER]), run_name)
+        stack.callback(hostile.client.close)
+        yield Cast(learner, worker, hostile, run)
+
+
+@pytest.fixture
+def auditor(server: EmbeddedServer, run_name: str) -> Iterator[Auditor]:
+    auditor = Auditor(server.url, run_name)
+    yield auditor
+    auditor.close()
+
+
+async def test_no_other_command_is_its_own(cast: Cast, server: EmbeddedServer, run_name: str) -> None:
+    """Neither those that run code, nor those that list keys, watch others, or change the server."""
+    listed = ask(server, "EVAL", "return redis.call('COMMAND', 'LIST')", 0)
+    user, names = f"headway-worker-{run_name}", {name.decode() for name in listed}
+    containers = {name.partition("|")[0] for name in names if "|" in name}
+    allowed = {name for name in names - containers if may_run(server, user, name)}
+    assert allowed <= {*ALLOWED.split()}, allowed - {*ALLOWED.split()}
+
+
+def may_run(server: EmbeddedServer, user: str, command: str) -> bool:
+    """On some key."""
+    for count in range(10):
+        with suppress(ResponseError):  # so many arguments are too few
+            reply = ask(server, "ACL", "DRYRUN", user, *command.split("|"), *["1"] * count)
+            return b"permissions to run" not in (reply if isinstance(reply, bytes) else reply.encode())
+    return False
+
+
+READ = ("GET", "DUMP", "TYPE", "OBJECT ENCODING", "STRLEN", "GETRANGE {key} 0 -1", "HGETALL", "LRANGE {key} 0 -1")
+WRITE = ("SET {key} x", "GETDEL", "DEL", "UNLINK", "APPEND {key} x", "SETRANGE {key} 0 x", "RENAME {key} {own}")
+WRITE += (
+    "RENAME {own} {key}",
+    "COPY {own} {key} REPLACE",
+    "EXPIRE {key} 1",
+    "PERSIST",
+    "HSET {key} a b",
+    "RPUSH {key} x",
+)
+WRITE += ("SADD {key} x", "ZADD {key} 0 x", "XADD {key} * a b", "INCR", "RESTORE {key} 0 x REPLACE", "MOVE {key} 1")
+
+
+async def test_it_reads_and_writes_no_key_but_what_is_meant_for_it(cast: Cast, auditor: Auditor) -> None:
+    """Whatever its name would be; most names it cannot know."""
+    await cast.honest.generate(4, 0)
+    await cast.worker.status.heartbeat(WORKER, 30)
+    await cast.learner.versions.put_group(cast.run.owner, broadcast_group())
+    (lease,) = (await cast.honest.lease(1, 0, ttl_s=30)).leases
+    assert await cast.run.take(0) is not None
+    saved = auditor.save()
+    secret = auditor.keys.secret.encode()
+    known = {key for key in saved if secret not in key and b":payload:" not in key and b":segment:" not in key}
+    own = f"{cast.hostile.prefix}payload:own:0:0:x"
+    meant_for_it = {"config", "verbs", "identity", "model", "broadcast", "manifest:announced"}
+    for key in sorted(known):
+        name = key.decode().removeprefix(cast.hostile.prefix)
+        for line in (*(READ if name not in meant_for_it else ()), *WRITE):
+            words = [word.format(key=key.decode(), own=own) for word in line.split()]
+            if "{key}" not in line:
+                words.append(key.decode())
+            with pytest.raises(RedisError, match=r"permission|NOPERM|no such key"):
+                cast.hostile.client.execute_command(*words)
+    for name in ("hidden:", "hidden:x", "prompt:x"):
+        assert cast.hostile.client.exists(cast.hostile.prefix + name) == 0
+    assert {key: dump for key, (_, dump) in auditor.save().items()} == {key: dump for key, (_, dump) in saved.items()}
+    assert await cast.honest.submit(lease, 0) is SubmitOutcome.ACCEPTED
+
+
+@pytest.mark.parametrize("verb", ["claim", "reassert", "take", "commit", "feed", "put", "version", "state", "reject"])
+async def test_no_function_of_the_owner_is_its_own(cast: Cast, verb: str) -> None:
+    before = await cast.learner.status.snapshot()
+    for arguments in ([1, "token", ""], [2, 99, "1", "token", "", 99, "1", "", 0], [0] * 14):
+        with pytest.raises(RedisError, match=r"ACL failure|NOPERM|RESTARTED|compare|nil value"):
+            cast.hostile.call(verb, *arguments)
+    assert await cast.learner.status.snapshot() == before
+
+
+async def test_it_reads_only_prompts_that_it_has_leased(cast: Cast) -> None:
+    (member, token, *_), *_ = cast.hostile.lease(1)
+    assert cast.hostile.call("prompts", member, token)[0] is not None
+    other = f"{group_id(1)}:0:0"
+    assert cast.hostile.call("prompts", other, token, member, "x", "none:0:0", "") == [None, None, None]
+
+
+async def leased_by_honest(cast: Cast) -> tuple[Lease, bytes]:
+    """A sample that the hostile one held before, and its token."""
+    (member, token, *_), *_ = cast.hostile.lease(1)
+    await asyncio.sleep(0.6)
+    leases = (await cast.honest.lease(4, 0, ttl_s=30)).leases
+    return next(lease for lease in leases if str(lease.tid) == member.decode()), token
+
+
+async def test_it_hands_in_no_sample_that_another_one_holds(cast: Cast) -> None:
+    lease, late = await leased_by_honest(cast)
+    proofless = f"{'a' * 16}.{'b' * 8}.{'c' * 24}".encode()
+    for token in (late, proofless, b"x", b""):
+        name = f"payload:{lease.tid}:{token.decode()}"
+        if token:
+            cast.hostile.store(name, b"junk")
+        for again in (0, 1):
+            with suppress(RedisError):
+                assert cast.hostile.call("submit", again, str(lease.tid), token, name, 4, 4, 1, 0, 1, 0) == [b"fenced"]
+            if token:
+                cast.hostile.store(name, b"junk")
+    for verb in ("release", "discard", "lose"):
+        assert cast.hostile.call(verb, str(lease.tid), late, *["x"] * (2 * (verb != "release"))) == 0
+    assert cast.hostile.call("renew", 30, str(lease.tid), late)[1:] == [late]
+    assert await cast.worker.leases.renew([lease], 30) == set()
+    assert await cast.honest.submit(lease, 0) is SubmitOutcome.ACCEPTED
+
+
+async def test_it_names_no_blob_but_its_own(cast: Cast) -> None:
+    """A name in a submission is freed or kept by the function, whoever stored it."""
+    (lease,) = (await cast.honest.lease(1, 0, ttl_s=30)).leases
+    assert await cast.honest.submit(lease, 0) is SubmitOutcome.ACCEPTED
+    theirs = f"payload:{lease.tid}:{lease.token}"
+    (member, token, *_), *_ = cast.hostile.lease(1)
+    for name in (theirs, "manifest:announced", f"segment:{member.decode()}:x\n", f"3/{theirs}"):
+        with pytest.raises(RedisError, match="ARGUMENT"):
+            cast.hostile.call("submit", 0, member, token, name, 9, 4, 1, 0, 1, 0)
+        with pytest.raises(RedisError, match="ARGUMENT"):
+            cast.hostile.call("append", member, token, 0, name, 9, 1, 1, 0, 1, 0)
+    assert cast.hostile.client.exists(cast.hostile.prefix + theirs) == 1
+
+
+async def test_it_says_no_size_that_is_not(cast: Cast) -> None:
+    (member, token, *_), *_ = cast.hostile.lease(1)
+    name = f"payload:{member.decode()}:{token.decode()}"
+    cast.hostile.store(name, b"junk")
+    assert cast.hostile.call("submit", 0, member, token, name, 1 << 30, 4, 1, 0, 1, 0) == [b"no payload"]
+    assert (await cast.learner.status.snapshot()).queues.payload_bytes == 0
+
+
+async def test_a_prompt_that_is_whole_is_not_lost(cast: Cast) -> None:
+    (member, token, *_), *_ = cast.hostile.lease(1)
+    (lease,) = (await cast.honest.lease(1, 0, ttl_s=30)).leases
+    assert lease.tid.group == member.decode().split(":")[0]
+    assert cast.hostile.call("lose", member, token, "damaged", b"") == 0
+    assert await cast.honest.submit(lease, 0) is SubmitOutcome.ACCEPTED
+
+
+async def test_it_holds_no_lease_for_ever(server: EmbeddedServer, cast: Cast, auditor: Auditor) -> None:
+    auditor.redis.hset(auditor.keys.hidden("meta"), "lease_hold_s", 1.0)
+    (member, token, *_), *_ = cast.hostile.lease(1, ttl_s=1e9)
+    lost: list[bytes] = []
+    async with asyncio.timeout(20):
+        while not lost:
+            await asyncio.sleep(0.1)
+            _, *lost = cast.hostile.call("renew", 1e9, member, token)
+        while member.decode() not in [str(lease.tid) for lease in await leases_of(cast)]:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+async def leases_of(cast: Cast) -> tuple[Lease, ...]:
+    return (await cast.honest.lease(8, 0, ttl_s=30)).leases
+
+
+async def test_it_reports_under_no_name_of_another(cast: Cast) -> None:
+    await cast.worker.status.heartbeat(WORKER, 30)
+    assert cast.hostile.call("heartbeat", WORKER.worker, "evil", 30_000, b"junk", 1) == 0
+    cast.hostile.call("leave", WORKER.worker, "evil")
+    assert await cast.learner.status.workers() == (WORKER,) or (await cast.learner.status.workers())[0].worker == "w1"
+    with pytest.raises(RedisError, match="ARGUMENT"):
+        cast.hostile.call("heartbeat", "big", "evil", 30_000, b"x" * 65_537, 1)
+
+
+async def test_its_names_are_so_many_and_no_more(cast: Cast) -> None:
+    """And make room once they are not heard of any more."""
+    with cast.hostile.client.pipeline(transaction=False) as pipe:
+        for number in range(4200):
+            key = f"{cast.hostile.prefix}hidden:of:{cast.hostile.identity}"
+            pipe.fcall(f"{cast.hostile.library}_heartbeat", 1, key, f"n{number}", "evil", 3000, b"junk", 0)
+        replies = pipe.execute(raise_on_error=False)
+    assert sum(reply == 1 for reply in replies) == 4096
+    assert all("4096 are alive" in str(reply) for reply in replies if reply != 1)
+    async with asyncio.timeout(20):
+        while True:
+            with suppress(Exception):
+                await cast.worker.status.heartbeat(WORKER, 30)
+                break
+            await asyncio.sleep(0.2)
+
+
+class Fuzz:
+    """Calls of every function with what might hit something."""
+
+    def __init__(self, hostile: Hostile) -> None:
+        self._hostile = hostile
+        self._random = random.Random(7)
+        self._held: list[list[bytes]] = []
+        self.refused = self.answered = 0
+
+    def strike(self) -> None:
+        verb = self._random.choice(script_names())
+        if verb == "lease" or self._random.random() < 0.05:
+            with suppress(RedisError):
+                self._held = (self._hostile.lease(self._random.randrange(4), 0.2) + self._held)[:16]
+        try:
+            self._hostile.call(verb, *self._arguments(verb))
+            self.answered += 1
+        except RedisError:
+            self.refused += 1
+
+    def _arguments(self, verb: str) -> list[Any]:
+        held = self._random.choice(self._held) if self._held else [b"0000-00000000:0:0", b"x"]
+        member, token = held[0].decode(), held[1].decode()
+        name = f"payload:{member}:{token}"
+        with suppress(RedisError):
+            self._hostile.store(name, b"junk", is_new=True)
+            self._hostile.store(f"segment:{member}:1", b"junk", is_new=True)
+        usual: dict[str, list[Any]] = {
+            "submit": [0, member, token, name, 4, 4, 3, 0, 1, 0],
+            "append": [member, token, 0, f"segment:{member}:1", 4, 3, 30, 0, 1, 0],
+            "renew": [30, member, token],
+            "release": [member, token],
+            "discard": [member, token, "w", "reason", b"head"],
+            "lose": [member, token, "reason", b"head"],
+            "turn": [token, 30, 0.5],
+            "awake": ["evil", 30, 1],
+            "heartbeat": ["evil", "s", 1000, b"junk", 1],
+        }
+        arguments = usual.get(verb, [1, "x", "", 0, 5, "x", 1, 1, "", 0])
+        for place in range(len(arguments)):
+            if self._random.random() < 0.25:
+                arguments[place] = self._junk()
+        if self._random.random() < 0.2:
+            arguments = arguments[: self._random.randrange(len(arguments) + 1)]
+        return arguments
+
+    def _junk(self) -> Any:
+        group, sample = group_id(self._random.randrange(12)), self._random.randrange(3)
+        numbers = [-1, 0, 1, 2, 1e300, "nan", "inf", "0x10", "1e5", 1 << 62]
+        texts = ["", " ", b"\xff\x00", "x" * 5000, group, f"prompt:{group}", "*", "a:b:c", ":0:0", f"{group}:00:0"]
+        return self._random.choice([*numbers, *texts, f"{group}:0:{sample}"])
+
+
+async def test_a_flood_of_calls_costs_no_group_and_trains_none_twice(cast: Cast, auditor: Auditor) -> None:
+    fuzz, trained = Fuzz(cast.hostile), list[str]()
+    for _ in range(CALLS // 40):
+        for _ in range(40):
+            fuzz.strike()
+        for lease in (await cast.honest.lease(2, 0, ttl_s=30)).leases:
+            outcome = await cast.worker.leases.submit(lease, trajectory(lease, 0))
+            assert outcome is SubmitOutcome.ACCEPTED
+        auditor.look().check()
+    assert min(fuzz.refused, fuzz.answered) > CALLS // 20
+    await cast.learner.prompts.close_feed(cast.run.owner)
+    async with asyncio.timeout(60):
+        for step in range(6):
+            if step:
+                await cast.run.announce(step)
+            while (batch := await cast.run.take(step)) is None:
+                for lease in (await cast.honest.lease(8, step, ttl_s=30)).leases:
+                    await cast.worker.leases.submit(lease, trajectory(lease, step))
+                await asyncio.sleep(0.02)
+            trained += batch
+            await cast.learner.batches.commit(cast.run.owner, step + 1)
+    assert sorted(trained) == groups(*range(12))
