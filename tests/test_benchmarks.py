@@ -32,6 +32,13 @@ def test_the_broker_is_measured_against_other_transports() -> None:
     assert set(result["growth"]["through"]["per_cpu_second"]) == {"256"}
 
 
+def test_pulls_are_measured_with_tls_and_without() -> None:
+    result = last_line("benchmarks.pulls", "--gib", "0.05", "--rounds", "1", "--bucket-mib", "8")
+
+    assert result["tls_over_plain"] == round(result["tls"]["gb_per_s"] / result["plain"]["gb_per_s"], 3)
+    assert result["tls"]["server_cpu_s_per_gb"] > 0
+
+
 def test_memory_is_watched_while_prompts_go_through() -> None:
     result = last_line("benchmarks.memory", "--prompts", "512", "--every", "128")
 

@@ -1,6 +1,7 @@
 """A learner without training, and workers without engines, around the real broker."""
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -26,6 +27,8 @@ from weightsync.transports.rendezvous import Board
 
 TIMEOUT_S = 2.0
 PATIENCE_S = 40.0
+# Asks the driver's library: processes that are forked from one that has begun with CUDA cannot use it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 ON_GPUS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CONFIG = WeightsConfig(broadcast_timeout_s=TIMEOUT_S, bucket_bytes=1 << 16)
 

@@ -1,10 +1,12 @@
 """What the learner's port does with people who are nobody's worker, or who do not read."""
 
+import asyncio
+import errno
 import os
 import resource
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from urllib.parse import urlsplit
 
@@ -14,7 +16,8 @@ import torch
 from msgspec.structs import replace
 
 from broker.errors import WeightSyncError
-from tests.weightsync.test_transports import DATA, LOCAL, V0, manifest, pull, until
+from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, pull_then_receive
+from tests.weightsync.test_transports import DATA, LOCAL, V0, listening, manifest, pull, until
 from weightsync.addresses import learner_address
 from weightsync.transports import requests
 from weightsync.transports.certificate import new_identity, trusting
@@ -25,6 +28,15 @@ from weightsync.transports.visits import STRANGERS
 IDLE = 1100
 TIMEOUT_S = 30.0
 GET = b"GET /1/0/0 HTTP/1.1\r\nAuthorization: Bearer secret\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def many_files() -> Iterator[None]:
+    """Both ends of the connections are this process's."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allow_many_files()
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "tls"])
@@ -252,3 +264,24 @@ def test_the_limit_of_open_files_is_raised() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_versions_reach_members_and_newcomers_beside_idle_connections_to_every_port(
+    url: str, run_name: str, start_inside: Callable[[str], InProcessWorker]
+) -> None:
+    learner, worker = Learner(url, run_name, replace(CONFIG, tls=True)), start_inside("w")
+    await pull_then_receive(learner, worker)
+    ports = listening()
+    assert len(ports) == 3  # the learner's, and gloo's of the learner and of the worker
+    with ExitStack() as open_ones:
+        for port in ports:
+            for _ in range(IDLE):
+                stranger = open_ones.enter_context(socket.socket())
+                stranger.setblocking(False)
+                assert stranger.connect_ex((LOCAL, port)) == errno.EINPROGRESS
+        report = await asyncio.to_thread(learner.publish)
+        assert (report.members, report.failed) == (("w",), "")
+        assert await worker.next() == learner.version
+        assert await start_inside("newcomer").next() == learner.version
+        assert kept_by(learner.publisher._pulls) <= 4 * STRANGERS + 4
+    await asyncio.to_thread(learner.close)

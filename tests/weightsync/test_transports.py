@@ -1,5 +1,6 @@
 """The transports by themselves: groups outside the default one, deadlines, damage, the server's manners."""
 
+import errno
 import http.client
 import math
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import torch
 import torch.distributed
@@ -207,6 +209,42 @@ def test_a_member_waiting_for_the_verdict_can_be_cancelled(board: Board) -> None
         cancelled.set()
         with pytest.raises(WeightSyncError, match="cancelled"):
             joining.result()
+
+
+def test_nobody_connects_to_a_gloo_group_that_is_formed(board: Board) -> None:
+    before = listening()
+    with ThreadPoolExecutor(2) as threads:
+        forming = [
+            threads.submit(
+                form_group, "gloo", Rendezvous(board, group(), leads=not rank).store_of(0), rank, 2, LOCAL, Deadline(30)
+            )
+            for rank in range(2)
+        ]
+        members = [member.result() for member in forming]
+    opened = sorted(listening() - before)
+    assert len(opened) == 2
+    strangers = [socket.socket() for _ in range(1100)]
+    files = psutil.Process().num_fds()
+    for number, stranger in enumerate(strangers):
+        stranger.setblocking(False)
+        assert stranger.connect_ex((LOCAL, opened[number % 2])) == errno.EINPROGRESS
+    buckets = [torch.full((5000,), 7, dtype=torch.uint8), torch.empty(5000, dtype=torch.uint8)]
+    for finish in [member.start(bucket, Deadline(30)) for member, bucket in zip(members, buckets, strict=True)]:
+        finish()
+    assert torch.equal(*buckets)
+    assert psutil.Process().num_fds() == files
+    assert all(stranger.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0 for stranger in strangers)
+    for stranger in strangers:
+        with pytest.raises(OSError, match="not connected"):
+            stranger.getpeername()
+        stranger.close()
+    for member in members:
+        member.close()
+
+
+def listening() -> set[int]:
+    """Ports of this process."""
+    return {end.laddr.port for end in psutil.Process().net_connections("tcp") if end.status == psutil.CONN_LISTEN}
 
 
 def test_an_ipc_group_is_told_at_once_that_its_learner_is_gone(board: Board) -> None:

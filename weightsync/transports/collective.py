@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 
 from broker.errors import WeightSyncError
 from weightsync.deadline import Deadline
+from weightsync.transports.deafness import Port
 
 CollectiveName = Literal["gloo", "nccl", "ucc"]
 _WAIT_S = 0.0005
@@ -156,13 +157,23 @@ def _open(
     store.set_timeout(timeout)
     if name == "ucc":
         return kind(store, rank, size, timeout)
-    options = kind._Options() if name == "gloo" else kind.Options()
-    options._timeout = timeout if name == "gloo" else _NEVER
     if name == "gloo":
-        # Without it gloo would take the interface that the host's name resolves to, which is often loopback.
-        options._devices = [kind.create_device(hostname=interface)]
+        return _open_gloo(kind, store, rank, size, interface, timeout)
+    options = kind.Options()
+    options._timeout = _NEVER
     with _indulgent():
         return kind(store, rank, size, options)
+
+
+def _open_gloo(kind: Any, store: Store, rank: int, size: int, interface: str, timeout: timedelta) -> Any:
+    options, port = kind._Options(), Port()
+    options._timeout = timeout
+    with port.noticed():
+        # Without it gloo would take the interface that the host's name resolves to, which is often loopback.
+        options._devices = [kind.create_device(hostname=interface)]
+    group = kind(store, rank, size, options)
+    port.deafen()
+    return group
 
 
 @contextmanager
