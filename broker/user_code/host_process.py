@@ -15,7 +15,7 @@ from broker.errors import ConfigError, UserCodeError
 from .wire import LENGTH, MAX_FRAME_BYTES, Answer, Call, Program, frame
 
 END_S = 5.0
-"""For a process to be gone after its channel is, before it is killed."""
+"""For a process to be gone after its channel is, before it is killed; and after it was killed."""
 
 
 class HostLostError(UserCodeError):
@@ -83,10 +83,13 @@ class HostProcess:
 
     async def lose(self, reason: str) -> None:
         """Kill it with all that it started; calls that are in it fail. Idempotent."""
-        self._end = self._end or reason
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        if not self._end:
+            self._end = reason
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self._process.wait()
         if self._listening is not None and self._listening is not asyncio.current_task():
             self._listening.cancel()
         for answered in self._waiting.values():
@@ -101,7 +104,7 @@ class HostProcess:
                 answer = await self._read()
         except TimeoutError:
             raise UserCodeError(f"{program.name}: opening it took more than {program.open_s:g} s") from None
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):
             raise UserCodeError(f"{program.name}: opening it {await self._describe_end()}") from None
         if answer.raised is not None:
             raise ConfigError(answer.raised)
@@ -132,6 +135,8 @@ class HostProcess:
 
     async def _write(self, message: bytes) -> None:
         assert self._process.stdin is not None
+        if self._process.stdin.is_closing():  # uvloop has found its end at an earlier write, and takes no other
+            raise ConnectionResetError
         self._process.stdin.write(message)
         await self._process.stdin.drain()
 

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import uvloop
 
 from broker.errors import LASTING_EXIT, ConfigError, UserCodeError
 from broker.schema import Prompt
@@ -161,6 +163,24 @@ async def test_a_module_that_cannot_be_imported_is_told_before_any_call(
     monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
     with pytest.raises(error, match=message):
         await open_reward([RewardConfig(kind="at_import:score")])
+
+
+def test_calls_to_a_process_that_has_just_ended_are_made_in_another_one() -> None:
+    """On the workers' loop, which closes a pipe at the first write that fails: a second one is an error there."""
+
+    async def scored() -> tuple[int, list[Score]]:
+        scorer = await open_reward([RewardConfig(kind=f"{OWN}:where")])
+        try:
+            pid = int((await scorer.score(prompt({}), "7", "stop")).total)
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(0.3)  # noqa: ASYNC251 - the loop shall not hear of it
+            return pid, await asyncio.gather(*(scorer.score(prompt({}), "7", "stop") for _ in range(8)))
+        finally:
+            await scorer.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        pid, scores = runner.run(scored())
+    assert len({score.total for score in scores} - {pid}) == 1
 
 
 DIES = f"""
