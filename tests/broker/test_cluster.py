@@ -9,6 +9,7 @@ from redis.crc import key_slot
 from broker import Broker, open_broker
 from broker.connection import Connection
 from broker.errors import BrokerUnavailableError, ServerRestartedError
+from broker.inspection import ServerTraits, inspect
 from broker.leases import SubmitOutcome
 from broker.schema import TrajectoryId, WeightVersion
 from broker.server import EmbeddedServer
@@ -34,6 +35,15 @@ async def on_cluster(cluster: Cluster, run_name: str) -> AsyncIterator[Broker]:
 
 def keys_on(node: EmbeddedServer, run: str) -> set[str]:
     return {key.decode() for key in ask(node, "KEYS", f"headway:{{{run}*")}
+
+
+async def test_what_it_is_like_is_asked_of_every_node(cluster: Cluster) -> None:
+    assert await inspect(cluster.url) == ServerTraits(is_open=True, evictions=(), has_file=True)
+    ask(cluster.nodes[1], "CONFIG", "SET", "maxmemory-policy", "volatile-ttl")
+    try:
+        assert (await inspect(cluster.url)).evictions == ("volatile-ttl",)
+    finally:
+        ask(cluster.nodes[1], "CONFIG", "SET", "maxmemory-policy", "noeviction")
 
 
 @pytest.mark.parametrize(("run_name", "shards"), [("whole", 1), ("spread", 4)])

@@ -75,3 +75,11 @@ def test_passwords_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "passwords").touch()
     with pytest.raises(HeadwayError, match=r"passwords cannot be kept in .*choose another directory"):
         EmbeddedServer(tmp_path, has_users=True).start()
+
+
+def test_a_server_of_before_there_were_users_is_not_taken_over(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path) as before:
+        with pytest.raises(HeadwayError, match=r"A server with other passwords than those in .* already runs on"):
+            EmbeddedServer(tmp_path, has_users=True).start()
+        assert before.is_alive()
+        assert before.url_of(Role.WORKER) == before.url

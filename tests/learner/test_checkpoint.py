@@ -193,6 +193,30 @@ def test_the_newest_checkpoint_with_the_bytes_that_were_written_is_loaded(
         load_first(store.lineage()[::-1], backend.load, Ranks.of(backend))
 
 
+class OfTwo(Ranks):
+    """Rank 0 of two, of which the other one cannot have the first checkpoint."""
+
+    def __init__(self, failure: int) -> None:
+        super().__init__(rank=0, world_size=2, replica=0, replicas=1, is_lead=True)
+        self._asked = -1
+        self._failure = failure
+
+    def any(self, claim: bool) -> bool:
+        self._asked += 1
+        return claim or self._asked == self._failure
+
+
+@pytest.mark.parametrize("failure", [0, 1])  # its share of the files is damaged; its load fails
+def test_what_one_rank_cannot_load_none_goes_on_from(failure: int, backend: FsdpBackend, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (10, 20):
+        write(store, backend, state(1, step))
+    found = load_first(store.lineage()[::-1], backend.load, OfTwo(failure))
+    assert found.state.step == 10
+    with pytest.raises(CheckpointError, match="another rank says why"):
+        load_first([found], backend.load, OfTwo(failure))
+
+
 def test_damage_without_digests_is_told_in_our_words(backend: FsdpBackend, tmp_path: Path) -> None:
     path = write(CheckpointStore(tmp_path, keep=1), backend, state(1, 10))
     (path / "digests.json").unlink()
