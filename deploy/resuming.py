@@ -55,7 +55,7 @@ FREE = frozenset(
         "run": "directory placement",
         "prompts": "epochs deadline_s",
         "model": "dtype",
-        "broker": "url lease_ttl_s payload_ttl_s max_bytes max_leases_per_worker payload_shards replicas",
+        "broker": "url lease_ttl_s lease_hold_s payload_ttl_s max_bytes max_leases_per_worker payload_shards replicas",
         "staleness": "max_lag on_straggler min_group_size on_over_bound",
         "engine": "kind max_concurrent dtype device threads options",
         "workers": "count devices heartbeat_s max_restarts patience_s probe_swaps segment_tokens segment_s",
