@@ -58,6 +58,7 @@ def log_to_stderr(level: int = logging.WARNING, form: str = PLAIN) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Visible(form, "%H:%M:%S"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, and would say all twice
 
 
 class _Visible(logging.Formatter):

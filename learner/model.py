@@ -3,8 +3,11 @@
 import difflib
 import inspect
 import re
+import socket
 import sys
 import tempfile
+import urllib.parse
+import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +115,21 @@ def _check_choice(model: ModelConfig) -> None:
     is_local = model.path.startswith(("/", ".", "~"))
     if is_local and not Path(model.path).is_dir():
         raise ConfigError(f"model.path: there is no directory {model.path}. Give a Hugging Face directory or a hub id.")
+    if model.path and not Path(model.path).is_dir():
+        _do_without_hub_if_away()
+
+
+def _do_without_hub_if_away() -> None:
+    """Where the hub's name cannot be resolved, what was downloaded before is taken at once, and what was not is told at
+    once; else half a minute of retries comes first."""
+    from huggingface_hub import constants
+
+    if urllib.request.getproxies():
+        return  # which resolve it
+    try:
+        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
 
 
 def _path_config(model: ModelConfig) -> "PretrainedConfig":

@@ -1,3 +1,5 @@
+import socket
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,3 +159,20 @@ def test_a_hub_id_that_is_none_names_the_remedy(path: str, monkeypatch: pytest.M
 def test_errors_name_the_remedy(config: ModelConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_model(config)
+
+
+def test_a_hub_whose_name_cannot_be_resolved_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    asked = list[str]()
+
+    def refuse(host: str, *_: object, **__: object) -> None:
+        asked.append(host)
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ConfigError, match=r"nobody/nothing cannot be loaded: .* check how it is spelled"):
+        load_config(ModelConfig(path="nobody/nothing"))
+    assert len(asked) <= 2
