@@ -14,6 +14,9 @@ from .errors import (
 _PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "NOREPLICAS", "MOVED", "ASK", "BUSY")
 """Refusals that end once somebody has mended the server: a full disk, a failover."""
 
+_NOT_ALLOWED_INSIDE = ("ACL failure in script", "The user executing the script can't")
+"""What a function did is not allowed to its caller; the latter is what Redis 7.0 says."""
+
 
 def translated(error: ResponseError, *, run: str, url: str, server_id: str) -> BrokerError:
     """The error to raise; `server_id` is that of the server that the learner claimed the run on."""
@@ -79,7 +82,7 @@ def _refused_by_server(error: ResponseError, url: str) -> BrokerError:
             f"The server at {url} is out of memory ({error}): raise its maxmemory, or lower broker.max_bytes. "
             "Learner and workers go on by themselves then."
         )
-    if isinstance(error, NoPermissionError) or "ACL failure in script" in str(error):
+    if isinstance(error, NoPermissionError) or any(words in str(error) for words in _NOT_ALLOWED_INSIDE):
         return BrokerError(
             f"Our user at {url} may not do this ({error}): `headway acl` prints what each role's user needs."
         )

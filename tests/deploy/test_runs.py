@@ -52,7 +52,7 @@ async def make(url: str, run: str) -> None:
     broker = await open_broker(url, run)
     broker.leases.storage.payload_shards = 2
     made = await begin(broker, rules(1), fed=4)
-    await made.generate(4, 0)
+    await made.generate(8, 0)
     await made.take(0)
     await broker.status.report_step(made.owner, step_metrics(0, reward=0.25))
     await broker.status.heartbeat(worker("w1", None), 30)
