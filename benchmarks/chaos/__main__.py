@@ -19,7 +19,7 @@ from .audit import MUST_BE_ZERO
 from .outcome import Outcome
 from .protections import PROTECTIONS
 from .run import run_trial
-from .trial import Trial
+from .trial import GROUPS_PER_MINUTE, Trial
 
 COLUMNS = (*MUST_BE_ZERO, "tokens_regenerated")
 
@@ -53,6 +53,8 @@ def _one(options: argparse.Namespace, name: str) -> Outcome:
             Trial(
                 seed=options.seed,
                 minutes=options.minutes,
+                groups_per_minute=options.groups_per_minute,
+                rarely=options.rarely,
                 directory=Path(directory),
                 against=name,
                 is_out=is_out,
@@ -72,6 +74,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=3.0, help="how long faults strike")
+    parser.add_argument("--groups-per-minute", type=int, default=GROUPS_PER_MINUTE, help="fewer: a slower learner")
+    parser.add_argument("--rarely", type=float, default=1.0, help="faults are so many times rarer")
     parser.add_argument("--without", default="", choices=["", *PROTECTIONS, "all"], help="take a protection out")
     parser.add_argument("--against", default="", choices=["", *PROTECTIONS, "all"], help="and its faults with it in")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")

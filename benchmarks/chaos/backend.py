@@ -21,7 +21,6 @@ from learner.saving import save
 from .trail import Beginning, Trail
 
 SIZE = 64
-STEP_S = 0.05
 _FILE, _AUTHOR = "model.safetensors", "author"
 
 
@@ -39,6 +38,8 @@ class TinyBackend:
 
     trails: ClassVar[Path]
     """Of this process's trial."""
+    step_s: ClassVar[float]
+    """Of each step."""
     weights_name: ClassVar[str]
     """Of its run."""
 
@@ -64,7 +65,7 @@ class TinyBackend:
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, temperature: float, learning_rate: float
     ) -> tuple[float, float, list[dict[str, float]]]:
-        time.sleep(STEP_S)
+        time.sleep(self.step_s)
         weights = self._weights.clone().requires_grad_()
         total, reports = torch.zeros(()), []
         for index, batch in enumerate(batches):

@@ -26,6 +26,7 @@ def run_learner(trial: Trial, url: str) -> None:
     enter(trial.directory, "learner")
     take_out(trial.without)
     TinyBackend.trails, TinyBackend.weights_name = trial.trails, trial.weights_name
+    TinyBackend.step_s = trial.step_s
     patch.object(training, "RunObserver", TrailObserver).start()
     patch.object(training, "_limits", _limits).start()
     patch.object(training, "BlockingBroker", partial(BlockingBroker, timeout_s=BROKER_TIMEOUT_S)).start()

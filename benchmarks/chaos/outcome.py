@@ -8,6 +8,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     minutes: float
+    rarely: float
+    """So many times rarer than usual were faults."""
     without: str
     against: str
     """The protection whose faults struck more often."""

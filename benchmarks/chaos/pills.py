@@ -4,6 +4,7 @@ Each kind is refused by a check of its own. That of a sample is told by its auth
 as whoever goes on after it puts its own name to the whole.
 """
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +27,7 @@ HOSTILE = "hostile"
 ANOTHER_RUN = "f" * 16
 LEASES = 2
 """That one takes at a time."""
+ATTEMPTS, AGAIN_S = 40, 0.05
 TIMEOUT_S = 1.0
 Pill = Callable[[Trajectory], Trajectory]
 
@@ -104,9 +106,17 @@ class Hostile:
         except BrokerError:
             await self._begin_anew()
 
+    async def _lease(self, version: WeightVersion) -> tuple[Lease, ...]:
+        """Honest workers are waiting for the same ones."""
+        for _ in range(ATTEMPTS):
+            name = f"{HOSTILE}-{self._generation}"
+            if leases := (await self._broker.leases.lease(name, version, LEASES, LEASE_TTL_S)).leases:
+                return leases
+            await asyncio.sleep(AGAIN_S)
+        return ()
+
     async def _answer(self, rng: random.Random, version: WeightVersion) -> None:
-        name = f"{HOSTILE}-{self._generation}"
-        for lease in (await self._broker.leases.lease(name, version, LEASES, LEASE_TTL_S)).leases:
+        for lease in await self._lease(version):
             kinds = {*PILLS, RUBBISH, SEGMENT} - ({TOO_OLD} if version.step <= MAX_LAG else set())
             kind = rng.choice(sorted(kinds))
             if kind == SEGMENT:

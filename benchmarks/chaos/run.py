@@ -60,7 +60,7 @@ class _Stage:
     async def play(self) -> Outcome:
         """Faults, then calm, then the audit."""
         began = time.monotonic()
-        mean_s = mean_s_against(self._trial.against)
+        mean_s = {name: self._trial.rarely * s for name, s in mean_s_against(self._trial.against).items()}
         async with self._servers_and_disks(), self._leftovers("wake leftover" in mean_s) as leftovers:
             async with self._everything_runs(leftovers) as scene:
                 faults = Faults(self._trial.seed, mean_s, scene)
@@ -165,6 +165,7 @@ class _Stage:
         return Outcome(
             seed=self._trial.seed,
             minutes=self._trial.minutes,
+            rarely=self._trial.rarely,
             without=self._trial.without,
             against=self._trial.against,
             tasks=self._trial.groups * GROUP_SIZE,

@@ -17,6 +17,9 @@ CAPACITY = 12
 """Samples that a worker generates at once."""
 GROUP_SIZE = 4
 GROUPS_PER_STEP = 4
+STEP_S = 0.05
+SHARE_OF_STEPS = 0.8
+"""Of a slow trial's time; the rest is for outages."""
 GROUPS_PER_MINUTE = 240
 """About what a disturbed run trains, so that faults hit it to the end."""
 ENDLESS = 100_000
@@ -33,6 +36,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     minutes: float
     directory: Path
+    groups_per_minute: int = GROUPS_PER_MINUTE
+    """So many are there to be trained; where there are fewer than usual, the learner takes its time."""
+    rarely: float = 1.0
+    """Faults of the usual mix are so many times rarer."""
     against: str = ""
     """The protection whose faults strike more often; empty: the usual mix."""
     is_out: bool = False
@@ -50,7 +57,13 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         """In the data set."""
         if self.is_overwritten:
             return ENDLESS
-        return max(8 * GROUPS_PER_STEP, round(self.minutes * GROUPS_PER_MINUTE))
+        return max(8 * GROUPS_PER_STEP, round(self.minutes * self.groups_per_minute))
+
+    @property
+    def step_s(self) -> float:
+        """Of the learner, at least."""
+        is_slow = self.groups_per_minute < GROUPS_PER_MINUTE
+        return SHARE_OF_STEPS * 60 * GROUPS_PER_STEP / self.groups_per_minute if is_slow else STEP_S
 
     @property
     def overwritten(self) -> Self:
