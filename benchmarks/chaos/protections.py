@@ -65,7 +65,11 @@ def _server_fence() -> None:
 
 def _lease_token() -> None:
     """Whoever submits completes a sample, however late and however often."""
-    _edit("submit", "local mine = had_round == round and (had_token == token or is_again)", "local mine = had_round")
+    _edit(
+        "submit",
+        "local mine = had_round == round and (had_token == token or (is_again and may_take(m, token)))",
+        "local mine = had_round",
+    )
     _edit("submit", "if mine and had_payload then", "if false then")
 
 
