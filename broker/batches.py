@@ -13,6 +13,8 @@ from itertools import chain, islice
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from .codec import decode, decode_trajectory
 from .connection import Argument, Command, Connection
@@ -254,10 +256,11 @@ class Batches:
         where: str = f"prompt:{pinned.group}"
         try:
             prompt = decode(blob or b"", Prompt)
+            prompt_tokens = np.array(prompt.token_ids, np.int32)
             for sample, blob in zip(pinned.payloads, blobs[1:], strict=True):
                 tid = TrajectoryId(pinned.group, pinned.round, sample)
                 where = str(tid)
-                trajectories.append(self._trainable(tid, prompt, blob, WeightVersion(owner.incarnation, step)))
+                trajectories.append(self._trainable(tid, prompt_tokens, blob, WeightVersion(owner.incarnation, step)))
         except FrameError as error:
             log.warning("%s is not trained but generated anew: %s", where, error)
             what = (step, pinned.group, pinned.round, where, str(error), (blob or b"")[:_HEAD_BYTES])
@@ -266,10 +269,12 @@ class Batches:
             return None
         return Group(prompt=prompt, round=pinned.round, trajectories=tuple(trajectories))
 
-    def _trainable(self, tid: TrajectoryId, prompt: Prompt, blob: bytes | None, newest: WeightVersion) -> Trajectory:
+    def _trainable(
+        self, tid: TrajectoryId, prompt_tokens: NDArray[np.int32], blob: bytes | None, newest: WeightVersion
+    ) -> Trajectory:
         """Raises FrameError for anything that is not a sample of this prompt by weights up to `newest`."""
         trajectory = _decode_as(tid, blob)
-        check_possible(trajectory, prompt, self.limits, identity=self._connection.identity, newest=newest)
+        check_possible(trajectory, prompt_tokens, self.limits, identity=self._connection.identity, newest=newest)
         rules = self._known.rules if self._known else None
         is_by_these_rules = newest.step not in self._pinned_before  # with a higher bound it was no worker's fault
         if rules is not None and rules.on_over_bound != "mask" and is_by_these_rules:

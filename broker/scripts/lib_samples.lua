@@ -31,6 +31,16 @@ local function is_abandoned(incarnation, step)
   return false
 end
 
+-- Weights that nobody can have: newer than all that were ever sent out, by more than what a server forgets that loses its
+-- last second.
+local FORGOTTEN = 64
+local highest
+local function highest_step()
+  highest = highest or number('highest_step')
+  return highest
+end
+local function is_impossible(newest) return newest > highest_step() + FORGOTTEN end
+
 -- {incarnation, its newest step}... in ARGV[a] to ARGV[last]: the newest step of all, and whether any was abandoned by a
 -- rewind, or is newer than what the server knows of.
 local function newest_of(a, last)
@@ -39,13 +49,8 @@ local function newest_of(a, last)
     newest = math.max(newest, tonumber(ARGV[b + 1]))
     is_void = is_void or is_abandoned(tonumber(ARGV[b]), tonumber(ARGV[b + 1]))
   end
-  return newest, is_void or newest > number('highest_step')
+  return newest, is_void or newest > highest_step()
 end
-
--- Weights that nobody can have: newer than all that were ever sent out, by more than what a server forgets that loses its
--- last second.
-local FORGOTTEN = 64
-local function is_impossible(newest) return newest > number('highest_step') + FORGOTTEN end
 
 local function note_newest(g, had, newest)
   if newest <= (tonumber(had or '') or -1) then return end
