@@ -46,7 +46,7 @@ LIMITS = {
     "rewards.weight": _FACTOR,
     "rewards.deadline_s": _DEADLINE,
     "broker.lease_ttl_s": Limit(0.1, 30 * DAY_S, "a worker renews its leases over a network"),
-    "broker.lease_hold_s": _WAIT,
+    "broker.lease_hold_s": Limit(1, 30 * DAY_S, "a sample takes longer between two segments"),
     "broker.payload_ttl_s": Limit(1, 30 * DAY_S, "its submission follows over a network"),
     "broker.max_bytes": Limit(1 << 20, 1 << 50, "the prompts and samples of a step must fit"),
     "broker.max_leases_per_worker": Limit(0, 1 << 16, "an engine batches no more"),

@@ -51,6 +51,7 @@ VALUES = [
     ("broker.payload_ttl_s=1e-9", "expected at least 1: its submission follows over a network"),
     ("broker.payload_ttl_s=1e300", "expected at most 2,592,000"),
     ("broker.lease_ttl_s=1e-300", "expected at least 0.1"),
+    ("broker.lease_hold_s=1e-9", "expected at least 1"),
     ("broker.max_bytes=1", "expected at least 1,048,576"),
     ("broker.replicas=1000", "broker.replicas is 1000; expected at most 64"),
     ("broker.payload_shards=0", "broker.payload_shards is 0; expected an integer >= 1"),
