@@ -119,17 +119,17 @@ def check_status(terminals: Terminals, url: str) -> None:
 
 
 def check_nobody_takes_it_away(terminals: Terminals, learner: Terminal, learns: dict[str, str]) -> None:
-    """From another directory, as if on another host."""
+    """From another directory, as if on another host; all at once, as the run goes on meanwhile."""
     recipe = learners_recipe(terminals)
     overwriting = terminals.open("rival", "learner", recipe, "--overwrite", **learns)
     deleting = terminals.open("deleting", "runs", "delete", RUN, "--yes", HEADWAY_BROKER=learns["HEADWAY_BROKER"])
+    second = terminals.open("learner", "learner", recipe, "--resume", **learns)
     for rival in (overwriting, deleting):
         assert rival.wait() == 1
         assert f"Run {RUN} is in use (training): its learner is process {learner.pid} of " in rival.said
         assert "2 workers are alive: " in rival.said
         terminals.expect_failure(rival)
     assert not (terminals.root / "rival" / "runs" / RUN).exists()
-    second = terminals.open("learner", "learner", recipe, "--resume", **learns)
     assert second.wait() == 1
     assert f"runs/{RUN}: process {learner.pid} of " in second.said
     terminals.expect_failure(second)
