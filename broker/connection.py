@@ -26,7 +26,7 @@ from redis.exceptions import TimeoutError as SlowServerError
 
 from .address import PASSWORD_FILE, PASSWORD_FILE_OPTION, Address, without_password
 from .driver import Argument, Command
-from .errors import BrokerError, BrokerUnavailableError
+from .errors import BrokerError, BrokerUnavailableError, ForeignRunError
 from .keys import Keys
 from .owner import Owner
 from .refusals import foreign, translated
@@ -91,15 +91,23 @@ class Connection:
         `absent`: the reply where no learner has claimed the run. Without one that is waited for. Raises
         SchemaMismatchError where the learner has verbs of another version of Headway.
         """
-        if not self.identity:
-            await self.join()
-        return await self._attempt(lambda: self._run(name, arguments, before, absent))
+        return await self._as_member(lambda: self._run(name, arguments, before, absent))
 
     async def look(self, name: str, *, absent: object) -> Any:
         """As `script`; does not count as use of what it reads, where the server can tell (from Redis 7.2 on)."""
+        return await self._as_member(lambda: self._run(name, (), (), absent, is_untouched=True))
+
+    async def _as_member(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """Of the run that has the name now, for a client that has none yet."""
         if not self.identity:
             await self.join()
-        return await self._attempt(lambda: self._run(name, (), (), absent, is_untouched=True))
+        try:
+            return await self._attempt(call)
+        except ForeignRunError:
+            if self.identity:
+                raise
+            await self.join()  # it was claimed since we asked
+            return await self._attempt(call)
 
     async def learner_script(
         self, name: str, owner: Owner, *arguments: Argument, before: Sequence[Command] = ()

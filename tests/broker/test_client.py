@@ -25,6 +25,23 @@ from .scenario import FRESH, begin, groups, manifest, of_another_schema, of_no_r
 from .test_codec import STEP, WORKER
 
 
+async def test_who_asks_while_the_run_is_claimed_for_the_first_time_joins_it(
+    broker: Broker, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = await open_broker(url, broker.run)
+    join = late._connection.join
+
+    async def join_and_be_overtaken() -> str:
+        found = await join()
+        if not found:
+            await begin(broker, rules(0))
+        return found
+
+    monkeypatch.setattr(late._connection, "join", join_and_be_overtaken)
+    assert await late.status.state() == "claimed"
+    await late.close()
+
+
 async def test_nobody_answers() -> None:
     with pytest.raises(BrokerUnavailableError) as caught:
         await open_broker("redis://me:secret@127.0.0.1:1/0", "r", timeout_s=0.1)
