@@ -17,17 +17,13 @@ from broker.errors import ConfigError
 
 from .choices import typed_options, unknown_kind
 from .config import EXAMPLES, SftPhaseConfig
+from .own_examples import Example, own_examples
 from .prompts.arithmetic import ArithmeticOptions, Chain, apply, chain_options, draw_chain
 from .prompts.rows import Row, read_rows
 from .prompts.sendable import check_sendable
 from .worked_solutions import WorkedOptions, check_tasks, worked_solution
 
-
-class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked, and what the model shall learn to say."""
-
-    query: str
-    response: str
+__all__ = ["Example", "open_examples"]
 
 
 class ArithmeticExampleOptions(ArithmeticOptions, frozen=True, kw_only=True):
@@ -56,8 +52,6 @@ def open_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
             examples = [_example(row, place) for place, row in read_rows(config.kind, config.path, "sft.phases.path")]
             return _repeated(examples, config.path, seed)
         case own if ":" in own:
-            from .own_examples import own_examples
-
             return own_examples(config, seed)
         case unknown:
             raise unknown_kind(unknown, EXAMPLES, "sft.phases.kind")

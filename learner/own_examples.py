@@ -11,9 +11,15 @@ from broker.user_code.roots import import_directory, load
 from broker.user_code.wire import Program
 
 from .config import SftPhaseConfig
-from .examples import Example
 
 AT_ONCE = 16
+
+
+class Example(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked, and what the model shall learn to say."""
+
+    query: str
+    response: str
 
 
 def own_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
