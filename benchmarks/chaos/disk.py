@@ -3,19 +3,17 @@
 It needs root; elsewhere only a process can be kept from writing, by the limit on the size of its files.
 """
 
-import asyncio
 import os
 import resource
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 ROOM_BYTES = 1 << 30
 """No memory is taken for it before it is used."""
 _PAGE = 4096
 _ATTEMPTS = 20
-_UNLIMITED = resource.RLIM_INFINITY
 
 
 class Disk:
@@ -57,17 +55,20 @@ class Disk:
 @asynccontextmanager
 async def no_file_grows(pid: int) -> AsyncIterator[None]:
     """Of this process, meanwhile: for a system that does not let us mount anything."""
-    _limit(pid, 0)
+    soft, hard = _limit(pid)
+    _limit(pid, (0, hard))
     try:
         yield
     finally:
-        await asyncio.sleep(0)
-        _limit(pid, _UNLIMITED)
+        _limit(pid, (soft, hard))
 
 
-def _limit(pid: int, size: int) -> None:
-    with suppress(ProcessLookupError):  # it has ended meanwhile
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, _UNLIMITED))
+def _limit(pid: int, new: tuple[int, int] | None = None) -> tuple[int, int]:
+    """On the size of files that it writes: the one that was there."""
+    try:
+        return resource.prlimit(pid, resource.RLIMIT_FSIZE, *([new] if new else []))
+    except ProcessLookupError:  # it has ended meanwhile
+        return resource.RLIM_INFINITY, resource.RLIM_INFINITY
 
 
 def _mount(*arguments: str) -> bool:

@@ -1,9 +1,12 @@
 """The chaos benchmark: the product passes a short trial, the audit finds every fault, protections can be taken out."""
 
+import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,6 +15,8 @@ import numpy as np
 import pytest
 
 from benchmarks.chaos.audit import MUST_BE_ZERO, Audit, audit
+from benchmarks.chaos.disk import Disk, no_file_grows
+from benchmarks.chaos.flood import flood, listening_ports
 from benchmarks.chaos.pills import HOSTILE, PILLS, is_pill
 from benchmarks.chaos.protections import PROTECTIONS, take_out
 from benchmarks.chaos.tasks import (
@@ -32,6 +37,17 @@ from learner.prompts.cursor import group_at
 
 STEPS = 6
 """Of the trails below; step k trains group k."""
+WRITER = """
+import sys
+while True:
+    try:
+        with open(sys.argv[1], "ab") as file:
+            file.write(b"x")
+        print("written", flush=True)
+    except OSError as error:
+        print(error.strerror, flush=True)
+    sys.stdin.readline()
+"""
 EVENTFUL = 18669
 """A seed that kills a worker, the server and the learner, wakes a leftover, sends a pill and floods within two seconds;
 workers take part in broadcasts."""
@@ -137,6 +153,53 @@ def test_any_other_content_is_noticed(damage: str) -> None:
             (span,) = trajectory.spans
             trajectory = msgspec.structs.replace(trajectory, spans=(VersionSpan(0, span.end, WeightVersion(1, 3)),))
     assert bool(what_is_wrong(prompt, trajectory)) == (damage != "none")
+
+
+async def test_a_full_disk_has_room_again_afterwards(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "disk")
+    disk.mount()
+    if not disk.is_mounted:
+        pytest.skip("this user may not mount file systems")
+    try:
+        async with disk.full():
+            with pytest.raises(OSError, match="No space left"):
+                (tmp_path / "disk" / "file").write_bytes(bytes(1 << 20))
+        (tmp_path / "disk" / "file").write_bytes(bytes(1 << 20))
+    finally:
+        disk.unmount()
+
+
+async def test_a_process_whose_files_may_not_grow_is_told_and_goes_on(tmp_path: Path) -> None:
+    writer = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", WRITER, tmp_path / "file"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert writer.stdin is not None
+    assert writer.stdout is not None
+    assert await writer.stdout.readline() == b"written\n"
+    async with no_file_grows(writer.pid):
+        writer.stdin.write(b"\n")
+        assert await writer.stdout.readline() == b"File too large\n"
+    writer.stdin.write(b"\n")
+    assert await writer.stdout.readline() == b"written\n"
+    writer.kill()
+    await writer.wait()
+
+
+async def test_a_flood_finds_whoever_listens_and_ends() -> None:
+    ended = asyncio.Queue[None]()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            await reader.read()
+        writer.close()
+        ended.put_nowait(None)
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert port in listening_ports([os.getpid()])
+        await flood(port, 0.0, connections=20)
+        for _ in range(20):
+            await ended.get()
 
 
 @pytest.mark.parametrize("name", PROTECTIONS)
