@@ -38,7 +38,7 @@ async def test_who_asks_while_the_run_is_claimed_for_the_first_time_joins_it(
         return found
 
     monkeypatch.setattr(late._connection, "join", join_and_be_overtaken)
-    assert await late.status.state() == "claimed"
+    assert (await late.status.snapshot()).state == "claimed"
     await late.close()
 
 
