@@ -1,7 +1,7 @@
 """The verbs that the server carries out: a library of functions for each run, made of the scripts in `scripts/`.
 
 A script begins with the files that it includes, and perhaps with its flags. In the library it is a function, behind
-what it includes and three prefixes of keys, two of which contain a secret: whoever may call the function, and may not
+all those files and three prefixes of keys, two of which contain a secret: whoever may call the function, and may not
 read it, writes these keys as the function does and in no other way (see `access`).
 """
 
@@ -16,6 +16,10 @@ from .errors import SchemaMismatchError
 from .keys import Keys
 
 _SECRET_BYTES = 16
+_CALL = "lib_call"
+SHARED = tuple(f"lib_{name}" for name in ("base", "arguments", "samples", "tokens", "groups", "claim", "workers"))
+"""In this order, as each uses what stands before it."""
+_STATE = "local call, KEYS, ARGV, IDENTITY, is_there, forks, highest, SERVER\n"
 _INCLUDE, _FLAGS = "-- include:", "-- flags:"
 
 
@@ -33,9 +37,15 @@ def script_names() -> tuple[str, ...]:
 
 @cache
 def script_source(name: str) -> str:
-    """A script behind the files that its first line includes."""
-    included = _file(name).partition("\n")[0].removeprefix(_INCLUDE).split()
-    return "".join(map(_file, included)) + _file(name)
+    """A script, or a file that scripts include."""
+    return _file(name)
+
+
+@cache
+def included(name: str) -> tuple[str, ...]:
+    """The files that a script's first line names, and what its function begins with."""
+    files_named = _file(name).partition("\n")[0].removeprefix(_INCLUDE).split()
+    return (*files_named, _CALL) if files_named else ()
 
 
 @cache
@@ -76,20 +86,19 @@ class Verbs:
 
 def library(keys: Keys) -> tuple[Verbs, str]:
     """The library of a run whose secret is known, and its text."""
-    functions = [_function(name) for name in script_names()]
     prefixes = f"local P, PUBLIC, PROMPT = '{keys.hidden('')}', '{keys('')}', '{keys.prompt('')}'\n"
-    name = "headway_" + sha1("".join([prefixes, *functions]).encode(), usedforsecurity=False).hexdigest()
+    body = "".join([prefixes, _STATE, *map(script_source, SHARED), *map(_function, script_names())])
+    name = "headway_" + sha1(body.encode(), usedforsecurity=False).hexdigest()
     verbs = Verbs(protocol(), name)
-    head = f"#!lua name={name}\nlocal SERVER, VERBS, LIBRARY = nil, '{verbs.protocol} {name}', '{name}_'\n"
-    return verbs, "".join([head, prefixes, *functions])
+    return verbs, f"#!lua name={name}\nlocal VERBS, LIBRARY = '{verbs.protocol} {name}', '{name}_'\n{body}"
 
 
 def _function(name: str) -> str:
-    """`KEYS` only says where in a cluster the run lies."""
     flags = ", ".join(f"'{flag}'" for flag in flags_of(name))
+    beginning = script_source(_CALL) if included(name) else ""
     return (
         f"redis.register_function{{function_name = LIBRARY .. '{name}', flags = {{{flags}}}, "
-        f"callback = function(KEYS, ARGV)\n{script_source(name)}\nend}}\n"
+        f"callback = function(keys, arguments)\n{beginning}{script_source(name)}\nend}}\n"
     )
 
 

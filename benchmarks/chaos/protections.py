@@ -183,9 +183,10 @@ def _publish_again() -> None:
 
 
 def _edit(script: str, old: str, new: str) -> None:
-    """Replace `old` in the script, and wherever else it stands (the shared prelude)."""
+    """Replace `old` in the script, and wherever else it stands (what scripts share)."""
     original = verbs.script_source
-    assert old in original(script), f"{script}.lua has changed: {old!r} is not in it any more"
+    parts = (script, *verbs.included(script))
+    assert any(old in original(part) for part in parts), f"{script}.lua has changed: {old!r} is not in it any more"
 
     @cache
     def edited(name: str) -> str:

@@ -1,24 +1,15 @@
--- What all scripts share: keys, counters, fields, blobs. Scripts begin with `-- include: FILE...`, and those files stand in
--- front of them; each costs every call some microseconds, so a script includes no more than it uses.
+-- What all scripts share: keys, counters, fields, blobs. Scripts begin with `-- include: FILE...` and see what those define.
 -- broker/verbs.py makes each script a function of the run's library, which begins with three prefixes of keys (see
--- broker/keys.py): P of those that only scripts write, PUBLIC of those that clients name, too, and PROMPT of prompts.
--- KEYS[1] ends with `of:IDENTITY`, which tells to which run of that name the caller belongs. Payloads and segments never
--- pass through here: scripts see only their names.
-local call = redis.call
-local IDENTITY = string.match(KEYS[1], ':of:(%x*)$')
+-- broker/keys.py): P of those that only scripts write, PUBLIC of those that clients name, too, and PROMPT of prompts. Then
+-- come these files, once for all functions, so what changes from call to call is set by lib_call. Payloads and segments
+-- never pass through here: scripts see only their names.
 local META = P .. 'meta'
 local RETRY, LEASES, OPEN, READY = P .. 'retry', P .. 'leases', P .. 'open', P .. 'ready'
-
--- A run that was deleted or overwritten is not the one that has its name now: nothing of it may reach that one. (While a
--- cluster moves the run to another node, a script fails at the first key that is not there: here, before it has written.)
-local held_identity = call('GET', PUBLIC .. 'identity')
-if held_identity and held_identity ~= IDENTITY then return redis.error_reply('FOREIGN ' .. held_identity) end
 
 local function now() local t = call('TIME') return t[1] + t[2] / 1e6 end
 local function meta(field) return call('HGET', META, field) end
 local function number(field) return tonumber(meta(field) or '') or 0 end
 -- Counters never bring back the meta hash of a run that was deleted.
-local is_there
 local function count(field, n)
   if is_there == nil then is_there = call('EXISTS', META) == 1 end
   if is_there then call('HINCRBY', META, field, n or 1) end

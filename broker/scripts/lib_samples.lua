@@ -22,7 +22,6 @@ local function hand_back(m)
 end
 
 -- Are these weights of a branch that a rewind left behind?
-local forks
 local function is_abandoned(incarnation, step)
   forks = forks or call('HGETALL', P .. 'forks')
   for a = 1, #forks, 2 do
@@ -34,7 +33,6 @@ end
 -- Weights that nobody can have: newer than all that were ever sent out, by more than what a server forgets that loses its
 -- last second.
 local FORGOTTEN = 64
-local highest
 local function highest_step()
   highest = highest or number('highest_step')
   return highest

@@ -12,7 +12,7 @@ from broker import Broker, open_broker
 from broker.connection import Connection
 from broker.errors import BrokerError, BrokerUnavailableError
 from broker.server import EmbeddedServer
-from broker.verbs import script_names
+from broker.verbs import SHARED, script_names, script_source
 
 from .scenario import begin, groups, rules
 from .test_codec import WORKER
@@ -167,4 +167,5 @@ async def test_functions_that_the_server_forgot_come_with_their_text(broker: Bro
     await broker._connection.load_verbs()
     assert {"lease", "submit", "take"} <= set(script_names())
     assert "lib" not in script_names()
+    assert not [name for name in SHARED if re.search(r"^local [a-z_]+$", script_source(name), re.M)], "kept for ever"
     assert await run.take(0) == groups(0, 1)
