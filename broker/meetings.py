@@ -37,7 +37,9 @@ class Meetings:
 
     async def count(self, name: str, key: str, amount: int) -> int:
         """Add to a number; what it is then. Counts twice where an answer is lost."""
-        return int(await self._connection.execute("HINCRBY", self._said(name, leads=False), key, amount))
+        said = self._said(name, leads=False)
+        counted, _ = await self._connection.pipeline([("HINCRBY", said, key, amount), ("EXPIRE", said, LIFETIME_S)])
+        return int(counted)
 
     async def hear(self, name: str, keys: Sequence[str]) -> list[bytes | None]:
         """What was said under each of `keys`; None: nothing yet."""

@@ -46,3 +46,6 @@ async def test_a_word_is_heard_in_its_meeting_until_that_ends(
     await meetings.end("one")
     assert await meetings.hear("one", ["other", "name"]) == [None, None]
     assert ask(server, "KEYS", "*") == []
+    assert await meetings.count("one", "number", 2) == 2  # somebody who comes late
+    assert 0 < ask(server, "TTL", f"headway:{{{run_name}}}:joining:one") <= LIFETIME_S
+    await meetings.end("one")
