@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .codec import decode, decode_trajectory
 from .connection import Argument, Command, Connection
-from .errors import FrameError
+from .errors import ForeignRunError, FrameError
 from .owner import CheckpointMark, Claim, Contains, Owner
 from .possible import check_lag, check_possible
 from .schema import Group, Prompt, RunRules, SampleLimits, Trajectory, TrajectoryId, WeightVersion
@@ -114,6 +114,7 @@ class Batches:
         """
         if identity is None:
             identity = await self._connection.join() or new_identity()
+        await self._refuse_another(identity)
         self._connection.identity = identity
         previous = await self._connection.load_verbs()
         token = secrets.token_hex(16)
@@ -229,6 +230,16 @@ class Batches:
         await self._connection.load_verbs()
         self._connection.server_id = (await self._connection.script("reassert", *arguments)).decode()
         await self._versions.restore(owner)
+
+    async def _refuse_another(self, identity: str) -> None:
+        """Before anything of the run that has the name is touched."""
+        held = await self._connection.execute("GET", self._connection.keys("identity"))
+        if held is not None and held.decode() != identity:
+            raise ForeignRunError(
+                f"Run {self._connection.run} at {self._connection.url} is another run (identity {held.decode()}) than"
+                " the one that is begun or resumed here: go on with that one (--resume, in the directory that holds"
+                " its checkpoints), choose another run.name, or start anew with --overwrite."
+            )
 
     async def _fetch(self, owner: Owner, step: int, pinned: Sequence[_Pinned]) -> tuple[Group, ...] | None:
         replies = await self._connection.pipeline([command for one in pinned for command in self._gets(one)])

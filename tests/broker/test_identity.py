@@ -40,7 +40,8 @@ async def test_two_runs_of_one_name_have_two_identities(broker: Broker) -> None:
 
 async def test_a_learner_of_another_run_claims_nothing(broker: Broker, leftover: Broker) -> None:
     run = await begin(broker, rules(1))
-    with pytest.raises(ForeignRunError, match=run.claim.identity):
+    held = rf"identity {run.claim.identity}\) than the one .*--resume, .*run\.name.*--overwrite"
+    with pytest.raises(ForeignRunError, match=held):
         await leftover.batches.claim(checkpoint=FRESH, rules=rules(1), config=b"", resume=True, identity=new_identity())
     await run.announce(1)  # nothing has changed hands
 
