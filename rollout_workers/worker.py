@@ -243,11 +243,11 @@ class Worker:
         await self._outages.ride_out(lambda: self._broker.leases.give_up(lease, reason))
 
     async def _beat(self) -> None:
-        """Report, keep the leases, learn whether the run goes on. Raises HeadwayError for an engine that hangs."""
+        """Keep the leases, report, learn whether the run goes on. Raises HeadwayError for an engine that hangs."""
         while True:
             with self._outages:
+                await self._held.renew()  # first: a report that the server does not take must cost no lease
                 await self._broker.status.heartbeat(self.info(), self._alive_s)
-                await self._held.renew()
                 self._note_state(await self._broker.status.state())
             self._wake.set()
             self._stalls.look(self._requests if self._weights.may_sample else 0, self._generated.total)

@@ -3,7 +3,7 @@
 -- heartbeat(worker, session, ttl in ms, frame, is serving) -> 1, or 0 where another session of that name is alive
 -- The worker is alive for so long, and among those that generate or not. Touches: worker:*, session:*, workers, serving.
 local worker, session, ttl_ms = worker_name(1), text(2, 'session', 64), whole(3, 'ttl', 1, 3600000)
-local frame = text(4, 'frame', 65536)
+local frame = text(4, 'frame', 16384) -- all of them come in one answer
 local WORKERS, SERVING, MOST = P .. 'workers', P .. 'serving', 4096
 
 -- Names of those not heard of any more make room for others'.

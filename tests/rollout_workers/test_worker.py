@@ -3,15 +3,15 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from broker.client import Broker
-from broker.errors import HeadwayError, ServerRestartedError
-from broker.schema import Group, ModelFiles, Prompt, WeightVersion
+from broker.errors import BrokerError, HeadwayError, ServerRestartedError
+from broker.schema import Group, Lease, ModelFiles, Prompt, WeightVersion, WorkerInfo
 from broker.server import EmbeddedServer
 from rollout_workers import stalls
 from rollout_workers.engines.base import Chunk, GenerationRequest
@@ -180,6 +180,26 @@ async def test_a_lost_lease_stops_its_generation(brokers: tuple[Broker, Broker],
         await asyncio.sleep(0.2)
         assert worker.info().generated_tokens == generated
         assert worker.info().submitted == 0
+
+
+async def test_a_report_that_is_refused_costs_no_lease(
+    brokers: tuple[Broker, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, deliveries, renewed = await Learner.start(brokers[0], groups=1), Deliveries(), asyncio.Event()
+
+    async def refuse(info: WorkerInfo, ttl_s: float) -> None:
+        raise BrokerError("4096 workers are alive")
+
+    async def renew(leases: Sequence[Lease], ttl_s: float) -> set[str]:
+        renewed.set()
+        return set()
+
+    monkeypatch.setattr(brokers[1].status, "heartbeat", refuse)
+    monkeypatch.setattr(brokers[1].leases, "renew", renew)
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, max_new_tokens=LONG)
+    await learner.publish(0, deliveries)
+    async with running(worker), asyncio.timeout(20):
+        await renewed.wait()
 
 
 async def test_a_failing_reward_ends_the_worker_and_hands_its_leases_back(
