@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from broker.errors import HeadwayError
+from learner.checkpoint import sync
 from learner.disk import not_written
 
 UNFINISHED = ".part"
@@ -52,6 +53,7 @@ def replace_file(path: Path, content: bytes) -> None:
                 _write_all(file.fileno(), content)
                 os.fsync(file.fileno())
             part.replace(path)
+            sync(path.parent)
     except HeadwayError:
         with suppress(OSError):
             part.unlink()

@@ -1,5 +1,6 @@
 """What a run's files hold where the disk is full, the directory is gone, or a line was torn."""
 
+import os
 import shutil
 import sys
 import time
@@ -14,7 +15,7 @@ from broker.schema import StepMetrics
 from deploy.config import load_recipe
 from deploy.processes import Child, Command
 from deploy.report import METRICS, SUMMARY, TRAINED, RunWriter, TrainedLine, read_lines, read_summary, summarize
-from deploy.run_directory import CONFIG, note_incarnation, prepare
+from deploy.run_directory import CONFIG, INCARNATION, note_incarnation, prepare
 from deploy.sft_output import is_complete, mark_complete
 from tests.full_disk import small_disk
 
@@ -47,6 +48,18 @@ def write_until_full(writer: RunWriter) -> int:
         while True:
             writer.write_trained(1, next(written), TIDS, 0)
     return next(written) - 1
+
+
+def test_a_file_is_durable_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, bool]] = []
+
+    def note(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), (tmp_path / INCARNATION).exists()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    note_incarnation(tmp_path, 3)
+    assert [is_there for _, is_there in synced] == [False, True]
+    assert synced[-1][0] == str(tmp_path), "a name is the folder's"
 
 
 def test_a_full_disk_leaves_whole_lines_and_an_error_that_says_so(tmp_path: Path) -> None:
