@@ -40,11 +40,12 @@ class StatusBoard:
         """Heartbeats on their way, those that their callers gave up among them."""
 
     async def config(self) -> bytes | None:
-        """The resolved recipe that the learner stored when it claimed the run. Raises ForeignRunError."""
+        """The resolved recipe that the learner stored when it claimed the run; None: no learner whose functions can be
+        called has yet. Raises ForeignRunError."""
         keys = self._connection.keys
-        identity, blob = await self._connection.execute("MGET", keys("identity"), keys("config"))
+        identity, verbs, blob = await self._connection.execute("MGET", keys("identity"), keys.verbs, keys("config"))
         self._connection.check_identity(identity.decode() if identity else "")
-        return bytes(blob) if blob is not None else None
+        return bytes(blob) if verbs is not None and blob is not None else None
 
     async def heartbeat(self, info: WorkerInfo, ttl_s: float) -> None:
         """Alive for so long, unless it beats again. Raises ForeignRunError, BrokerError where its name is none."""

@@ -6,7 +6,7 @@
 -- Takes the run over from whoever owned it. What the checkpoint contains (all groups below its watermark, and those
 -- named) is settled; batches after it stay pinned. Where more was committed than it contains, the claimant trains that
 -- again by itself (`replayable to`), or the run forgets it: it is fed and generated anew; with `regenerate` all of it.
--- Touches: meta, identity, owner, verbs, config, archive, archive:*, and what commit touches.
+-- Touches: meta, identity, owner, verbs, config, broadcast, model, manifest:*, archive, archive:*, and what commit touches.
 local step, owner, mark = tonumber(ARGV[2]), ARGV[4], ARGV[8]
 local announced, committed = announced_step(), number('committed_step')
 local reached = math.max(announced or 0, committed)
@@ -27,6 +27,10 @@ if call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(owner) then -- else a retry o
   call('HSETNX', META, 'started', now())
   for a = 10, 8 + 2 * ARGV[9], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end
   call('SET', PUBLIC .. 'config', ARGV[5])
+  -- What another version of Headway stored for everybody nobody of this one can read.
+  if string.match(call('GET', PUBLIC .. 'verbs') or '', '^%S+') ~= string.match(VERBS, '^%S+') then
+    for _, name in ipairs({ 'broadcast', 'model', 'manifest:offered', 'manifest:announced' }) do call('UNLINK', PUBLIC .. name) end
+  end
   call('SET', PUBLIC .. 'verbs', VERBS)
   forget_archive()
   if is_rewound then forget(mark, step) end

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from broker import Broker, open_broker
+from broker import Broker, codec, open_broker
 from broker.batches import new_identity
 from broker.errors import ForeignRunError
 from broker.leases import AppendOutcome, SubmitOutcome
-from broker.schema import Segment, VersionSpan, WeightVersion
+from broker.schema import ModelFiles, Segment, VersionSpan, WeightVersion
 
 from .scenario import FRESH, Scenario, begin, broadcast_group, groups, prompt, rules, trajectory
 from .test_client import WORKER
@@ -36,6 +36,23 @@ async def test_two_runs_of_one_name_have_two_identities(broker: Broker) -> None:
     again = await broker.batches.claim(checkpoint=FRESH, rules=rules(1), config=b"", resume=True)
     assert again.identity == first.claim.identity
     assert (await overwritten(broker)).claim.identity != first.claim.identity
+
+
+async def test_what_another_version_of_headway_left_keeps_nobody_from_going_on(
+    broker: Broker, leftover: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, execute = broker._connection.keys, broker._connection.execute
+    await execute("SET", keys("config"), b"{}")
+    with monkeypatch.context() as before:
+        before.setattr(codec, "SCHEMA_VERSION", codec.SCHEMA_VERSION - 1)
+        await execute("SET", keys("broadcast"), codec.encode(broadcast_group(9)))
+        await execute("SET", keys("model"), codec.encode(ModelFiles(files={})))
+    assert await leftover.status.config() is None, "no learner of this version has come"
+    run = await begin(broker, rules(1))
+    assert (await leftover.versions.group(), await leftover.versions.model()) == (None, None)
+    await broker.versions.put_group(run.owner, broadcast_group(1))
+    await broker.batches.claim(checkpoint=FRESH, rules=rules(1), config=b"", resume=True)
+    assert await leftover.versions.group() is not None, "of this version"
 
 
 async def test_a_learner_of_another_run_claims_nothing(broker: Broker, leftover: Broker) -> None:
