@@ -17,6 +17,10 @@ class GroupFrames(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, group: Group) -> "GroupFrames":
         return cls(encode(group.prompt), group.round, tuple(encode_trajectory(t) for t in group.trajectories))
 
+    def check_schema(self) -> None:
+        """Raises FrameError where another version of Headway wrote it: all frames of a group are of one version."""
+        decode(self.prompt, Prompt)
+
     def group(self) -> Group:
         """Raises FrameError."""
         trajectories = tuple(decode_trajectory(frame) for frame in self.trajectories)

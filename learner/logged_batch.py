@@ -80,10 +80,13 @@ def read_header(path: Path, identity: str, step: int) -> BatchHeader:
 
 
 def check_batch(path: Path, identity: str, step: int) -> None:
-    """Read it all, by its checksum and counts. Raises LoggedBatchError unless it is whole."""
+    """Read it all, by its checksum, its counts and the schema of its frames.
+
+    Raises LoggedBatchError unless `read_batch` would give it.
+    """
     with _opened(path) as stream:
-        for _ in _records(stream, _header(stream, identity, step).groups):
-            pass
+        for record in _records(stream, _header(stream, identity, step).groups):
+            msgspec.msgpack.decode(record, type=GroupFrames).check_schema()
 
 
 def read_batch(path: Path, identity: str, step: int) -> list[Group]:

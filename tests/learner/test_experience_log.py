@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from broker import codec
 from broker.schema import Group
 from learner.experience_log import ExperienceLog
 from learner.group_frames import GroupFrames
@@ -97,6 +98,19 @@ def test_a_damaged_file_counts_as_not_held_and_so_do_later_ones(
 def test_a_file_of_another_step_is_no_batch(log: ExperienceLog, tmp_path: Path) -> None:
     (tmp_path / "step_2.zst").replace(tmp_path / "step_1.zst")
     assert ExperienceLog(tmp_path).held_until(0) == 1
+
+
+def test_batches_of_another_version_of_headway_are_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None is promised that cannot be read."""
+    opened = ExperienceLog(tmp_path, PLENTY)
+    opened.record(0, batch(0))
+    with monkeypatch.context() as before:
+        before.setattr(codec, "SCHEMA_VERSION", codec.SCHEMA_VERSION - 1)
+        opened.record(1, batch(1))
+    assert ExperienceLog(tmp_path, PLENTY).held_until(0) == 1
+    assert f"schema {codec.SCHEMA_VERSION - 1}, this is schema {codec.SCHEMA_VERSION}" in caplog.text
 
 
 def test_the_oldest_go_when_it_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
