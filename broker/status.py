@@ -111,8 +111,13 @@ class StatusBoard:
         """claimed, warming up, training, finished, stopped."""
         await self._connection.learner_script("state", owner, state)
 
-    async def snapshot(self) -> RunStatus:
-        """One look at everything. Raises RunNotFoundError, which lists the runs that there are."""
+    async def snapshot(self, *, whichever: bool = False) -> RunStatus:
+        """One look at everything. Raises RunNotFoundError, which lists the runs that there are.
+
+        `whichever` run has the name now: for a client that does nothing but look, and goes on when one is overwritten.
+        """
+        if whichever:
+            self._connection.identity = ""
         reply = await self._connection.script("snapshot", absent=None)
         meta = dict(pairs(reply[0])) if reply else {}
         if "state" not in meta:

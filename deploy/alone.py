@@ -284,7 +284,7 @@ def _find_run(url: str | None, run: str | None) -> tuple[str, str]:
 @contextmanager
 def _snapshots(url: str, run: str) -> Iterator[Callable[[], RunStatus]]:
     with _client(url, run) as client:
-        yield lambda: client.call(client.broker.status.snapshot())
+        yield lambda: client.call(client.broker.status.snapshot(whichever=True))
 
 
 @contextmanager

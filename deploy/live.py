@@ -115,7 +115,7 @@ def watch(url: str, run: str, console: Terminal, max_lag: int | None = None) -> 
     broker = BlockingBroker(url, run)
 
     def snapshot() -> RunStatus:
-        return broker.call(broker.broker.status.snapshot())
+        return broker.call(broker.broker.status.snapshot(whichever=True))
 
     try:
         with Monitor(snapshot, console, max_lag) as monitor:

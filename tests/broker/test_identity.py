@@ -90,6 +90,15 @@ async def test_nothing_of_an_overwritten_run_reaches_the_new_one(broker: Broker,
     assert (await new.queues()).generated_tokens == 0
 
 
+async def test_who_only_looks_sees_the_run_that_has_the_name_now(broker: Broker, leftover: Broker) -> None:
+    old = await begin(broker, rules(1))
+    assert (await leftover.status.snapshot()).identity == old.claim.identity
+    new = await overwritten(broker)
+    with pytest.raises(ForeignRunError):
+        await leftover.status.snapshot()
+    assert (await leftover.status.snapshot(whichever=True)).identity == new.claim.identity
+
+
 async def test_broadcasts_of_another_run_are_not_joined(broker: Broker, leftover: Broker) -> None:
     run = await begin(broker, rules(1))
     await broker.versions.put_group(run.owner, broadcast_group(1))

@@ -38,7 +38,9 @@ def test_a_leftover_worker_joins_the_new_run_and_brings_nothing_of_the_old_one(t
         abandoned.wait()
 
     newcomer = terminals.open("newcomer", "worker", **connection)
-    learner = terminals.open("learner", "learner", recipe, f"learner.steps={STEPS}", "--overwrite", **connection)
+    learner = terminals.open(
+        "learner", "learner", recipe, f"learner.steps={STEPS}", "--overwrite", "--force", **connection
+    )
     with watching(url, RUN, terminals) as watch:
         watch.until(
             "both work for the new run",

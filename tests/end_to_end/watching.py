@@ -25,7 +25,7 @@ class Watch:
     def status(self) -> RunStatus | None:
         """None before a learner has claimed the run."""
         with suppress(RunNotFoundError):
-            status = self._blocking.call(self._blocking.broker.status.snapshot())
+            status = self._blocking.call(self._blocking.broker.status.snapshot(whichever=True))
             if status.announced is not None and self.announced[-1:] != [status.announced]:
                 self.announced.append(status.announced)
             return status
