@@ -60,11 +60,11 @@ fenced, rejected, highest_step (of what was ever offered or announced), payload_
 resumed_tokens, discarded_tokens, trimmed_samples; archive_bytes; feed_closed, watermark, committed_step, newest_step
 (highest that sampled anything), is_rewound, state, started.
 
-Fields of `group:G`: size, length (of the prompt, up to a power of two), round, state (pool, open, ready, pinned; lost:
-without its prompt), index (admission number), floor (lowest weight step in this round), newest (highest), bytes, done,
-trimmed, pin (step); for each sample I token:I, step:I (the lowest of its lease and segments, then of its submission),
-oldest:I (lowest of its segments), by:I (who leased it last: name and session), and once submitted bytes:I and
-payload:I.
+Fields of `group:G`: size, length (of the prompt, up to a power of two), prompt (a digest of its frame), round, state
+(pool, open, ready, pinned; lost: without its prompt), index (admission number), floor (lowest weight step in this
+round), newest (highest), bytes, done, trimmed, pin (step); for each sample I token:I, step:I (the lowest of its lease
+and segments, then of its submission), oldest:I (lowest of its segments), by:I (who leased it last: name and session),
+since:I (when it was leased, or got its last segment), and once submitted bytes:I and payload:I.
 
 With `payload_shards` above 1, payloads and segments lie under `headway:{RUN/N}:` instead, so that a cluster spreads
 them over its nodes. Their names then begin with `N/`, scripts leave them alone, and the learner frees what they put on

@@ -3,8 +3,8 @@
 -- reject(incarnation, owner, server, step, group, round, member, reason, first bytes, 'prompt' | 'missing' | 'sample')
 --   -> 1, or 0 if not pinned.
 -- A payload of a pinned group cannot be trained: that sample is generated anew, and its worker blamed unless it is
--- missing. Or the group's prompt is damaged: it is fed again, and all of the group generated anew. The first bytes go to the dead-letter
--- stream. Touches: meta, pinned groups' queues (see redo, requeue), prompt:*, lost, dead, strikes, quarantined.
+-- missing. Or the group's prompt is damaged: it is fed again, and all of the group generated anew. The first bytes go to
+-- the dead-letter stream. Touches: meta, pinned groups' queues (see redo, requeue), prompt:*, lost, dead, strikes, quarantined.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local g = ARGV[5]

@@ -6,7 +6,8 @@
 -- lost the lease, writes for an earlier round, or used weights of an abandoned branch is fenced, its payload freed. What is
 -- submitted again (1) was accepted once by a server that may have forgotten it, lease and all: there the round decides, if
 -- the token is one that the run gave for this sample. It takes a sample from another holder only on a server that has restarted.
--- Weights that nobody can have are a strike against the holder. Touches: strikes, quarantined, dead, meta, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK).
+-- Weights that nobody can have are a strike against the holder.
+-- Touches: meta, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK), strikes, quarantined, dead.
 local is_again = ARGV[1] == '1'
 local accepted, bytes_accepted, tokens_accepted = {}, 0, 0
 

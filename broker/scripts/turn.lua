@@ -2,7 +2,7 @@
 -- flags: allow-oom
 -- turn(token, ttl_s, share of the serving workers, or nothing: renew only) -> 1 if the token holds a turn now, else 0
 -- Granted while fewer than `share` of the serving workers, rounded down, hold one, and in any case while nobody does.
--- A turn ends when it is given back (a plain ZREM) or at its deadline. Touches: turns, serving.
+-- A turn ends when it is given back (end_turn) or at its deadline. Touches: turns, serving.
 local TURNS, SERVING, share = P .. 'turns', P .. 'serving', ARGV[3] and seconds(3, 1)
 text(1, 'token', 200)
 local time, ttl_s = now(), seconds(2, 600)
