@@ -80,6 +80,12 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"workers.heartbeat_s ({recipe.workers.heartbeat_s:g}) must be at most half of broker.lease_ttl_s"
             f" ({recipe.broker.lease_ttl_s:g}), or leases expire under healthy workers."
         )
+    for index, reward in enumerate(recipe.rewards):
+        if 2 * reward.deadline_s > recipe.broker.lease_hold_s:
+            yield (
+                f"rewards[{index}].deadline_s ({reward.deadline_s:g}) must be at most half of broker.lease_hold_s"
+                f" ({recipe.broker.lease_hold_s:g}), or a sample goes to another worker while its call is repeated."
+            )
     if recipe.broker.url != "embedded" and not recipe.broker.url.startswith(SCHEMES):
         yield (
             f"broker.url is {_shown(recipe.broker.url)!r}; expected embedded, redis://host:port, rediss://host:port,"

@@ -209,6 +209,11 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
             " engine.options.pipeline_parallel_size): name a multiple of 2; consecutive ones go to one worker.",
         ),
         (
+            ["rewards[0].deadline_s=1000"],
+            "rewards[0].deadline_s (1000) must be at most half of broker.lease_hold_s (1800), or a sample goes"
+            " to another worker while its call is repeated.",
+        ),
+        (
             ["workers.heartbeat_s=20"],
             "workers.heartbeat_s (20) must be at most half of broker.lease_ttl_s (30), or leases"
             " expire under healthy"
