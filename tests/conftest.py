@@ -1,5 +1,6 @@
 """A real server for every test that asks, on a unix socket of its own."""
 
+import logging
 import signal
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -12,6 +13,15 @@ from broker.server import EmbeddedServer
 
 # Ctrl-C is ignored where the tests run in the background, and so would it be by all processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """What a command sets in this process holds for its own test only."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 @pytest.fixture

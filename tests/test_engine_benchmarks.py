@@ -13,7 +13,7 @@ from benchmarks.worker_overhead.learner import StandInLearner
 from benchmarks.worker_overhead.workload import rate
 from broker.client import open_broker
 from broker.codec import decode_trajectory, encode_trajectory
-from broker.schema import Trajectory, VersionSpan, WeightVersion
+from broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
 from broker.server import EmbeddedServer
 from deploy.config import load_recipe
 from learner.packing import PackableSequence
@@ -91,7 +91,7 @@ async def test_the_stand_in_learner_takes_what_is_ready_and_nothing_is_generated
             reply = await broker.leases.lease("w", WeightVersion(1, step), 6, 60.0)
             assert len(reply.leases) == 6
             for lease in reply.leases:
-                await broker.leases.submit(lease, finished(lease.tid, WeightVersion(1, step)))
+                await broker.leases.submit(lease, finished(lease, WeightVersion(1, step)))
             learner.take()
             assert learner.taken == 6 * (step + 1)
         assert (await broker.status.snapshot()).queues.requeued_stale == 0
@@ -99,11 +99,11 @@ async def test_the_stand_in_learner_takes_what_is_ready_and_nothing_is_generated
         learner.close()
 
 
-def finished(tid: object, version: WeightVersion) -> Trajectory:
+def finished(lease: Lease, version: WeightVersion) -> Trajectory:
     tokens = np.array([3, 4], np.int32)
     return Trajectory(
-        tid=tid,
-        prompt_tokens=tokens,
+        tid=lease.tid,
+        prompt_tokens=np.array(lease.prompt.token_ids, np.int32),
         response_tokens=tokens,
         behavior_logprobs=np.zeros(2, np.float32),
         loss_mask=np.ones(2, np.uint8),

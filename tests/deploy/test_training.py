@@ -20,6 +20,8 @@ def test_every_rule_is_the_setting_of_the_same_name() -> None:
         "broker.max_bytes": 1234567,
         "broker.max_leases_per_worker": 11,
         "broker.replicas": 2,
+        "broker.lease_ttl_s": 12.0,
+        "broker.lease_hold_s": 900.0,
     }
     rules = _rules(load_recipe("arithmetic.yaml", [f"{name}={value}" for name, value in overrides.items()]))
     assert {name.partition(".")[2]: value for name, value in overrides.items()} == msgspec.structs.asdict(rules)
