@@ -41,7 +41,7 @@ async def _open(config: RewardConfig, roots: ImportRoots) -> Scorer:
         case "math_verify":
             from .math_verify import MathVerifyScorer
 
-            return MathVerifyScorer()
+            return MathVerifyScorer(config.deadline_s, config.processes)
         case "reasoning_gym":
             from .reasoning_gym import ReasoningGymScorer
 

@@ -1,6 +1,8 @@
 """Built-in scorers, adapters for users' functions, weighted sums, and every error they explain."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +13,8 @@ import reasoning_gym
 
 from broker.errors import ConfigError
 from broker.schema import Prompt
+from broker.user_code.host_process import HostProcess
+from broker.user_code.pool import Host
 from rollout_workers.config import RewardConfig
 from rollout_workers.rewards import open_reward
 from rollout_workers.rewards.base import RewardError, Score, Scorer, UnscoredError
@@ -90,6 +94,28 @@ async def test_math_verify_survives_an_answer_that_never_ends() -> None:
     finally:
         await scorer.close()
     assert (endless.total, endless.components) == (0.0, {"timed_out": 1.0})
+    assert after.total == 1.0
+
+
+async def test_a_comparison_that_ends_its_process_is_worth_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that the system kills for its memory."""
+    scorer = MathVerifyScorer(deadline_s=30)
+    try:
+        assert (await scorer.score(prompt(), r"\boxed{7}", "stop")).total == 1.0
+        started = Host.start
+
+        async def start_and_kill(host: Host) -> HostProcess:
+            process = await started(host)
+            asyncio.get_running_loop().call_later(1, os.kill, process._process.pid, signal.SIGKILL)
+            return process
+
+        monkeypatch.setattr(Host, "start", start_and_kill)
+        killed = await scorer.score(prompt(), r"\boxed{9^{9^{9^{9}}}-9^{9^{9^{9}}}+7}", "stop")
+        monkeypatch.undo()
+        after = await scorer.score(prompt(), r"\boxed{7}", "stop")
+    finally:
+        await scorer.close()
+    assert (killed.total, killed.components) == (0.0, {"timed_out": 1.0})
     assert after.total == 1.0
 
 
