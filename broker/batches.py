@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .codec import decode, decode_trajectory
 from .connection import Argument, Command, Connection
-from .errors import ForeignRunError, FrameError
+from .errors import DamagedFrameError, ForeignRunError, FrameError
 from .owner import CheckpointMark, Claim, Contains, Owner
 from .possible import check_lag, check_possible
 from .schema import Group, Prompt, RunRules, SampleLimits, Trajectory, TrajectoryId, WeightVersion
@@ -275,7 +275,8 @@ class Batches:
         except FrameError as error:
             log.warning("%s is not trained but generated anew: %s", where, error)
             what = (step, pinned.group, pinned.round, where, str(error), (blob or b"")[:_HEAD_BYTES])
-            kind = "prompt" if where.startswith("prompt:") else "sample" if blob else "missing"
+            is_damaged = blob is None or isinstance(error, DamagedFrameError)
+            kind = "prompt" if where.startswith("prompt:") else "damaged" if is_damaged else "sample"
             await self._connection.learner_script("reject", owner, *what, kind)
             return None
         return Group(prompt=prompt, round=pinned.round, trajectories=tuple(trajectories))

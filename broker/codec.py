@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buffers import ExpertsHead, check_experts, pack_experts, pack_tokens, unpack_experts, unpack_tokens
-from .errors import FrameError, SchemaMismatchError
+from .errors import DamagedFrameError, FrameError, SchemaMismatchError
 from .schema import (
     SCHEMA_VERSION,
     BroadcastGroup,
@@ -289,15 +289,15 @@ def _open_enveloped(frame: bytes, kind: int, name: str, envelope: type[T]) -> tu
 
 def _open(frame: bytes, expected: int, name: str) -> memoryview:
     if not _HEADER.size <= len(frame) <= MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {len(frame)} bytes; {_HEADER.size} to {MAX_FRAME_BYTES} are allowed")
+        raise DamagedFrameError(f"a frame of {len(frame)} bytes; {_HEADER.size} to {MAX_FRAME_BYTES} are allowed")
     magic, schema, kind, crc, length = _HEADER.unpack_from(frame)
     if magic != MAGIC:
-        raise FrameError(f"no frame of ours: it begins with {magic!r}")
+        raise DamagedFrameError(f"no frame of ours: it begins with {magic!r}")
     body = memoryview(frame)[_HEADER.size :]
     if length != len(body):
-        raise FrameError(f"a frame that says {length} bytes and has {len(body)}: truncated or overlong")
+        raise DamagedFrameError(f"a frame that says {length} bytes and has {len(body)}: truncated or overlong")
     if zlib.crc32(body, _seed(schema, kind)) != crc:
-        raise FrameError(f"a frame of {len(frame)} bytes whose checksum does not match: corrupt")
+        raise DamagedFrameError(f"a frame of {len(frame)} bytes whose checksum does not match: corrupt")
     if schema != SCHEMA_VERSION:  # known only now that the number is no damage
         raise SchemaMismatchError(
             f"a frame of schema {schema}, this is schema {SCHEMA_VERSION}: run the same version of Headway everywhere"

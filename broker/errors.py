@@ -60,6 +60,10 @@ class FrameError(HeadwayError):
     """Bytes that are no valid frame: corrupt, truncated, oversized, or of another schema version."""
 
 
+class DamagedFrameError(FrameError):
+    """Bytes that are not what was sent: a disk, a memory or a network may have changed them, and nobody is to blame."""
+
+
 class SchemaMismatchError(FrameError):
     """A whole frame of another schema version: two versions of Headway in one run."""
 

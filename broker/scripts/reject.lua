@@ -1,9 +1,9 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
--- reject(incarnation, owner, server, step, group, round, member, reason, first bytes, 'prompt' | 'missing' | 'sample')
+-- reject(incarnation, owner, server, step, group, round, member, reason, first bytes, 'prompt' | 'damaged' | 'sample')
 --   -> 1, or 0 if not pinned.
 -- A payload of a pinned group cannot be trained: that sample is generated anew, and its worker blamed unless it is
--- missing. Or the group's prompt is damaged: it is fed again, and all of the group generated anew. The first bytes go to
+-- missing or damaged. Or the group's prompt is damaged: it is fed again, and all of the group generated anew. The first bytes go to
 -- the dead-letter stream. Touches: meta, pinned groups' queues (see redo, requeue), prompt:*, lost, dead, strikes, quarantined.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end

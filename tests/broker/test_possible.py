@@ -150,6 +150,19 @@ async def test_who_sends_three_pills_gets_no_more_leases(broker: Broker) -> None
     assert (await run.lease(1, 0, worker="w")).reason == "capacity"  # an honest one is only told that all is leased
 
 
+async def test_nobody_is_blamed_for_what_was_damaged_on_the_server(broker: Broker) -> None:
+    run = await begin(broker, rules(1), group_size=4)
+    for _ in range(4):
+        await run.generate(8, 0)
+        (name,) = [name for name in await broker._connection.scan("*") if ":payload:0000-00000000:0:0:" in name]
+        await broker._connection.execute("SETRANGE", name, 40, b"\xff\xff\xff\xff")
+        assert await run.take(0) is None
+    status = await broker.status.snapshot()
+    assert (status.queues.rejected, status.quarantined) == (4, ())
+    await run.generate(8, 0)
+    assert sorted(await run.take(0) or ()) == groups(0, 1)
+
+
 @pytest.mark.parametrize("kind", ["vocabulary", "length", "logprob", "version"])
 async def test_a_segment_that_cannot_be_gone_on_from_is_discarded(broker: Broker, kind: str) -> None:
     broker.leases.limits = LIMITS
