@@ -84,7 +84,7 @@ class Leases:
         themselves. Raises QuarantinedError, ForeignRunError."""
         await self._submissions.note_server()
         held = self._held[worker]
-        state, reason, highest_step, *granted = await self._connection.script(
+        state, reason, highest, *granted = await self._connection.script(
             "lease",
             version.incarnation,
             version.step,
@@ -93,7 +93,7 @@ class Leases:
             secrets.token_hex(8),
             f"{worker} {self._session}",
             *(f"{tid} {token}" for tid, token in held.items()),
-            absent=[b"absent", b"paused", 0],
+            absent=[b"absent", b"paused", b"0.0"],
         )
         if reason == b"quarantined":
             raise QuarantinedError(
@@ -101,7 +101,8 @@ class Leases:
                 " what they can be (`headway status` shows why). Look for a model, an engine or a version of Headway"
                 " that is not the learner's, mend it, and start the worker again."
             )
-        newest = WeightVersion(version.incarnation, max(version.step, int(highest_step)))
+        incarnation, highest_step = map(int, highest.split(b"."))
+        newest = WeightVersion(incarnation, max(version.step, highest_step))
         leases = await self._fetched([_Granted.read(one) for one in granted], worker, newest, ttl_s)
         held.update((lease.tid, lease.token) for lease in leases)
         return LeaseReply(leases, state.decode(), reason.decode())

@@ -1,6 +1,6 @@
 -- include: lib_base lib_arguments lib_samples lib_tokens
 -- lease(incarnation, step, count, ttl_s, nonce, holder, 'member token' held...)
---   -> {state, reason, highest step, {member, token, segment...}...}
+--   -> {state, reason, 'incarnation.highest step', {member, token, segment...}...}
 -- Admitted samples without a lease (expired, handed back, never begun) in the order of their deadlines, then new groups as
 -- far as admission allows. Touches: meta, tally, pool, retry, leases, open, group:*, segments:*.
 local incarnation, step = whole(1, 'incarnation', 0, 2147483647), whole(2, 'step', 0, 2147483647)
@@ -13,7 +13,7 @@ local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'anno
 local state, on_over_bound = known[1] or 'absent', known[2]
 for a = 3, #known do known[a] = tonumber(known[a] or '') end
 local newest_incarnation, announced_incarnation, announced, lag, groups_per_step = unpack(known, 3, 7)
-local reply, given, time, held, n_held = { state, '', known[14] or 0 }, 0, now(), {}, #ARGV - 6
+local reply, given, time, held, n_held = { state, '', (newest_incarnation or 0) .. '.' .. (known[14] or 0) }, 0, now(), {}, #ARGV - 6
 local ttl = seconds(4, known[15] or 3600)
 for a = 7, #ARGV do held[ARGV[a]] = true end
 

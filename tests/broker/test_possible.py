@@ -7,9 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from broker import Broker
+from broker.batches import CheckpointMark
 from broker.codec import encode_segment, encode_trajectory
 from broker.errors import QuarantinedError
-from broker.leases import SubmitOutcome
+from broker.leases import AppendOutcome, SubmitOutcome
 from broker.schema import Lease, SampleLimits, Segment, Trajectory, VersionSpan, WeightVersion
 from broker.unconfirmed import Submission
 
@@ -148,6 +149,27 @@ async def test_who_sends_three_pills_gets_no_more_leases(broker: Broker) -> None
     with pytest.raises(QuarantinedError, match="Worker bad gets no more leases"):
         await run.lease(1, 0, worker="bad")
     assert (await run.lease(1, 0, worker="w")).reason == "capacity"  # an honest one is only told that all is leased
+
+
+async def test_a_worker_of_the_learner_before_goes_on_after_a_segment_of_the_new_one(broker: Broker) -> None:
+    await begin(broker, rules(1))
+    resumed = await begin(broker, rules(1), checkpoint=CheckpointMark(1, 0), resume=True)
+    await resumed.announce(0)
+    (lease,) = (await broker.leases.lease("w", WeightVersion(2, 0), 1, 30)).leases
+    whole = trajectory(lease, WeightVersion(2, 0))
+    segment = Segment(
+        tid=lease.tid,
+        index=0,
+        start=0,
+        tokens=whole.response_tokens,
+        behavior_logprobs=whole.behavior_logprobs,
+        spans=whole.spans,
+    )
+    assert (await broker.leases.append(lease, segment, 30)).outcome is AppendOutcome.APPENDED
+    await broker.leases.release([lease])
+    (again,) = (await resumed.lease(1, 0, worker="v")).leases
+    assert (again.tid, len(again.segments)) == (lease.tid, 1)
+    assert (await broker.status.snapshot()).dead_letters == ()
 
 
 async def test_nobody_is_blamed_for_what_was_damaged_on_the_server(broker: Broker) -> None:
