@@ -12,6 +12,7 @@ may come and go at any time. Lag is bounded here, in integers (`staleness`, `scr
                                      what workers say      keys, schema, codec   what lies in the server, and how
     batches, prompts, versions       what the learner says scripts/              what the server does, verb by verb
     meetings                         how broadcast groups form
+    strays                           what nobody needs, and is freed
     turns                            who swaps weights     access                what each role may do
     phases                           whose the device is
     status, usage                    what is looked at

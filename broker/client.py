@@ -16,6 +16,7 @@ from .meetings import Meetings
 from .phases import Phases
 from .prompts import PromptFeed
 from .status import StatusBoard
+from .strays import Strays
 from .turns import Turns
 from .usage import Usage
 from .versions import Versions
@@ -40,6 +41,7 @@ class Broker:
         self.phases = Phases(self._connection)
         self.usage = Usage(self._connection)
         self.holding = Holding(self._connection)
+        self.strays = Strays(self._connection, self.versions)
         self.meetings = Meetings(self._connection, timeout_s)
 
     async def ping(self) -> None:
@@ -52,6 +54,7 @@ class Broker:
         return await self._connection.join()
 
     async def close(self) -> None:
+        await self.strays.end()
         await self.holding.end()
         await self.leases.close()
         await self._connection.close()

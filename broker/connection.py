@@ -8,7 +8,8 @@ import asyncio
 import math
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from redis.exceptions import (
@@ -17,6 +18,7 @@ from redis.exceptions import (
     BusyLoadingError,
     ClusterDownError,
     MasterDownError,
+    OutOfMemoryError,
     RedisError,
     ResponseError,
     TryAgainError,
@@ -42,9 +44,19 @@ ANSWER_S = 10.0
 """A server that does not answer for so long is away."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _MOVED_KEY = "access a non local key"
-
-
 _NOT_LOADED, _NO_LIBRARY = "Function not found", "Library not found"
+_PAGE = 1000
+"""Keys that a server looks at in one go."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Some keys of one server."""
+
+    server: RoundTrips
+    cursor: bytes
+    """Behind them."""
+    keys: tuple[bytes, ...]
 
 
 class _Required:
@@ -64,6 +76,8 @@ class Connection:
         """The server that this client claimed the run on; learner verbs are refused by any other one."""
         self.answered_since_s = -math.inf
         """On the monotonic clock: nothing has failed or been refused since. Infinite from then to the next answer."""
+        self.lacks_memory = asyncio.Event()
+        """Set whenever the server refuses a command for want of memory; whoever does something about it clears it."""
         self._timeout_s = timeout_s
         self._verbs: Verbs | None = None
         self._routes = open_routes(Address.parse(url), self.keys, timeout_s)
@@ -160,6 +174,24 @@ class Connection:
         keys = {key.decode(errors="replace") for names in found for key in names}
         return sorted(key for key in keys if "\N{REPLACEMENT CHARACTER}" not in key)
 
+    async def pages(self, pattern: str) -> AsyncIterator["Page"]:
+        """All keys that match, of one server after the other; each looks at a few at a time, and so holds up nobody.
+
+        Raises BrokerUnavailableError where one of them fails meanwhile.
+        """
+        for server in (await self._attempt(self._routes.primaries)).values():
+            page = Page(server, b"0", ())
+            while True:
+                cursor, keys = (await self.ask(page, [("SCAN", page.cursor, "MATCH", pattern, "COUNT", _PAGE)]))[0]
+                page = Page(server, cursor, tuple(keys))
+                yield page
+                if int(cursor) == 0:
+                    break
+
+    async def ask(self, page: "Page", commands: Sequence[Command]) -> list[Any]:
+        """Plain commands to the server that holds the keys of a page, whatever these look like."""
+        return await self._attempt(lambda: _replied(page.server, *commands))
+
     async def make_durable(self, replicas: int, timeout_ms: int) -> bool:
         """Whether all that was written up to now has reached the servers' disks, and so many replicas of each.
 
@@ -249,8 +281,10 @@ class Connection:
     async def _noted(self, send: Callable[[], Awaitable[T]]) -> T:
         try:
             reply = await send()
-        except (RedisError, OSError):
+        except (RedisError, OSError) as error:
             self.answered_since_s = math.inf
+            if isinstance(error, OutOfMemoryError):
+                self.lacks_memory.set()
             raise
         self.answered_since_s = min(self.answered_since_s, time.monotonic())
         return reply
@@ -308,8 +342,8 @@ def _ends_by_itself(error: ResponseError) -> bool:
     return is_moving and not isinstance(error, MasterDownError)
 
 
-async def _replied(server: RoundTrips, command: Command) -> list[Any]:
-    return _accepted(await server.send([command]))
+async def _replied(server: RoundTrips, *commands: Command) -> list[Any]:
+    return _accepted(await server.send(commands))
 
 
 async def _loaded(server: RoundTrips, text: str) -> None:

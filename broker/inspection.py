@@ -50,10 +50,11 @@ async def _info(connection: Connection) -> list[dict[str, str]] | None:
         if isinstance(error.__cause__, NoPermissionError):
             return None
         raise
-    return [_fields(reply) for reply in replies]
+    return [fields_of(reply) for reply in replies]
 
 
-def _fields(info: bytes) -> dict[str, str]:
+def fields_of(info: bytes) -> dict[str, str]:
+    """What a server says of itself (INFO), by name."""
     lines = (line.partition(":") for line in info.decode(errors="replace").splitlines())
     return {name: value for name, colon, value in lines if colon}
 

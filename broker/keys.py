@@ -38,6 +38,7 @@ manifest:announced    string  the newest complete weights (frame)               
 broadcast             string  the broadcast group (frame)                        the run         put_group
 meeting:NAME          hash    what the learner tells a group's members           an hour         say (HSET)
 joining:NAME          hash    what its members tell the learner and each other   an hour         say (HSET)
+durable               string  empty; its write is waited for until it is on disk    1 s             make_durable
 bell                  stream  one entry, new with every offer to a group         the run         ring (XADD)
 archive*              set     what lies in the archive of weights                until a claim   archive, claim
 archive:NAME:N        string  a piece of an archived blob                        TTL, unlisted   archive (SET)
@@ -69,6 +70,9 @@ since:I (when it was leased, or got its last segment), and once submitted bytes:
 With `payload_shards` above 1, payloads and segments lie under `headway:{RUN/N}:` instead, so that a cluster spreads
 them over its nodes. Their names then begin with `N/`, scripts leave them alone, and the learner frees what they put on
 the garbage list.
+
+A worker's user can store more than this table says: hidden keys without the secret, blobs that nobody records, or with
+no time to live, words of no meeting. The learner frees these once a minute (`strays`).
 """
 
 import re

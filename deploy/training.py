@@ -189,6 +189,8 @@ def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experienc
         experience_log = _open_log(parts, identity, resume)
         claim, start, replayed = _claim(parts, blocking, identity, experience_log, resume)
         blocking.call(blocking.broker.holding.begin(Holder.this_process()))
+        blocking.broker.strays.storage.payload_ttl_s = recipe.broker.payload_ttl_s
+        blocking.call(blocking.broker.strays.begin(claim.owner))
         blocking.call(blocking.broker.versions.put_model(claim.owner, parts.files))
         allow_many_files()
         publisher = Publisher(blocking, claim.owner, recipe.weights)

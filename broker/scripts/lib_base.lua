@@ -94,6 +94,21 @@ end
 
 local function parse_segment(entry) return string.match(entry, '^(%S+) (%d+) (%d+)$') end
 
+-- How many bytes a blob was said to have when it was recorded; nil where no group holds it.
+local function recorded_bytes(name)
+  local kind, m = string.match(name, '^%d*/?(%a+):(.+):[%w._-]+$')
+  local g, _, i = parse(m or '')
+  if not g then return end
+  if kind == 'payload' then
+    local held, bytes = fields(g, 'payload:' .. i, 'bytes:' .. i)
+    return held == name and tonumber(bytes) or nil
+  end
+  for _, entry in ipairs(call('LRANGE', segments_key(m), 0, -1)) do
+    local held, bytes = parse_segment(entry)
+    if held == name then return tonumber(bytes) end
+  end
+end
+
 -- Frees the segments of sample i, which has some; how many tokens they had.
 local function free_segments(g, m, i)
   local names, bytes, tokens = {}, 0, 0

@@ -248,7 +248,10 @@ class Auditor:
 
     def look(self) -> Audit:
         audit = _Reading(self._run)
-        for key, value, ttl in json.loads(self._look(args=[f"headway:{{{self._run}*"])):
+        seen = self._look(args=[f"headway:{{{self._run}*"]).decode(
+            errors="replace"
+        )  # hostile workers say what they like
+        for key, value, ttl in json.loads(seen):
             audit.read(key, value, ttl)
         return audit.result()
 

@@ -1,0 +1,48 @@
+-- include: lib_base lib_samples lib_groups
+-- flags: allow-oom
+-- strays(incarnation, owner, server | '', payload TTL in ms, patience in ms, current meeting | '', name...)
+--   -> {keys, bytes, keys that no worker of ours leaves}
+-- Frees of these keys what the run does not need: hidden ones without its secret; blobs that were not recorded within
+-- `patience`, or are larger than they were said to be; words of meetings that are over. Nothing that is recorded is touched.
+-- Touches: hidden:*, payload:*, segment:*, joining:*, durable.
+local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
+if fenced then return fenced end
+local ttl, patience = tonumber(ARGV[4]), tonumber(ARGV[5])
+local MOST_WORDS, MOST_BYTES = 100000, 2 ^ 24 -- of a meeting
+local LEFT_OVER, FOREIGN = 1, 2 -- by a worker that died or came too late, or by nobody who runs our program
+
+local function judge_blob(name)
+  local left = call('PTTL', PUBLIC .. name)
+  if left >= 0 and left <= ttl and ttl - left < patience then return end
+  local bytes = recorded_bytes(name)
+  if not bytes then return left >= 0 and left <= ttl and LEFT_OVER or FOREIGN end
+  if call('STRLEN', PUBLIC .. name) > bytes then return FOREIGN end
+  if left >= 0 then call('PERSIST', PUBLIC .. name) end -- stored once more by a worker that died before it said so
+end
+
+local function judge_words(name)
+  local key = PUBLIC .. name
+  if call('HLEN', key) > MOST_WORDS or (call('MEMORY', 'USAGE', key, 'SAMPLES', 0) or 0) > MOST_BYTES then return FOREIGN end
+  local meeting = string.sub(name, #'joining:' + 1)
+  if meeting ~= ARGV[6] and call('EXISTS', PUBLIC .. 'meeting:' .. meeting) == 0 then return LEFT_OVER end
+end
+
+local function judge(name)
+  local is_ours = string.sub(PUBLIC .. name, 1, #P) == P
+  if is_ours or call('EXISTS', PUBLIC .. name) == 0 then return end
+  if string.find(name, '}', 1, true) or string.find(name, '^hidden:') then return FOREIGN end
+  if string.find(name, '^payload:') or string.find(name, '^segment:') then return judge_blob(name) end
+  if string.find(name, '^joining:') then return judge_words(name) end
+  if name == 'durable' and call('STRLEN', PUBLIC .. name) > 0 then return FOREIGN end
+end
+
+local freed, bytes, foreign = 0, 0, 0
+for a = 7, #ARGV do
+  local verdict = judge(ARGV[a])
+  if verdict then
+    freed, bytes = freed + 1, bytes + (call('MEMORY', 'USAGE', PUBLIC .. ARGV[a]) or 0)
+    if verdict == FOREIGN then foreign = foreign + 1 end
+    call('UNLINK', PUBLIC .. ARGV[a])
+  end
+end
+return { freed, bytes, foreign }

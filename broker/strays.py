@@ -1,0 +1,259 @@
+"""Keys that nobody needs: the learner sweeps them, or a hostile worker would keep the server's memory full.
+
+A worker's user may store blobs, say things in meetings, and write keys whose names contain a secret that it does not
+know: access control looks at names, not at sizes. So the learner looks through the server, once a minute and whenever
+memory runs short, and frees
+
+    hidden keys             without the secret of their run
+    payloads and segments   that no group holds, after a minute (at once where memory is short: whoever has just stored
+                            one stores it again), or with no time to live, or too long a one; and those that are larger
+                            than they were said to be, which are then generated anew
+    words of a meeting      that is over, or more of them than any group says
+    markers of durability   that are not empty
+    all of these            under a name that no run has
+
+Each key of the run is judged and freed in one function, so that what a worker has recorded meanwhile stays. On other
+shards, where functions do not reach, age decides: a worker records within ten seconds what it stored.
+A sweep over 20,000 recorded payloads takes the server 0.15 s of processor time, of which nobody waits for more than a
+few milliseconds at a time.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from redis.exceptions import NoPermissionError
+
+from .blobs import Storage
+from .connection import Argument, Connection, Page
+from .errors import BrokerError
+from .inspection import fields_of
+from .keys import PREFIX, Keys, is_name
+from .owner import Owner
+from .versions import Versions
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 60.0
+_LOOK_S = 5.0
+"""How often it is asked how full the server is."""
+_PAUSE_S = 2.0
+"""At the least between two sweeps; longer while they do not help."""
+_SHORT_OF_MEMORY = 0.85
+"""Of maxmemory."""
+_PATIENCE_S = 60.0
+"""With a worker that has stored a blob and not recorded it: it may have been stopped meanwhile."""
+_SHORT_PATIENCE_S = 20.0
+"""The same where memory is short, on other shards: twice as long as a worker's request may take."""
+_AT_A_TIME = 100
+_KEY = re.compile(rb"headway:\{([^}]*)\}:(.*)", re.DOTALL)
+_BLOB_ON_A_SHARD = re.compile(rb"headway:\{[^}/]*/(\d+)\}:((?:payload|segment):[^}]+:\d+:\d+:[\w.-]+)", re.DOTALL)
+_SIGNS_OF_A_RUN = ("identity", "verbs", "config", "secret")
+_GONE, _NOT_RECORDED = -2, -1
+_OF_WORKERS = re.compile(rb"(hidden|payload|segment|joining):|durable$|.*\}", re.DOTALL)
+"""What a worker's user may write, by the patterns of its rights."""
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep has freed."""
+
+    keys: int = 0
+    bytes: int = 0
+    foreign: int = 0
+    """Of the keys: such as no worker of ours leaves, even when it dies."""
+
+    def __add__(self, other: "Swept") -> "Swept":
+        return Swept(self.keys + other.keys, self.bytes + other.bytes, self.foreign + other.foreign)
+
+
+class Strays:
+    """The learner's broom."""
+
+    def __init__(self, connection: Connection, versions: Versions) -> None:
+        self._connection = connection
+        self._versions = versions
+        self._own, self._shard = (f"{PREFIX}{{{connection.run}{end}".encode() for end in ("}:", "/"))
+        self._sweeping: asyncio.Task[None] | None = None
+        self._said = ""
+        self.storage = Storage()
+        """How workers store blobs; to be set before the first sweep."""
+
+    async def begin(self, owner: Owner) -> None:
+        """Sweeps from now on, until `end` or until somebody else owns the run."""
+        await self.end()
+        self._sweeping = asyncio.create_task(self._sweep_on(owner))
+
+    async def end(self) -> None:
+        """Whatever it was doing. Idempotent."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.wait({self._sweeping})
+            self._sweeping = None
+
+    async def sweep(self, owner: Owner, *, is_short: bool = False) -> Swept:
+        """Looks through the server once; `is_short` of memory: it waits for no worker. Raises FencedError, and
+        BrokerError where our user may not look."""
+        group, swept = await self._versions.group(), Swept()
+        request = _Request(owner, group.meeting if group else "", is_short)
+        async for page in self._connection.pages(f"{PREFIX}{{*"):
+            swept += await self._sweep_page(request, page)
+        return swept
+
+    async def is_short_of_memory(self) -> bool:
+        """Whether it has refused a write since the last sweep, or is about to."""
+        if self._connection.lacks_memory.is_set():
+            return True
+        for info in map(fields_of, await self._connection.on_primaries(("INFO", "memory"))):
+            if int(info["used_memory"]) > _SHORT_OF_MEMORY * int(info["maxmemory"]) > 0:
+                return True
+        return False
+
+    async def _sweep_on(self, owner: Owner) -> None:
+        pause_s = _PAUSE_S
+        while True:
+            try:
+                is_short = await self.is_short_of_memory()
+                self._connection.lacks_memory.clear()
+                swept = await self.sweep(owner, is_short=is_short)
+                self._tell(swept)
+                pause_s = min(2 * pause_s, EVERY_S) if is_short and not swept.keys else _PAUSE_S
+            except BrokerError as error:
+                self._complain(error)
+            await asyncio.sleep(pause_s)
+            await self._wait()
+
+    async def _wait(self) -> None:
+        """For the next minute, or until memory runs short."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EVERY_S):
+                while True:
+                    with suppress(BrokerError):
+                        if await self.is_short_of_memory():
+                            return
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_LOOK_S):
+                            await self._connection.lacks_memory.wait()
+
+    def _tell(self, swept: Swept) -> None:
+        if swept.keys:
+            log.info("%d keys of %d bytes that nobody needs were freed on the server.", swept.keys, swept.bytes)
+        if swept.foreign:
+            log.warning(
+                "%d of %d keys (%d bytes) that were freed on the server at %s are none that workers of ours leave (nor"
+                " a cluster's node, unless it lost its last writes): somebody uses a worker's password to fill its"
+                " memory. Change it. The embedded server: stop it, delete passwords/worker in its directory, start it"
+                " and the workers again. Your own: `headway acl` makes new rules, and `CLIENT KILL USER` ends the"
+                " connections that were made with the old password.",
+                swept.foreign,
+                swept.keys,
+                swept.bytes,
+                self._connection.url,
+            )
+
+    def _complain(self, error: BrokerError) -> None:
+        """Once about each kind of trouble: the learner itself tells of a server that is away."""
+        if isinstance(error.__cause__, NoPermissionError) and str(error) != self._said:
+            self._said = str(error)
+            log.warning("Keys that nobody needs cannot be freed: %s", error)
+        log.debug("A sweep of the server failed: %s", error)
+
+    async def _sweep_page(self, request: "_Request", page: Page) -> Swept:
+        own, on_shards, others = list[bytes](), list[bytes](), list[bytes]()
+        of_the_learner = self._connection.keys.hidden("").encode()
+        for key in page.keys:
+            match = _KEY.fullmatch(key)
+            if match is None or not _OF_WORKERS.match(match[2]) or key.startswith(of_the_learner):
+                continue
+            if key.startswith(self._own):
+                own.append(match[2])
+            elif key.startswith(self._shard):
+                on_shards.append(key)
+            else:
+                others.append(key)
+        swept = Swept()
+        for names in _batched(own):
+            swept += await self._sweep_own(request, names)
+        for keys in _batched(on_shards):
+            swept += await self._sweep_shard(request, page, keys)
+        return swept + await self._free(page, await self._of_no_run(others), foreign=True)
+
+    async def _sweep_own(self, request: "_Request", names: Sequence[bytes]) -> Swept:
+        patience_ms = 0 if request.is_short else int(1000 * _PATIENCE_S)
+        return Swept(*await self._ask(request, "strays", self._ttl_ms, patience_ms, request.meeting, *names))
+
+    async def _sweep_shard(self, request: "_Request", page: Page, keys: Sequence[bytes]) -> Swept:
+        """By age, on a node whose functions do not know what is recorded."""
+        blobs = {key: match[1] + b"/" + match[2] for key in keys if (match := _BLOB_ON_A_SHARD.fullmatch(key))}
+        markers = [key for key in keys if key.endswith(b"}:durable") and key.count(b"}") == 1]
+        sizes = await self._connection.ask(page, [("STRLEN", key) for key in (*blobs, *markers)])
+        left_ms = await self._connection.ask(page, [("PTTL", key) for key in blobs])
+        said = await self._ask(request, "recorded", *blobs.values()) if blobs else []  # last: it is never unsaid
+        harmless = {key for key, size in zip(markers, sizes[len(blobs) :], strict=True) if size == 0}
+        foreign = [key for key in keys if key not in blobs and key not in harmless]
+        left_over, recorded = list[bytes](), list[bytes]()
+        for key, size, left, bytes_said in zip(blobs, sizes[: len(blobs)], left_ms, said, strict=True):
+            is_timed = 0 <= left <= self._ttl_ms
+            if left == _GONE or (is_timed and self._ttl_ms - left < 1000 * request.patience_s):
+                continue
+            if bytes_said == _NOT_RECORDED:
+                (left_over if is_timed else foreign).append(key)
+            elif size > bytes_said:
+                foreign.append(key)
+            elif left >= 0:
+                recorded.append(key)
+        await self._connection.ask(page, [("PERSIST", key) for key in recorded])
+        return await self._free(page, left_over, foreign=False) + await self._free(page, foreign, foreign=True)
+
+    async def _free(self, page: Page, keys: Sequence[bytes], *, foreign: bool) -> Swept:
+        sizes = await self._connection.ask(page, [("MEMORY", "USAGE", key) for key in keys])
+        await self._connection.ask(page, [("UNLINK", key) for key in keys])
+        return Swept(len(keys), sum(size or 0 for size in sizes), len(keys) if foreign else 0)
+
+    async def _of_no_run(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those under a name that no run has; none where our user may not look at other runs."""
+        of = {key: match[1].partition(b"/")[0].decode(errors="replace") for key in keys if (match := _KEY.match(key))}
+        names = sorted({name for name in of.values() if is_name(name)})
+        try:
+            signs = [[Keys(name)(sign) for sign in _SIGNS_OF_A_RUN] for name in names]
+            found = await self._connection.pipeline([("EXISTS", *sign) for sign in signs])
+        except BrokerError as error:
+            if isinstance(error.__cause__, NoPermissionError):
+                return []
+            raise
+        runs = {name for name, number in zip(names, found, strict=True) if number}
+        return [key for key, name in of.items() if name not in runs]
+
+    async def _ask(self, request: "_Request", verb: str, *arguments: Argument) -> list[int]:
+        """Of any server: one that has restarted may be too full to be told anything before it is swept."""
+        owner = request.owner
+        reply: list[int] = await self._connection.script(verb, owner.incarnation, owner.token, "", *arguments)
+        return reply
+
+    @property
+    def _ttl_ms(self) -> int:
+        return int(1000 * self.storage.payload_ttl_s)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a sweep is asked for."""
+
+    owner: Owner
+    meeting: str
+    """Of the broadcast group that there is; empty: none."""
+    is_short: bool
+    """Of memory."""
+
+    @property
+    def patience_s(self) -> float:
+        """Where age decides."""
+        return _SHORT_PATIENCE_S if self.is_short else _PATIENCE_S
+
+
+def _batched(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    for start in range(0, len(keys), _AT_A_TIME):
+        yield keys[start : start + _AT_A_TIME]
