@@ -27,8 +27,9 @@ T = TypeVar("T")
 class Broker:
     """One run on one server. Its verbs stand in the parts; all of them retry while the server is away."""
 
-    def __init__(self, url: str, run: str, *, timeout_s: float = ANSWER_S) -> None:
-        self._connection = Connection(url, run, timeout_s)
+    def __init__(self, url: str, run: str, *, timeout_s: float = ANSWER_S, session: str = "") -> None:
+        """`session`: that of another broker of the same worker, see `session`."""
+        self._connection = Connection(url, run, timeout_s, session)
         self.run = run
         self.url = url
         self.prompts = PromptFeed(self._connection)
@@ -43,6 +44,11 @@ class Broker:
         self.holding = Holding(self._connection)
         self.strays = Strays(self._connection, self.versions)
         self.meetings = Meetings(self._connection, timeout_s)
+
+    @property
+    def session(self) -> str:
+        """A secret, by which the server knows this process from others that say they are the same worker."""
+        return self._connection.session
 
     async def ping(self) -> None:
         """Raises BrokerUnavailableError where nobody answers."""
@@ -60,9 +66,9 @@ class Broker:
         await self._connection.close()
 
 
-async def open_broker(url: str, run: str, *, timeout_s: float = ANSWER_S) -> Broker:
+async def open_broker(url: str, run: str, *, timeout_s: float = ANSWER_S, session: str = "") -> Broker:
     """A broker that has answered. Raises BrokerUnavailableError, or BrokerError for a bad URL or run name."""
-    broker = Broker(url, run, timeout_s=timeout_s)
+    broker = Broker(url, run, timeout_s=timeout_s, session=session)
     try:
         await broker.ping()
     except BaseException:
@@ -74,12 +80,12 @@ async def open_broker(url: str, run: str, *, timeout_s: float = ANSWER_S) -> Bro
 class BlockingBroker:
     """A broker for code that is not asynchronous: coroutines run on an event loop in a thread of its own."""
 
-    def __init__(self, url: str, run: str, *, timeout_s: float = ANSWER_S) -> None:
+    def __init__(self, url: str, run: str, *, timeout_s: float = ANSWER_S, session: str = "") -> None:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="broker", daemon=True)
         self._thread.start()
         try:
-            self.broker = self.call(open_broker(url, run, timeout_s=timeout_s))
+            self.broker = self.call(open_broker(url, run, timeout_s=timeout_s, session=session))
         except BaseException:
             self._stop()
             raise

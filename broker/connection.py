@@ -6,6 +6,7 @@ when repeated.
 
 import asyncio
 import math
+import secrets
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -66,12 +67,14 @@ class _Required:
 class Connection:
     """The way to one run, on one server or on a cluster."""
 
-    def __init__(self, url: str, run: str, timeout_s: float) -> None:
+    def __init__(self, url: str, run: str, timeout_s: float, session: str = "") -> None:
         self.keys = Keys(run)
         self.run = run
         self.url = without_password(url)
         self.identity = ""
         """Of the run that this client belongs to; empty until it has met one (see `join`)."""
+        self.session = session or secrets.token_hex(16)
+        """Proves to the server which worker speaks: nobody else leases, reports, sleeps or leaves in its name."""
         self.server_id = ""
         """The server that this client claimed the run on; learner verbs are refused by any other one."""
         self.answered_since_s = -math.inf

@@ -28,7 +28,7 @@ forks*                hash    incarnation -> the step that a rewind took it to  
 settled*              zset    groups trained that may be fed again               to watermark    commit
 dropped*              zset    groups dropped that may be fed again               to watermark    take, drop
 lost*                 set     groups to feed again: their prompt was damaged     until fed       lose, reject
-segments:G:R:I*       list    sample I's segments: `name bytes tokens` each      until submit    append
+segments:G:R:I*       list    sample I's: `name bytes tokens author` each        until submit    append
 segment:G:R:I:NONCE   string  a segment (frame)                                  TTL, submit     append (SET)
 payload:G:R:I:NONCE   string  sample I of round R of group G (frame)             TTL, settled    submit (SET)
 garbage*              list    blobs on other shards that nothing needs           until swept     most scripts
@@ -45,15 +45,15 @@ archive:NAME:N        string  a piece of an archived blob                       
 model                 string  model files without weights (frame)                the run         put_model
 steps*                list    the last 512 StepMetrics (frames)                  the run         report_step
 worker:W*             string  what worker W says of itself (frame)               heartbeat TTL   heartbeat
-session:W*            string  under which worker W reports                       heartbeat TTL   heartbeat
+session:W*            string  the session that worker W's name belongs to        2 minutes       heartbeat
 workers*              set     names of workers                                   a day           heartbeat
 serving*              set     names of those with a version that do not drain     a day           heartbeat, turn
 turns*                zset    tokens of workers that swap, by deadline           its last turn   turn
 phase*                string  in a colocated run: engines may generate (server's id)  until renewed   phase
-awake*                zset    in a colocated run: workers awake, by deadline     a day           awake, phase
+awake*                zset    in a colocated run: who is awake (holders), by deadline  a day         awake, phase
 dead*                 stream  what was refused: tid, worker, reason, first bytes last 1000       reject...
-strikes*              hash    refused samples by holder: name and session        the run         reject, submit
-quarantined*          set     holders that get no more leases                    the run         reject, submit
+strikes*              hash    refused samples by holder: name and session        the run         reject, submit...
+quarantined*          set     holders that get no more leases                    the run         reject, submit...
 
 Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by: a digest of the token); the rules
 (`schema.RunRules`); the counters admitted, dropped, uninformative (of these), trained, requeued, expired_leases,
@@ -64,7 +64,8 @@ resumed_tokens, discarded_tokens, trimmed_samples; archive_bytes; feed_closed, w
 Fields of `group:G`: size, length (of the prompt, up to a power of two), prompt (a digest of its frame), round, state
 (pool, open, ready, pinned; lost: without its prompt), index (admission number), floor (lowest weight step in this
 round), newest (highest), bytes, done, trimmed, pin (step); for each sample I token:I, step:I (the lowest of its lease
-and segments, then of its submission), oldest:I (lowest of its segments), by:I (who leased it last: name and session),
+and segments, then of its submission), oldest:I (lowest of its segments), by:I (who leased it last: name and session,
+with a `?` behind a name that belongs to another session), under:I (incarnation of the weights that it was leased for),
 since:I (when it was leased, or got its last segment), and once submitted bytes:I and payload:I.
 
 With `payload_shards` above 1, payloads and segments lie under `headway:{RUN/N}:` instead, so that a cluster spreads

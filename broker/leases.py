@@ -26,6 +26,7 @@ from .submissions import ATTEMPTS, Submissions, SubmitOutcome, steps
 __all__ = ["AppendOutcome", "AppendReply", "LeaseReply", "Leases", "SubmitOutcome", "parse_tid"]
 
 _HEAD_BYTES = 256
+_NO_SEGMENT = -1
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,6 @@ class Leases:
         self._held: dict[str, dict[TrajectoryId, str]] = defaultdict(dict)
         self._blobs = Blobs(connection)
         self._submissions = Submissions(connection, self._blobs)
-        self._session = secrets.token_hex(16)
-        """Under which this process is blamed for what it sends, and nobody else can be."""
         self.limits = SampleLimits()
         """What a sample of this run can be; to be set before the first lease."""
 
@@ -91,7 +90,7 @@ class Leases:
             count,
             ttl_s,
             secrets.token_hex(8),
-            f"{worker} {self._session}",
+            f"{worker} {self._connection.session}",
             *(f"{tid} {token}" for tid, token in held.items()),
             absent=[b"absent", b"paused", b"0.0"],
         )
@@ -167,12 +166,12 @@ class Leases:
 
     async def give_up(self, lease: Lease, reason: str) -> None:
         """Hands back a sample that cannot be used, to be generated anew from its start; the dead letters say why."""
-        await self._discard(lease, lease.worker, reason, b"")
+        await self._discard(lease, _NO_SEGMENT, reason, b"")
         await self.release([lease])
 
-    async def _discard(self, lease: Lease, author: str, reason: str, head: bytes) -> None:
-        """Nobody goes on from the segments that there are, which `author` appended."""
-        await self._connection.script("discard", str(lease.tid), lease.token, author, reason, head)
+    async def _discard(self, lease: Lease, index: int, reason: str, head: bytes) -> None:
+        """Nobody goes on from the segments that there are, because of the one of this index."""
+        await self._connection.script("discard", str(lease.tid), lease.token, index, reason, head)
 
     def _forget(self, lease: Lease) -> None:
         for held in self._held.values():
@@ -214,7 +213,7 @@ class Leases:
                 lease = Lease(
                     tid=one.tid, identity=identity, worker=worker, token=one.token, ttl_s=ttl_s, prompt=prompt
                 )
-                leases.append(await self._with_segments(lease, frames, newest))
+                leases.append(await self._with_segments(lease, frames, one.oldest, newest))
         return tuple(leases)
 
     async def _prompt(self, one: "_Granted", blob: bytes | None) -> Prompt | None:
@@ -226,18 +225,18 @@ class Leases:
             await self._connection.script("lose", str(one.tid), one.token, str(error), (blob or b"")[:_HEAD_BYTES])
             return None
 
-    async def _with_segments(self, lease: Lease, frames: Sequence[bytes | None], newest: WeightVersion) -> Lease:
+    async def _with_segments(
+        self, lease: Lease, frames: Sequence[bytes | None], oldest: int, newest: WeightVersion
+    ) -> Lease:
         segments: list[Segment] = []
-        for frame in frames:
-            author = ""
+        for index, frame in enumerate(frames):
             try:
                 segment = _decode_next(lease.tid, segments, frame)
-                author = segment.worker
-                check_possible_segment(segment, lease, self.limits, newest=newest)
+                check_possible_segment(segment, lease, self.limits, oldest=oldest, newest=newest)
                 segments.append(segment)
             except FrameError as error:
                 log.warning("%s is begun anew, as its segments cannot be gone on from: %s", lease.tid, error)
-                await self._discard(lease, author, str(error), (frame or b"")[:_HEAD_BYTES])
+                await self._discard(lease, index, str(error), (frame or b"")[:_HEAD_BYTES])
                 return lease
         return replace(lease, segments=tuple(segments))
 
@@ -248,13 +247,15 @@ class _Granted:
 
     tid: TrajectoryId
     token: str
+    oldest: int
+    """Step of the segments' oldest token, as their authors told the server."""
     segments: tuple[str, ...]
     """Names of their blobs."""
 
     @classmethod
     def read(cls, reply: Sequence[Any]) -> "_Granted":
-        member, token, *segments = reply
-        return cls(parse_tid(member), token.decode(), tuple(name.decode() for name in segments))
+        member, token, oldest, *segments = (*reply, 0) if len(reply) == 2 else reply
+        return cls(parse_tid(member), token.decode(), int(oldest), tuple(name.decode() for name in segments))
 
 
 def parse_tid(member: bytes) -> TrajectoryId:

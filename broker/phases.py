@@ -59,11 +59,12 @@ class Phases:
     async def may_generate(self, worker: str, ttl_s: float = AWAKE_S, *, is_awake: bool) -> bool:
         """Whether engines may generate now; the worker then counts as awake for `ttl_s` seconds, and else as long as it
         says that it is."""
-        return bool(await self._connection.script("awake", worker, ttl_s, int(is_awake), absent=0))
+        session = self._connection.session
+        return bool(await self._connection.script("awake", worker, session, ttl_s, int(is_awake), absent=0))
 
     async def fell_asleep(self, worker: str) -> None:
         """It holds nothing on the device any more, or never did. Idempotent."""
-        await self._connection.script("asleep", worker, absent=None)
+        await self._connection.script("asleep", worker, self._connection.session, absent=None)
 
     async def are_engines_awake(self) -> bool | None:
         """For a learner that owns nothing yet: whether one before it lets engines generate, or some have not fallen

@@ -58,14 +58,21 @@ def check_lag(trajectory: Trajectory, step: int, max_lag: int) -> None:
         raise FrameError(f"{trajectory.tid}: tokens of step {oldest} at step {step}, with a bound of {max_lag}")
 
 
-def check_possible_segment(segment: Segment, lease: Lease, limits: SampleLimits, *, newest: WeightVersion) -> None:
-    """Raises FrameError unless the lease's sample can be gone on with after this segment."""
+def check_possible_segment(
+    segment: Segment, lease: Lease, limits: SampleLimits, *, oldest: int, newest: WeightVersion
+) -> None:
+    """Raises FrameError unless the lease's sample can be gone on with after this segment, whose oldest token is of step
+    `oldest` or a later one by what its author told the server."""
     tid = segment.tid
     if segment.identity != lease.identity:
         raise FrameError(f"{tid}: a segment of run {segment.identity!r}, this is {lease.identity!r}")
     _check_length(tid, segment.start + len(segment.tokens), limits)
     _check_tokens(tid, segment.tokens, limits)
     _check_logprobs(tid, segment.behavior_logprobs)
+    if oldest_step(segment.spans) < oldest:  # whoever goes on after it would be blamed for that
+        raise FrameError(
+            f"{tid}: tokens of step {oldest_step(segment.spans)}, said to be of step {oldest} at the oldest"
+        )
     _check_versions(tid, segment.spans, newest)
     _check_experts(tid, segment.experts, limits)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -34,8 +33,6 @@ class StatusBoard:
         self._connection = connection
         self._unreadable: set[str] = set()
         """What was complained about."""
-        self._session = secrets.token_hex(16)
-        """Under which this process is alive: nobody else reports, or leaves, in its workers' names."""
         self._beats = set[asyncio.Task[Any]]()
         """Heartbeats on their way, those that their callers gave up among them."""
 
@@ -54,7 +51,7 @@ class StatusBoard:
             await self._connection.join()
         info = replace(info, identity=self._connection.identity, last_error=_storable(info.last_error))
         serves = info.version is not None and info.state != "draining"
-        said = (info.worker, self._session, int(1000 * ttl_s), encode(info), int(serves))
+        said = (info.worker, self._connection.session, int(1000 * ttl_s), encode(info), int(serves))
         beat = asyncio.create_task(self._connection.script("heartbeat", *said, absent=None))
         self._beats.add(beat)
         beat.add_done_callback(self._forget)
@@ -65,7 +62,7 @@ class StatusBoard:
         """Gone on purpose: at once no longer among the workers."""
         if self._beats:  # which would bring it back
             await asyncio.wait(self._beats)
-        await self._connection.script("leave", worker, self._session, absent=None)
+        await self._connection.script("leave", worker, self._connection.session, absent=None)
 
     def _forget(self, beat: asyncio.Task[Any]) -> None:
         self._beats.discard(beat)
@@ -124,8 +121,7 @@ class StatusBoard:
             raise RunNotFoundError(
                 f"No run {self._connection.run} at {self._connection.url}. Runs there: {await self.runs_for_people()}."
             )
-        _, tally, sizes, frames, workers, holders, letters = reply
-        names = {_text(holder).partition(" ")[0] for holder in holders}
+        _, tally, sizes, frames, workers, quarantined, letters = reply
         steps = tuple(step for frame in frames if (step := self._readable(frame, StepMetrics, "a step")))
         announced = (
             WeightVersion(int(meta["announced_incarnation"]), int(meta["announced_step"]))
@@ -143,7 +139,7 @@ class StatusBoard:
             last_step=steps[-1] if steps else None,
             recent_steps=steps,
             tallies=_tallies(tally),
-            quarantined=tuple(sorted(names)),
+            quarantined=tuple(sorted(set(map(_text, quarantined)))),
             dead_letters=tuple(_letter(*map(_text, letter)) for letter in reversed(letters)),
         )
 

@@ -61,7 +61,9 @@ LIMITS = {
     "engine.threads": _THREADS,
     "workers.count": Limit(1, 1024, "each is a process on this machine; start more with `headway workers`"),
     "workers.devices": Limit(0, 1 << 16, "they are numbers of this machine's GPUs"),
-    "workers.heartbeat_s": Limit(0.01, 720, "each is a message to the server, which forgets who is silent for an hour"),
+    "workers.heartbeat_s": Limit(
+        0.01, 24, "each is a message to the server, which forgets who is silent for two minutes"
+    ),
     "workers.max_restarts": _COUNT,
     "workers.patience_s": _WAIT,
     "workers.segment_tokens": _COUNT,

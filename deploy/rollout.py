@@ -142,7 +142,7 @@ async def _work(
     is_colocated, records_experts = recipe.run.is_colocated, recipe.algorithm.router_replay
     if is_colocated and not await _or_drained(_may_open(broker, recipe, worker), drain):
         return
-    with staying_awake(broker.url, broker.run, worker) if is_colocated else nullcontext():
+    with staying_awake(broker, worker) if is_colocated else nullcontext():
         # vLLM wants the loop's own thread.
         engine = open_engine(
             recipe.engine,

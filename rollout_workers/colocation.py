@@ -108,10 +108,10 @@ async def until_engine_may_open(
 
 
 @contextmanager
-def staying_awake(url: str, run: str, worker: str) -> Iterator[None]:
+def staying_awake(broker: Broker, worker: str) -> Iterator[None]:
     """Around what starts the engine, which blocks the event loop: a thread says that the worker lives."""
     done = threading.Event()
-    thread = threading.Thread(target=_say_awake, args=(url, run, worker, done), name="awake", daemon=True)
+    thread = threading.Thread(target=_say_awake, args=(broker, worker, done), name="awake", daemon=True)
     thread.start()
     try:
         yield
@@ -120,12 +120,12 @@ def staying_awake(url: str, run: str, worker: str) -> Iterator[None]:
         thread.join()
 
 
-def _say_awake(url: str, run: str, worker: str, done: threading.Event) -> None:
+def _say_awake(broker: Broker, worker: str, done: threading.Event) -> None:
     with ExitStack() as closing:
         blocking: BlockingBroker | None = None
         while not done.wait(SAY_S):
             with suppress(BrokerError):
                 if blocking is None:
-                    blocking = BlockingBroker(url, run)
+                    blocking = BlockingBroker(broker.url, broker.run, session=broker.session)
                     closing.callback(blocking.close)
                 blocking.call(blocking.broker.phases.may_generate(worker, OPENING_S, is_awake=True))

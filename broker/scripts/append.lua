@@ -2,17 +2,23 @@
 -- append(member, token, index, segment, bytes, tokens, ttl_s, oldest step, {incarnation, its newest step}...)
 --   -> {outcome, segments held}
 -- The segment was SET (with a TTL) just before, under a key of its own. Recorded for the holder of the lease only, in order;
--- that renews the lease. Touches: meta, leases, retry, open, group:*, segments:*, segment:* (PERSIST, UNLINK).
+-- that renews the lease. One that is older than its lease's weights is a strike. Touches: meta, leases, retry, open, group:*,
+-- segments:*, segment:* (PERSIST, UNLINK), strikes, quarantined, dead.
 local g, round, i = sample(1)
 local index, name, bytes = whole(3, 'index', 0, 1000000), blob(4, 'segment', ARGV[1]), whole(5, 'bytes', 1, 2147483647)
 whole(6, 'tokens', 0, 2147483647)
 versions(8, #ARGV)
 local ttl = seconds(7, limit('lease_ttl_s', 3600))
 local had = call('HMGET', group_key(g), 'round', 'state', 'token:' .. i, 'payload:' .. i, 'oldest:' .. i, 'step:' .. i,
-  'newest')
+  'newest', 'by:' .. i, 'under:' .. i)
 local mine = had[1] == round and had[3] == ARGV[2] and had[2] == 'open' and not had[4]
 local newest, is_void = newest_of(9, #ARGV)
-if mine and is_void then hand_back(ARGV[1]) end
+local oldest, from = tonumber(ARGV[8]), had[6]
+if mine and is_older_than_lease(oldest, from, had[9], 9, #ARGV) then
+  blame(ARGV[1], had[8], 'a segment of step ' .. oldest .. ' under a lease for weights of step ' .. from)
+  is_void = true
+end
+if mine and is_void then hand_back_anew(g, ARGV[1], i, had[5]) end
 if not mine or is_void then
   free_blob(name)
   return { 'fenced', 0 }
@@ -29,13 +35,12 @@ call('ZADD', LEASES, now() + ttl, ARGV[1])
 call('ZREM', RETRY, ARGV[1])
 if is_repeated then return { 'appended', n } end
 call('HSET', group_key(g), 'since:' .. i, now())
-call('RPUSH', list, name .. ' ' .. bytes .. ' ' .. ARGV[6])
+call('RPUSH', list, name .. ' ' .. bytes .. ' ' .. ARGV[6] .. ' ' .. name_of(had[8]))
 count('payload_bytes', bytes)
 call('HINCRBY', group_key(g), 'bytes', bytes)
-local oldest = tonumber(ARGV[8])
 if not had[5] or oldest < tonumber(had[5]) then call('HSET', group_key(g), 'oldest:' .. i, oldest) end
 note_newest(g, had[7], newest)
-if oldest < tonumber(had[6]) then
+if oldest < tonumber(from) then
   call('HSET', group_key(g), 'step:' .. i, oldest)
   refloor(g)
 end

@@ -1,5 +1,5 @@
--- include: lib_base
+-- include: lib_base lib_arguments
 -- flags: allow-oom
--- asleep(worker) -> OK. It holds nothing on the device any more. Touches: awake.
-call('ZREM', P .. 'awake', ARGV[1])
+-- asleep(worker, session) -> OK. It holds nothing on the device any more. Touches: awake.
+call('ZREM', P .. 'awake', worker_name(1) .. ' ' .. text(2, 'session', 64))
 return redis.status_reply('OK')

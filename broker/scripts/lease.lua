@@ -1,12 +1,15 @@
 -- include: lib_base lib_arguments lib_samples lib_tokens
 -- lease(incarnation, step, count, ttl_s, nonce, holder, 'member token' held...)
---   -> {state, reason, 'incarnation.highest step', {member, token, segment...}...}
+--   -> {state, reason, 'incarnation.highest step', {member, token}, or {member, token, segments' oldest step, segment...}...}
 -- Admitted samples without a lease (expired, handed back, never begun) in the order of their deadlines, then new groups as
--- far as admission allows. Touches: meta, tally, pool, retry, leases, open, group:*, segments:*.
+-- far as admission allows. Who uses another's name is told apart from it, not refused: else whoever takes a name first could
+-- keep its worker from working. Touches: meta, tally, pool, retry, leases, open, group:*, segments:*; reads session:*.
 local incarnation, step = whole(1, 'incarnation', 0, 2147483647), whole(2, 'step', 0, 2147483647)
 local wanted, nonce, holder = whole(3, 'count', 0, 1000000), text(5, 'nonce', 64), text(6, 'holder', 200)
 if not string.match(nonce, '^%w+$') then refuse('nonce') end
-if not string.match(holder, '^%w[%w._-]* %w+$') then refuse('holder') end
+local worker, session = string.match(holder, '^(%w[%w._-]*) (%w+)$')
+if not worker then refuse('holder') end
+if is_of_another(worker, session) then holder = worker .. '? ' .. session end
 local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'announced_incarnation', 'announced_step', 'max_lag',
   'groups_per_step', 'max_leases_per_worker', 'admitted', 'dropped', 'payload_bytes', 'max_bytes',
   'archive_bytes', 'highest_step', 'lease_ttl_s')
@@ -66,10 +69,11 @@ local function hand(g, samples, handed, leased)
       set[n + 1], set[n + 2], set[n + 3], set[n + 4] = names[3 * a - 1], token, names[3 * a], from
       set[n + 5], set[n + 6] = 'by:' .. samples.numbers[a], holder
       set[n + 7], set[n + 8] = 'since:' .. samples.numbers[a], time
-      n = n + 8
+      set[n + 9], set[n + 10] = 'under:' .. samples.numbers[a], incarnation
+      n = n + 10
       lowest = math.min(lowest or from, from)
       is_raised = is_raised or (had_from and tonumber(had_from) < from)
-      reply[given + 3] = segments and { m, token, unpack(segments) } or { m, token }
+      reply[given + 3] = segments and { m, token, oldest, unpack(segments) } or { m, token }
       local at = #handed
       handed[at + 1], leased[2 * at + 1], leased[2 * at + 2] = m, time + ttl, m
     end

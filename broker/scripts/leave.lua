@@ -3,7 +3,7 @@
 -- leave(worker, session) -> OK. It is gone on purpose: at once no longer among the workers; others' names it cannot take away.
 -- Touches: worker:*, session:*, workers, serving.
 local worker = worker_name(1)
-if (call('GET', P .. 'session:' .. worker) or ARGV[2]) == ARGV[2] then
+if not is_of_another(worker, ARGV[2]) then
   call('UNLINK', P .. 'worker:' .. worker, P .. 'session:' .. worker)
   for _, names in ipairs({ 'workers', 'serving' }) do call('SREM', P .. names, worker) end
 end

@@ -64,8 +64,12 @@ local function to_dead_letters(tid, worker, reason, head)
   call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'tid', tid, 'worker', worker, 'reason', reason, 'head', head)
 end
 
+-- Does the name belong to a process that is not this session's?
+local function is_of_another(worker, session) return (call('GET', P .. 'session:' .. worker) or session) ~= session end
+
 -- A sample of this holder could not be what it was said to be. Three of them, and it gets no more leases. A holder is
--- `name session`: sessions are secret, so that nobody is blamed for another's samples.
+-- `name session`: sessions are secret, so that nobody is blamed for another's samples. `name? session` is one that uses
+-- another's name.
 local function name_of(holder) return string.match(holder or '', '^%S*') end
 local function strike(holder)
   if holder and call('HINCRBY', P .. 'strikes', holder, 1) >= 3 then call('SADD', P .. 'quarantined', holder) end
@@ -92,7 +96,8 @@ local function refloor(g)
   return floor
 end
 
-local function parse_segment(entry) return string.match(entry, '^(%S+) (%d+) (%d+)$') end
+-- Its name, bytes and tokens, and the name of the worker that appended it.
+local function parse_segment(entry) return string.match(entry, '^(%S+) (%d+) (%d+) ?(%S*)$') end
 
 -- How many bytes a blob was said to have when it was recorded; nil where no group holds it.
 local function recorded_bytes(name)

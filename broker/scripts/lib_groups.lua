@@ -43,7 +43,7 @@ end
 local function clear_round(g)
   local names = { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed' }
   for i = 0, free_round(g) - 1 do
-    for _, name in ipairs({ 'token:', 'step:', 'by:', 'since:', 'bytes:', 'payload:' }) do names[#names + 1] = name .. i end
+    for _, name in ipairs({ 'token:', 'step:', 'by:', 'since:', 'under:', 'bytes:', 'payload:' }) do names[#names + 1] = name .. i end
   end
   call('HDEL', group_key(g), unpack(names))
 end
@@ -74,7 +74,8 @@ local function redo(g, i)
   free_blob(payload)
   call('HINCRBY', group_key(g), 'bytes', -bytes)
   count('payload_bytes', -bytes)
-  call('HDEL', group_key(g), 'pin', 'token:' .. i, 'step:' .. i, 'by:' .. i, 'since:' .. i, 'bytes:' .. i, 'payload:' .. i)
+  call('HDEL', group_key(g), 'pin', 'token:' .. i, 'step:' .. i, 'by:' .. i, 'since:' .. i, 'under:' .. i, 'bytes:' .. i,
+    'payload:' .. i)
   call('HSET', group_key(g), 'state', 'open')
   call('HINCRBY', group_key(g), 'done', -1)
   call('ZADD', RETRY, index, member(g, round, i))

@@ -14,11 +14,17 @@ end
 local function hand_back(m)
   local g, _, i = parse(m)
   local oldest = field(g, 'oldest:' .. i)
-  call('HDEL', group_key(g), 'token:' .. i, 'by:' .. i, 'since:' .. i)
+  call('HDEL', group_key(g), 'token:' .. i, 'by:' .. i, 'since:' .. i, 'under:' .. i)
   if oldest then call('HSET', group_key(g), 'step:' .. i, oldest) else call('HDEL', group_key(g), 'step:' .. i) end
   call('ZREM', LEASES, m)
   call('ZADD', RETRY, field(g, 'index'), m)
   refloor(g)
+end
+
+-- The same for a void sample. Its segments, which may be why, go: whoever went on after them would be fenced again.
+local function hand_back_anew(g, m, i, has_segments)
+  if has_segments then discard_segments(g, m, i) end
+  hand_back(m)
 end
 
 -- Are these weights of a branch that a rewind left behind?
@@ -48,6 +54,29 @@ local function newest_of(a, last)
     is_void = is_void or is_abandoned(tonumber(ARGV[b]), tonumber(ARGV[b + 1]))
   end
   return newest, is_void or newest > highest_step()
+end
+
+-- Older than the weights that its lease was given for (`from`, of incarnation `under`): a worker never goes back to such but
+-- to those of a later incarnation, {incarnation, its newest step}... in ARGV[a] to ARGV[last].
+local function is_older_than_lease(oldest, from, under, a, last)
+  if not from or not under or oldest >= tonumber(from) then return false end
+  for b = a, last, 2 do
+    local incarnation = tonumber(ARGV[b])
+    if incarnation > tonumber(under) and incarnation <= number('incarnation') then return false end
+  end
+  return true
+end
+
+-- Too old for the step that comes next: nothing of it could be trained.
+local function is_over_bound(oldest)
+  local announced, lag, on_over_bound = unpack(call('HMGET', META, 'announced_step', 'max_lag', 'on_over_bound'))
+  return announced and on_over_bound ~= 'mask' and announced - oldest > tonumber(lag)
+end
+
+-- The holder's fault, whatever its sample is.
+local function blame(m, by, reason)
+  to_dead_letters(m, name_of(by), reason, '')
+  strike(by)
 end
 
 local function note_newest(g, had, newest)

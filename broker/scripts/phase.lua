@@ -8,4 +8,6 @@ local PHASE, AWAKE, ttl_s = P .. 'phase', P .. 'awake', tonumber(ARGV[4])
 -- With the server's id: one that lost its last second may remember a phase that is over.
 if ttl_s > 0 then call('SET', PHASE, server_id(), 'PX', math.ceil(1000 * ttl_s)) else call('UNLINK', PHASE) end
 for _, worker in ipairs(call('ZRANGEBYSCORE', AWAKE, '-inf', now())) do call('ZREM', AWAKE, worker) end
-return call('ZRANGE', AWAKE, 0, -1)
+local names = {}
+for n, holder in ipairs(call('ZRANGE', AWAKE, 0, -1)) do names[n] = name_of(holder) end
+return names

@@ -1,7 +1,7 @@
 -- include: lib_base lib_workers
 -- flags: no-writes allow-oom
 -- snapshot() -> {meta, tally, {pool, retry, leases, ready, pinned groups}, {StepMetrics frame...}, {worker, frame...},
---   {holder that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...}}
+--   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...}}
 -- Reads: meta, tally, pool, retry, leases, ready, pinned, batch:*, steps, workers, worker:*, quarantined, dead.
 local sizes, pinned = {}, 0
 for i, queue in ipairs({ 'pool', 'retry', 'leases', 'ready' }) do sizes[i] = call('ZCARD', P .. queue) end
@@ -20,5 +20,9 @@ local function dead_letters()
   return letters
 end
 
+-- Without their sessions, which nobody else is to know.
+local quarantined = {}
+for n, holder in ipairs(call('SMEMBERS', P .. 'quarantined')) do quarantined[n] = name_of(holder) end
+
 return { call('HGETALL', META), call('HGETALL', P .. 'tally'), sizes, call('LRANGE', P .. 'steps', 0, -1),
-  alive_workers(), call('SMEMBERS', P .. 'quarantined'), dead_letters() }
+  alive_workers(), quarantined, dead_letters() }

@@ -5,8 +5,9 @@
 -- The payloads were SET (with a TTL) just before, under keys of their own. The first finished sample of a round wins; whoever
 -- lost the lease, writes for an earlier round, or used weights of an abandoned branch is fenced, its payload freed. What is
 -- submitted again (1) was accepted once by a server that may have forgotten it, lease and all: there the round decides, if
--- the token is one that the run gave for this sample. It takes a sample from another holder only on a server that has restarted.
--- Weights that nobody can have are a strike against the holder.
+-- the token is one that the run gave for this sample, and it is not too old: one such would have all of its group generated
+-- anew. It takes a sample from another holder only on a server that has restarted.
+-- Weights that nobody can have are a strike against the holder, and so are older ones than those of its lease.
 -- Touches: meta, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK), strikes, quarantined, dead.
 local is_again = ARGV[1] == '1'
 local accepted, bytes_accepted, tokens_accepted = {}, 0, 0
@@ -16,11 +17,15 @@ local function may_take(m, token)
   return is_before or (is_before == false and not call('ZSCORE', LEASES, m))
 end
 
-local function submit(m, token, payload, bytes, tokens, from, newest_now, is_void)
+-- The submission whose arguments are ARGV[a] to ARGV[last].
+local function submit(a, last)
+  local m, token, payload, bytes, tokens, from = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 5], ARGV[a + 6]
+  local newest_now, is_void = newest_of(a + 7, last)
   local g, round, i = parse(m)
   local key = group_key(g)
-  local had_round, state, had_token, had_payload, had_from, oldest, newest, size, done, had_bytes, floor = fields(g, 'round',
-    'state', 'token:' .. i, 'payload:' .. i, 'step:' .. i, 'oldest:' .. i, 'newest', 'size', 'done', 'bytes', 'floor')
+  local had_round, state, had_token, had_payload, had_from, under, oldest, newest, size, done, had_bytes, floor = fields(g,
+    'round', 'state', 'token:' .. i, 'payload:' .. i, 'step:' .. i, 'under:' .. i, 'oldest:' .. i, 'newest', 'size', 'done',
+    'bytes', 'floor')
   local mine = had_round == round and (had_token == token or (is_again and may_take(m, token)))
   if mine and had_payload then
     -- The same one again, its reply lost: storing it once more has put a time to live on it.
@@ -28,12 +33,14 @@ local function submit(m, token, payload, bytes, tokens, from, newest_now, is_voi
     return 'duplicate'
   end
   if mine and is_impossible(newest_now) and not is_again then
-    local by = field(g, 'by:' .. i)
-    to_dead_letters(m, name_of(by), 'tokens of weights ' .. newest_now .. ', which were never announced', '')
-    strike(by)
+    blame(m, field(g, 'by:' .. i), 'tokens of weights ' .. newest_now .. ', which were never announced')
+    is_void = true
+  elseif mine and had_token == token and is_older_than_lease(tonumber(from), had_from, under, a + 7, last) then
+    blame(m, field(g, 'by:' .. i), 'tokens of step ' .. from .. ' under a lease for weights of step ' .. had_from)
     is_void = true
   end
-  if mine and is_void and state == 'open' and had_token == token then hand_back(m) end
+  is_void = is_void or (had_token ~= token and is_over_bound(tonumber(from)))
+  if mine and is_void and state == 'open' and had_token == token then hand_back_anew(g, m, i, oldest) end
   if not mine or is_void or state ~= 'open' then
     free_blob(payload)
     if not is_again then -- else most of it was trained long ago
@@ -78,8 +85,7 @@ while a <= #ARGV do a = check(a) + 1 end
 a = 2
 while a <= #ARGV do
   local last = a + 4 + ARGV[a + 4]
-  local newest_now, is_void = newest_of(a + 7, last)
-  outcomes[#outcomes + 1] = submit(ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 5], ARGV[a + 6], newest_now, is_void)
+  outcomes[#outcomes + 1] = submit(a, last)
   a = last + 1
 end
 if #accepted > 0 then

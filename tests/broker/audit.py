@@ -319,5 +319,5 @@ def _pairs(flat: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _segment(entry: str) -> tuple[str, int, int]:
-    name, size, tokens = entry.split(" ")
+    name, size, tokens, _ = entry.split(" ")
     return name, int(size), int(tokens)

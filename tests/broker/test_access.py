@@ -46,14 +46,14 @@ async def brokers(server: EmbeddedServer, run_name: str) -> AsyncIterator[dict[R
         yield opened
 
 
-def segment(lease: Lease, index: int) -> Segment:
+def segment(lease: Lease, index: int, step: int = 0) -> Segment:
     return Segment(
         tid=lease.tid,
         index=index,
         start=2 * index,
         tokens=np.array([5, 6], np.int32),
         behavior_logprobs=np.array([-1, -2], np.float32),
-        spans=(VersionSpan(2 * index, 2 * index + 2, WeightVersion(1, 0)),),
+        spans=(VersionSpan(2 * index, 2 * index + 2, WeightVersion(1, step)),),
     )
 
 

@@ -6,15 +6,17 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 from redis.exceptions import RedisError, ResponseError
 
 from broker import Broker, open_broker
 from broker.access import Role
+from broker.codec import encode_segment
 from broker.errors import BrokerError
-from broker.leases import SubmitOutcome
-from broker.schema import Lease, ModelFiles
+from broker.leases import SubmitOutcome, parse_tid
+from broker.schema import Lease, ModelFiles, Segment, VersionSpan, WeightVersion
 from broker.server import EmbeddedServer
 from broker.verbs import script_names
 
@@ -46,10 +48,27 @@ class Hostile:
         """Raises what the server says."""
         return self.client.fcall(f"{self.library}_{verb}", 1, f"{self.prefix}hidden:of:{self.identity}", *arguments)
 
-    def lease(self, count: int, ttl_s: float = 30) -> list[list[bytes]]:
-        """{member, token, segment...} of each."""
-        leased: list[list[bytes]] = self.call("lease", 1, 0, count, ttl_s, f"{random.getrandbits(64):x}", "evil 1")[3:]
+    def lease(self, count: int, ttl_s: float = 30, *, step: int = 0, holder: str = "evil 1") -> list[list[bytes]]:
+        """{member, token} of each; behind them, where it has segments, their oldest step and names."""
+        nonce = f"{random.getrandbits(64):x}"
+        leased: list[list[bytes]] = self.call("lease", 1, step, count, ttl_s, nonce, holder)[3:]
         return leased
+
+    def submit(self, leased: list[bytes], oldest: int, newest: int, *, frame: bytes = b"junk") -> bytes:
+        """The outcome."""
+        member, token = leased[0].decode(), leased[1].decode()
+        name = f"payload:{member}:{token}"
+        self.store(name, frame)
+        (outcome,) = self.call("submit", 0, member, token, name, len(frame), 4, 1, oldest, 1, newest)
+        return bytes(outcome)
+
+    def append(self, leased: list[bytes], oldest: int, newest: int, *, frame: bytes = b"junk") -> bytes:
+        """The outcome; always of the first segment."""
+        member, token = leased[0].decode(), leased[1].decode()
+        name = f"segment:{member}:{random.getrandbits(64):x}"
+        self.store(name, frame)
+        outcome, _ = self.call("append", member, token, 0, name, len(frame), 6, 30, oldest, 1, newest)
+        return bytes(outcome)
 
     def store(self, name: str, frame: bytes, *, is_new: bool = False) -> None:
         self.client.set(self.prefix + name, frame, px=60_000, nx=is_new)
@@ -180,8 +199,8 @@ async def test_it_hands_in_no_sample_that_another_one_holds(cast: Cast) -> None:
                 assert cast.hostile.call("submit", again, str(lease.tid), token, name, 4, 4, 1, 0, 1, 0) == [b"fenced"]
             if token:
                 cast.hostile.store(name, b"junk")
-    for verb in ("release", "discard", "lose"):
-        assert cast.hostile.call(verb, str(lease.tid), late, *["x"] * (2 * (verb != "release"))) == 0
+    for verb, arguments in {"release": [], "discard": [-1, "x", "x"], "lose": ["x", "x"]}.items():
+        assert cast.hostile.call(verb, str(lease.tid), late, *arguments) == 0
     assert cast.hostile.call("renew", 30, str(lease.tid), late)[1:] == [late]
     assert await cast.worker.leases.renew([lease], 30) == set()
     assert await cast.honest.submit(lease, 0) is SubmitOutcome.ACCEPTED
@@ -242,6 +261,138 @@ async def test_it_reports_under_no_name_of_another(cast: Cast) -> None:
         cast.hostile.call("heartbeat", "big", "evil", 30_000, b"x" * 16_385, 1)
 
 
+async def test_it_takes_no_name_of_a_worker_that_is_held_up(cast: Cast) -> None:
+    await cast.worker.status.heartbeat(WORKER, 0.001)
+    await asyncio.sleep(0.01)
+    assert await cast.learner.status.workers() == ()
+    assert cast.hostile.call("heartbeat", WORKER.worker, "evil", 30_000, b"junk", 1) == 0
+    await cast.worker.status.heartbeat(WORKER, 30)
+    assert [info.host for info in await cast.learner.status.workers()] == [WORKER.host]
+
+
+async def test_no_name_is_held_for_long_without_a_word(cast: Cast, auditor: Auditor) -> None:
+    """Whoever would keep names from others has to name them again all the time."""
+    assert cast.hostile.call("heartbeat", "evil", "s", 3_600_000, b"junk", 1) == 1
+    for name in ("worker:evil", "session:evil"):
+        assert 0 < auditor.redis.pttl(auditor.keys.hidden(name)) <= 120_000
+
+
+async def test_samples_that_it_leases_under_the_name_of_another_are_not_that_ones(cast: Cast) -> None:
+    """Nor does it keep the worker from working that came second to its name."""
+    await cast.worker.status.heartbeat(WORKER, 30)
+    assert cast.hostile.call("heartbeat", "w2", "evil", 30_000, b"junk", 1) == 1
+    for name in (WORKER.worker, "w2"):
+        (leased,) = cast.hostile.lease(1, holder=f"{name} evil")
+        assert cast.hostile.submit(leased, 0, 1000) == b"fenced"
+    (lease,) = (await cast.honest.lease(1, 0, worker=WORKER.worker)).leases
+    await cast.worker.leases.give_up(lease, "no reward")
+    (second,) = (await cast.honest.lease(1, 0, worker="w2")).leases
+    assert await cast.honest.submit(second, 0) is SubmitOutcome.ACCEPTED
+    letters = (await cast.learner.status.snapshot()).dead_letters
+    assert [letter.worker for letter in letters] == [f"{WORKER.worker}?", "w2", WORKER.worker]
+
+
+async def test_segments_are_of_whoever_appended_them(cast: Cast) -> None:
+    """Whatever their frame, or who reads it, says."""
+    leased, *_ = cast.hostile.lease(1)
+    assert cast.hostile.append(leased, 0, 0) == b"appended"
+    assert cast.hostile.call("release", *leased) == 1
+    taken = (await cast.honest.lease(1, 0, worker=WORKER.worker)).leases
+    assert [str(lease.tid).encode() for lease in taken] == [leased[0]]
+    assert taken[0].segments == ()
+    other, *_ = cast.hostile.lease(1)
+    with pytest.raises(RedisError, match="ARGUMENT"):
+        cast.hostile.call("discard", *other, WORKER.worker, "x", b"")
+    cast.hostile.call("discard", *other, -1, "x", b"")
+    letters = (await cast.learner.status.snapshot()).dead_letters
+    assert [letter.worker for letter in letters] == ["evil", "evil"]
+
+
+async def test_it_wakes_and_puts_to_sleep_nobody_else(cast: Cast) -> None:
+    await cast.learner.phases.generate(cast.run.owner)
+    assert await cast.worker.phases.may_generate(WORKER.worker, 30, is_awake=False)
+    cast.hostile.call("asleep", WORKER.worker, "evil")
+    with pytest.raises(RedisError, match="ARGUMENT"):
+        cast.hostile.call("asleep", f"{WORKER.worker} {'e' * 32}", "evil")
+    assert await cast.learner.phases.train(cast.run.owner) == (WORKER.worker,)
+    await cast.worker.phases.fell_asleep(WORKER.worker)
+    assert await cast.learner.phases.train(cast.run.owner) == ()
+
+
+async def test_no_session_can_be_read(cast: Cast, auditor: Auditor) -> None:
+    """That of a worker in quarantine neither."""
+    await cast.worker.status.heartbeat(WORKER, 30)
+    await cast.learner.phases.generate(cast.run.owner)
+    await cast.worker.phases.may_generate(WORKER.worker, 30, is_awake=False)
+    assert (await cast.honest.lease(1, 0, worker=WORKER.worker)).leases
+    auditor.redis.sadd(auditor.keys.hidden("quarantined"), f"{WORKER.worker} {cast.worker.session}")
+    for verb in ("workers", "snapshot", "glance", "engines", "usage"):
+        call = f"{cast.hostile.library}_{verb}", 1, f"{cast.hostile.prefix}hidden:of:{cast.hostile.identity}"
+        with suppress(RedisError):
+            assert cast.worker.session not in repr(cast.hostile.client.fcall_ro(*call))
+
+
+async def later(cast: Cast, step: int) -> None:
+    """The run is at this step, and nothing is under way."""
+    for number in range(step):
+        while await cast.run.take(number) is None:
+            assert (await cast.honest.generate(4, number)).leases
+        await cast.learner.batches.commit(cast.run.owner, number + 1)
+        await cast.run.announce(number + 1)
+
+
+@pytest.mark.parametrize("way", ["submit", "append"])
+async def test_its_sample_is_no_older_than_the_weights_that_it_leased_for(cast: Cast, way: str) -> None:
+    """Or all of the group, others' samples among them, would be too old to be trained."""
+    await later(cast, 3)
+    for number in range(3):
+        leased, *_ = cast.hostile.lease(1, step=3)
+        hand_in = cast.hostile.submit if way == "submit" else cast.hostile.append
+        assert hand_in(leased, 2, 3) == b"fenced"
+        (mine,) = (await cast.honest.lease(1, 3)).leases
+        assert str(mine.tid).encode() == leased[0]
+        assert await cast.honest.submit(mine, 3) is SubmitOutcome.ACCEPTED
+        assert (await cast.learner.status.snapshot()).queues.rejected == number + 1
+    status = await cast.learner.status.snapshot()
+    assert status.quarantined == ("evil",)
+    assert "step 2" in status.dead_letters[-1].reason
+    with pytest.raises(ValueError, match="not enough values"):
+        (_,) = cast.hostile.lease(1, step=3)
+
+
+async def test_it_submits_nothing_again_that_is_too_old_to_be_trained(cast: Cast, auditor: Auditor) -> None:
+    """As if the server had forgotten it: the lease is over then, and what it was given for is not known any more."""
+    await later(cast, 3)
+    auditor.redis.hset(auditor.keys.hidden("meta"), "max_lag", 1)
+    first, second = cast.hostile.lease(2, step=3)
+    for leased, oldest, outcome in ((first, 1, b"fenced"), (second, 2, b"accepted")):
+        member, token = leased[0].decode(), leased[1].decode()
+        assert cast.hostile.call("release", member, token) == 1
+        cast.hostile.store(f"payload:{member}:{token}", b"junk")
+        said = (member, token, f"payload:{member}:{token}", 4, 4, 1, oldest, 1, 3)
+        assert cast.hostile.call("submit", 1, *said) == [outcome]
+
+
+async def test_nobody_is_blamed_for_going_on_after_an_older_segment_than_it_was_said_to_be(cast: Cast) -> None:
+    await later(cast, 3)
+    leased, *_ = cast.hostile.lease(1, step=3)
+    tid = parse_tid(leased[0])
+    old = Segment(
+        tid=tid,
+        index=0,
+        start=0,
+        tokens=np.full(6, 7, np.int32),
+        behavior_logprobs=np.full(6, -1, np.float32),
+        spans=(VersionSpan(0, 6, WeightVersion(1, 0)),),
+        identity=cast.hostile.identity,
+    )
+    assert cast.hostile.append(leased, 3, 3, frame=encode_segment(old)) == b"appended"
+    assert cast.hostile.call("release", *leased[:2]) == 1
+    (mine,) = (await cast.honest.lease(1, 3)).leases
+    assert (mine.tid, mine.segments) == (tid, ())
+    assert await cast.honest.submit(mine, 3) is SubmitOutcome.ACCEPTED
+
+
 async def test_its_names_are_so_many_and_no_more(cast: Cast, auditor: Auditor) -> None:
     """And make room once they are not heard of any more."""
     keys = auditor.keys
@@ -254,7 +405,7 @@ async def test_its_names_are_so_many_and_no_more(cast: Cast, auditor: Auditor) -
     assert all("4096 are alive" in str(reply) for reply in replies if reply != 1)
     with pytest.raises(BrokerError, match="4096 are alive"):
         await cast.worker.status.heartbeat(WORKER, 30)
-    auditor.redis.unlink(keys.hidden("worker:n7"))
+    auditor.redis.unlink(keys.hidden("worker:n7"), keys.hidden("session:n7"))
     await cast.worker.status.heartbeat(WORKER, 30)
     assert WORKER.worker in [info.worker for info in await cast.learner.status.workers()]
 
@@ -291,10 +442,11 @@ class Fuzz:
             "append": [member, token, 0, f"segment:{member}:1", 4, 3, 30, 0, 1, 0],
             "renew": [30, member, token],
             "release": [member, token],
-            "discard": [member, token, "w", "reason", b"head"],
+            "discard": [member, token, -1, "reason", b"head"],
             "lose": [member, token, "reason", b"head"],
             "turn": [token, 30, 0.5],
-            "awake": ["evil", 30, 1],
+            "awake": ["evil", "s", 30, 1],
+            "asleep": ["evil", "s"],
             "heartbeat": ["evil", "s", 1000, b"junk", 1],
         }
         arguments = usual.get(verb, [1, "x", "", 0, 5, "x", 1, 1, "", 0])

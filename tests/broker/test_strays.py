@@ -327,7 +327,7 @@ async def traffic(worker: Scenario, run: Scenario, steps: int) -> list[str]:
         while (batch := await run.take(step)) is None:
             for lease in (await worker.lease(rng.randrange(1, 5), step)).leases:
                 for index in range(len(lease.segments), rng.randrange(3)):
-                    reply = await worker.broker.leases.append(lease, segment(lease, index), 30)
+                    reply = await worker.broker.leases.append(lease, segment(lease, index, step), 30)
                     assert reply.outcome is AppendOutcome.APPENDED
                 if rng.random() < 0.2:
                     await worker.broker.leases.release([lease])
