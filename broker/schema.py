@@ -398,6 +398,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that get no more leases, as too many of their samples were refused."""
     dead_letters: tuple[DeadLetter, ...] = ()
     """The newest, oldest first."""
+    refused_lately: int = 0
+    """Samples refused in the last minute that no honest worker of this run sends; at most the last 1000."""
+    refused_workers: int = 0
+    """From so many worker processes."""
 
 
 class RunRules(msgspec.Struct, frozen=True, kw_only=True):

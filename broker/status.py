@@ -121,7 +121,7 @@ class StatusBoard:
             raise RunNotFoundError(
                 f"No run {self._connection.run} at {self._connection.url}. Runs there: {await self.runs_for_people()}."
             )
-        _, tally, sizes, frames, workers, quarantined, letters = reply
+        _, tally, sizes, frames, workers, quarantined, letters, (refused_lately, refused_workers) = reply
         steps = tuple(step for frame in frames if (step := self._readable(frame, StepMetrics, "a step")))
         announced = (
             WeightVersion(int(meta["announced_incarnation"]), int(meta["announced_step"]))
@@ -141,6 +141,8 @@ class StatusBoard:
             tallies=_tallies(tally),
             quarantined=tuple(sorted(set(map(_text, quarantined)))),
             dead_letters=tuple(_letter(*map(_text, letter)) for letter in reversed(letters)),
+            refused_lately=refused_lately,
+            refused_workers=refused_workers,
         )
 
     async def runs(self) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ def print_acl(run: str | None, passwords: Path | None, *, as_file: bool, is_for_
     for user in users(run, given):
         command = "user" if as_file else "ACL SETUSER"
         say(f"{command} {user.name} {' '.join(user.rules(is_for_7_0=is_for_7_0))}")
+        if not as_file:
+            say(f"CLIENT KILL USER {user.name}")  # else whoever came in by the old password stays
         if user.role not in given:
             say(f"{user.name} {user.password}", to_stderr=True)
 

@@ -1,6 +1,7 @@
 """One look at a run: versions, queue depths, workers, lag histogram, throughput, as tables or as JSON."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from broker.schema import QueueDepths, RunStatus, StepMetrics, Tallies, WeightVe
 RECENT_STEPS = 20
 """Throughput and lag are of the last so many steps."""
 BAR_WIDTH = 30
+SUSPICIOUS_WORKERS = 3
+"""One that is broken, and the one that replaced it, are no reason to suspect anybody."""
 
 
 def version_text(version: WeightVersion | None) -> str:
@@ -115,10 +118,21 @@ def _refused(status: RunStatus) -> Table:
         table.add_column(heading, overflow="fold")
     for letter in status.dead_letters:
         table.add_row(letter.tid, letter.worker, letter.reason)
-    if status.quarantined:
-        table.caption = f"No more leases for {', '.join(status.quarantined)}."
-        table.caption_justify = "left"
+    captions = [f"No more leases for {', '.join(status.quarantined)}."] if status.quarantined else []
+    table.caption = " ".join([*captions, *_suspicion(status)])
+    table.caption_justify = "left"
     return table
+
+
+def _suspicion(status: RunStatus) -> Iterator[str]:
+    """A quarantine stops no one who begins again under a new name each time."""
+    if status.refused_workers >= SUSPICIOUS_WORKERS:
+        yield (
+            f"{status.refused_lately} samples from {status.refused_workers} workers were refused within a minute:"
+            " unless their models, engines or versions of Headway are not the learner's, the worker's password is in"
+            " wrong hands. Change it. The embedded server: stop it, delete passwords/worker in its directory, start it"
+            " again. Another server: `headway acl`."
+        )
 
 
 def _lengths(tallies: Tallies) -> Table:

@@ -59,9 +59,11 @@ local function keep_blob(name, bytes)
   return is_remote(name) or call('PERSIST', PUBLIC .. name) == 1 or call('EXISTS', PUBLIC .. name) == 1
 end
 
-local function to_dead_letters(tid, worker, reason, head)
+-- `blamed`: the holder whose fault it is, told apart by a digest, as sessions are secret.
+local function to_dead_letters(tid, worker, reason, head, blamed)
   count('rejected')
-  call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'tid', tid, 'worker', worker, 'reason', reason, 'head', head)
+  call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'tid', tid, 'worker', worker, 'reason', reason, 'head', head,
+    'blamed', blamed and string.sub(redis.sha1hex(blamed), 1, 8) or '')
 end
 
 -- Does the name belong to a process that is not this session's?

@@ -75,7 +75,7 @@ end
 
 -- The holder's fault, whatever its sample is.
 local function blame(m, by, reason)
-  to_dead_letters(m, name_of(by), reason, '')
+  to_dead_letters(m, name_of(by), reason, '', by)
   strike(by)
 end
 

@@ -20,6 +20,7 @@ else
   redo(g, i)
 end
 give_up_reproducing(tonumber(ARGV[4]))
-to_dead_letters(ARGV[7], name_of(by), ARGV[8], ARGV[9])
-if ARGV[10] == 'sample' then strike(by) end
+local blamed = ARGV[10] == 'sample' and by or nil
+to_dead_letters(ARGV[7], name_of(by), ARGV[8], ARGV[9], blamed)
+strike(blamed)
 return 1

@@ -1,7 +1,8 @@
 -- include: lib_base lib_workers
 -- flags: no-writes allow-oom
 -- snapshot() -> {meta, tally, {pool, retry, leases, ready, pinned groups}, {StepMetrics frame...}, {worker, frame...},
---   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...}}
+--   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...},
+--   {samples refused in the last minute for their workers' fault, from so many workers}}
 -- Reads: meta, tally, pool, retry, leases, ready, pinned, batch:*, steps, workers, worker:*, quarantined, dead.
 local sizes, pinned = {}, 0
 for i, queue in ipairs({ 'pool', 'retry', 'leases', 'ready' }) do sizes[i] = call('ZCARD', P .. queue) end
@@ -9,15 +10,31 @@ for _, step in ipairs(call('ZRANGE', P .. 'pinned', 0, -1)) do pinned = pinned +
 sizes[5] = pinned
 
 -- Workers' users may not read it: reasons quote others' samples.
-local function dead_letters()
-  local entries, letters = redis.pcall('XREVRANGE', P .. 'dead', '+', '-', 'COUNT', 8), {}
+local function letters_since(start, most)
+  local entries, letters = redis.pcall('XREVRANGE', P .. 'dead', '+', start, 'COUNT', most), {}
   if entries.err then return letters end
   for n, entry in ipairs(entries) do
     local flat, found = entry[2], {}
     for a = 1, #flat, 2 do found[flat[a]] = flat[a + 1] end
-    letters[n] = { found.tid, found.worker, found.reason }
+    letters[n] = found
   end
   return letters
+end
+
+local function dead_letters()
+  local letters = letters_since('-', 8)
+  for n, found in ipairs(letters) do letters[n] = { found.tid, found.worker, found.reason } end
+  return letters
+end
+
+local function refused_lately()
+  local samples, workers, seen = 0, 0, { [''] = true }
+  for _, found in ipairs(letters_since(string.format('%.0f', 1000 * (now() - 60)), 1000)) do
+    local blamed = found.blamed or ''
+    if blamed ~= '' then samples = samples + 1 end
+    if not seen[blamed] then seen[blamed], workers = true, workers + 1 end
+  end
+  return { samples, workers }
 end
 
 -- Without their sessions, which nobody else is to know.
@@ -25,4 +42,4 @@ local quarantined = {}
 for n, holder in ipairs(call('SMEMBERS', P .. 'quarantined')) do quarantined[n] = name_of(holder) end
 
 return { call('HGETALL', META), call('HGETALL', P .. 'tally'), sizes, call('LRANGE', P .. 'steps', 0, -1),
-  alive_workers(), quarantined, dead_letters() }
+  alive_workers(), quarantined, dead_letters(), refused_lately() }

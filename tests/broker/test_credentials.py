@@ -71,6 +71,18 @@ async def test_a_server_that_is_started_again_takes_the_same_passwords(tmp_path:
     assert passwords[0] == passwords[1]
 
 
+async def test_a_password_that_was_deleted_is_another_one_afterwards(tmp_path: Path) -> None:
+    server, file = EmbeddedServer(tmp_path / "server", has_users=True), tmp_path / "server" / "passwords" / "worker"
+    with server:
+        before = file.read_text()
+    file.unlink()
+    with server:
+        await (await opened(server, Role.WORKER)).close()
+        assert file.read_text() != before
+        with pytest.raises(BrokerUnavailableError, match="refuses our user or password"):
+            await open_broker(server.url.replace("://", f"://headway-worker:{before.strip()}@"), "r", timeout_s=2)
+
+
 def test_passwords_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "passwords").touch()
     with pytest.raises(HeadwayError, match=r"passwords cannot be kept in .*choose another directory"):

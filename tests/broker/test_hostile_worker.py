@@ -292,6 +292,17 @@ async def test_samples_that_it_leases_under_the_name_of_another_are_not_that_one
     assert [letter.worker for letter in letters] == [f"{WORKER.worker}?", "w2", WORKER.worker]
 
 
+async def test_whoever_begins_again_under_new_names_is_noticed(cast: Cast) -> None:
+    """A quarantine does not stop it; what an honest one hands back is not counted."""
+    (lease,) = (await cast.honest.lease(1, 0)).leases
+    await cast.worker.leases.give_up(lease, "no reward")
+    for number in range(4):
+        (leased,) = cast.hostile.lease(1, holder=f"evil{number} {number}")
+        assert cast.hostile.submit(leased, 0, 1000) == b"fenced"
+    status = await cast.learner.status.snapshot()
+    assert (status.refused_lately, status.refused_workers, status.queues.rejected) == (4, 4, 5)
+
+
 async def test_segments_are_of_whoever_appended_them(cast: Cast) -> None:
     """Whatever their frame, or who reads it, says."""
     leased, *_ = cast.hostile.lease(1)

@@ -4,6 +4,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+import redis
 from click.testing import CliRunner, Result
 
 from broker import open_broker
@@ -37,9 +38,29 @@ def test_commands_for_all_runs_with_given_passwords(tmp_path: Path) -> None:
     file.write_text("learner: one\nworker: two\nobserver: three\n")
     printed = acl("--passwords", str(file))
     assert printed.stderr == ""
-    lines = printed.stdout.splitlines()
-    assert [line.split()[:3] for line in lines] == [["ACL", "SETUSER", f"headway-{role}"] for role in Role]
+    commands = [line.split()[:4] for line in printed.stdout.splitlines()]
+    for role, given, ended in zip(Role, commands[::2], commands[1::2], strict=True):
+        assert (given[:3], ended) == (
+            ["ACL", "SETUSER", f"headway-{role}"],
+            ["CLIENT", "KILL", "USER", f"headway-{role}"],
+        )
     assert acl("--passwords", str(file)).stdout == printed.stdout
+
+
+async def test_another_password_ends_what_came_in_by_the_old_one(tmp_path: Path, run_name: str) -> None:
+    with EmbeddedServer(tmp_path) as server, redis.Redis.from_url(server.url) as admin:
+        old = dict.fromkeys(Role, "old")
+        for password in ("old", "new"):
+            file = tmp_path / "passwords.yaml"
+            file.write_text("".join(f"{role}: {old[role] if role is not Role.WORKER else password}\n" for role in Role))
+            if password == "new":
+                intruder = redis.Redis.from_url(server.url.replace("unix://", "unix://headway-worker:old@"))
+                assert intruder.ping()
+            for line in acl("--passwords", str(file)).stdout.splitlines():
+                admin.execute_command(*line.split())
+        with pytest.raises(redis.exceptions.RedisError):
+            intruder.ping()
+        intruder.close()
 
 
 @pytest.mark.parametrize(

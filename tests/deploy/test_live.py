@@ -143,6 +143,15 @@ def test_status_names_who_sent_what_cannot_be() -> None:
     assert "Refused" not in text_of(status_tables(run_status()))
 
 
+def test_status_says_when_many_workers_send_what_cannot_be() -> None:
+    letter = DeadLetter(tid="0000-00000007:0:3", worker="w", reason="token id 999999")
+    status = replace(run_status(), dead_letters=(letter,), refused_lately=12, refused_workers=4)
+    text = " ".join(text_of(status_tables(status)).split())
+    assert "12 samples from 4 workers were refused within a minute" in text
+    assert "delete passwords/worker" in text
+    assert "refused within" not in text_of(status_tables(replace(status, refused_workers=2)))
+
+
 def test_status_as_json() -> None:
     status = status_json(run_status())
     assert status["announced"] == "1.37"
