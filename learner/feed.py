@@ -18,7 +18,7 @@ class PromptFeed:
         self._next: list[Prompt] = []
         """Drawn from the cursor, and not yet known to have arrived: an outage must not lose them."""
         self._is_closed = False
-        self._fed_again_to = ""
+        self._fed_in_vain_to = ""
 
     async def keep_ahead(self) -> None:
         """Feeds what is missing; after the last prompt says that no more will come. Repeating is harmless."""
@@ -39,9 +39,10 @@ class PromptFeed:
         self._is_closed = False
 
     async def _feed_lost(self, has_lost: bool) -> None:
-        """Where the server has lost prompts, feeds again what was fed; a resumed learner has yet to come to some."""
+        """Where the server has lost prompts, feeds again what was fed. Where that brings nothing back, what is lost is
+        yet to be drawn (a resumed learner's cursor is behind), and the next try waits until the cursor has moved."""
         if not has_lost:
-            self._fed_again_to = ""
-        elif self._fed_again_to != self._cursor.position:
-            await self._prompts.feed(self._cursor.fed_before(), self._owner)
-            self._fed_again_to = self._cursor.position
+            self._fed_in_vain_to = ""
+        elif self._fed_in_vain_to != self._cursor.position:
+            brought_back = await self._prompts.feed(self._cursor.fed_before(), self._owner)
+            self._fed_in_vain_to = "" if brought_back else self._cursor.position

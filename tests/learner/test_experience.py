@@ -374,15 +374,33 @@ def test_a_prompt_that_the_server_lost_is_fed_again(url: str) -> None:
         with pytest.raises(Interrupted):
             learner.take(0)
         lost = "0000-00000001"
-        blocking.call(
-            blocking.broker._connection.execute("SET", blocking.broker._connection.keys.prompt(lost), b"junk")
-        )
+        damage_prompt(blocking, lost)
         assert lost not in generate(blocking, 0, 2)
         assert blocking.call(blocking.broker.prompts.waiting())[1]
         with pytest.raises(Interrupted):
             learner.take(0)
         assert not blocking.call(blocking.broker.prompts.waiting())[1]
         assert lost in generate(blocking, 0, 2)
+
+
+def test_a_prompt_that_is_lost_as_soon_as_it_was_fed_again_is_fed_once_more(url: str) -> None:
+    with experience(url, CheckpointMark(0, 0), after(1)) as (learner, blocking):
+        publish(learner, 0)
+        with pytest.raises(Interrupted):
+            learner.take(0)
+        lost = "0000-00000000"
+        for _ in range(2):
+            damage_prompt(blocking, lost)
+            assert lost not in generate(blocking, 0, 1)
+            assert blocking.call(blocking.broker.prompts.waiting())[1]
+            learner.feed()
+        assert not blocking.call(blocking.broker.prompts.waiting())[1]
+        assert lost in generate(blocking, 0, 1)
+
+
+def damage_prompt(blocking: BlockingBroker, group: str) -> None:
+    connection = blocking.broker._connection
+    blocking.call(connection.execute("SET", connection.keys.prompt(group), b"junk"))
 
 
 def blocking_key(blocking: BlockingBroker, name: str) -> str:
