@@ -110,12 +110,8 @@ def _worker_resubmission() -> None:
 
 def _rewind_fork() -> None:
     """What an abandoned branch's weights sampled stays valid."""
-    _edit("submit", "if incarnation < tonumber(forks[a]) and step > tonumber(forks[a + 1]) then return true end", "")
-    _edit("claim", "if number('incarnation') > 1 then fork(", "if false then fork(")
-    _edit("version", "  fork(incarnation, step)\n", "")
-    _edit("reassert", "  fork(ARGV[1], forked)\n", "")
-    _edit("reassert", "if name == 'announced' and step < held_step then fork(incarnation, step) end", "")
-    _edit("take", "if announced <= step and number('newest_step') > step then sweep_abandoned(queue) end", "")
+    begins = "local function fork(incarnation, step)\n"
+    _edit("claim", begins, begins + "  do return end\n")
 
 
 def _frame_checksum() -> None:
@@ -161,7 +157,10 @@ PROTECTIONS = {
     "lease_expiry": Protection(_lease_expiry, {"kill worker": 4.0}),
     "commit_after_checkpoint": Protection(_commit_after_checkpoint, {"kill learner": 5.0}),
     "over_bound_check": Protection(_over_bound_check, {"stop worker": 3.0, "kill worker": 4.0}),
-    "rewind_fork": Protection(_rewind_fork, {"blackout": 6.0}, covered_by="take's sweep of tokens newer than its step"),
+    # After a blackout the server refuses tokens newer than what it still knows of, and takes of the learner those newer
+    # than its step. Nothing but the fork refuses those of a step that is reached again by other weights, as it is when
+    # a learner dies and a batch that is to be replayed is damaged.
+    "rewind_fork": Protection(_rewind_fork, {"kill learner": 4.0, "damage blob": 0.3, "blackout": 12.0}),
     "worker_resubmission": Protection(
         _worker_resubmission, {"power loss": 3.0}, covered_by="lost samples are leased again", saves_work=True
     ),

@@ -31,10 +31,13 @@ from benchmarks.chaos.tasks import (
 from benchmarks.chaos.trail import Beginning, Lineage, StepRecord, Trail, Trained
 from benchmarks.chaos.trial import GROUP_SIZE, MAX_LAG
 from benchmarks.chaos.user_code import text_of
-from broker import verbs
+from broker import Broker, verbs
+from broker.batches import CheckpointMark
 from broker.keys import Keys
+from broker.leases import SubmitOutcome
 from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from learner.prompts.cursor import group_at
+from tests.broker.scenario import begin, rules
 
 STEPS = 6
 """Of the trails below; step k trains group k."""
@@ -209,6 +212,22 @@ def test_every_protection_is_still_where_it_is_taken_out(name: str, whole_again:
     take_out(name)  # asserts that it found what it edits
     if name in ("owner_fence", "server_fence", "over_bound_check", "rewind_fork", "identity_check"):
         assert library_text() != before
+
+
+@pytest.mark.parametrize(
+    ("taken_out", "outcome"), [("", SubmitOutcome.FENCED), ("rewind_fork", SubmitOutcome.ACCEPTED)]
+)
+async def test_nothing_but_the_fork_refuses_weights_of_a_step_that_is_reached_again(
+    taken_out: str, outcome: SubmitOutcome, broker: Broker, whole_again: None
+) -> None:
+    take_out(taken_out)
+    first = await begin(broker, rules(1))
+    await first.announce(1)
+    (lease,) = (await first.lease(1, 1)).leases
+    resumed = await begin(broker, rules(1), checkpoint=CheckpointMark(1, 0), resume=True)
+    await resumed.announce(0)
+    await resumed.announce(1)
+    assert await first.submit(lease, WeightVersion(1, 1)) is outcome
 
 
 def library_text() -> str:
