@@ -4,6 +4,7 @@ MEAN_S = {
     "kill worker": 4.0,
     "kill learner": 11.0,
     "kill server": 30.0,
+    "blackout": 40.0,
     "power loss": 14.0,
     "stop worker": 16.0,
     "stop learner": 40.0,
@@ -17,4 +18,4 @@ MEAN_S = {
     "flood": 20.0,
     "fill disk": 25.0,
 }
-"""Between two of a kind, exponentially distributed. A `blackout` strikes only where it is asked for."""
+"""Between two of a kind, exponentially distributed."""

@@ -160,7 +160,7 @@ PROTECTIONS = {
     # After a blackout the server refuses tokens newer than what it still knows of, and takes of the learner those newer
     # than its step. Nothing but the fork refuses those of a step that is reached again by other weights, as it is when
     # a learner dies and a batch that is to be replayed is damaged.
-    "rewind_fork": Protection(_rewind_fork, {"kill learner": 4.0, "damage blob": 0.3, "blackout": 12.0}),
+    "rewind_fork": Protection(_rewind_fork, {"kill learner": 4.0, "damage blob": 0.3}),
     "worker_resubmission": Protection(
         _worker_resubmission, {"power loss": 3.0}, covered_by="lost samples are leased again", saves_work=True
     ),
