@@ -29,7 +29,7 @@ from redis.exceptions import NoPermissionError
 
 from .blobs import Storage
 from .connection import Argument, Connection, Page
-from .errors import BrokerError
+from .errors import BrokerError, HeadwayError
 from .inspection import fields_of
 from .keys import PREFIX, Keys, is_name
 from .owner import Owner
@@ -83,8 +83,10 @@ class Strays:
         """How workers store blobs; to be set before the first sweep."""
 
     async def begin(self, owner: Owner) -> None:
-        """Sweeps from now on, until `end` or until somebody else owns the run."""
+        """Sweeps from now on until `end`. Where memory is short already it returns after the first sweep."""
         await self.end()
+        if await self.is_short_of_memory():
+            await self._try_to_sweep(owner)
         self._sweeping = asyncio.create_task(self._sweep_on(owner))
 
     async def end(self) -> None:
@@ -115,16 +117,22 @@ class Strays:
     async def _sweep_on(self, owner: Owner) -> None:
         pause_s = _PAUSE_S
         while True:
-            try:
-                is_short = await self.is_short_of_memory()
-                self._connection.lacks_memory.clear()
-                swept = await self.sweep(owner, is_short=is_short)
-                self._tell(swept)
-                pause_s = min(2 * pause_s, EVERY_S) if is_short and not swept.keys else _PAUSE_S
-            except BrokerError as error:
-                self._complain(error)
+            has_helped = await self._try_to_sweep(owner)
+            pause_s = _PAUSE_S if has_helped else min(2 * pause_s, EVERY_S)
             await asyncio.sleep(pause_s)
             await self._wait()
+
+    async def _try_to_sweep(self, owner: Owner) -> bool:
+        """False where memory is short and nothing could be done about it."""
+        try:
+            is_short = await self.is_short_of_memory()
+            self._connection.lacks_memory.clear()
+            swept = await self.sweep(owner, is_short=is_short)
+        except HeadwayError as error:
+            self._complain(error)
+            return True
+        self._tell(swept)
+        return not is_short or swept.keys > 0
 
     async def _wait(self) -> None:
         """For the next minute, or until memory runs short."""
@@ -146,15 +154,15 @@ class Strays:
                 "%d of %d keys (%d bytes) that were freed on the server at %s are none that workers of ours leave (nor"
                 " a cluster's node, unless it lost its last writes): somebody uses a worker's password to fill its"
                 " memory. Change it. The embedded server: stop it, delete passwords/worker in its directory, start it"
-                " and the workers again. Your own: `headway acl` makes new rules, and `CLIENT KILL USER` ends the"
-                " connections that were made with the old password.",
+                " and the workers again. Your own: set the user up anew (`headway acl`), and end the connections that"
+                " were made with the old password (`CLIENT KILL USER`).",
                 swept.foreign,
                 swept.keys,
                 swept.bytes,
                 self._connection.url,
             )
 
-    def _complain(self, error: BrokerError) -> None:
+    def _complain(self, error: HeadwayError) -> None:
         """Once about each kind of trouble: the learner itself tells of a server that is away."""
         if isinstance(error.__cause__, NoPermissionError) and str(error) != self._said:
             self._said = str(error)

@@ -173,6 +173,18 @@ async def test_a_full_server_that_restarted_is_swept_before_it_is_told_anything(
     await go_on(pair)
 
 
+async def test_a_learner_takes_over_a_run_on_a_full_server(pair: Pair, server: EmbeddedServer, run_name: str) -> None:
+    await fill(pair, "fresh payload")
+    async with AsyncExitStack() as stack:
+        learner = await open_broker(pair.learner.url, run_name)
+        stack.push_async_callback(learner.close)
+        claim = await learner.batches.claim(checkpoint=FRESH, rules=rules(8), config=b"recipe", resume=True)
+        with pytest.raises(BrokerUnavailableError, match="out of memory"):
+            await learner.versions.put_model(claim.owner, MODEL)
+        await learner.strays.begin(claim.owner)
+        await learner.versions.put_model(claim.owner, MODEL)
+
+
 def _grouped(words: list[str]) -> Iterator[str]:
     """Selectors are one word each."""
     open_ones = list[str]()

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from broker import BlockingBroker
 from broker.schema import RunStatus, WorkerInfo
 from tests.broker.topologies import wait_until
 
@@ -32,6 +33,7 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
     with watching(looks["HEADWAY_BROKER"], RUN, terminals) as watch:
         drained = terminals.open("drained", "worker", **works)
         killed = terminals.open("killed", "workers", **works)
+        misuse_password(works["HEADWAY_BROKER"])
         learner = terminals.open("learner", "learner", learners_recipe(terminals), **learns)
         watch.until("both generate", lambda status: all(is_busy(status, worker) for worker in (drained, killed)))
         watch.until_step(2)
@@ -64,6 +66,7 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
     assert summary(run)["mixed_version_trajectories"] > 0
     assert summary(run)["weight_versions"] == STEPS + 1
     check_nothing_is_shared(terminals)
+    assert "somebody uses a worker's password" in " ".join(learner.said.split())
     for terminal in (learner, joined):
         assert "Warning" not in terminal.said, terminal.said
 
@@ -75,6 +78,14 @@ def exported(terminals: Terminals, server: Terminal, command: str) -> dict[str, 
     (position,) = [number for number, line in enumerate(lines) if line.startswith(f"  headway {command}")]
     settings = dict(word.split("=", 1) for word in shlex.split(lines[position - 1])[1:])
     return {**settings, "HEADWAY_RUN": RUN}
+
+
+def misuse_password(url: str) -> None:
+    """To store what no worker of ours stores."""
+    blocking = BlockingBroker(url, RUN)
+    connection = blocking.broker._connection
+    blocking.call(connection.execute("SET", connection.keys("hidden:x"), b"junk"))
+    blocking.close()
 
 
 def learners_recipe(terminals: Terminals) -> Path:
