@@ -48,7 +48,7 @@ _PATIENCE_S = 60.0
 """With a worker that has stored a blob and not recorded it: it may have been stopped meanwhile."""
 _SHORT_PATIENCE_S = 20.0
 """The same where memory is short, on other shards: twice as long as a worker's request may take."""
-_AT_A_TIME = 100
+_OWN_AT_A_TIME, _ON_A_SHARD_AT_A_TIME = 500, 100
 _KEY = re.compile(rb"headway:\{([^}]*)\}:(.*)", re.DOTALL)
 _BLOB_ON_A_SHARD = re.compile(rb"headway:\{[^}/]*/(\d+)\}:((?:payload|segment):[^}]+:\d+:\d+:[\w.-]+)", re.DOTALL)
 _SIGNS_OF_A_RUN = ("identity", "verbs", "config", "secret")
@@ -101,8 +101,11 @@ class Strays:
         BrokerError where our user may not look."""
         group, swept = await self._versions.group(), Swept()
         request = _Request(owner, group.meeting if group else "", is_short)
+        own = list[bytes]()
         async for page in self._connection.pages(f"{PREFIX}{{*"):
-            swept += await self._sweep_page(request, page)
+            swept += await self._sweep_page(request, page, own)
+        for names in _batched(sorted(own), _OWN_AT_A_TIME):  # segments of a sample are looked up together
+            swept += await self._sweep_own(request, names)
         return swept
 
     async def is_short_of_memory(self) -> bool:
@@ -169,8 +172,9 @@ class Strays:
             log.warning("Keys that nobody needs cannot be freed: %s", error)
         log.debug("A sweep of the server failed: %s", error)
 
-    async def _sweep_page(self, request: "_Request", page: Page) -> Swept:
-        own, on_shards, others = list[bytes](), list[bytes](), list[bytes]()
+    async def _sweep_page(self, request: "_Request", page: Page, own: list[bytes]) -> Swept:
+        """Adds names of the run's own keys to `own`."""
+        on_shards, others = list[bytes](), list[bytes]()
         of_the_learner = self._connection.keys.hidden("").encode()
         for key in page.keys:
             match = _KEY.fullmatch(key)
@@ -183,15 +187,17 @@ class Strays:
             else:
                 others.append(key)
         swept = Swept()
-        for names in _batched(own):
-            swept += await self._sweep_own(request, names)
-        for keys in _batched(on_shards):
+        for keys in _batched(sorted(on_shards), _ON_A_SHARD_AT_A_TIME):
             swept += await self._sweep_shard(request, page, keys)
         return swept + await self._free(page, await self._of_no_run(others), foreign=True)
 
     async def _sweep_own(self, request: "_Request", names: Sequence[bytes]) -> Swept:
         patience_ms = 0 if request.is_short else int(1000 * _PATIENCE_S)
-        return Swept(*await self._ask(request, "strays", self._ttl_ms, patience_ms, request.meeting, *names))
+        settings, swept = (self._ttl_ms, patience_ms, request.meeting), Swept()
+        while names:
+            keys, freed_bytes, foreign, judged = await self._ask(request, "strays", *settings, *names)
+            swept, names = swept + Swept(keys, freed_bytes, foreign), names[judged:]
+        return swept
 
     async def _sweep_shard(self, request: "_Request", page: Page, keys: Sequence[bytes]) -> Swept:
         """By age, on a node whose functions do not know what is recorded."""
@@ -199,7 +205,7 @@ class Strays:
         markers = [key for key in keys if key.endswith(b"}:durable") and key.count(b"}") == 1]
         sizes = await self._connection.ask(page, [("STRLEN", key) for key in (*blobs, *markers)])
         left_ms = await self._connection.ask(page, [("PTTL", key) for key in blobs])
-        said = await self._ask(request, "recorded", *blobs.values()) if blobs else []  # last: it is never unsaid
+        said = await self._bytes_said(request, list(blobs.values()))  # last: it is never unsaid
         harmless = {key for key, size in zip(markers, sizes[len(blobs) :], strict=True) if size == 0}
         foreign = [key for key in keys if key not in blobs and key not in harmless]
         left_over, recorded = list[bytes](), list[bytes]()
@@ -215,6 +221,13 @@ class Strays:
                 recorded.append(key)
         await self._connection.ask(page, [("PERSIST", key) for key in recorded])
         return await self._free(page, left_over, foreign=False) + await self._free(page, foreign, foreign=True)
+
+    async def _bytes_said(self, request: "_Request", names: Sequence[bytes]) -> list[int]:
+        """How many bytes each blob was said to have when it was recorded."""
+        said = list[int]()
+        while len(said) < len(names):
+            said += await self._ask(request, "recorded", *names[len(said) :])
+        return said
 
     async def _free(self, page: Page, keys: Sequence[bytes], *, foreign: bool) -> Swept:
         sizes = await self._connection.ask(page, [("MEMORY", "USAGE", key) for key in keys])
@@ -262,6 +275,6 @@ class _Request:
         return _SHORT_PATIENCE_S if self.is_short else _PATIENCE_S
 
 
-def _batched(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    for start in range(0, len(keys), _AT_A_TIME):
-        yield keys[start : start + _AT_A_TIME]
+def _batched(keys: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:
+    for start in range(0, len(keys), size):
+        yield keys[start : start + size]

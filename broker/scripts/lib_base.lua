@@ -101,19 +101,35 @@ end
 -- Its name, bytes and tokens, and the name of the worker that appended it.
 local function parse_segment(entry) return string.match(entry, '^(%S+) (%d+) (%d+) ?(%S*)$') end
 
--- How many bytes a blob was said to have when it was recorded; nil where no group holds it.
-local function recorded_bytes(name)
+-- {bytes that each segment of a sample was said to have, by name}; more than so many no sample has, and what stands behind
+-- them is not looked for, as that would hold up everybody else.
+local MOST_SEGMENTS = 10000
+local function said_of_segments(m)
+  local said = {}
+  for _, entry in ipairs(call('LRANGE', segments_key(m), 0, MOST_SEGMENTS - 1)) do
+    local name, bytes = parse_segment(entry)
+    said[name] = tonumber(bytes)
+  end
+  return said
+end
+
+local MOST_ENTRIES = MOST_SEGMENTS
+-- How many bytes a blob was said to have when it was recorded; nil where no group holds it. `seen` keeps the segments of
+-- samples for the next blob of the same call;
+-- once `seen.entries` of them were looked at, the call had better end.
+local function recorded_bytes(name, seen)
   local kind, m = string.match(name, '^%d*/?(%a+):(.+):[%w._-]+$')
   local g, _, i = parse(m or '')
   if not g then return end
-  if kind == 'payload' then
-    local held, bytes = fields(g, 'payload:' .. i, 'bytes:' .. i)
-    return held == name and tonumber(bytes) or nil
+  if kind == 'segment' then
+    if not seen[m] then
+      seen[m] = said_of_segments(m)
+      seen.entries = (seen.entries or 0) + math.min(MOST_SEGMENTS, call('LLEN', segments_key(m)))
+    end
+    return seen[m][name]
   end
-  for _, entry in ipairs(call('LRANGE', segments_key(m), 0, -1)) do
-    local held, bytes = parse_segment(entry)
-    if held == name then return tonumber(bytes) end
-  end
+  local held, bytes = fields(g, 'payload:' .. i, 'bytes:' .. i)
+  return held == name and tonumber(bytes) or nil
 end
 
 -- Frees the segments of sample i, which has some; how many tokens they had.

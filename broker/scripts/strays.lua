@@ -1,7 +1,7 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
 -- strays(incarnation, owner, server | '', payload TTL in ms, patience in ms, current meeting | '', name...)
---   -> {keys, bytes, keys that no worker of ours leaves}
+--   -> {keys, bytes, keys that no worker of ours leaves, how many names were judged, not to hold up others}
 -- Frees of these keys what the run does not need: hidden ones without its secret; blobs that were not recorded within
 -- `patience`, or are larger than they were said to be; words of meetings that are over. Nothing that is recorded is touched.
 -- Touches: hidden:*, payload:*, segment:*, joining:*, durable.
@@ -11,10 +11,12 @@ local ttl, patience = tonumber(ARGV[4]), tonumber(ARGV[5])
 local MOST_WORDS, MOST_BYTES = 100000, 2 ^ 24 -- of a meeting
 local LEFT_OVER, FOREIGN = 1, 2 -- by a worker that died or came too late, or by nobody who runs our program
 
+local seen = {}
+
 local function judge_blob(name)
   local left = call('PTTL', PUBLIC .. name)
   if left >= 0 and left <= ttl and ttl - left < patience then return end
-  local bytes = recorded_bytes(name)
+  local bytes = recorded_bytes(name, seen)
   if not bytes then return left >= 0 and left <= ttl and LEFT_OVER or FOREIGN end
   if call('STRLEN', PUBLIC .. name) > bytes then return FOREIGN end
   if left >= 0 then call('PERSIST', PUBLIC .. name) end -- stored once more by a worker that died before it said so
@@ -36,7 +38,7 @@ local function judge(name)
   if name == 'durable' and call('STRLEN', PUBLIC .. name) > 0 then return FOREIGN end
 end
 
-local freed, bytes, foreign = 0, 0, 0
+local freed, bytes, foreign, judged = 0, 0, 0, 0
 for a = 7, #ARGV do
   local verdict = judge(ARGV[a])
   if verdict then
@@ -44,5 +46,7 @@ for a = 7, #ARGV do
     if verdict == FOREIGN then foreign = foreign + 1 end
     call('UNLINK', PUBLIC .. ARGV[a])
   end
+  judged = judged + 1
+  if (seen.entries or 0) > MOST_ENTRIES then break end
 end
-return { freed, bytes, foreign }
+return { freed, bytes, foreign, judged }

@@ -281,6 +281,22 @@ async def test_what_is_larger_than_it_was_said_to_be_is_generated_anew(
     assert (await pair.learner.status.snapshot()).quarantined == ()
 
 
+async def test_many_segments_of_one_sample_hold_up_nobody(pair: Pair, server: EmbeddedServer) -> None:
+    """As far as a sample can have them they stay."""
+    (lease,) = (await pair.worker.lease(1, 0)).leases
+    assert (await pair.worker.broker.leases.append(lease, segment(lease, 0), 30)).outcome is AppendOutcome.APPENDED
+    (queue,) = [name for name in names(server) if b":segments:" in name]
+    (first,) = ask(server, "LRANGE", queue, 0, -1)
+    with redis.Redis.from_url(server.url) as client, client.pipeline(transaction=False) as pipe:
+        for n in range(1, 12_000):
+            name = b"segment:%s:x%d" % (str(lease.tid).encode(), n)
+            pipe.rpush(queue, b" ".join([name, *first.split(b" ")[1:]]))
+            pipe.set(pair.keys("").encode() + name, b"x")
+        pipe.execute()
+    assert (await pair.sweep()).foreign == 2_000
+    assert (await pair.sweep()).foreign == 0
+
+
 async def test_words_of_a_meeting_stay_while_it_lasts(server: EmbeddedServer, pair: Pair) -> None:
     owner, learner, worker = pair.run.owner, pair.learner, pair.worker.broker
     await learner.versions.put_group(owner, replace(broadcast_group(), meeting="now"))
