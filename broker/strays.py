@@ -157,8 +157,8 @@ class Strays:
                 "%d of %d keys (%d bytes) that were freed on the server at %s are none that workers of ours leave (nor"
                 " a cluster's node, unless it lost its last writes): somebody uses a worker's password to fill its"
                 " memory. Change it. The embedded server: stop it, delete passwords/worker in its directory, start it"
-                " and the workers again. Your own: set the user up anew (`headway acl`), and end the connections that"
-                " were made with the old password (`CLIENT KILL USER`).",
+                " and the workers again. Your own: tell it the `ACL SETUSER` and `CLIENT KILL` lines for the worker"
+                " that `headway acl` prints.",
                 swept.foreign,
                 swept.keys,
                 swept.bytes,
