@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from benchmarks.throughput import checkpoint, isolated
 from benchmarks.throughput.results import last_words
 from benchmarks.throughput.shapes import shape_of
-from broker.codec import decode_trajectory, encode_trajectory
 from broker.schema import Lease, Prompt, Trajectory, TrajectoryId, WeightVersion
+from broker.wire.codec import decode_trajectory, encode_trajectory
 from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.config import ModelConfig, OptimizerConfig

@@ -18,7 +18,6 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from broker import codec
 from broker.schema import (
     SCHEMA_VERSION,
     BroadcastGroup,
@@ -39,6 +38,7 @@ from broker.schema import (
     WeightVersion,
     WorkerInfo,
 )
+from broker.wire import codec
 
 HEADER = struct.Struct("<4sHHII")
 _NUMBERS = (

@@ -25,7 +25,7 @@ was dropped by a stated rule and counted. This room imports nothing of ours.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .client import BlockingBroker, Broker, open_broker
+    from .client.broker import BlockingBroker, Broker, open_broker
 
 __all__ = ["BlockingBroker", "Broker", "open_broker"]
 
@@ -34,6 +34,6 @@ def __getattr__(name: str) -> Any:
     """The client is imported when first used: `broker.config` and `broker.errors` must cost nothing."""
     if name not in __all__:
         raise AttributeError(name)
-    from . import client
+    from .client import broker as client
 
     return getattr(client, name)

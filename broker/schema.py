@@ -1,6 +1,6 @@
 """Everything that crosses a process boundary: frozen structs without behaviour, one schema number.
 
-Numpy arrays travel as raw little-endian buffers (see `broker.codec`); everything else is msgpack. A change to
+Numpy arrays travel as raw little-endian buffers (see `broker.wire.codec`); everything else is msgpack. A change to
 a field that older peers cannot read raises SCHEMA_VERSION; peers refuse frames of another number instead of
 guessing.
 """
@@ -220,7 +220,7 @@ class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     transport: Literal["gloo", "nccl", "ucc", "ipc"]
     meeting: str
-    """Where its members and the learner hear of each other (`broker.meetings`)."""
+    """Where its members and the learner hear of each other (`broker.client.meetings`)."""
     learner: str
     """The learner's address, for those who look for the interface that leads to it."""
     timeout_s: float

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from broker.access import Role, users
 from broker.errors import ConfigError
+from broker.server.access import Role, users
 
 from .config_files import read_yaml
 from .printing import say

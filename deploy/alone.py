@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 from rich.live import Live
 
-from broker.address import without_password
-from broker.client import BlockingBroker
+from broker.client.broker import BlockingBroker
+from broker.connection.address import without_password
 from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, RunNotFoundError
 from broker.keys import check_worker_name
 from broker.schema import RunStatus

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from broker.address import without_secrets
+from broker.connection.address import without_secrets
 from broker.errors import ConfigError
 from learner.config import AlgorithmConfig, preset_defaults
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from broker.codec import MAX_TOKENS
+from broker.wire.codec import MAX_TOKENS
 
 from .recipe import Recipe
 

@@ -134,7 +134,7 @@ def _rdma() -> list[str]:
 
 
 def _servers() -> tuple[Finding, ...]:
-    from broker.server import find_server
+    from broker.server.embedded import find_server
 
     try:
         path, problem = str(find_server()), ""

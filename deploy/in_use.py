@@ -2,9 +2,9 @@
 
 from datetime import datetime
 
-from broker.client import BlockingBroker
+from broker.client.broker import BlockingBroker
+from broker.client.holding import TTL_S, Holder, Use
 from broker.errors import HeadwayError
-from broker.holding import TTL_S, Holder, Use
 from rollout_workers.run_end import RUN_OVER
 
 PATIENCE_S = 3.0

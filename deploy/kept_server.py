@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from broker.access import Role
-from broker.server import EmbeddedServer
+from broker.server.access import Role
+from broker.server.embedded import EmbeddedServer
 
 from .processes import guarded
 from .supervisor import HEALTHY_S, RoleFailedError

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from broker.client import BlockingBroker
+from broker.client.broker import BlockingBroker
 from broker.errors import HeadwayError, RunNotFoundError
 from broker.schema import RunStatus, StepMetrics
 from rollout_workers.run_end import RUN_OVER

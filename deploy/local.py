@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from broker.access import Role
-from broker.address import PASSWORD_FILE, with_whole_paths, without_secrets
-from broker.client import BlockingBroker
+from broker.client.broker import BlockingBroker
+from broker.connection.address import PASSWORD_FILE, with_whole_paths, without_secrets
+from broker.server.access import Role
 from learner.rewind import Rewind
 
 from .colocation import worker_gpus

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
-from broker.client import Broker, open_broker
+from broker.client.broker import Broker, open_broker
 from broker.errors import BrokerError, ForeignRunError, HeadwayError
 from broker.user_code.roots import ImportRoots
 

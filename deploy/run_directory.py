@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from broker.address import without_secrets
+from broker.client.holding import Holder
+from broker.connection.address import without_secrets
 from broker.errors import ConfigError, HeadwayError
-from broker.holding import Holder
 from broker.keys import is_name
 from learner.disk import FULL
 

@@ -7,9 +7,9 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from broker.client import BlockingBroker
+from broker.client.broker import BlockingBroker
+from broker.client.usage import RunUsage
 from broker.errors import RunNotFoundError
-from broker.usage import RunUsage
 
 from .in_use import described, refuse_if_in_use
 from .printing import say, say_json

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from broker.access import Role
-from broker.address import without_password
-from broker.client import BlockingBroker
+from broker.client.broker import BlockingBroker
+from broker.connection.address import without_password
 from broker.errors import HeadwayError
-from broker.server import EmbeddedServer
+from broker.server.access import Role
+from broker.server.embedded import EmbeddedServer
 
 from .printing import complain, say
 from .processes import guarded

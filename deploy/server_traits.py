@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
-from broker.address import without_password
+from broker.connection.address import without_password
+from broker.connection.inspection import inspect
 from broker.errors import BrokerError
-from broker.inspection import inspect
 
 
 def check_traits(url: str, say: Callable[[str], object], *, timeout_s: float) -> None:

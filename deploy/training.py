@@ -15,10 +15,10 @@ import torch
 from msgspec.structs import replace
 
 from broker import BlockingBroker
-from broker.batches import CheckpointMark, Claim, Contains, new_identity
+from broker.client.batches import CheckpointMark, Claim, Contains, new_identity
+from broker.client.holding import Holder
+from broker.client.phases import Phases
 from broker.errors import ConfigError
-from broker.holding import Holder
-from broker.phases import Phases
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
 from learner.backends.base import Backend
 from learner.checkpoint import Checkpoint, CheckpointStore

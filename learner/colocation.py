@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from broker import BlockingBroker
+from broker.client.phases import LENT_S, LONGEST_WAIT_S, RENEW_S, Phases
 from broker.errors import BrokerError
-from broker.phases import LENT_S, LONGEST_WAIT_S, RENEW_S, Phases
 
 from .backends.base import Trained
 from .experience import Experience

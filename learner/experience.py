@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from broker import BlockingBroker
-from broker.batches import Claim
+from broker.client.batches import Claim
 from broker.errors import HeadwayError, RunNotFoundError
 from broker.schema import Group, Probe, RunStatus, StepMetrics, TrajectoryId, WeightVersion
 from weightsync.publisher import Publication, Publisher

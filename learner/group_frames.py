@@ -2,8 +2,8 @@
 
 import msgspec
 
-from broker.codec import decode, decode_trajectory, encode, encode_trajectory
 from broker.schema import Group, Prompt
+from broker.wire.codec import decode, decode_trajectory, encode, encode_trajectory
 
 
 class GroupFrames(msgspec.Struct, frozen=True, array_like=True):

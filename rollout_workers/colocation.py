@@ -3,7 +3,7 @@
     may generate ──► wake ──► swap (the newest weights) ──► lease, generate
     may no more  ──► running samples are set aside, as segments ──► sleep ──► the learner is told
 
-The server decides who is awake (`broker/phases.py`). A broker that is away leaves everything as it is.
+The server decides who is awake (`broker/client/phases.py`). A broker that is away leaves everything as it is.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from broker import BlockingBroker, Broker
+from broker.client.phases import OPENING_S, SAY_S, Phases
 from broker.errors import BrokerError
-from broker.phases import OPENING_S, SAY_S, Phases
 
 from .engines.base import Engine
 from .outages import Outages

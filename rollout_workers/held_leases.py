@@ -5,7 +5,7 @@ import logging
 
 import msgspec
 
-from broker.leases import Leases
+from broker.client.leases import Leases
 from broker.schema import Lease
 
 from .segments import SegmentLog

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from broker.client import Broker
+from broker.client.broker import Broker
 from broker.errors import HeadwayError
 from broker.schema import ModelFiles
 

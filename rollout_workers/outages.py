@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from broker.connection import without_password
+from broker.connection.connection import without_password
 from broker.errors import BrokerError, FencedError, QuarantinedError
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
-from broker.leases import AppendOutcome, AppendReply
+from broker.client.leases import AppendOutcome, AppendReply
 from broker.schema import Lease, Segment
 
 from .config import WorkersConfig

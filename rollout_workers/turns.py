@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from broker.turns import Turns
+from broker.client.turns import Turns
 
 from .outages import Outages
 

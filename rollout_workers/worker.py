@@ -12,8 +12,8 @@ import socket
 from contextlib import AsyncExitStack, suppress
 from typing import Literal
 
-from broker.client import Broker
-from broker.leases import AppendOutcome, AppendReply, SubmitOutcome
+from broker.client.broker import Broker
+from broker.client.leases import AppendOutcome, AppendReply, SubmitOutcome
 from broker.schema import Lease, Segment, Trajectory, WorkerInfo
 from weightsync.config import WeightsConfig
 from weightsync.subscriber import Subscriber

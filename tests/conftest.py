@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from broker import Broker, open_broker
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 
 # Ctrl-C is ignored where the tests run in the background, and so would it be by all processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,7 +8,7 @@ import time
 import psutil
 import redis
 
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 
 
 def until_written(server: EmbeddedServer) -> None:

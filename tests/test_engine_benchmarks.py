@@ -11,10 +11,10 @@ from benchmarks.throughput import checkpoint
 from benchmarks.throughput.shapes import SHAPES
 from benchmarks.worker_overhead.learner import StandInLearner
 from benchmarks.worker_overhead.workload import rate
-from broker.client import open_broker
-from broker.codec import decode_trajectory, encode_trajectory
+from broker.client.broker import open_broker
 from broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
+from broker.wire.codec import decode_trajectory, encode_trajectory
 from deploy.config import load_recipe
 from learner.packing import PackableSequence
 

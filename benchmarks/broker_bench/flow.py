@@ -9,7 +9,7 @@ import psutil
 import redis
 
 from broker import open_broker
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 
 from .learner import BATCH, Learner, Run
 from .payloads import SHORT_PROMPT, Payloads

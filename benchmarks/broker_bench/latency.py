@@ -16,7 +16,7 @@ import numpy as np
 import uvloop
 
 from broker import open_broker
-from broker.leases import SubmitOutcome
+from broker.client.leases import SubmitOutcome
 from broker.schema import WeightVersion
 
 from .learner import BATCH, Learner, Run

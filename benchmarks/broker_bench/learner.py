@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from broker import Broker
-from broker.batches import CheckpointMark, Owner, TakenBatch
+from broker.client.batches import CheckpointMark, Owner, TakenBatch
 from broker.schema import Probe, RunRules, WeightManifest, WeightVersion
 
 from .payloads import GROUP_SIZE, PROMPT_TOKENS, prompt

@@ -9,7 +9,7 @@ from typing import Literal
 import psutil
 import redis
 
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 
 Durability = Literal["off", "everysec"]
 """Of the append-only file."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 import msgspec
 
 from broker import Broker
-from broker.leases import AppendOutcome, SubmitOutcome
+from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.schema import Lease, Segment, Trajectory, VersionSpan, WeightVersion
 
 from .payloads import Payloads

@@ -14,10 +14,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from broker import Broker
-from broker.codec import encode_trajectory
+from broker.client.unconfirmed import Submission
 from broker.errors import BrokerError, QuarantinedError
 from broker.schema import Lease, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from broker.unconfirmed import Submission
+from broker.wire.codec import encode_trajectory
 
 from .tasks import LONGEST, VOCABULARY, logprobs_of, response_length, response_tokens
 from .trial import LEASE_TTL_S, MAX_LAG, RUN

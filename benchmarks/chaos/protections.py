@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from broker import batches, codec, connection, leases, verbs
-from broker.leases import Leases
+from broker.client import batches, leases
+from broker.client.leases import Leases
+from broker.connection import connection, verbs
 from broker.possible import check_possible
 from broker.schema import Probe, Trajectory, WeightVersion
+from broker.wire import codec
 from learner import packing
 from learner.experience import Experience
 from weightsync.gathering import Gathering

@@ -12,9 +12,9 @@ import msgspec
 import torch
 
 import rollout_workers.worker
-from broker import client
+from broker.client import broker as client
+from broker.client.leases import Leases, SubmitOutcome
 from broker.errors import BrokerError, ForeignRunError
-from broker.leases import Leases, SubmitOutcome
 from broker.schema import Lease, Trajectory, WorkerInfo
 from deploy import rollout
 from rollout_workers.worker import Worker

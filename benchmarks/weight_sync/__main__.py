@@ -28,7 +28,7 @@ import msgspec
 
 from benchmarks.gpus import gpu_names, on_host
 from benchmarks.throughput.shapes import SHAPES, shape_of
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 
 from .order import Order
 from .tensors import write_config

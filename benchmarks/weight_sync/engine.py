@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import msgspec
 
-from broker.client import Broker, open_broker
+from broker.client.broker import Broker, open_broker
 from broker.schema import WeightVersion, WorkerInfo
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from broker import BlockingBroker
-from broker.batches import CheckpointMark
+from broker.client.batches import CheckpointMark
 from broker.schema import Probe, RunRules, WeightVersion
 from learner.backends.process_group import join_ranks
 from weightsync.config import WeightsConfig

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from benchmarks.throughput import isolated
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 from deploy.config import load_recipe
 from deploy.recipe import Recipe
 from rollout_workers.config import EngineConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from broker import BlockingBroker
-from broker.batches import CheckpointMark
+from broker.client.batches import CheckpointMark
 from broker.schema import Probe, Prompt, RunRules, WeightVersion, WorkerInfo
 from deploy.config import recipe_to_bytes
 from deploy.recipe import Recipe

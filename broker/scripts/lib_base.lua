@@ -1,5 +1,5 @@
 -- What all scripts share: keys, counters, fields, blobs. Scripts begin with `-- include: FILE...` and see what those define.
--- broker/verbs.py makes each script a function of the run's library, which begins with three prefixes of keys (see
+-- broker/connection/verbs.py makes each script a function of the run's library, which begins with three prefixes of keys (see
 -- broker/keys.py): P of those that only scripts write, PUBLIC of those that clients name, too, and PROMPT of prompts. Then
 -- come these files, once for all functions, so what changes from call to call is set by lib_call. Payloads and segments
 -- never pass through here: scripts see only their names.

@@ -1,5 +1,5 @@
 -- With this begins every function that includes lib_base. KEYS[1] ends with `of:IDENTITY`, which tells to which run of that
--- name the caller belongs. What the files keep for one call is forgotten (`_STATE` in broker/verbs.py declares it).
+-- name the caller belongs. What the files keep for one call is forgotten (`_STATE` in broker/connection/verbs.py declares it).
 call, KEYS, ARGV, is_there, forks, highest = redis.call, keys, arguments, nil, nil, nil
 IDENTITY = string.match(KEYS[1], ':of:(%x*)$')
 

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from broker import Broker
-from broker.batches import CheckpointMark, Claim, Contains
+from broker.client.batches import CheckpointMark, Claim, Contains
+from broker.client.leases import AppendOutcome, AppendReply, SubmitOutcome
 from broker.errors import ServerRestartedError
-from broker.leases import AppendOutcome, AppendReply, SubmitOutcome
 from broker.schema import Group, Lease, Segment, VersionSpan, WeightVersion
 
 from .model import Batch, Checkpoint, Lineage, Model, groups_of, token_at

@@ -10,8 +10,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from broker import Broker
-from broker.batches import CheckpointMark, Claim, Owner
-from broker.leases import LeaseReply, SubmitOutcome
+from broker.client.batches import CheckpointMark, Claim, Owner
+from broker.client.leases import LeaseReply, SubmitOutcome
 from broker.schema import (
     BroadcastGroup,
     Lease,

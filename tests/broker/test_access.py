@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from broker import Broker, open_broker
-from broker.access import Role, User, users
+from broker.client.holding import Holder
+from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.errors import BrokerError, BrokerUnavailableError, RunNotFoundError
-from broker.holding import Holder
-from broker.leases import AppendOutcome, SubmitOutcome
 from broker.owner import Owner
 from broker.schema import Lease, ModelFiles, Segment, TrajectoryId, VersionSpan, WeightVersion
-from broker.server import EmbeddedServer
+from broker.server.access import Role, User, users
+from broker.server.embedded import EmbeddedServer
 
 from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, of_no_run, prompt, rules, trajectory
 from .test_codec import STEP, WORKER

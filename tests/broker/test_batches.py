@@ -6,9 +6,9 @@ import random
 import pytest
 
 from broker import Broker, open_broker
-from broker.batches import CheckpointMark
+from broker.client.batches import CheckpointMark
+from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerError, FencedError
-from broker.leases import SubmitOutcome
 from broker.schema import Lease, WeightVersion
 
 from .scenario import Scenario, begin, group_id, groups, prompt, rules

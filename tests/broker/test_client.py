@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from broker import BlockingBroker, Broker, open_broker
-from broker.batches import Owner
-from broker.codec import encode
-from broker.connection import without_password
+from broker.client.batches import Owner
+from broker.connection.connection import without_password
 from broker.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -19,7 +18,8 @@ from broker.errors import (
     VersionRegressionError,
 )
 from broker.schema import ModelFiles, WeightVersion
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
+from broker.wire.codec import encode
 
 from .scenario import FRESH, begin, groups, manifest, of_another_schema, of_no_run, prompt, rules
 from .test_codec import STEP, WORKER

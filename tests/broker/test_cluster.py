@@ -7,12 +7,12 @@ import pytest
 from redis.crc import key_slot
 
 from broker import Broker, open_broker
-from broker.connection import Connection
+from broker.client.leases import SubmitOutcome
+from broker.connection.connection import Connection
+from broker.connection.inspection import ServerTraits, inspect
 from broker.errors import BrokerUnavailableError, ServerRestartedError
-from broker.inspection import ServerTraits, inspect
-from broker.leases import SubmitOutcome
 from broker.schema import TrajectoryId, WeightVersion
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 from tests.processes import kill
 
 from .scenario import begin, group_id, groups, prompt, rules

@@ -13,8 +13,6 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker import buffers, codec
-from broker.codec import decode, decode_trajectory, encode, encode_trajectory
 from broker.errors import FrameError
 from broker.schema import (
     SCHEMA_VERSION,
@@ -34,6 +32,8 @@ from broker.schema import (
     WeightVersion,
     WorkerInfo,
 )
+from broker.wire import buffers, codec
+from broker.wire.codec import decode, decode_trajectory, encode, encode_trajectory
 
 from .scenario import broadcast_group, manifest, prompt, trajectory
 

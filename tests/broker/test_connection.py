@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from broker import Broker, open_broker
-from broker.connection import Connection
+from broker.connection.connection import Connection
+from broker.connection.verbs import SHARED, script_names, script_source
 from broker.errors import BrokerError, BrokerUnavailableError
-from broker.server import EmbeddedServer
-from broker.verbs import SHARED, script_names, script_source
+from broker.server.embedded import EmbeddedServer
 
 from .scenario import begin, groups, rules
 from .test_codec import WORKER

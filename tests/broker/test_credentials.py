@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from broker import Broker, open_broker
-from broker.access import Role
 from broker.errors import BrokerError, BrokerUnavailableError, HeadwayError
-from broker.server import EmbeddedServer
+from broker.server.access import Role
+from broker.server.embedded import EmbeddedServer
 
 from .scenario import Scenario, begin, rules
 from .topologies import free_port

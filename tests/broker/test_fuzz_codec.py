@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.broken_frames import Subject, broken_frame, subjects
 from benchmarks.fuzz_decoder import examine, fuzz
-from broker import codec
+from broker.wire import codec
 
 MOST_BYTES = 64 << 20
 """While it is decoded, a trajectory of the largest length that is allowed takes about 50 MiB."""

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from broker import Broker
-from broker.batches import CheckpointMark, Contains
+from broker.client.batches import CheckpointMark, Contains
+from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerError
-from broker.leases import SubmitOutcome
 from broker.schema import Lease, Tallies, WeightVersion
 
 from .scenario import FRESH, Scenario, begin, group_id, groups, prompt, rules

@@ -3,8 +3,8 @@
 import os
 
 from broker import Broker, open_broker
-from broker.holding import TTL_S, Holder
-from broker.server import EmbeddedServer
+from broker.client.holding import TTL_S, Holder
+from broker.server.embedded import EmbeddedServer
 
 from .scenario import begin, rules
 from .test_codec import WORKER

@@ -12,13 +12,13 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from broker import Broker, open_broker
-from broker.access import Role
-from broker.codec import encode_segment
+from broker.client.leases import SubmitOutcome, parse_tid
+from broker.connection.verbs import script_names
 from broker.errors import BrokerError
-from broker.leases import SubmitOutcome, parse_tid
 from broker.schema import Lease, ModelFiles, Segment, VersionSpan, WeightVersion
-from broker.server import EmbeddedServer
-from broker.verbs import script_names
+from broker.server.access import Role
+from broker.server.embedded import EmbeddedServer
+from broker.wire.codec import encode_segment
 
 from .audit import Auditor
 from .scenario import Scenario, begin, broadcast_group, group_id, groups, rules, trajectory

@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from broker import Broker, codec, open_broker
-from broker.batches import new_identity
+from broker import Broker, open_broker
+from broker.client.batches import new_identity
+from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.errors import ForeignRunError
-from broker.leases import AppendOutcome, SubmitOutcome
 from broker.schema import ModelFiles, Segment, VersionSpan, WeightVersion
+from broker.wire import codec
 
 from .scenario import FRESH, Scenario, begin, broadcast_group, groups, prompt, rules, trajectory
 from .test_client import WORKER

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from broker.access import Role
-from broker.inspection import ServerTraits, inspect
-from broker.server import EmbeddedServer
+from broker.connection.inspection import ServerTraits, inspect
+from broker.server.access import Role
+from broker.server.embedded import EmbeddedServer
 
 from .topologies import ask, free_port
 

@@ -7,12 +7,12 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker import Broker, open_broker
-from broker.codec import encode
-from broker.driver import Command
+from broker.client.leases import SubmitOutcome
+from broker.connection.driver import Command
 from broker.errors import SchemaMismatchError
-from broker.leases import SubmitOutcome
 from broker.schema import TrajectoryId, WeightVersion
 from broker.staleness import may_admit
+from broker.wire.codec import encode
 
 from .scenario import begin, group_id, groups, of_another_schema, prompt, rules, trajectory
 

@@ -3,8 +3,8 @@
 import asyncio
 
 from broker import Broker
-from broker.meetings import LIFETIME_S
-from broker.server import EmbeddedServer
+from broker.client.meetings import LIFETIME_S
+from broker.server.embedded import EmbeddedServer
 
 from .topologies import ask
 

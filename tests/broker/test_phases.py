@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from broker import Broker, open_broker, phases
-from broker.batches import Owner
+from broker import Broker, open_broker
+from broker.client import phases
+from broker.client.batches import Owner
 from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 from tests.processes import kill
 
 from .scenario import FRESH, rules

@@ -7,12 +7,12 @@ import pytest
 from msgspec.structs import replace
 
 from broker import Broker
-from broker.batches import CheckpointMark
-from broker.codec import encode_segment, encode_trajectory
+from broker.client.batches import CheckpointMark
+from broker.client.leases import AppendOutcome, SubmitOutcome
+from broker.client.unconfirmed import Submission
 from broker.errors import QuarantinedError
-from broker.leases import AppendOutcome, SubmitOutcome
 from broker.schema import Lease, SampleLimits, Segment, Trajectory, VersionSpan, WeightVersion
-from broker.unconfirmed import Submission
+from broker.wire.codec import encode_segment, encode_trajectory
 
 from .scenario import begin, groups, rules, trajectory
 

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from broker import Broker, open_broker, versions
-from broker.batches import CheckpointMark, Contains
-from broker.codec import decode
-from broker.connection import Connection
+from broker import Broker, open_broker
+from broker.client import versions
+from broker.client.batches import CheckpointMark, Contains
+from broker.client.leases import SubmitOutcome
+from broker.connection.connection import Connection
 from broker.errors import FencedError, ServerRestartedError
-from broker.leases import SubmitOutcome
 from broker.owner import Owner
 from broker.schema import BroadcastGroup, TrajectoryId, WeightVersion
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
+from broker.wire.codec import decode
 from tests.processes import kill, until_written
 
 from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, of_no_run, prompt, rules

@@ -1,8 +1,8 @@
 """A learner goes back to an older checkpoint: what the abandoned branch's weights sampled is never trained."""
 
 from broker import Broker
-from broker.batches import CheckpointMark
-from broker.leases import SubmitOutcome
+from broker.client.batches import CheckpointMark
+from broker.client.leases import SubmitOutcome
 from broker.schema import Lease, WeightVersion
 
 from .scenario import Scenario, begin, group_id, groups, rules

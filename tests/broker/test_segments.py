@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from broker import Broker
+from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.errors import FrameError
-from broker.leases import AppendOutcome, SubmitOutcome
 from broker.schema import Lease, Segment, VersionSpan, WeightVersion
 
 from .scenario import FRESH, TTL_S, Scenario, begin, group_id, groups, prompt, rules

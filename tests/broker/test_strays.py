@@ -14,14 +14,15 @@ import redis
 from msgspec.structs import replace
 from redis.exceptions import AuthenticationError, OutOfMemoryError
 
-from broker import Broker, open_broker, strays
-from broker.access import Role, User
+from broker import Broker, open_broker
+from broker.client import strays
+from broker.client.leases import AppendOutcome, SubmitOutcome
+from broker.client.strays import Swept
 from broker.errors import BrokerUnavailableError, FencedError
 from broker.keys import Keys
-from broker.leases import AppendOutcome, SubmitOutcome
 from broker.schema import ModelFiles, WeightVersion
-from broker.server import EmbeddedServer
-from broker.strays import Swept
+from broker.server.access import Role, User
+from broker.server.embedded import EmbeddedServer
 
 from .scenario import FRESH, Scenario, begin, broadcast_group, groups, rules
 from .test_access import admit, segment, url_of

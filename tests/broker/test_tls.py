@@ -8,9 +8,9 @@ import pytest
 import trustme
 
 from broker import open_broker
-from broker.address import PASSWORD, PASSWORD_FILE, Address, without_secrets
+from broker.connection.address import PASSWORD, PASSWORD_FILE, Address, without_secrets
 from broker.errors import BrokerError, BrokerUnavailableError
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 
 from .scenario import begin, groups, rules
 from .topologies import LOCAL, Proxy, ask, free_port, port_of

@@ -16,7 +16,7 @@ import redis
 from redis.crc import key_slot
 
 from broker.keys import Keys
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 from tests.processes import kill
 
 LOCAL = "127.0.0.1"

@@ -8,9 +8,9 @@ import redis
 from click.testing import CliRunner, Result
 
 from broker import open_broker
-from broker.access import Role
 from broker.errors import ConfigError
-from broker.server import EmbeddedServer
+from broker.server.access import Role
+from broker.server.embedded import EmbeddedServer
 from deploy.cli import cli
 from tests.broker.scenario import begin, rules
 

@@ -13,10 +13,10 @@ from typing import IO
 import pytest
 
 from broker import Broker
-from broker.access import Role
 from broker.owner import CheckpointMark, Owner
 from broker.schema import RunRules
-from broker.server import EmbeddedServer
+from broker.server.access import Role
+from broker.server.embedded import EmbeddedServer
 from deploy.alone import _engine_threads
 from deploy.config import load_recipe, with_overrides
 from deploy.run_directory import held

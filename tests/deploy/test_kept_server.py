@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from broker.access import Role
-from broker.address import Address
+from broker.connection.address import Address
+from broker.server.access import Role
 from deploy.kept_server import MAX_RESTARTS, KeptServer
 from deploy.supervisor import RoleFailedError, Supervisor
 from tests.processes import children_left

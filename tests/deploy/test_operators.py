@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from broker import Broker
-from broker.batches import CheckpointMark
+from broker.client.batches import CheckpointMark
 from broker.errors import ConfigError
 from broker.schema import RunRules
 from deploy.config import load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides

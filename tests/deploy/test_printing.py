@@ -13,8 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from broker import Broker
-from broker.codec import encode
 from broker.schema import RunStatus
+from broker.wire.codec import encode
 from deploy.live import Monitor, panel
 from deploy.printing import paragraph, say, say_json, visible
 from deploy.status import status_tables

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from broker import Broker
-from broker.batches import CheckpointMark
+from broker.client.batches import CheckpointMark
 from broker.errors import ConfigError
 from broker.schema import RunRules
 from deploy import rollout

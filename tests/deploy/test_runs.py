@@ -9,8 +9,8 @@ import redis
 from click.testing import CliRunner, Result
 
 from broker import Broker, open_broker
-from broker.holding import Holder
-from broker.server import EmbeddedServer
+from broker.client.holding import Holder
+from broker.server.embedded import EmbeddedServer
 from deploy.cli import cli
 from tests.broker.scenario import begin, rules
 from tests.broker.topologies import is_redis_7_0

@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from broker import BlockingBroker
-from broker.leases import SubmitOutcome
+from broker.client.leases import SubmitOutcome
 from broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
 
 from .recipes import write_recipe

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 
-from broker.client import open_broker
+from broker.client.broker import open_broker
 from broker.schema import Probe, Prompt, WeightManifest, WeightVersion
 from rollout_workers.config import SamplingConfig, WorkersConfig
 from rollout_workers.decoding import Decoding

@@ -31,10 +31,11 @@ from benchmarks.chaos.tasks import (
 from benchmarks.chaos.trail import Beginning, Lineage, StepRecord, Trail, Trained
 from benchmarks.chaos.trial import GROUP_SIZE, MAX_LAG
 from benchmarks.chaos.user_code import text_of
-from broker import Broker, verbs
-from broker.batches import CheckpointMark
+from broker import Broker
+from broker.client.batches import CheckpointMark
+from broker.client.leases import SubmitOutcome
+from broker.connection import verbs
 from broker.keys import Keys
-from broker.leases import SubmitOutcome
 from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from learner.prompts.cursor import group_at
 from tests.broker.scenario import begin, rules

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from broker.schema import WeightVersion
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 
 from .fixed_batches import (
     GROUPS,

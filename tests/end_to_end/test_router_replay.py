@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from broker.codec import decode_trajectory, encode_trajectory
 from broker.schema import Lease, Prompt, Trajectory, TrajectoryId
+from broker.wire.codec import decode_trajectory, encode_trajectory
 from learner.backends import open_backend
 from learner.batch import PackedBatch
 from learner.config import ModelConfig, OptimizerConfig, RandomModelConfig

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from broker import BlockingBroker
-from broker.batches import CheckpointMark
+from broker.client.batches import CheckpointMark
 from broker.schema import Prompt, RunRules, Trajectory, WorkerInfo
 
 from .slow_worker import LENGTH, PROMPT_TOKENS, VERSION, logprob_of, manifest

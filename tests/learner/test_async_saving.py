@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from broker.batches import CheckpointMark
+from broker.client.batches import CheckpointMark
 from broker.schema import WeightVersion
 from learner.backends.base import Staged
 from learner.checkpoint import CheckpointError, CheckpointStore, LearnerState

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from broker import BlockingBroker, phases
-from broker.batches import CheckpointMark, Owner
-from broker.phases import Phases
+from broker import BlockingBroker
+from broker.client import phases
+from broker.client.batches import CheckpointMark, Owner
+from broker.client.phases import Phases
 from broker.schema import RunRules
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 from learner import colocation
 from learner.colocation import LentDevice, wait_for_device
 from learner.interruptions import Interrupted

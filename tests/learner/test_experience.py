@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from broker import BlockingBroker
-from broker.batches import CheckpointMark
+from broker.client.batches import CheckpointMark
+from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
-from broker.leases import SubmitOutcome
 from broker.schema import Group, Probe, RunRules, Tallies, WeightVersion
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 from learner.config import ModelConfig, PromptsConfig, RandomModelConfig
 from learner.drift import DriftWatch, length_drift
 from learner.experience import Experience

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from broker import codec
 from broker.schema import Group
+from broker.wire import codec
 from learner.experience_log import ExperienceLog
 from learner.group_frames import GroupFrames
 from learner.logged_batch import tids_of

@@ -9,9 +9,9 @@ from itertools import count
 import torch
 from transformers import PreTrainedModel
 
-from broker.codec import decode_segment, encode_segment
 from broker.errors import WeightSyncError
 from broker.schema import TrajectoryId, WeightVersion
+from broker.wire.codec import decode_segment, encode_segment
 from rollout_workers.engines.base import Check, Chunk, Engine, GenerationRequest, Parts
 from rollout_workers.generation import generate
 from rollout_workers.recorder import Recorder

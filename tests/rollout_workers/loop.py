@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from transformers import PreTrainedModel
 
-from broker.batches import CheckpointMark
-from broker.client import Broker
+from broker.client.batches import CheckpointMark
+from broker.client.broker import Broker
 from broker.schema import Group, Probe, Prompt, RunRules, TensorSpec, TrajectoryId, WeightManifest, WeightVersion
 from rollout_workers.config import EngineConfig, SamplingConfig, WorkersConfig
 from rollout_workers.decoding import Decoding

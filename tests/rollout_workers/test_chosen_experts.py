@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from broker.codec import decode_segment, encode_segment
 from broker.errors import HeadwayError
 from broker.schema import Experts, Segment, TrajectoryId, WeightVersion
+from broker.wire.codec import decode_segment, encode_segment
 from rollout_workers.chosen_experts import MissingExpertsError
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine

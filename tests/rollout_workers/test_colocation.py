@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from broker.client import Broker
-from broker.server import EmbeddedServer
+from broker.client.broker import Broker
+from broker.server.embedded import EmbeddedServer
 from rollout_workers import colocation
 from rollout_workers.colocation import staying_awake, until_engine_may_open
 from rollout_workers.outages import Outages

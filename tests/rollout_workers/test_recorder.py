@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.codec import decode_segment, encode_segment
 from broker.schema import Lease, Prompt, TrajectoryId, VersionSpan, WeightVersion
+from broker.wire.codec import decode_segment, encode_segment
 from rollout_workers.engines.base import Chunk
 from rollout_workers.recorder import EngineOutputError, Recorder
 

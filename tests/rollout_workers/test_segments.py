@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from broker.leases import AppendOutcome, AppendReply
+from broker.client.leases import AppendOutcome, AppendReply
 from broker.schema import Lease, Prompt, Segment, TrajectoryId, WeightVersion
 from rollout_workers import segments as segments_module
 from rollout_workers.config import WorkersConfig

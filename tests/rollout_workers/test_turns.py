@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from broker.client import Broker
+from broker.client.broker import Broker
 from broker.schema import WeightVersion
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 from rollout_workers import turns
 from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig

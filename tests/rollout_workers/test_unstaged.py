@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from broker.client import BlockingBroker, Broker
+from broker.client.broker import BlockingBroker, Broker
 from broker.errors import WeightSyncError
 from broker.schema import Trajectory, WeightVersion
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 from rollout_workers.engines.base import Parts
 from rollout_workers.worker import Worker
 from weightsync import publisher as publisher_module

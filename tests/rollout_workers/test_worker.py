@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from broker.client import Broker
+from broker.client.broker import Broker
 from broker.errors import BrokerError, HeadwayError, ServerRestartedError
 from broker.schema import Group, Lease, ModelFiles, Prompt, WeightVersion, WorkerInfo
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 from rollout_workers import stalls
 from rollout_workers.engines.base import Chunk, GenerationRequest
 from rollout_workers.model_files import ModelFilesError, fetch_model, write_model

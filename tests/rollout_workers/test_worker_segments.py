@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from broker.client import Broker
+from broker.client.broker import Broker
 from broker.errors import WeightSyncError
 from broker.schema import Group, Trajectory, WeightVersion
 from rollout_workers.chosen_experts import MissingExpertsError

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from broker.client import BlockingBroker, Broker
+from broker.client.broker import BlockingBroker, Broker
 from broker.errors import WeightSyncError
 from broker.schema import Probe, Trajectory, WeightVersion, WorkerInfo
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 from rollout_workers import weights
 from rollout_workers.engines.base import Chunk, GenerationRequest
 from rollout_workers.engines.shared_tensors import Handover

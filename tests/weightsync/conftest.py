@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from benchmarks.gpus import gpu_names, on_host
 from broker import BlockingBroker, Broker
-from broker.batches import CheckpointMark
+from broker.client.batches import CheckpointMark
 from broker.owner import Owner
 from broker.schema import Probe, RunRules, WeightManifest, WeightVersion
 from tests.weightsync import worker_process

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from broker.schema import WeightVersion
-from broker.server import EmbeddedServer
+from broker.server.embedded import EmbeddedServer
 from tests.broker.topologies import ask
 from tests.weightsync.conftest import CONFIG, Learner, WorkerProcess
 from tests.weightsync.interruptions import Place, damaged_bucket

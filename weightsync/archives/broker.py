@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Set
 from typing import Any
 
 from broker import BlockingBroker, Broker
-from broker.archive import PIECE_BYTES
+from broker.client.archive import PIECE_BYTES
 from broker.errors import BrokerError, WeightSyncError
 from broker.owner import Owner
 from weightsync.deadline import Deadline

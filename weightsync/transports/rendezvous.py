@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from broker.client.meetings import Meetings
 from broker.errors import BrokerError, WeightSyncError
-from broker.meetings import Meetings
 from broker.schema import BroadcastGroup, WeightVersion
 from weightsync.deadline import Deadline
 from weightsync.transports.store import BrokerStore

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
+from broker.client.meetings import Meetings
 from broker.errors import BrokerError
-from broker.meetings import Meetings
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02

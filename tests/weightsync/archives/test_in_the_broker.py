@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from broker import Broker
-from broker.archive import PIECE_BYTES
+from broker.client.archive import PIECE_BYTES
 from tests.broker.scenario import hidden
 from tests.weightsync.archives.follower import (
     FOREVER,

@@ -6,12 +6,13 @@ from enum import StrEnum
 
 from msgspec.structs import replace
 
+from broker.connection.connection import Argument, Command, Connection
+from broker.connection.sharing import Sharing
+from broker.schema import Lease, Trajectory, VersionSpan
+from broker.staleness import oldest_step
+from broker.wire.codec import encode_trajectory
+
 from .blobs import Blobs
-from .codec import encode_trajectory
-from .connection import Argument, Command, Connection
-from .schema import Lease, Trajectory, VersionSpan
-from .sharing import Sharing
-from .staleness import oldest_step
 from .unconfirmed import Submission, Unconfirmed
 
 ATTEMPTS = 3

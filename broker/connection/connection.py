@@ -27,11 +27,12 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import TimeoutError as SlowServerError
 
+from broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError
+from broker.keys import Keys
+from broker.owner import Owner
+
 from .address import PASSWORD_FILE, PASSWORD_FILE_OPTION, Address, without_password
 from .driver import Argument, Command
-from .errors import BrokerError, BrokerUnavailableError, ForeignRunError
-from .keys import Keys
-from .owner import Owner
 from .refusals import foreign, translated
 from .round_trips import RoundTrips
 from .routes import open_routes

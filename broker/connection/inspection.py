@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from redis.exceptions import AskError, MovedError, NoPermissionError, RedisError
 
+from broker.errors import BrokerError
+
 from .address import Address
 from .connection import ANSWER_S, Connection
 from .driver import exchange
-from .errors import BrokerError
 
 _NO_RUN = "headway-check"
 

@@ -14,9 +14,10 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, MovedError, RedisError
 from redis.exceptions import ConnectionError as LostConnectionError
 
+from broker.keys import PREFIX, Keys
+
 from .address import Address
 from .driver import Command
-from .keys import PREFIX, Keys
 from .round_trips import RoundTrips
 
 _SLOTS = 16384

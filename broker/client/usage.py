@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from .codec import decode
-from .connection import Connection, pairs
-from .errors import FrameError
-from .schema import StepMetrics, WeightVersion
+from broker.connection.connection import Connection, pairs
+from broker.errors import FrameError
+from broker.schema import StepMetrics, WeightVersion
+from broker.wire.codec import decode
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from typing import Literal, Self
 
 import redis
 
+from broker.connection.address import Address
+from broker.errors import HeadwayError
+
 from .access import Role
-from .address import Address
 from .credentials import Credentials
-from .errors import HeadwayError
 
 _LONGEST_SOCKET_PATH = 107
 _SOCKET = "server.sock"

@@ -12,8 +12,8 @@ from hashlib import sha1
 from importlib.resources import files
 from typing import Self
 
-from .errors import SchemaMismatchError
-from .keys import Keys
+from broker.errors import SchemaMismatchError
+from broker.keys import Keys
 
 _SECRET_BYTES = 16
 _CALL = "lib_call"

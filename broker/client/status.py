@@ -9,12 +9,21 @@ import msgspec
 from msgspec.structs import replace
 from redis.exceptions import NoPermissionError
 
-from .codec import decode, encode
-from .connection import Connection, pairs
-from .errors import BrokerError, FrameError, RunNotFoundError
-from .keys import PREFIX, check_worker_name, is_name, run_of
-from .owner import Owner
-from .schema import DeadLetter, QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
+from broker.connection.connection import Connection, pairs
+from broker.errors import BrokerError, FrameError, RunNotFoundError
+from broker.keys import PREFIX, check_worker_name, is_name, run_of
+from broker.owner import Owner
+from broker.schema import (
+    DeadLetter,
+    QueueDepths,
+    RunStatus,
+    StepMetrics,
+    Tallies,
+    WeightVersion,
+    WorkerInfo,
+)
+from broker.wire.codec import decode, encode
+
 from .versions import put_blob
 
 _KEPT_STEPS = 512

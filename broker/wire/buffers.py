@@ -12,8 +12,8 @@ import zstandard
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from .errors import FrameError
-from .schema import Experts
+from broker.errors import FrameError
+from broker.schema import Experts
 
 MAX_EXPERT_BYTES = 128 << 20
 """Of one array. 48 layers that choose 8 of at most 256 experts take 384 bytes a token: 350,000 tokens."""

@@ -19,8 +19,8 @@ its end: OPENING_S < LONGEST_WAIT_S.
 
 import time
 
-from .connection import ANSWER_S, Connection
-from .owner import Owner
+from broker.connection.connection import ANSWER_S, Connection
+from broker.owner import Owner
 
 RENEW_S = 3.0
 """Between two renewals of a phase by the learner that waits for a batch."""

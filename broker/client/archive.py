@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .connection import Connection
-from .owner import Owner
+from broker.connection.connection import Connection
+from broker.owner import Owner
 
 PIECE_BYTES = 1 << 20
 """What one command carries at most: with more, a slow line could not meet the deadline of a request."""

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from broker.connection.connection import ANSWER_S, Connection
+
 from .archive import ArchivedBlobs
 from .batches import Batches
-from .connection import ANSWER_S, Connection
 from .holding import Holding
 from .leases import Leases
 from .meetings import Meetings

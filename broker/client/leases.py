@@ -15,12 +15,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from broker.connection.connection import Command, Connection
+from broker.errors import BrokerError, FrameError, HeadwayError, QuarantinedError, SchemaMismatchError
+from broker.possible import check_possible_segment
+from broker.schema import Lease, Prompt, SampleLimits, Segment, Trajectory, TrajectoryId, WeightVersion
+from broker.wire.codec import decode, decode_segment, encode_segment
+
 from .blobs import Blobs, Storage
-from .codec import decode, decode_segment, encode_segment
-from .connection import Command, Connection
-from .errors import BrokerError, FrameError, HeadwayError, QuarantinedError, SchemaMismatchError
-from .possible import check_possible_segment
-from .schema import Lease, Prompt, SampleLimits, Segment, Trajectory, TrajectoryId, WeightVersion
 from .submissions import ATTEMPTS, Submissions, SubmitOutcome, steps
 
 __all__ = ["AppendOutcome", "AppendReply", "LeaseReply", "Leases", "SubmitOutcome", "parse_tid"]

@@ -9,7 +9,7 @@ one; that a turn outlives the server. Whoever gets no answer swaps without a tur
 bounded without them.
 """
 
-from .connection import Connection
+from broker.connection.connection import Connection
 
 
 class Turns:

@@ -3,10 +3,10 @@ them."""
 
 from collections.abc import Sequence
 
-from .codec import encode
-from .connection import Connection
-from .owner import Owner
-from .schema import Prompt
+from broker.connection.connection import Connection
+from broker.owner import Owner
+from broker.schema import Prompt
+from broker.wire.codec import encode
 
 _UNREGISTERED_TTL_S = 600
 

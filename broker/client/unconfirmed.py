@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .connection import Argument
-from .schema import Lease
+from broker.connection.connection import Argument
+from broker.schema import Lease
 
 KEPT_BYTES = 64 << 20
 """Beyond this the oldest is forgotten: if a server loses that, it is generated again."""

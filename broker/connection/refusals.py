@@ -2,7 +2,7 @@
 
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ResponseError
 
-from .errors import (
+from broker.errors import (
     BrokerError,
     BrokerUnavailableError,
     FencedError,

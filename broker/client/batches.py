@@ -16,12 +16,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .codec import decode, decode_trajectory
-from .connection import Argument, Command, Connection
-from .errors import DamagedFrameError, ForeignRunError, FrameError
-from .owner import CheckpointMark, Claim, Contains, Owner
-from .possible import check_lag, check_possible
-from .schema import Group, Prompt, RunRules, SampleLimits, Trajectory, TrajectoryId, WeightVersion
+from broker.connection.connection import Argument, Command, Connection
+from broker.errors import DamagedFrameError, ForeignRunError, FrameError
+from broker.owner import CheckpointMark, Claim, Contains, Owner
+from broker.possible import check_lag, check_possible
+from broker.schema import Group, Prompt, RunRules, SampleLimits, Trajectory, TrajectoryId, WeightVersion
+from broker.wire.codec import decode, decode_trajectory
+
 from .versions import Versions
 
 __all__ = ["Batches", "CheckpointMark", "Claim", "Contains", "Owner", "TakenBatch", "new_identity"]

@@ -10,7 +10,7 @@ the bell is heard: whoever waits looks from time to time in any case.
 
 from collections.abc import Sequence
 
-from .connection import Connection
+from broker.connection.connection import Connection
 
 LIFETIME_S = 3600
 """After the last word: many times what forming a group, or answering, may take. A learner ends its meetings itself."""

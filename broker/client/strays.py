@@ -27,12 +27,13 @@ from dataclasses import dataclass
 
 from redis.exceptions import NoPermissionError
 
+from broker.connection.connection import Argument, Connection, Page
+from broker.connection.inspection import fields_of
+from broker.errors import BrokerError, HeadwayError
+from broker.keys import PREFIX, Keys, is_name
+from broker.owner import Owner
+
 from .blobs import Storage
-from .connection import Argument, Connection, Page
-from .errors import BrokerError, HeadwayError
-from .inspection import fields_of
-from .keys import PREFIX, Keys, is_name
-from .owner import Owner
 from .versions import Versions
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .connection import Connection
-from .errors import BrokerError
+from broker.connection.connection import Connection
+from broker.errors import BrokerError
 
 TTL_S = 30.0
 """So long after its last word a learner is thought to be gone."""

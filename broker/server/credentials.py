@@ -11,9 +11,10 @@ import secrets
 from pathlib import Path
 from urllib.parse import quote
 
+from broker.connection.address import PASSWORD_FILE_OPTION
+from broker.errors import HeadwayError
+
 from .access import Role, User, users
-from .address import PASSWORD_FILE_OPTION
-from .errors import HeadwayError
 
 _FOLDER = "passwords"
 _PASSWORD_BYTES = 24

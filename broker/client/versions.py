@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from .codec import decode, encode
-from .connection import Connection
-from .errors import FrameError, SchemaMismatchError, VersionRegressionError
-from .owner import Owner
-from .schema import BroadcastGroup, ModelFiles, WeightManifest, WeightVersion
+from broker.connection.connection import Connection
+from broker.errors import FrameError, SchemaMismatchError, VersionRegressionError
+from broker.owner import Owner
+from broker.schema import BroadcastGroup, ModelFiles, WeightManifest, WeightVersion
+from broker.wire.codec import decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from .connection import Command, Connection
-from .errors import BrokerError
-from .keys import blob_name
-from .schema import TrajectoryId
+from broker.connection.connection import Command, Connection
+from broker.errors import BrokerError
+from broker.keys import blob_name
+from broker.schema import TrajectoryId
 
 
 @dataclass

@@ -16,9 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .buffers import ExpertsHead, check_experts, pack_experts, pack_tokens, unpack_experts, unpack_tokens
-from .errors import DamagedFrameError, FrameError, SchemaMismatchError
-from .schema import (
+from broker.errors import DamagedFrameError, FrameError, SchemaMismatchError
+from broker.schema import (
     SCHEMA_VERSION,
     BroadcastGroup,
     ModelFiles,
@@ -34,6 +33,15 @@ from .schema import (
     WeightManifest,
     WeightVersion,
     WorkerInfo,
+)
+
+from .buffers import (
+    ExpertsHead,
+    check_experts,
+    pack_experts,
+    pack_tokens,
+    unpack_experts,
+    unpack_tokens,
 )
 
 MAGIC = b"HDWY"

@@ -12,8 +12,9 @@ import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from broker.errors import BrokerError
+
 from .driver import open_pool
-from .errors import BrokerError
 
 PASSWORD = "HEADWAY_BROKER_PASSWORD"
 PASSWORD_FILE = "HEADWAY_BROKER_PASSWORD_FILE"

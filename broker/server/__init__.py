@@ -1,0 +1,1 @@
+"""The embedded server, and which user of any server may do what."""

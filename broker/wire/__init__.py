@@ -1,0 +1,1 @@
+"""Frames: what crosses a process, as bytes and back, checked and bounded."""
