@@ -22,8 +22,8 @@ from torch.func import functional_call
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from weightsync.deadline import Deadline
-from weightsync.deltas import encode, patch
-from weightsync.staging import StagedWeights, stage
+from weightsync.tensors.deltas import encode, patch
+from weightsync.tensors.staging import StagedWeights, stage
 
 BUCKET_BYTES = 64 << 20
 SEQUENCES, TOKENS = 4, 64

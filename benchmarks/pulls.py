@@ -21,10 +21,10 @@ import torch
 
 from broker.schema import Probe, WeightManifest, WeightVersion
 from weightsync.deadline import Deadline
-from weightsync.puller import Puller
-from weightsync.staging import stage
-from weightsync.transports.pull import HttpPull
-from weightsync.transports.pull_server import PullServer
+from weightsync.receive.puller import Puller
+from weightsync.tensors.staging import stage
+from weightsync.transports.http.pull import HttpPull
+from weightsync.transports.http.pull_server import PullServer
 
 _TIMEOUT_S = 60.0
 _VERSION = WeightVersion(1, 0)

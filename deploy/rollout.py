@@ -134,7 +134,7 @@ async def _work(
     from rollout_workers.model_files import fetch_model
     from rollout_workers.rewards import open_reward
     from rollout_workers.worker import Worker
-    from weightsync.subscriber import Subscriber
+    from weightsync.receive.subscriber import Subscriber
 
     model = await _or_drained(fetch_model(broker, private), drain)
     if model is None:

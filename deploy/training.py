@@ -38,7 +38,7 @@ from learner.ranks import Ranks
 from learner.resumption import load_first
 from learner.rewind import Rewind, check_rewind, rewound_to
 from learner.update import Updater
-from weightsync.publisher import Publisher
+from weightsync.publish.publisher import Publisher
 from weightsync.transports.listening import allow_many_files
 
 from .backend import recipe_backend, recipe_critic, recipe_routing

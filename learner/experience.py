@@ -18,7 +18,7 @@ from broker import BlockingBroker
 from broker.client.batches import Claim
 from broker.errors import HeadwayError, RunNotFoundError
 from broker.schema import Group, Probe, RunStatus, StepMetrics, TrajectoryId, WeightVersion
-from weightsync.publisher import Publication, Publisher
+from weightsync.publish.publisher import Publication, Publisher
 
 from .drift import DriftWatch
 from .experience_log import ExperienceLog

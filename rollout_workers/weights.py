@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
 from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
-from weightsync.deliveries import Arriving, Delivery
-from weightsync.subscriber import Subscriber
+from weightsync.receive.deliveries import Arriving, Delivery
+from weightsync.receive.subscriber import Subscriber
 
 from .engines.base import Engine
 from .engines.held import Held

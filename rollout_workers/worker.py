@@ -16,7 +16,7 @@ from broker.client.broker import Broker
 from broker.client.leases import AppendOutcome, AppendReply, SubmitOutcome
 from broker.schema import Lease, Segment, Trajectory, WorkerInfo
 from weightsync.config import WeightsConfig
-from weightsync.subscriber import Subscriber
+from weightsync.receive.subscriber import Subscriber
 
 from .colocation import BorrowedDevice
 from .config import SamplingConfig, WorkersConfig

@@ -12,7 +12,7 @@ from broker.schema import TrajectoryId, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors
 from rollout_workers.engines.held import Held
-from weightsync.fingerprint import fingerprint
+from weightsync.tensors.fingerprint import fingerprint
 
 from .backend import token_logprobs
 from .tasks import STOP, WEIGHTS, logprobs_of, response_length, response_tokens

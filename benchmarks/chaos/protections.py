@@ -18,8 +18,8 @@ from broker.schema import Probe, Trajectory, WeightVersion
 from broker.wire import codec
 from learner import packing
 from learner.experience import Experience
-from weightsync.gathering import Gathering
-from weightsync.publisher import Publication, Publisher
+from weightsync.publish.publisher import Publication, Publisher
+from weightsync.tensors.gathering import Gathering
 
 from .mix import MEAN_S
 

@@ -27,8 +27,8 @@ from rollout_workers.outages import Outages
 from rollout_workers.turns import SwapTurns
 from rollout_workers.weights import HeldWeights
 from weightsync.config import WeightsConfig
-from weightsync.deliveries import Arriving, Delivery
-from weightsync.subscriber import Subscriber
+from weightsync.receive.deliveries import Arriving, Delivery
+from weightsync.receive.subscriber import Subscriber
 
 from .order import REST_S, Order
 

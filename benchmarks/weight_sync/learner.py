@@ -22,7 +22,7 @@ from broker.client.batches import CheckpointMark
 from broker.schema import Probe, RunRules, WeightVersion
 from learner.backends.process_group import join_ranks
 from weightsync.config import WeightsConfig
-from weightsync.publisher import Publisher
+from weightsync.publish.publisher import Publisher
 
 from .order import REST_S, Order
 from .tensors import Named, Sharded, Whole

@@ -11,7 +11,7 @@ from broker.schema import Probe, Prompt, RunRules, WeightVersion, WorkerInfo
 from deploy.config import recipe_to_bytes
 from deploy.recipe import Recipe
 from learner.model import load_config, load_tokenizer, model_files
-from weightsync.publisher import Publisher, PublishReport
+from weightsync.publish.publisher import Publisher, PublishReport
 
 from .workload import prompts, read_weights
 

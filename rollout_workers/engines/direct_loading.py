@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from broker.errors import WeightSyncError
-from weightsync.fingerprint import fingerprint
+from weightsync.tensors.fingerprint import fingerprint
 
 from .held import Held
 from .held_rows import HeldRows

@@ -19,7 +19,7 @@ class Held:
 
     names: tuple[str, ...]
     fingerprints_N: Fingerprints
-    """The sums of the parts', mod 2^64 (`weightsync.fingerprint`)."""
+    """The sums of the parts', mod 2^64 (`weightsync.tensors.fingerprint`)."""
     elements_N: Elements
     """Multiples of the tensors', where shards have copies of the same; 0: nothing of it is held."""
 

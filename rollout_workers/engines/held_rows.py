@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from weightsync.fingerprint import Parts, fingerprint_parts
+from weightsync.tensors.fingerprint import Parts, fingerprint_parts
 
 from .held import Held
 from .placement import Block, Placement, rows_of

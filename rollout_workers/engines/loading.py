@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from broker.errors import WeightSyncError
-from weightsync.fingerprint import fingerprint
+from weightsync.tensors.fingerprint import fingerprint
 
 from .base import NamedTensors
 from .held import Held

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from weightsync.buckets import ALIGNMENT, DTYPES
-from weightsync.shared_memory import attach, gpu_handle, host_buffer
+from weightsync.tensors.buckets import ALIGNMENT, DTYPES
+from weightsync.tensors.shared_memory import attach, gpu_handle, host_buffer
 
 from .base import NamedTensors
 

@@ -12,8 +12,8 @@ from rollout_workers.engines.base import Chunk, GenerationRequest, NamedTensors
 from rollout_workers.rewards.base import Score
 from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig
-from weightsync.landing import Landed
-from weightsync.subscriber import Delivery
+from weightsync.receive.subscriber import Delivery
+from weightsync.tensors.landing import Landed
 
 VERSION = WeightVersion(1, 0)
 PROMPT_TOKENS = [3, 1, 4]

@@ -31,8 +31,8 @@ from tests.broker.scenario import trajectory
 from tests.deploy.runs import run_status
 from tests.processes import kill
 from weightsync.config import WeightsConfig
-from weightsync.fingerprint import fingerprint
-from weightsync.publisher import Publisher
+from weightsync.publish.publisher import Publisher
+from weightsync.tensors.fingerprint import fingerprint
 
 GROUPS_PER_STEP, MAX_LAG = 4, 1
 RULES = RunRules(max_lag=MAX_LAG, groups_per_step=GROUPS_PER_STEP)

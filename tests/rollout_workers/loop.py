@@ -19,7 +19,7 @@ from rollout_workers.engines.base import NamedTensors
 from rollout_workers.rewards.base import Score
 from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig
-from weightsync.fingerprint import fingerprint
+from weightsync.tensors.fingerprint import fingerprint
 
 from .models import Architecture, forward_logprobs, make_model, named_tensors, save_config
 

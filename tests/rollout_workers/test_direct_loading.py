@@ -17,11 +17,11 @@ from rollout_workers.engines.base import Engine
 from rollout_workers.engines.direct_loading import DirectLoading
 from rollout_workers.engines.held import Held
 from rollout_workers.weights import refuse_other_tensors
-from weightsync.buckets import views
 from weightsync.deadline import Deadline
-from weightsync.deltas import encode, patch
-from weightsync.fingerprint import fingerprint
-from weightsync.staging import stage
+from weightsync.tensors.buckets import views
+from weightsync.tensors.deltas import encode, patch
+from weightsync.tensors.fingerprint import fingerprint
+from weightsync.tensors.staging import stage
 
 from .generation import PROMPTS, difference, hold, hold_in_parts, run_all
 from .marks import VLLM

@@ -17,11 +17,11 @@ from broker.schema import Trajectory, WeightVersion
 from broker.server.embedded import EmbeddedServer
 from rollout_workers.engines.base import Parts
 from rollout_workers.worker import Worker
-from weightsync import publisher as publisher_module
 from weightsync.config import WeightsConfig
-from weightsync.gathering import Gathering
-from weightsync.publisher import Publisher, PublishReport, _on_the_wire
-from weightsync.subscriber import Subscriber
+from weightsync.publish import publisher as publisher_module
+from weightsync.publish.publisher import Publisher, PublishReport, _on_the_wire
+from weightsync.receive.subscriber import Subscriber
+from weightsync.tensors.gathering import Gathering
 
 from .loop import LONG, Learner, delivery, make_engine, make_worker, running, until
 from .models import make_model

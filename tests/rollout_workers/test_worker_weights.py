@@ -20,8 +20,8 @@ from rollout_workers.engines.shared_tensors import Handover
 from rollout_workers.weights import refuse_other_logprobs
 from tests.full_disk import no_files_over
 from weightsync.config import WeightsConfig
-from weightsync.publisher import Publisher, PublishReport
-from weightsync.subscriber import Subscriber
+from weightsync.publish.publisher import Publisher, PublishReport
+from weightsync.receive.subscriber import Subscriber
 
 from .loop import CAPACITY, LONG, LONGER, Deliveries, Learner, delivery, make_engine, make_worker, running, until
 from .models import forward_logprobs, make_model

@@ -20,9 +20,9 @@ from tests.weightsync.interruptions import Interruptions
 from tests.weightsync.processes import ForkedProcess
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker_info
 from weightsync.config import WeightsConfig
-from weightsync.publisher import Publisher, PublishReport
-from weightsync.subscriber import Subscriber
-from weightsync.transports.pull_server import Found
+from weightsync.publish.publisher import Publisher, PublishReport
+from weightsync.receive.subscriber import Subscriber
+from weightsync.transports.http.pull_server import Found
 from weightsync.transports.rendezvous import Board
 
 TIMEOUT_S = 2.0

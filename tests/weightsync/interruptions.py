@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from broker.schema import WeightManifest, WeightVersion
-from weightsync import publisher, receiver
 from weightsync.deadline import Deadline
-from weightsync.gathering import Gathering
-from weightsync.publisher import _on_the_wire
-from weightsync.receiver import JoinedGroup
-from weightsync.sender import Sender, Wire
+from weightsync.publish import publisher
+from weightsync.publish.publisher import _on_the_wire
+from weightsync.publish.sender import Sender, Wire
+from weightsync.receive import receiver
+from weightsync.receive.receiver import JoinedGroup
+from weightsync.tensors.gathering import Gathering
 from weightsync.transports.base import BroadcastGroupTransport
 
 

@@ -11,7 +11,7 @@ from learner.backends.process_group import join_ranks
 from tests.weightsync.conftest import Learner
 from tests.weightsync.interruptions import Interruptions, interrupt_sending
 from weightsync.config import WeightsConfig
-from weightsync.shared_memory import host_buffer
+from weightsync.tensors.shared_memory import host_buffer
 from weightsync.transports import collective
 
 WATCHDOG_PATIENCE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"

@@ -10,11 +10,11 @@ import torch
 
 from broker.errors import WeightSyncError
 from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
-from weightsync.buckets import ALIGNMENT, check_manifest, verify, views
-from weightsync.fingerprint import fingerprint
-from weightsync.gathering import OtherTensorsError, Staging
-from weightsync.landing import Landing
-from weightsync.staging import StagedWeights, stage
+from weightsync.tensors.buckets import ALIGNMENT, check_manifest, verify, views
+from weightsync.tensors.fingerprint import fingerprint
+from weightsync.tensors.gathering import OtherTensorsError, Staging
+from weightsync.tensors.landing import Landing
+from weightsync.tensors.staging import StagedWeights, stage
 
 BUCKET_BYTES = 4096
 

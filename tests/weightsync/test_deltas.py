@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from broker.errors import WeightSyncError
 from broker.schema import WeightVersion
-from weightsync import chain, deltas
-from weightsync.buckets import DTYPES
-from weightsync.chain import Delta, DeltaChain
 from weightsync.deadline import Deadline
-from weightsync.deltas import by_bucket, encode, patch
-from weightsync.staging import StagedWeights, stage
+from weightsync.tensors import chain, deltas
+from weightsync.tensors.buckets import DTYPES
+from weightsync.tensors.chain import Delta, DeltaChain
+from weightsync.tensors.deltas import by_bucket, encode, patch
+from weightsync.tensors.staging import StagedWeights, stage
 
 FOREVER = Deadline(math.inf)
 V = [WeightVersion(1, step) for step in range(12)]

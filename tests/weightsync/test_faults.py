@@ -32,7 +32,7 @@ from tests.weightsync.learner_process import publish
 from tests.weightsync.processes import ForkedProcess
 from tests.weightsync.worker_process import fingerprint
 from weightsync.config import WeightsConfig
-from weightsync.landing import Landed
+from weightsync.tensors.landing import Landed
 
 StartWorker = Callable[..., WorkerProcess]
 SHORT_S = 0.7

@@ -23,12 +23,12 @@ from tests.weightsync.conftest import (
     weights,
 )
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker_info
-from weightsync import chain
-from weightsync.buckets import views
 from weightsync.deadline import Deadline
-from weightsync.puller import Pulled, Puller
-from weightsync.staging import stage
-from weightsync.transports.pull import HttpPull
+from weightsync.receive.puller import Pulled, Puller
+from weightsync.tensors import chain
+from weightsync.tensors.buckets import views
+from weightsync.tensors.staging import stage
+from weightsync.transports.http.pull import HttpPull
 
 PULLING = replace(CONFIG, follow="pull")
 WHOLE_BYTES = stage(weights(0), CONFIG.bucket_bytes).nbytes

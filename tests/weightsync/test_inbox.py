@@ -1,9 +1,9 @@
 """Which version an engine gets next, and whose memory is free meanwhile."""
 
 from broker.schema import Probe, WeightManifest, WeightVersion
-from weightsync.deliveries import Delivery
-from weightsync.inbox import Inbox
-from weightsync.landing import Landed, Landing
+from weightsync.receive.deliveries import Delivery
+from weightsync.receive.inbox import Inbox
+from weightsync.tensors.landing import Landed, Landing
 
 V1, V2, V3 = (WeightVersion(1, step) for step in (1, 2, 3))
 

@@ -4,7 +4,7 @@ import msgspec
 
 from broker.schema import WeightVersion, WorkerInfo
 from tests.weightsync.worker_process import worker_info
-from weightsync.membership import Member, eligible, follows_by_pull, still_missed
+from weightsync.publish.membership import Member, eligible, follows_by_pull, still_missed
 
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 

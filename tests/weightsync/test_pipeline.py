@@ -8,7 +8,7 @@ import torch
 from broker.errors import WeightSyncError
 from broker.schema import WeightVersion
 from weightsync.deadline import Deadline
-from weightsync.pipeline import empty_seal, pipelined, seal, unsealed
+from weightsync.transports.pipeline import empty_seal, pipelined, seal, unsealed
 
 
 class Noting:

@@ -18,12 +18,12 @@ from msgspec.structs import replace
 from broker.errors import WeightSyncError
 from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, pull_then_receive
 from tests.weightsync.test_transports import DATA, LOCAL, V0, listening, manifest, pull, until
-from weightsync.addresses import learner_address
-from weightsync.transports import requests
-from weightsync.transports.certificate import new_identity, trusting
+from weightsync.transports.addresses import learner_address
+from weightsync.transports.http import requests
+from weightsync.transports.http.certificate import new_identity, trusting
+from weightsync.transports.http.pull_server import PullServer
+from weightsync.transports.http.visits import STRANGERS
 from weightsync.transports.listening import allow_many_files, listen
-from weightsync.transports.pull_server import PullServer
-from weightsync.transports.visits import STRANGERS
 
 IDLE = 1100
 TIMEOUT_S = 30.0

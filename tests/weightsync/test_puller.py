@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from broker.errors import WeightSyncError
 from broker.schema import DeltaSpec, Probe, WeightManifest, WeightVersion
 from tests.weightsync.processes import ForkedProcess
-from weightsync.buckets import digest_bytes
 from weightsync.deadline import Deadline
-from weightsync.deltas import encode
-from weightsync.puller import Pulled, Puller
-from weightsync.staging import StagedWeights, stage
+from weightsync.receive.puller import Pulled, Puller
+from weightsync.tensors.buckets import digest_bytes
+from weightsync.tensors.deltas import encode
+from weightsync.tensors.staging import StagedWeights, stage
 from weightsync.transports.base import SupersededError, UnreachableError
 
 FOREVER = Deadline(math.inf)

@@ -7,9 +7,10 @@ import pytest
 from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, WeightVersion
 from tests.weightsync.worker_process import worker_info
-from weightsync import deadline, sender
+from weightsync import deadline
 from weightsync.config import WeightsConfig
-from weightsync.sender import Sender
+from weightsync.publish import sender
+from weightsync.publish.sender import Sender
 from weightsync.transports.rendezvous import Board, Rendezvous
 
 LOCAL = "127.0.0.1"

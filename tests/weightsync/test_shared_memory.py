@@ -13,8 +13,8 @@ from broker.errors import NoRoomError, WeightSyncError
 from tests.full_disk import no_files_over
 from tests.weightsync.learner_process import hold_buffer
 from tests.weightsync.processes import ForkedProcess
-from weightsync.buckets import allocate
-from weightsync.shared_memory import _decode, attach, host_buffer
+from weightsync.tensors.buckets import allocate
+from weightsync.tensors.shared_memory import _decode, attach, host_buffer
 
 NBYTES = 12_345_678
 

@@ -15,7 +15,7 @@ from broker.schema import Probe, WeightManifest, WeightVersion
 from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, pull_then_receive, served_bytes, weights
 from tests.weightsync.interruptions import damaged_bucket
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
-from weightsync import puller
+from weightsync.receive import puller
 
 StartInside = Callable[..., InProcessWorker]
 

@@ -7,7 +7,7 @@ import weakref
 from contextlib import suppress
 
 from broker.errors import WeightSyncError
-from weightsync.threads import BoundedThreads
+from weightsync.transports.threads import BoundedThreads
 
 
 class Memory:

@@ -22,21 +22,21 @@ from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion
 from tests.weightsync.conftest import TIMEOUT_S
 from tests.weightsync.worker_process import worker_info
-from weightsync.addresses import learner_address
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
-from weightsync.landing import Landing
-from weightsync.pipeline import seal
-from weightsync.puller import Puller
-from weightsync.receiver import join
-from weightsync.sender import Sender
-from weightsync.staging import stage
-from weightsync.transports import served
+from weightsync.publish.sender import Sender
+from weightsync.receive.puller import Puller
+from weightsync.receive.receiver import join
+from weightsync.tensors.landing import Landing
+from weightsync.tensors.staging import stage
+from weightsync.transports.addresses import learner_address
 from weightsync.transports.base import SupersededError
 from weightsync.transports.forming import check_transport, form_group
+from weightsync.transports.http import served
+from weightsync.transports.http.pull import HttpPull
+from weightsync.transports.http.pull_server import PullServer
 from weightsync.transports.listening import listen
-from weightsync.transports.pull import HttpPull
-from weightsync.transports.pull_server import PullServer
+from weightsync.transports.pipeline import seal
 from weightsync.transports.rendezvous import Board, Rendezvous
 
 V0, V1, V2, V3 = (WeightVersion(1, step) for step in range(4))

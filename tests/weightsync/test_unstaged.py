@@ -22,7 +22,7 @@ from tests.weightsync.learner_process import publish
 from tests.weightsync.processes import ForkedProcess
 from tests.weightsync.test_faults import SHORT_S, until_all_receive, weights_without_c
 from weightsync.config import WeightsConfig
-from weightsync.landing import Window
+from weightsync.tensors.landing import Window
 
 StartWorker = Callable[..., WorkerProcess]
 TOGETHER = 1.0

@@ -13,8 +13,8 @@ from broker.errors import WeightSyncError
 from broker.schema import WeightManifest, WeightVersion, WorkerInfo
 from tests.weightsync.interruptions import Interruptions, interrupt_receiving
 from weightsync.config import WeightsConfig
-from weightsync.deliveries import Arriving, Delivery
-from weightsync.subscriber import Subscriber
+from weightsync.receive.deliveries import Arriving, Delivery
+from weightsync.receive.subscriber import Subscriber
 
 HEARTBEAT_S = 0.1
 HEARTBEAT_TTL_S = 20.0

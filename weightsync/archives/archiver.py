@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 from broker.errors import HeadwayError
 from broker.schema import Archived, WeightVersion
-from weightsync.buckets import as_bytes, digest_bytes
-from weightsync.chain import Delta
 from weightsync.deadline import Deadline
-from weightsync.staging import StagedWeights
+from weightsync.tensors.buckets import as_bytes, digest_bytes
+from weightsync.tensors.chain import Delta
+from weightsync.tensors.staging import StagedWeights
 
 from .base import Archive, anchor_name, anchor_names, delta_name
 

@@ -11,8 +11,8 @@ from broker.errors import BrokerError, WeightSyncError
 from broker.owner import Owner
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
-from weightsync.threads import in_time
 from weightsync.transports.base import SupersededError, UnreachableError
+from weightsync.transports.threads import in_time
 
 _SHARE = 2
 """Of `broker.max_bytes`, one in so many bytes at most."""

@@ -16,8 +16,8 @@ from typing import BinaryIO
 from broker.errors import WeightSyncError
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
-from weightsync.threads import DaemonPool, in_time
 from weightsync.transports.base import SupersededError, UnreachableError
+from weightsync.transports.threads import DaemonPool, in_time
 
 _NAME = re.compile(r"(?:anchor|delta)-(\d+)\.\d+(?:-\d+)?-[0-9a-f]{32}")
 _UNFINISHED = ".part"

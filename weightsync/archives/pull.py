@@ -11,11 +11,11 @@ import torch
 
 from broker.errors import NoRoomError, WeightSyncError
 from broker.schema import Archived, DeltaSpec, WeightManifest
-from weightsync.buckets import allocate, as_bytes, digest_bytes, verify
-from weightsync.chain import chain_from
 from weightsync.deadline import Deadline
-from weightsync.deltas import by_bucket, patch
 from weightsync.pace import Pace
+from weightsync.tensors.buckets import allocate, as_bytes, digest_bytes, verify
+from weightsync.tensors.chain import chain_from
+from weightsync.tensors.deltas import by_bucket, patch
 from weightsync.transports.base import PullTransport, SupersededError, UnreachableError
 
 from .base import ArchiveReader, anchor_names, delta_name

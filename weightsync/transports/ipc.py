@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stu
 
 from broker.errors import WeightSyncError
 from weightsync.deadline import Deadline
-from weightsync.shared_memory import attach, gpu_handle, host_buffer
+from weightsync.tensors.shared_memory import attach, gpu_handle, host_buffer
 
 _LOOK_S = 0.1
 _SAME, _MOVED, _TAKEN, _FORMED = b"=", b"+", b"t", b"f"

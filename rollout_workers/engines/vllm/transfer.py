@@ -24,7 +24,7 @@ from rollout_workers.engines.direct_loading import DirectLoading
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.shared_tensors import Mapped
 from rollout_workers.engines.sleeping import Kept
-from weightsync.fingerprint import UNSIGNED
+from weightsync.tensors.fingerprint import UNSIGNED
 
 logger = logging.getLogger(__name__)
 

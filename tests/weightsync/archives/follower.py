@@ -16,13 +16,13 @@ from tests.weightsync.worker_process import fingerprint
 from weightsync.archives import open_reader
 from weightsync.archives.base import ArchiveReader
 from weightsync.archives.pull import ArchivePull
-from weightsync.buckets import views
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
-from weightsync.puller import Pulled, Puller
-from weightsync.staging import stage
+from weightsync.receive.puller import Pulled, Puller
+from weightsync.tensors.buckets import views
+from weightsync.tensors.staging import stage
 from weightsync.transports.base import UnreachableError
-from weightsync.transports.pull import HttpPull
+from weightsync.transports.http.pull import HttpPull
 
 FOREVER = Deadline(math.inf)
 WHOLE_BYTES = stage(weights(0), CONFIG.bucket_bytes).nbytes

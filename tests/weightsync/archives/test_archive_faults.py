@@ -24,12 +24,12 @@ from tests.weightsync.archives.follower import (
     publish,
 )
 from tests.weightsync.conftest import TIMEOUT_S, Learner
-from weightsync import puller
 from weightsync.archives import directory
 from weightsync.archives.base import anchor_names, delta_name
 from weightsync.archives.directory import DirectoryArchive, DirectoryReader
 from weightsync.config import WeightsConfig
 from weightsync.pace import Pace
+from weightsync.receive import puller
 from weightsync.transports.base import SupersededError, UnreachableError
 
 

@@ -16,10 +16,10 @@ from tests.weightsync.archives.follower import Follower, announced, archived, fi
 from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, weights
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
 from weightsync.archives.archiver import Archiver
-from weightsync.chain import Delta
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
-from weightsync.staging import StagedWeights, stage
+from weightsync.tensors.chain import Delta
+from weightsync.tensors.staging import StagedWeights, stage
 
 FIRST, SECOND = WeightVersion(1, 0), WeightVersion(1, 1)
 DELTA = Delta(DeltaSpec(FIRST, SECOND, 1, "0" * 32), b"x")

@@ -23,11 +23,11 @@ from tests.weightsync.archives.follower import (
     publish,
 )
 from tests.weightsync.conftest import InProcessWorker, Learner, WorkerProcess
-from weightsync import pulls
 from weightsync.archives.base import anchor_names, delta_name
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
+from weightsync.receive import pulls
 from weightsync.transports.base import SupersededError
 
 

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from broker.errors import WeightSyncError
 from broker.schema import TensorSpec
+from weightsync.deadline import Deadline
 
 from .buckets import DTYPES
-from .deadline import Deadline
 from .staging import StagedWeights
 
 BLOCK_ELEMENTS = 1 << 20

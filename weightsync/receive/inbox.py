@@ -5,9 +5,9 @@ put ─► waiting ─► take ─► lent ─► hold ─► kept ─► take_k
 """
 
 from broker.schema import WeightVersion
+from weightsync.tensors.landing import Landing
 
 from .deliveries import Arriving, Delivery
-from .landing import Landing
 
 
 class Inbox:

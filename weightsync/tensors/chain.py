@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from broker.errors import WeightSyncError
 from broker.schema import DeltaSpec, WeightManifest, WeightVersion
+from weightsync.deadline import Deadline
 
 from .buckets import digest_bytes
-from .deadline import Deadline
 from .deltas import encode
 from .staging import StagedWeights
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from broker.errors import WeightSyncError
+from weightsync.deadline import Deadline
 
-from .deadline import Deadline
-from .transports.base import UnreachableError
-from .transports.rendezvous import Call
+from .base import UnreachableError
+from .rendezvous import Call
 
 T = TypeVar("T")
 _JOIN_S = 1.0

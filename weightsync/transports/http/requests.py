@@ -12,7 +12,8 @@ from http.client import parse_headers
 from typing import NamedTuple
 
 from weightsync.deadline import Deadline
-from weightsync.transports.visits import PAUSE, READ, WRITE, Visit, Visitor, when_ready
+
+from .visits import PAUSE, READ, WRITE, Visit, Visitor, when_ready
 
 MOST = 256
 """Requests that are answered at the same time, those of 64 workers; more of them are asked to come again."""

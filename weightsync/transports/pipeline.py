@@ -13,9 +13,9 @@ import torch
 
 from broker.errors import WeightSyncError
 from broker.schema import WeightVersion
+from weightsync.deadline import Deadline
 
-from .deadline import Deadline
-from .transports.base import BroadcastGroupTransport
+from .base import BroadcastGroupTransport
 
 _AT_ONCE = 2
 _NUMBER = np.dtype("<u8")

@@ -14,16 +14,16 @@ from msgspec.structs import replace
 
 from broker.errors import BrokerError, WeightSyncError
 from broker.schema import BroadcastGroup, TensorSpec, WeightManifest, WeightVersion
+from weightsync.deadline import Deadline
+from weightsync.tensors.buckets import Fingerprints, check_offer, compare
+from weightsync.tensors.landing import Landed, Landing, Window
+from weightsync.transports.addresses import address_towards
+from weightsync.transports.base import BroadcastGroupTransport
+from weightsync.transports.forming import form_group
+from weightsync.transports.pipeline import empty_seal, pipelined, unsealed
+from weightsync.transports.rendezvous import Board, Rendezvous, translated
 
-from .addresses import address_towards
-from .buckets import Fingerprints, check_offer, compare
-from .deadline import Deadline
 from .deliveries import Arriving
-from .landing import Landed, Landing, Window
-from .pipeline import empty_seal, pipelined, unsealed
-from .transports.base import BroadcastGroupTransport
-from .transports.forming import form_group
-from .transports.rendezvous import Board, Rendezvous, translated
 
 WAVE_OVERDUE_S = 2.0
 """Beyond its deadline, for the learner to give up a wave and begin with the next."""

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from broker.errors import WeightSyncError
 
-from .transports.listening import listen
+from .listening import listen
 
 _LOOPBACK = "127.0.0.1"
 _REDIS_PORT = 6379

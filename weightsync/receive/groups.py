@@ -8,10 +8,10 @@ from collections.abc import Callable
 from broker import Broker
 from broker.errors import BrokerError, WeightSyncError
 from broker.schema import BroadcastGroup, WeightManifest
+from weightsync.transports.rendezvous import Board
+from weightsync.transports.threads import BoundedThreads, for_threads
 
 from .receiver import JoinedGroup, join
-from .threads import BoundedThreads, for_threads
-from .transports.rendezvous import Board
 
 logger = logging.getLogger(__name__)
 

@@ -17,22 +17,30 @@ import torch
 from broker import BlockingBroker
 from broker.errors import VersionRegressionError
 from broker.owner import Owner
-from broker.schema import Archived, BroadcastGroup, Probe, TensorSpec, WeightManifest, WeightVersion, WorkerInfo
+from broker.schema import (
+    Archived,
+    BroadcastGroup,
+    Probe,
+    TensorSpec,
+    WeightManifest,
+    WeightVersion,
+    WorkerInfo,
+)
+from weightsync.archives import open_archive
+from weightsync.archives.archiver import Archiver
+from weightsync.config import WeightsConfig, broadcast_device
+from weightsync.deadline import Deadline
+from weightsync.tensors.chain import Delta, DeltaChain
+from weightsync.tensors.gathering import Gathering, Staging
+from weightsync.tensors.staging import StagedWeights
+from weightsync.transports.addresses import learner_address
+from weightsync.transports.http.pull_server import PullServer
+from weightsync.transports.pipeline import seal
+from weightsync.transports.rendezvous import Board
+from weightsync.transports.threads import DaemonPool
 
-from .addresses import learner_address
-from .archives import open_archive
-from .archives.archiver import Archiver
-from .chain import Delta, DeltaChain
-from .config import WeightsConfig, broadcast_device
-from .deadline import Deadline
-from .gathering import Gathering, Staging
 from .membership import follows_by_pull
-from .pipeline import seal
 from .sender import Sender
-from .staging import StagedWeights
-from .threads import DaemonPool
-from .transports.pull_server import PullServer
-from .transports.rendezvous import Board
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ import torch
 
 from broker.errors import BrokerError, WeightSyncError
 from broker.schema import BroadcastGroup, WeightVersion, WorkerInfo
+from weightsync.config import WeightsConfig
+from weightsync.deadline import Deadline
+from weightsync.transports.base import BroadcastGroupTransport
+from weightsync.transports.forming import check_transport, form_group
+from weightsync.transports.pipeline import pipelined
+from weightsync.transports.rendezvous import Board, Rendezvous
 
-from .config import WeightsConfig
-from .deadline import Deadline
 from .membership import Member, eligible, still_missed
-from .pipeline import pipelined
 from .resting import Resting
-from .transports.base import BroadcastGroupTransport
-from .transports.forming import check_transport, form_group
-from .transports.rendezvous import Board, Rendezvous
 
 _FORM_ATTEMPTS = 2
 _NACK_WAIT_S = 1.0

@@ -6,11 +6,12 @@ from contextlib import nullcontext
 import torch
 
 from broker.schema import WeightVersion
-from weightsync.transports.certificate import new_identity
 from weightsync.transports.listening import Ports, is_loopback, listen
-from weightsync.transports.requests import Found, Requests
-from weightsync.transports.served import ServedVersion
-from weightsync.transports.visits import Visits
+
+from .certificate import new_identity
+from .requests import Found, Requests
+from .served import ServedVersion
+from .visits import Visits
 
 DELTA = "delta"
 OLDER = 2

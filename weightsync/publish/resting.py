@@ -1,6 +1,7 @@
 """For how long members that are all there, and do not connect, are left to pull: every attempt costs a deadline."""
 
-from .deadline import Deadline
+from weightsync.deadline import Deadline
+
 from .membership import Member
 
 _LONGEST_S = 600.0

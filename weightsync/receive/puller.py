@@ -15,13 +15,12 @@ import torch
 
 from broker.errors import NoRoomError, WeightSyncError
 from broker.schema import DeltaSpec, TensorSpec, WeightManifest, WeightVersion
-
-from .buckets import allocate, check_manifest, verify
-from .chain import chain_from
-from .deadline import Deadline
-from .deltas import patch
-from .threads import DaemonPool
-from .transports.base import PullTransport, SupersededError, UnreachableError
+from weightsync.deadline import Deadline
+from weightsync.tensors.buckets import allocate, check_manifest, verify
+from weightsync.tensors.chain import chain_from
+from weightsync.tensors.deltas import patch
+from weightsync.transports.base import PullTransport, SupersededError, UnreachableError
+from weightsync.transports.threads import DaemonPool
 
 AT_ONCE = 4
 """Connections of one pull, which a single one does not fill: each bucket is copied, sent, copied and verified."""

@@ -17,15 +17,15 @@ from msgspec.structs import replace
 from broker import Broker
 from broker.errors import BrokerUnavailableError, WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
+from weightsync.config import WeightsConfig, broadcast_device
+from weightsync.tensors.landing import Landing, Window
+from weightsync.transports.threads import BoundedThreads
 
-from .config import WeightsConfig, broadcast_device
 from .deliveries import Arriving, Delivery
 from .groups import GroupFollower
 from .inbox import Inbox
-from .landing import Landing, Window
 from .pulls import Pulls
 from .receiver import JoinedGroup
-from .threads import BoundedThreads
 
 logger = logging.getLogger(__name__)
 _OVERDUE_S = 1.0

@@ -15,9 +15,8 @@ import torch
 
 from broker.errors import NoRoomError, WeightSyncError
 from broker.schema import WeightManifest
-
-from .deadline import Deadline
-from .landing import Landed
+from weightsync.deadline import Deadline
+from weightsync.tensors.landing import Landed
 
 _WAIT_S = 0.05
 """Between two looks at the deadline; an engine that is done with a bucket is noticed at once."""

@@ -15,12 +15,13 @@ import torch
 
 from broker.errors import WeightSyncError
 from broker.schema import DeltaSpec, WeightManifest, WeightVersion
-from weightsync.buckets import as_bytes, digest_bytes, verify
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
+from weightsync.tensors.buckets import as_bytes, digest_bytes, verify
 from weightsync.transports.base import SupersededError, UnreachableError
-from weightsync.transports.certificate import trusting
-from weightsync.transports.pull_server import DELTA
+
+from .certificate import trusting
+from .pull_server import DELTA
 
 
 class HttpPull:

@@ -9,18 +9,18 @@ from collections.abc import Callable
 from broker import Broker
 from broker.errors import WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
+from weightsync.archives import open_reader
+from weightsync.archives.pull import ArchivePull
+from weightsync.config import WeightsConfig
+from weightsync.deadline import Deadline
+from weightsync.pace import Pace
+from weightsync.tensors.landing import Landed, Landing
+from weightsync.transports.base import PullTransport, SupersededError
+from weightsync.transports.http.pull import HttpPull
+from weightsync.transports.threads import BoundedThreads
 
-from .archives import open_reader
-from .archives.pull import ArchivePull
-from .config import WeightsConfig
-from .deadline import Deadline
 from .deliveries import Delivery
-from .landing import Landed, Landing
-from .pace import Pace
 from .puller import Pulled, Puller
-from .threads import BoundedThreads
-from .transports.base import PullTransport, SupersededError
-from .transports.pull import HttpPull
 
 logger = logging.getLogger(__name__)
 _RETRY_S = (0.2, 0.5, 1.0, 2.0)

@@ -1,0 +1,1 @@
+"""Pulls: the learner serves its versions over HTTPS, workers fetch what they missed."""
