@@ -42,8 +42,8 @@ from learner.routing import routing_of
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine, GenerationRequest
-from rollout_workers.generation import generate
-from rollout_workers.recorder import Recorder
+from rollout_workers.samples.generation import generate
+from rollout_workers.samples.recorder import Recorder
 
 SCALE = 0.05
 """Standard deviation of every matrix."""

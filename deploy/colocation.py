@@ -8,7 +8,7 @@ from typing import Any
 
 from broker.errors import ConfigError
 from rollout_workers.config import EngineConfig
-from rollout_workers.gpus import gpus_of, shares
+from rollout_workers.engines.gpus import gpus_of, shares
 
 from .recipe import Recipe
 

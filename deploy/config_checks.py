@@ -8,7 +8,7 @@ from learner.choices import unknown_kind
 from learner.config import EXAMPLES, PROMPTS, LearnerConfig
 from learner.layout import check_ranks
 from rollout_workers.config import ENGINES, REWARDS, EngineConfig
-from rollout_workers.gpus import gpus_of, shares
+from rollout_workers.engines.gpus import gpus_of, shares
 from weightsync.config import WeightsConfig
 
 from .colocation import impossible_turns

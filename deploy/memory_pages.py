@@ -16,7 +16,7 @@ from learner.composition import needs_critic, needs_reference
 from learner.memory_plan import Held, Planned, plan_memory
 from learner.model import load_config
 from learner.model_shape import shape_of
-from rollout_workers.gpus import gpus_of
+from rollout_workers.engines.gpus import gpus_of
 from weightsync.config import broadcast_device
 
 from .config import with_overrides

@@ -128,11 +128,11 @@ def _workers_part(stored: bytes) -> tuple[Any, ...]:
 async def _work(
     broker: Broker, recipe: Recipe, worker: str, private: Path, drain: asyncio.Event, roots: ImportRoots
 ) -> None:
-    from rollout_workers.colocation import staying_awake
     from rollout_workers.decoding import load_decoding
     from rollout_workers.engines import open_engine
     from rollout_workers.model_files import fetch_model
     from rollout_workers.rewards import open_reward
+    from rollout_workers.swaps.colocation import staying_awake
     from rollout_workers.worker import Worker
     from weightsync.receive.subscriber import Subscriber
 
@@ -179,9 +179,9 @@ async def _work(
 
 async def _may_open(broker: Broker, recipe: Recipe, worker: str) -> bool:
     """As soon as the learner leaves the device to engines; False where the run is over."""
-    from rollout_workers.colocation import until_engine_may_open
     from rollout_workers.outages import Outages
     from rollout_workers.run_end import RunEnd
+    from rollout_workers.swaps.colocation import until_engine_may_open
 
     run_end = RunEnd(recipe.workers.patience_s)
 

@@ -13,9 +13,9 @@ from broker.schema import Prompt
 from .config import SamplingConfig
 from .decoding import Decoding, response_text
 from .engines.base import Engine, GenerationRequest
-from .generation import generate
-from .recorder import Recorder
 from .rewards.base import Scorer
+from .samples.generation import generate
+from .samples.recorder import Recorder
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):

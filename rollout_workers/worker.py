@@ -18,21 +18,21 @@ from broker.schema import Lease, Segment, Trajectory, WorkerInfo
 from weightsync.config import WeightsConfig
 from weightsync.receive.subscriber import Subscriber
 
-from .colocation import BorrowedDevice
 from .config import SamplingConfig, WorkersConfig
 from .decoding import Decoding, response_text
 from .engines.base import Engine, GenerationRequest
-from .generation import generate
-from .held_leases import HeldLeases
 from .outages import Outages
-from .recorder import Recorder
 from .rewards.base import Scorer, UnscoredError
 from .run_end import RunEnd
-from .segments import SegmentLog
-from .stalls import StallWatch
-from .throughput import Throughput
-from .turns import SwapTurns
-from .weights import HeldWeights
+from .samples.generation import generate
+from .samples.held_leases import HeldLeases
+from .samples.recorder import Recorder
+from .samples.segments import SegmentLog
+from .samples.stalls import StallWatch
+from .samples.throughput import Throughput
+from .swaps.colocation import BorrowedDevice
+from .swaps.turns import SwapTurns
+from .swaps.weights import HeldWeights
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.2
 """Between two requests for leases, after one that was refused."""

@@ -13,10 +13,10 @@ from broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, 
 from deploy.recipe import Recipe
 from rollout_workers.decoding import load_decoding, response_text
 from rollout_workers.engines.base import FinishReason, GenerationRequest, NamedTensors
-from rollout_workers.engines.decoder import Decoder, Sample, Sampled
-from rollout_workers.engines.loading import load_tensors
-from rollout_workers.engines.sampling import Sampler
-from rollout_workers.engines.slot_cache import ATTENTION
+from rollout_workers.engines.embedded.decoder import Decoder, Sample, Sampled
+from rollout_workers.engines.embedded.sampling import Sampler
+from rollout_workers.engines.embedded.slot_cache import ATTENTION
+from rollout_workers.engines.placing.loading import load_tensors
 from rollout_workers.rewards import Score, open_reward
 
 CPU = torch.device("cpu")

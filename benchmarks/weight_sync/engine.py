@@ -24,8 +24,8 @@ from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine, GenerationRequest
 from rollout_workers.outages import Outages
-from rollout_workers.turns import SwapTurns
-from rollout_workers.weights import HeldWeights
+from rollout_workers.swaps.turns import SwapTurns
+from rollout_workers.swaps.weights import HeldWeights
 from weightsync.config import WeightsConfig
 from weightsync.receive.deliveries import Arriving, Delivery
 from weightsync.receive.subscriber import Subscriber

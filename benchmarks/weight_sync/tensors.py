@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.throughput.shapes import Shape
 from learner.backends.fsdp.export import HuggingFaceExport
 from learner.backends.fsdp.sharding import local
-from rollout_workers.engines.loading import one_by_one
+from rollout_workers.engines.placing.loading import one_by_one
 
 Named = tuple[str, torch.Tensor]
 SCALE = 0.02

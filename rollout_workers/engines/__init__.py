@@ -36,7 +36,7 @@ def open_engine(
     """
     match config.kind:
         case "embedded":
-            from .embedded import open_embedded
+            from .embedded.engine import open_embedded
 
             return open_embedded(config, model_dir, seed=seed)
         case "vllm":

@@ -15,7 +15,7 @@ import msgspec
 
 from learner.backends.fsdp.backend import FsdpBackend
 from rollout_workers.engines.base import Chunk, GenerationRequest
-from rollout_workers.engines.embedded import open_embedded
+from rollout_workers.engines.embedded.engine import open_embedded
 
 FILE = "WITNESS"
 """Names the file in the environment."""

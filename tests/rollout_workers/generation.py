@@ -13,8 +13,8 @@ from broker.errors import WeightSyncError
 from broker.schema import TrajectoryId, WeightVersion
 from broker.wire.codec import decode_segment, encode_segment
 from rollout_workers.engines.base import Check, Chunk, Engine, GenerationRequest, Parts
-from rollout_workers.generation import generate
-from rollout_workers.recorder import Recorder
+from rollout_workers.samples.generation import generate
+from rollout_workers.samples.recorder import Recorder
 
 from .models import STOP, forward_logprobs, named_tensors
 

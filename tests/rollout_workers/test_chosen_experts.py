@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from broker.errors import HeadwayError
 from broker.schema import Experts, Segment, TrajectoryId, WeightVersion
 from broker.wire.codec import decode_segment, encode_segment
-from rollout_workers.chosen_experts import MissingExpertsError
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Chunk, Engine, GenerationRequest
-from rollout_workers.generation import generate
-from rollout_workers.recorder import EngineOutputError, Recorder
+from rollout_workers.samples.chosen_experts import MissingExpertsError
+from rollout_workers.samples.generation import generate
+from rollout_workers.samples.recorder import EngineOutputError, Recorder
 
 from .generation import PROMPTS, hold, request
 from .models import make_model, save_config

@@ -7,7 +7,7 @@ import pytest
 
 from broker.errors import ConfigError
 from rollout_workers.decoding import Decoding, response_text, stop_token_ids
-from rollout_workers.throughput import Throughput
+from rollout_workers.samples.throughput import Throughput
 
 
 def model_dir(directory: Path, **configs: object) -> Path:

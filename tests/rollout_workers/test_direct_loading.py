@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from broker.errors import WeightSyncError
 from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
 from rollout_workers.config import EngineConfig
-from rollout_workers.engines import held_rows, open_engine
+from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine
-from rollout_workers.engines.direct_loading import DirectLoading
 from rollout_workers.engines.held import Held
-from rollout_workers.weights import refuse_other_tensors
+from rollout_workers.engines.placing import held_rows
+from rollout_workers.engines.placing.direct_loading import DirectLoading
+from rollout_workers.swaps.weights import refuse_other_tensors
 from weightsync.deadline import Deadline
 from weightsync.tensors.buckets import views
 from weightsync.tensors.deltas import encode, patch

@@ -17,8 +17,8 @@ from broker.schema import VersionSpan, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine, NamedTensors
-from rollout_workers.generation import generate
-from rollout_workers.recorder import Recorder
+from rollout_workers.samples.generation import generate
+from rollout_workers.samples.recorder import Recorder
 from tests.processes import children_left
 
 from .generation import (

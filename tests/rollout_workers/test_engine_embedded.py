@@ -11,10 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 from broker.errors import ConfigError, HeadwayError, WeightSyncError
 from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
-from rollout_workers.engines import embedded, open_engine
-from rollout_workers.engines.embedded import EmbeddedEngine
-from rollout_workers.engines.loading import load_tensors, one_by_one
-from rollout_workers.engines.slot_cache import ATTENTION
+from rollout_workers.engines import open_engine
+from rollout_workers.engines.embedded import engine as embedded
+from rollout_workers.engines.embedded.engine import EmbeddedEngine
+from rollout_workers.engines.embedded.slot_cache import ATTENTION
+from rollout_workers.engines.placing.loading import load_tensors, one_by_one
 
 from .generation import PROMPTS, difference, hold, request, run, run_all
 from .models import make_model, named_tensors, save_config

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollout_workers.engines.base import GenerationRequest
-from rollout_workers.engines.sampling import Sampler, cut
+from rollout_workers.engines.embedded.sampling import Sampler, cut
 
 from .generation import request
 

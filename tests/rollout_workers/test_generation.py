@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from broker.schema import VersionSpan, WeightVersion
-from rollout_workers import generation
 from rollout_workers.engines.base import Chunk, GenerationRequest
-from rollout_workers.generation import generate
-from rollout_workers.recorder import EngineOutputError, Recorder
+from rollout_workers.samples import generation
+from rollout_workers.samples.generation import generate
+from rollout_workers.samples.recorder import EngineOutputError, Recorder
 
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 STOP = 9

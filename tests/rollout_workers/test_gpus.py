@@ -9,8 +9,8 @@ import pytest
 
 from broker.errors import ConfigError
 from rollout_workers.config import EngineConfig
+from rollout_workers.engines.gpus import gpus_of, shares, starting_alone
 from rollout_workers.engines.vllm.start import measured_gpus
-from rollout_workers.gpus import gpus_of, shares, starting_alone
 
 
 def vllm(**options: object) -> EngineConfig:
@@ -56,7 +56,7 @@ def test_engines_start_on_a_gpu_one_after_the_other(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = f"""
 import tempfile, time
-from rollout_workers.gpus import starting_alone
+from rollout_workers.engines.gpus import starting_alone
 tempfile.tempdir = {str(tmp_path)!r}
 with starting_alone(["b", "a"]):
     print("starting", flush=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from broker.errors import WeightSyncError
-from rollout_workers.engines.placement import Placement, Published, trace
+from rollout_workers.engines.placing.placement import Placement, Published, trace
 
 WIDTH, HEADS, EXPERTS, INNER, VOCABULARY = 8, 4, 3, 6, 10
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from broker.schema import Lease, Prompt, TrajectoryId, VersionSpan, WeightVersion
 from broker.wire.codec import decode_segment, encode_segment
 from rollout_workers.engines.base import Chunk
-from rollout_workers.recorder import EngineOutputError, Recorder
+from rollout_workers.samples.recorder import EngineOutputError, Recorder
 
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 LEASE = Lease(

@@ -7,11 +7,11 @@ import pytest
 
 from broker.client.leases import AppendOutcome, AppendReply
 from broker.schema import Lease, Prompt, Segment, TrajectoryId, WeightVersion
-from rollout_workers import segments as segments_module
 from rollout_workers.config import WorkersConfig
 from rollout_workers.engines.base import Chunk
-from rollout_workers.recorder import Recorder
-from rollout_workers.segments import SegmentLog
+from rollout_workers.samples import segments as segments_module
+from rollout_workers.samples.recorder import Recorder
+from rollout_workers.samples.segments import SegmentLog
 
 PROMPT = Prompt(group="g", token_ids=[5], text="5", ground_truth="", data_source="test", num_samples=1)
 TID = TrajectoryId("g", 0, 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout_workers.config import EngineConfig
-from rollout_workers.engines.sleeping import Kept, gaps
+from rollout_workers.engines.placing.sleeping import Kept, gaps
 from rollout_workers.engines.vllm.start import engine_arguments
 
 

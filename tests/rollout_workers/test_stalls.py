@@ -3,7 +3,7 @@
 import pytest
 
 from broker.errors import HeadwayError
-from rollout_workers.stalls import PATIENCE_S, StallWatch
+from rollout_workers.samples.stalls import PATIENCE_S, StallWatch
 
 
 def test_only_requests_without_a_token_count() -> None:

@@ -12,7 +12,7 @@ import pytest
 from broker.client.broker import Broker
 from broker.schema import WeightVersion
 from broker.server.embedded import EmbeddedServer
-from rollout_workers import turns
+from rollout_workers.swaps import turns
 from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig
 

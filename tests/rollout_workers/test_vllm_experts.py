@@ -22,7 +22,7 @@ from rollout_workers.engines.vllm.chunks import split
 from rollout_workers.engines.vllm.engine import VllmEngine
 from rollout_workers.engines.vllm.experts import RoutedLayers, new_rows, routed_layers, take
 from rollout_workers.engines.vllm.start import open_vllm, prepare_environment
-from rollout_workers.recorder import Recorder
+from rollout_workers.samples.recorder import Recorder
 
 from .generation import PROMPTS, hold, request
 from .models import make_model, named_tensors, save_config

@@ -14,7 +14,7 @@ from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine
 from rollout_workers.engines.held import Held
-from rollout_workers.weights import refuse_other_tensors
+from rollout_workers.swaps.weights import refuse_other_tensors
 
 from .generation import PROMPTS, begin, difference, hold, run_all
 from .marks import VLLM

@@ -13,10 +13,10 @@ from broker.client.broker import Broker
 from broker.errors import BrokerError, HeadwayError, ServerRestartedError
 from broker.schema import Group, Lease, ModelFiles, Prompt, WeightVersion, WorkerInfo
 from broker.server.embedded import EmbeddedServer
-from rollout_workers import stalls
 from rollout_workers.engines.base import Chunk, GenerationRequest
 from rollout_workers.model_files import ModelFilesError, fetch_model, write_model
 from rollout_workers.rewards.base import RewardError, Score, UnscoredError
+from rollout_workers.samples import stalls
 from rollout_workers.worker import MOST_UNSUBMITTED
 
 from .loop import CAPACITY, GROUP_SIZE, LONG, Deliveries, Learner, OneScorer, make_engine, make_worker, running, until

@@ -10,7 +10,7 @@ import pytest
 from broker.client.broker import Broker
 from broker.errors import WeightSyncError
 from broker.schema import Group, Trajectory, WeightVersion
-from rollout_workers.chosen_experts import MissingExpertsError
+from rollout_workers.samples.chosen_experts import MissingExpertsError
 from rollout_workers.worker import Worker
 
 from .loop import CAPACITY, LONG, LONGER, Deliveries, Learner, make_engine, make_worker, until

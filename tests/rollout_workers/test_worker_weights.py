@@ -14,10 +14,10 @@ from broker.client.broker import BlockingBroker, Broker
 from broker.errors import WeightSyncError
 from broker.schema import Probe, Trajectory, WeightVersion, WorkerInfo
 from broker.server.embedded import EmbeddedServer
-from rollout_workers import weights
 from rollout_workers.engines.base import Chunk, GenerationRequest
-from rollout_workers.engines.shared_tensors import Handover
-from rollout_workers.weights import refuse_other_logprobs
+from rollout_workers.engines.placing.shared_tensors import Handover
+from rollout_workers.swaps import weights
+from rollout_workers.swaps.weights import refuse_other_logprobs
 from tests.full_disk import no_files_over
 from weightsync.config import WeightsConfig
 from weightsync.publish.publisher import Publisher, PublishReport

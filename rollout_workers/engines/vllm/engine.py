@@ -23,7 +23,7 @@ from broker.errors import HeadwayError, NoRoomError, WeightSyncError
 from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
-from rollout_workers.engines.shared_tensors import Handover
+from rollout_workers.engines.placing.shared_tensors import Handover
 
 from .arrival import Arrival
 from .calls import Load, answered, loading, prove, sleep, vllm_errors, wake

@@ -3,7 +3,7 @@
 import torch
 
 from rollout_workers.engines.base import NamedTensors
-from rollout_workers.engines.loading import find_places, one_by_one, tied_names
+from rollout_workers.engines.placing.loading import find_places, one_by_one, tied_names
 
 HEAD = "lm_head.weight"
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from broker.errors import HeadwayError
 from rollout_workers.config import EngineConfig
-from rollout_workers.gpus import gpus_of, starting_alone
+from rollout_workers.engines.gpus import gpus_of, starting_alone
 
 from .engine import VllmEngine
 from .experts import engine_arguments as arguments_for_experts

@@ -20,10 +20,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rollout_workers.engines.direct_loading import DirectLoading
 from rollout_workers.engines.held import Held
-from rollout_workers.engines.shared_tensors import Mapped
-from rollout_workers.engines.sleeping import Kept
+from rollout_workers.engines.placing.direct_loading import DirectLoading
+from rollout_workers.engines.placing.shared_tensors import Mapped
+from rollout_workers.engines.placing.sleeping import Kept
 from weightsync.tensors.fingerprint import UNSIGNED
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from broker.client.turns import Turns
-
-from .outages import Outages
+from rollout_workers.outages import Outages
 
 POLL_S = 0.05
 """Between two requests for a turn."""

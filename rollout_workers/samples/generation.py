@@ -7,7 +7,8 @@ from typing import cast
 
 import msgspec
 
-from .engines.base import Chunk, Engine, FinishReason, GenerationRequest
+from rollout_workers.engines.base import Chunk, Engine, FinishReason, GenerationRequest
+
 from .recorder import EngineOutputError, Recorder
 
 PAUSE_S = 0.1

@@ -30,10 +30,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from broker.errors import HeadwayError, WeightSyncError
 from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
+from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
+from rollout_workers.engines.placing.loading import Filling, fill, held_tensors
 
-from .base import Check, Chunk, GenerationRequest, NamedTensors, Parts
 from .decoder import Decoder, Sample, Sampled
-from .loading import Filling, fill, held_tensors
 from .sampling import Sampler
 from .slot_cache import ATTENTION
 

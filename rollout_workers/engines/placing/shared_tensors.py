@@ -15,10 +15,9 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from rollout_workers.engines.base import NamedTensors
 from weightsync.tensors.buckets import ALIGNMENT, DTYPES
 from weightsync.tensors.shared_memory import attach, gpu_handle, host_buffer
-
-from .base import NamedTensors
 
 KEPT = 2
 """Sets of memory that stay mapped: one may be received into while the other is swapped in."""

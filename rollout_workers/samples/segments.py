@@ -16,8 +16,8 @@ from typing import Self
 
 from broker.client.leases import AppendOutcome, AppendReply
 from broker.schema import Lease, Segment
+from rollout_workers.config import WorkersConfig
 
-from .config import WorkersConfig
 from .recorder import Recorder
 
 RETRY_S = 1.0

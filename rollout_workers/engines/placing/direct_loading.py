@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from broker.errors import WeightSyncError
+from rollout_workers.engines.held import Held
 from weightsync.tensors.fingerprint import fingerprint
 
-from .held import Held
 from .held_rows import HeldRows
 from .placement import Copies, Load, Placement, Published, scribble, trace
 

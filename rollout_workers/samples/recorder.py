@@ -11,9 +11,9 @@ import numpy as np
 from broker.errors import HeadwayError
 from broker.possible import LOGPROB_ROUNDING
 from broker.schema import Lease, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from rollout_workers.engines.base import Chunk, FinishReason
 
 from .chosen_experts import ChosenExperts
-from .engines.base import Chunk, FinishReason
 
 
 class EngineOutputError(HeadwayError):

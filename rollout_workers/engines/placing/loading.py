@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from broker.errors import WeightSyncError
+from rollout_workers.engines.base import NamedTensors
+from rollout_workers.engines.held import Held
 from weightsync.tensors.fingerprint import fingerprint
-
-from .base import NamedTensors
-from .held import Held
 
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 

@@ -15,9 +15,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from broker import BlockingBroker, Broker
 from broker.client.phases import OPENING_S, SAY_S, Phases
 from broker.errors import BrokerError
+from rollout_workers.engines.base import Engine
+from rollout_workers.outages import Outages
 
-from .engines.base import Engine
-from .outages import Outages
 from .weights import HeldWeights
 
 POLL_S = 0.01

@@ -8,8 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from broker.errors import ConfigError
-
-from .config import EngineConfig
+from rollout_workers.config import EngineConfig
 
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 """vLLM's options, whose product is the number of its processes."""

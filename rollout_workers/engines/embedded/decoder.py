@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from broker.schema import Experts, WeightVersion
+from rollout_workers.engines.base import GenerationRequest
 
-from .base import GenerationRequest
 from .router_tap import RouterTap
 from .sampling import Sampler
 from .slot_cache import Decode, Layout, Prefill, SlotCache

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rollout_workers.engines.held import Held
 from weightsync.tensors.fingerprint import Parts, fingerprint_parts
 
-from .held import Held
 from .placement import Block, Placement, rows_of
 
 ROWS_AT_ONCE = 1 << 21

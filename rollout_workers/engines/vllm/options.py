@@ -7,8 +7,7 @@ vLLM would import or read what they name. Those a worker takes from its own comm
 from collections.abc import Collection
 
 from broker.errors import ConfigError
-
-from .config import EngineConfig
+from rollout_workers.config import EngineConfig
 
 _NAMES = """
 async_scheduling block_size cpu_offload_gb cudagraph_capture_sizes decode_context_parallel_size disable_cascade_attn

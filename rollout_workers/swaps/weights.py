@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
 from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
+from rollout_workers.engines.base import Engine
+from rollout_workers.engines.held import Held
+from rollout_workers.engines.placing.loading import is_fused
+from rollout_workers.outages import Outages
 from weightsync.receive.deliveries import Arriving, Delivery
 from weightsync.receive.subscriber import Subscriber
 
-from .engines.base import Engine
-from .engines.held import Held
-from .engines.loading import is_fused
-from .outages import Outages
 from .turns import SwapTurns
 
 RETRY_S = 0.5

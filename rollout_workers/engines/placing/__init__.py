@@ -1,0 +1,1 @@
+"""Tensors of a version on their way into the memory that an engine computes with."""
