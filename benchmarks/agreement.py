@@ -36,9 +36,9 @@ from broker.wire.codec import decode_trajectory, encode_trajectory
 from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.config import ModelConfig, OptimizerConfig
-from learner.model import load_config
-from learner.packing import PackableSequence, concatenate, from_trajectory, pack
-from learner.routing import routing_of
+from learner.models.model import load_config
+from learner.rows.packing import PackableSequence, concatenate, from_trajectory, pack
+from learner.rows.routing import routing_of
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine, GenerationRequest

@@ -41,7 +41,7 @@ from deploy.config import load_recipe
 from deploy.report import EDGE_STEPS, METRICS, lineage, read_lines, read_summary
 from deploy.run_directory import EXPERIENCE
 from deploy.sft_output import is_complete
-from learner.experience_log import ExperienceLog
+from learner.experience.log import ExperienceLog
 
 RECIPE = str(Path(__file__).with_name("long_tailed.yaml"))
 TOY = (

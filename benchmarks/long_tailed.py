@@ -15,9 +15,9 @@ from functools import cache
 from typing import Any
 
 from learner.config import PromptsConfig, SftPhaseConfig
-from learner.examples import Example, open_examples
-from learner.prompts import open_source
-from learner.prompts.base import Item, PromptSource
+from learner.data.examples import Example, open_examples
+from learner.data.prompts import open_source
+from learner.data.prompts.base import Item, PromptSource
 
 MEDIAN_TERMS, SIGMA = 4, 1.2
 """Of the lognormal distribution: e to the sigma is the step from the median to the 84th percentile."""

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
-from learner.catalog import PARTS, Composition, Function, compositions, functions
+from learner.objective.catalog import PARTS, Composition, Function, compositions, functions
 
 from .terminal import styled
 

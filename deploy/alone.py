@@ -20,7 +20,7 @@ from broker.connection.address import without_password
 from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, RunNotFoundError
 from broker.keys import check_worker_name
 from broker.schema import RunStatus
-from learner.rewind import Rewind
+from learner.experience.rewind import Rewind
 from rollout_workers.config import EngineConfig
 from weightsync.config import WeightsConfig
 

@@ -2,11 +2,11 @@
 
 from learner.backends import open_backend
 from learner.backends.base import Backend
-from learner.composition import gae_options
-from learner.critic import Critic
-from learner.model import load_config
+from learner.models.model import load_config
+from learner.objective.composition import gae_options
+from learner.objective.critic import Critic
 from learner.ranks import Ranks
-from learner.routing import Routing, routing_of
+from learner.rows.routing import Routing, routing_of
 
 from .recipe import Recipe
 

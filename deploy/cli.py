@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from broker.errors import HeadwayError, UntrainableBatchError
-from learner.disk import FULL
+from learner.checkpoints.disk import FULL
 
 from .ending import Ending
 from .printing import OF_ROLES, complain, log_to_stderr, paragraph, say_json
 
 if TYPE_CHECKING:
-    from learner.rewind import Rewind
+    from learner.experience.rewind import Rewind
 
 F = TypeVar("F", bound=Callable[..., Any])
 BUG_EXIT, INTERRUPT_EXIT = 70, 130
@@ -124,7 +124,7 @@ def _rewind(resume: bool, step: int | None, regenerate: bool) -> "Rewind | None"
         return None
     if not resume:
         raise click.UsageError("--rewind-to needs --resume.")
-    from learner.rewind import Rewind
+    from learner.experience.rewind import Rewind
 
     return Rewind(step=step, regenerate=regenerate)
 
@@ -432,7 +432,7 @@ def algorithms(name: str | None, as_json: bool) -> None:
 
     With NAME one preset or one function in full.
     """
-    from learner.catalog import compositions, find, functions
+    from learner.objective.catalog import compositions, find, functions
 
     from .algorithm_pages import overview, page
     from .terminal import Terminal

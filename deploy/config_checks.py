@@ -6,7 +6,7 @@ from itertools import chain
 from broker.errors import ConfigError
 from learner.choices import unknown_kind
 from learner.config import EXAMPLES, PROMPTS, LearnerConfig
-from learner.layout import check_ranks
+from learner.models.layout import check_ranks
 from rollout_workers.config import ENGINES, REWARDS, EngineConfig
 from rollout_workers.engines.gpus import gpus_of, shares
 from weightsync.config import WeightsConfig

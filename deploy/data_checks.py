@@ -3,8 +3,8 @@
 What takes a tokenizer to know is told by the learner, with the same file and row.
 """
 
-from learner.examples import open_examples
-from learner.prompts import open_source
+from learner.data.examples import open_examples
+from learner.data.prompts import open_source
 
 from .recipe import Recipe
 

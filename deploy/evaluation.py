@@ -100,8 +100,8 @@ class Evaluator:
 
 def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None) -> "EvalResult":
     """Pass rate of the model in `checkpoint` on the recipe's held-out prompts. Raises HeadwayError."""
-    from learner.model import load_tokenizer
-    from learner.prompts import open_prompts
+    from learner.data.prompts import open_prompts
+    from learner.models.model import load_tokenizer
 
     model = msgspec.structs.replace(recipe.model, path=str(checkpoint), random=None)
     source = open_prompts(recipe.prompts, load_tokenizer(model), recipe.run.seed)

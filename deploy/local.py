@@ -17,7 +17,7 @@ from rich.table import Table
 from broker.client.broker import BlockingBroker
 from broker.connection.address import PASSWORD_FILE, with_whole_paths, without_secrets
 from broker.server.access import Role
-from learner.rewind import Rewind
+from learner.experience.rewind import Rewind
 
 from .colocation import worker_gpus
 from .data_checks import check_data
@@ -250,9 +250,9 @@ def check_rewind(recipe: Recipe, rewind: Rewind | None) -> None:
     """Raises HeadwayError before anything is started, where the run cannot go back there."""
     if rewind is None:
         return
-    from learner.checkpoint import CheckpointStore
-    from learner.experience_log import ExperienceLog
-    from learner.rewind import check_rewind as check
+    from learner.checkpoints.checkpoint import CheckpointStore
+    from learner.experience.log import ExperienceLog
+    from learner.experience.rewind import check_rewind as check
 
     directory = recipe.run_directory
     check(

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.errors import ConfigError
-from learner.composition import needs_critic, needs_reference
-from learner.memory_plan import Held, Planned, plan_memory
-from learner.model import load_config
-from learner.model_shape import shape_of
+from learner.models.model import load_config
+from learner.models.shape import shape_of
+from learner.objective.composition import needs_critic, needs_reference
+from learner.planning.memory import Held, Planned, plan_memory
 from rollout_workers.engines.gpus import gpus_of
 from weightsync.config import broadcast_device
 

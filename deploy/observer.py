@@ -7,8 +7,8 @@ from collections import Counter
 
 from broker.schema import StepMetrics, Trajectory, WeightVersion
 from learner.backends.base import Backend
-from learner.experience import Experience
-from learner.loop import Step
+from learner.experience.stream import Experience
+from learner.stages.loop import Step
 
 from .evaluation import Evaluator
 from .recipe import Recipe

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import psutil
 
-from learner.disk import gone, is_full
+from learner.checkpoints.disk import gone, is_full
 
 from . import tether
 from .farewell import ENVIRONMENT

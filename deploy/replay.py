@@ -16,13 +16,13 @@ import torch
 from broker.errors import ConfigError
 from broker.schema import StepMetrics
 from learner.backends.base import Backend
-from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
+from learner.checkpoints.weights_digest import saved_tensors, weights_digest
 from learner.config import AlgorithmConfig, preset_defaults
-from learner.experience_log import ExperienceLog
-from learner.loop import Step
+from learner.experience.log import ExperienceLog
 from learner.ranks import Ranks
-from learner.replay import ReplayError, replay
-from learner.weights_digest import saved_tensors, weights_digest
+from learner.stages.loop import Step
+from learner.stages.replay import ReplayError, replay
 
 from .backend import recipe_backend
 from .comparison import ComparedWeights, Comparison, changed_settings

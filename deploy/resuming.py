@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from broker.errors import ConfigError
-from learner.rewind import Rewind
+from learner.experience.rewind import Rewind
 
 from .config import recipe_to_bytes
 from .config_files import read_yaml

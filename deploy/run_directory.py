@@ -23,7 +23,7 @@ from broker.client.holding import Holder
 from broker.connection.address import without_secrets
 from broker.errors import ConfigError, HeadwayError
 from broker.keys import is_name
-from learner.disk import FULL
+from learner.checkpoints.disk import FULL
 
 from .config import dump_recipe, recipe_to_bytes
 from .in_use import described

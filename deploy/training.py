@@ -21,23 +21,23 @@ from broker.client.phases import Phases
 from broker.errors import ConfigError
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
 from learner.backends.base import Backend
-from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.colocation import LentDevice, wait_for_device
-from learner.composition import needs_critic, needs_reference
-from learner.cost import DEFAULT_COST, CostModel
-from learner.experience import Experience
-from learner.experience_log import ExperienceLog
-from learner.loop import Learner, LoopConfig
-from learner.model import load_config, load_tokenizer, model_files
-from learner.model_shape import shape_of
-from learner.objective import Objective
-from learner.probe import TOLERANCE
-from learner.prompts import open_prompts
-from learner.prompts.cursor import PromptCursor
+from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
+from learner.checkpoints.resumption import load_first
+from learner.data.prompts import open_prompts
+from learner.data.prompts.cursor import PromptCursor
+from learner.experience.log import ExperienceLog
+from learner.experience.rewind import Rewind, check_rewind, rewound_to
+from learner.experience.stream import Experience
+from learner.models.model import load_config, load_tokenizer, model_files
+from learner.models.shape import shape_of
+from learner.objective.composition import needs_critic, needs_reference
+from learner.objective.objective import Objective
+from learner.objective.update import Updater
 from learner.ranks import Ranks
-from learner.resumption import load_first
-from learner.rewind import Rewind, check_rewind, rewound_to
-from learner.update import Updater
+from learner.rows.cost import DEFAULT_COST, CostModel
+from learner.stages.colocation import LentDevice, wait_for_device
+from learner.stages.loop import Learner, LoopConfig
+from learner.stages.probe import TOLERANCE
 from weightsync.publish.publisher import Publisher
 from weightsync.transports.listening import allow_many_files
 

@@ -8,12 +8,12 @@ import msgspec
 import torch
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from learner.composition import check_algorithm
-from learner.model import load_config, load_tokenizer, model_files
-from learner.prompts import open_prompts
-from learner.prompts.rendering import Renderer
+from learner.data.prompts import open_prompts
+from learner.data.prompts.rendering import Renderer
+from learner.models.model import load_config, load_tokenizer, model_files
+from learner.objective.composition import check_algorithm
 from learner.ranks import Ranks
-from learner.sft import SftProgress, SftStage, WarmUpError
+from learner.stages.sft import SftProgress, SftStage, WarmUpError
 
 from .backend import recipe_backend
 from .evaluation import Evaluator

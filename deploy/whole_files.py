@@ -6,8 +6,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from broker.errors import HeadwayError
-from learner.checkpoint import sync
-from learner.disk import not_written
+from learner.checkpoints.checkpoint import sync
+from learner.checkpoints.disk import not_written
 
 UNFINISHED = ".part"
 """What a process that was killed in mid-write leaves has this ending."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from broker.schema import Group
 
 from .backends.base import Trained
-from .group_frames import GroupFrames
+from .experience.frames import GroupFrames
 
 
 class Ranks:

@@ -18,8 +18,8 @@ from benchmarks.long_tailed import FEWEST_TERMS, MOST_TERMS, LongTailedPrompts, 
 from broker.schema import StepMetrics, Trajectory, VersionSpan, WeightVersion
 from deploy.config import load_recipe
 from deploy.report import RunWriter, summarize
-from learner.experience_log import ExperienceLog
-from learner.prompts.base import Item
+from learner.data.prompts.base import Item
+from learner.experience.log import ExperienceLog
 from rollout_workers.rewards.reasoning_gym import Verifiers
 from tests.learner.batches import group
 

@@ -16,7 +16,7 @@ from broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
 from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import decode_trajectory, encode_trajectory
 from deploy.config import load_recipe
-from learner.packing import PackableSequence
+from learner.rows.packing import PackableSequence
 
 
 def test_engine_and_learner_agree_and_replay_takes_what_the_engine_chose(tmp_path: Path) -> None:

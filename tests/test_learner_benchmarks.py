@@ -23,8 +23,8 @@ from benchmarks.throughput.rows import packed_rows, padded_rows
 from benchmarks.throughput.shapes import SHAPES, step_flops
 from benchmarks.throughput.workload import long_tailed_lengths, sequences
 from learner.config import ModelConfig
-from learner.model import load_config, load_tokenizer
-from learner.packing import PackableSequence
+from learner.models.model import load_config, load_tokenizer
+from learner.rows.packing import PackableSequence
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

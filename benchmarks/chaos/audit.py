@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from broker.schema import WeightVersion
-from learner.prompts.cursor import group_at
+from learner.data.prompts.cursor import group_at
 
 from .tasks import OF_ANOTHER_RUN
 from .trail import Lineage, StepRecord, Trained, all_records

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from learner.backends.base import Staged, TokenLoss
-from learner.batch import PackedBatch
-from learner.checkpoint import read_checkpoint
+from learner.backends.saving import save
+from learner.checkpoints.checkpoint import read_checkpoint
 from learner.config import ModelConfig, OptimizerConfig
-from learner.saving import save
+from learner.rows.batch import PackedBatch
 
 from .trail import Beginning, Trail
 

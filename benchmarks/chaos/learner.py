@@ -9,8 +9,8 @@ from deploy import training
 from deploy.observer import RunObserver
 from deploy.recipe import Recipe
 from learner.backends.base import Backend
-from learner.loop import Step
-from learner.packing import PackableSequence
+from learner.rows.packing import PackableSequence
+from learner.stages.loop import Step
 
 from .backend import TinyBackend
 from .pills import is_pill

@@ -16,8 +16,8 @@ from broker.connection import connection, verbs
 from broker.possible import check_possible
 from broker.schema import Probe, Trajectory, WeightVersion
 from broker.wire import codec
-from learner import packing
-from learner.experience import Experience
+from learner.experience.stream import Experience
+from learner.rows import packing
 from weightsync.publish.publisher import Publication, Publisher
 from weightsync.tensors.gathering import Gathering
 

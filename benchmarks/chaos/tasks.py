@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from learner.prompts.cursor import place_of
+from learner.data.prompts.cursor import place_of
 
 from .user_code import text_of
 

@@ -6,7 +6,7 @@ from typing import Literal, Self
 import msgspec
 
 from deploy.recipe import Recipe
-from learner.checkpoint import CheckpointStore
+from learner.checkpoints.checkpoint import CheckpointStore
 
 from .tasks import ALPHABET, LONGEST, OVERWRITTEN_WEIGHTS, WEIGHTS
 from .user_code import PROMPT_TOKENS

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import rollout_workers.decoding
 import rollout_workers.worker
-from learner.model import load_config, load_tokenizer, model_files
+from learner.models.model import load_config, load_tokenizer, model_files
 
 from . import learner, worker
 from .trial import Trial

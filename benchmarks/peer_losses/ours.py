@@ -12,7 +12,7 @@ from algorithms.kl import ESTIMATORS
 from algorithms.returns import gae, returns_to_go, whiten, whitening_sums
 from algorithms.supervised import clipped_value_loss
 from learner.config import AlgorithmConfig
-from learner.objective import Objective
+from learner.objective.objective import Objective
 
 from .sample import Outcome, Sample
 

@@ -78,8 +78,8 @@ def check(trials: Iterable[Trial]) -> None:
     """Before hours go by: raises for a composition that the learner refuses."""
     import msgspec
 
-    from learner.composition import check_algorithm
     from learner.config import AlgorithmConfig
+    from learner.objective.composition import check_algorithm
 
     for keys in {trial.name: trial.algorithm for trial in trials}.values():
         check_algorithm(msgspec.convert(keys, AlgorithmConfig))

@@ -20,9 +20,9 @@ from deploy.training import recipe_updater
 from deploy.warm_up import run_sft
 from learner.backends.base import Backend
 from learner.config import AlgorithmConfig
-from learner.model import load_tokenizer
-from learner.prompts import open_prompts
-from learner.prompts.cursor import PromptCursor
+from learner.data.prompts import open_prompts
+from learner.data.prompts.cursor import PromptCursor
+from learner.models.model import load_tokenizer
 from learner.ranks import Ranks
 
 from .rollouts import Rollouts

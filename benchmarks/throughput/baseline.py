@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from learner.batch import PackedBatch
 from learner.config import AlgorithmConfig, OptimizerConfig
-from learner.objective import Objective
-from learner.packing import PackableSequence
+from learner.objective.objective import Objective
 from learner.ranks import Ranks
+from learner.rows.batch import PackedBatch
+from learner.rows.packing import PackableSequence
 
 from .case import LEARNING_RATE, Case
 from .leaks import leak_of

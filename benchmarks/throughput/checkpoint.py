@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from learner.config import ModelConfig, RandomModelConfig
-from learner.model import load_tokenizer
+from learner.models.model import load_tokenizer
 
 from . import isolated
 from .shapes import Shape

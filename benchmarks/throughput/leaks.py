@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from learner.packing import PackableSequence, concatenate
+from learner.rows.packing import PackableSequence, concatenate
 
 from .rows import one_row
 

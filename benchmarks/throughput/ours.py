@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from learner.backends import open_backend
 from learner.config import AlgorithmConfig, ModelConfig, OptimizerConfig
-from learner.objective import Objective
-from learner.packing import PackableSequence, pack
+from learner.objective.objective import Objective
 from learner.ranks import Ranks
+from learner.rows.packing import PackableSequence, pack
 
 from .case import LEARNING_RATE, Case
 

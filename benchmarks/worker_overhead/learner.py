@@ -10,7 +10,7 @@ from broker.client.batches import CheckpointMark
 from broker.schema import Probe, Prompt, RunRules, WeightVersion, WorkerInfo
 from deploy.config import recipe_to_bytes
 from deploy.recipe import Recipe
-from learner.model import load_config, load_tokenizer, model_files
+from learner.models.model import load_config, load_tokenizer, model_files
 from weightsync.publish.publisher import Publisher, PublishReport
 
 from .workload import prompts, read_weights

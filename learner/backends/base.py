@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from learner.batch import PackedBatch
+from learner.rows.batch import PackedBatch
 
 TokenLoss = Callable[[int, torch.Tensor], tuple[torch.Tensor, dict[str, float]]]
 """(index of the micro-batch, current_logprobs_T) -> (its share of the batch's loss, what to report of it).
@@ -53,7 +53,7 @@ class Trained(Protocol):
         ...
 
     def save(self, directory: Path) -> None:
-        """Write all that at once (`learner.saving.save`); durable when it returns."""
+        """Write all that at once (`learner.backends.saving.save`); durable when it returns."""
         ...
 
     def load(self, directory: Path) -> None:

@@ -5,8 +5,8 @@ import msgspec
 import pytest
 
 from algorithms.presets import PRESETS
-from learner.composition import check_algorithm, needs_proximal
 from learner.config import AlgorithmConfig
+from learner.objective.composition import check_algorithm, needs_proximal
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -1,4 +1,4 @@
-"""A learner and a worker over a real broker, without weights: what they do is `learner.loop`'s and
+"""A learner and a worker over a real broker, without weights: what they do is `learner.stages.loop`'s and
 `rollout_workers.worker`'s protocol, one verb at a time, so that a test can come between any two."""
 
 from collections.abc import Awaitable, Callable, Sequence

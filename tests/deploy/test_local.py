@@ -12,7 +12,7 @@ from deploy.local import Local, after_warm_up, connection, warm_up, worker_comma
 from deploy.run_directory import prepare
 from deploy.terminal import Terminal
 from learner.config import ModelConfig
-from learner.model import load_model, load_tokenizer
+from learner.models.model import load_model, load_tokenizer
 from tests.end_to_end.recipes import MODEL, TINY
 
 

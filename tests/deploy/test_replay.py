@@ -10,8 +10,8 @@ from deploy.comparison import ComparedWeights, Comparison, changed_settings, com
 from deploy.config import dump_recipe, load_recipe
 from deploy.replay import Replay, find_run, original_recipe, replayed_recipe
 from learner.config import AggregationConfig
-from learner.experience_log import ExperienceLog
-from learner.replay import ReplayError
+from learner.experience.log import ExperienceLog
+from learner.stages.replay import ReplayError
 from tests.learner.batches import batch
 
 from .runs import step_metrics

@@ -9,7 +9,7 @@ from deploy.config import dump_recipe, load_recipe
 from deploy.recipe import Recipe
 from deploy.resuming import ANEW, FIXED, FREE, RAISED, check_resumable, keys_of
 from deploy.run_directory import prepare
-from learner.rewind import Rewind
+from learner.experience.rewind import Rewind
 
 
 def test_every_key_is_in_exactly_one_class() -> None:

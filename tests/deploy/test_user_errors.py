@@ -175,7 +175,7 @@ def test_an_error_that_a_role_finds(changes: tuple[str, ...], rows: str, message
 
 @pytest.mark.slow
 def test_a_checkpoint_without_a_tokenizer(tmp_path: Path) -> None:
-    from learner.model import load_model
+    from learner.models.model import load_model
 
     load_model(model_config("qwen3")).save_pretrained(tmp_path / "model")
     check_error(

@@ -37,7 +37,7 @@ from broker.client.leases import SubmitOutcome
 from broker.connection import verbs
 from broker.keys import Keys
 from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from learner.prompts.cursor import group_at
+from learner.data.prompts.cursor import group_at
 from tests.broker.scenario import begin, rules
 
 STEPS = 6

@@ -75,7 +75,7 @@ def test_a_reward_that_ends_its_process_costs_the_samples_that_make_it_do_so(ter
 HANGS = """
 import os
 import time
-from learner.prompts.arithmetic import ArithmeticPrompts
+from learner.data.prompts.arithmetic import ArithmeticPrompts
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     time.sleep(600)

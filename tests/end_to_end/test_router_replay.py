@@ -10,11 +10,11 @@ import torch
 from broker.schema import Lease, Prompt, Trajectory, TrajectoryId
 from broker.wire.codec import decode_trajectory, encode_trajectory
 from learner.backends import open_backend
-from learner.batch import PackedBatch
 from learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
-from learner.model import load_config, load_model, load_tokenizer
-from learner.packing import concatenate, from_trajectory
-from learner.routing import routing_of
+from learner.models.model import load_config, load_model, load_tokenizer
+from learner.rows.batch import PackedBatch
+from learner.rows.packing import concatenate, from_trajectory
+from learner.rows.routing import routing_of
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import GenerationRequest

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 
 from learner.backends import open_backend
 from learner.backends.base import Backend, Staged
-from learner.checkpoint import CheckpointError, CheckpointStore, LearnerState
-from learner.checkpoint_writer import CheckpointWriter
+from learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
 from learner.config import LayoutConfig
-from learner.packing import pack
 from learner.ranks import Ranks
+from learner.rows.packing import pack
+from learner.stages.checkpoint_writer import CheckpointWriter
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
 LAYOUTS = {"fsdp": LayoutConfig(), "megatron": LayoutConfig(tensor=2)}

@@ -16,7 +16,7 @@ from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.backends.fsdp.backend import FsdpBackend
 from learner.config import ComputeConfig, LayoutConfig
-from learner.packing import concatenate, pack
+from learner.rows.packing import concatenate, pack
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
 LENGTHS = ([90, 6, 7, 19, 11, 3, 25, 14], [13])

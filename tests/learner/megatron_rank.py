@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.backends.megatron import cpu_shim
-from learner.batch import PackedBatch
-from learner.checkpoint import CheckpointError
+from learner.checkpoints.checkpoint import CheckpointError
 from learner.config import LayoutConfig, ModelConfig
-from learner.packing import pack
+from learner.rows.batch import PackedBatch
+from learner.rows.packing import pack
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
 LENGTHS = [20, 6, 7, 19, 11, 3, 25, 14]

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from learner.backends import open_backend
-from learner.batch import PackedBatch
 from learner.config import ComputeConfig, LayoutConfig
-from learner.packing import pack
+from learner.rows.batch import PackedBatch
+from learner.rows.packing import pack
 from tests.learner.replayed import EXPERTS, LENGTHS, TEMPERATURE, model, with_experts
 from tests.learner.tiny import OPTIMIZER, ratio_loss, sequences
 

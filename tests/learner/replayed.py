@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from learner.config import ModelConfig
-from learner.model import load_model
-from learner.packing import PackableSequence, concatenate
+from learner.models.model import load_model
+from learner.rows.packing import PackableSequence, concatenate
 from tests.learner.test_fsdp import ordinary_logprobs
 from tests.learner.tiny import model_config, share
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from broker.client.batches import CheckpointMark
 from broker.schema import WeightVersion
 from learner.backends.base import Staged
-from learner.checkpoint import CheckpointError, CheckpointStore, LearnerState
-from learner.checkpoint_writer import CheckpointWriter
-from learner.interruptions import NeedsLearner
-from learner.loop import Learner, LoopConfig
+from learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
+from learner.experience.interruptions import NeedsLearner
 from learner.ranks import Ranks
+from learner.stages.checkpoint_writer import CheckpointWriter
+from learner.stages.loop import Learner, LoopConfig
 from tests.learner import async_saving_rank
 from tests.learner.async_saving_rank import Held, open_tiny, tensors
 from tests.learner.test_checkpoint import everything, seed_everything, train

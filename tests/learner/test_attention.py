@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.attention import PackedLayout, bucketed_attention, packed_attention, plan_buckets
+from learner.models.attention import PackedLayout, bucketed_attention, packed_attention, plan_buckets
 
 H, K, D = 4, 2, 8
 

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.backends import open_backend
 from learner.backends.fsdp.backend import FsdpBackend
-from learner.checkpoint import CheckpointError, CheckpointStore, LearnerState
-from learner.checkpoint_writer import CheckpointWriter
-from learner.packing import pack
+from learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
+from learner.checkpoints.resumption import load_first
 from learner.ranks import Ranks
-from learner.resumption import load_first
+from learner.rows.packing import pack
+from learner.stages.checkpoint_writer import CheckpointWriter
 from tests.broker.topologies import wait_until
 from tests.damage import flip_bits
 from tests.learner.full_disk import no_file_larger_than

@@ -11,13 +11,13 @@ from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.fsdp.backend import FsdpValueBackend
 from learner.backends.fsdp.policy import FEW_EXPERTS, ValueModel
-from learner.batch import PackedBatch
-from learner.checkpoint import CheckpointError
+from learner.checkpoints.checkpoint import CheckpointError
 from learner.config import ModelConfig
-from learner.critic import Critic, outcome_rewards
-from learner.model import load_model
-from learner.packing import PackableSequence, concatenate, pack
+from learner.models.model import load_model
+from learner.objective.critic import Critic, outcome_rewards
 from learner.ranks import Ranks
+from learner.rows.batch import PackedBatch
+from learner.rows.packing import PackableSequence, concatenate, pack
 from tests.learner import critic_rank
 from tests.learner.critic_rank import CLIP, GAMMA, LAM, LEARNING_RATE, LENGTHS, Result, critic_of, open_values
 from tests.learner.tiny import OPTIMIZER, model_config, sequences

@@ -19,14 +19,14 @@ from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedEr
 from broker.schema import Group, Probe, RunRules, Tallies, WeightVersion
 from broker.server.embedded import EmbeddedServer
 from learner.config import ModelConfig, PromptsConfig, RandomModelConfig
-from learner.drift import DriftWatch, length_drift
-from learner.experience import Experience
-from learner.experience_log import ExperienceLog
-from learner.interruptions import Interrupted, NeedsLearner
-from learner.logged_batch import tids_of
-from learner.model import load_tokenizer
-from learner.prompts import open_prompts
-from learner.prompts.cursor import PromptCursor
+from learner.data.prompts import open_prompts
+from learner.data.prompts.cursor import PromptCursor
+from learner.experience.drift import DriftWatch, length_drift
+from learner.experience.interruptions import Interrupted, NeedsLearner
+from learner.experience.log import ExperienceLog
+from learner.experience.logged_batch import tids_of
+from learner.experience.stream import Experience
+from learner.models.model import load_tokenizer
 from tests.broker.scenario import trajectory
 from tests.deploy.runs import run_status
 from tests.processes import kill

@@ -8,9 +8,9 @@ import pytest
 
 from broker.schema import Group
 from broker.wire import codec
-from learner.experience_log import ExperienceLog
-from learner.group_frames import GroupFrames
-from learner.logged_batch import tids_of
+from learner.experience.frames import GroupFrames
+from learner.experience.log import ExperienceLog
+from learner.experience.logged_batch import tids_of
 from tests.learner.batches import batch, group
 from tests.learner.full_disk import no_file_larger_than
 

@@ -14,10 +14,10 @@ from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.backends.fsdp.backend import FsdpBackend
 from learner.backends.fsdp.policy import FEW_EXPERTS, Policy
-from learner.batch import PackedBatch
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from learner.model import load_model
-from learner.packing import PackableSequence, concatenate, pack
+from learner.models.model import load_model
+from learner.rows.batch import PackedBatch
+from learner.rows.packing import PackableSequence, concatenate, pack
 from tests.learner.fsdp_rank import Case, Result
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences, share
 from tests.learner.torchrun import run_ranks

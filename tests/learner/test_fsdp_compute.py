@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import learner.attention
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-import learner.attention
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.base import Backend
@@ -23,8 +23,8 @@ from learner.backends.fsdp.context import ContextGroup
 from learner.backends.fsdp.layers import fuse_norms, prepare_layers
 from learner.backends.fsdp.policy import Policy
 from learner.config import ComputeConfig, LayoutConfig
-from learner.model import load_model
-from learner.packing import concatenate, pack
+from learner.models.model import load_model
+from learner.rows.packing import concatenate, pack
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences, share
 
 LENGTHS = [7, 12, 5, 20, 3, 9]

@@ -8,8 +8,8 @@ from learner.backends.fsdp.experts import EXPERTS_NAME, _grouped, experts_implem
 from learner.backends.fsdp.layers import prepare_layers
 from learner.backends.fsdp.policy import Policy
 from learner.config import ComputeConfig
-from learner.model import load_model
-from learner.packing import concatenate
+from learner.models.model import load_model
+from learner.rows.packing import concatenate
 from tests.learner.tiny import model_config, sequences, share
 
 FEW_TOKENS = [3, 4]

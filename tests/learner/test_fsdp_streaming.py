@@ -10,7 +10,7 @@ from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.fsdp.backend import FsdpBackend
 from learner.config import ModelConfig
-from learner.model import load_model, load_tokenizer
+from learner.models.model import load_model, load_tokenizer
 from tests.learner.tiny import OPTIMIZER, model_config
 
 ARCHITECTURES = {

@@ -11,12 +11,12 @@ import torch
 from algorithms.presets import PRESETS
 from learner.backends import open_backend
 from learner.backends.base import Backend, TokenLoss
-from learner.batch import PackedBatch
 from learner.config import AlgorithmConfig, LearnerConfig
-from learner.critic import Critic
-from learner.objective import Objective
+from learner.objective.critic import Critic
+from learner.objective.objective import Objective
+from learner.objective.update import Updater
 from learner.ranks import Ranks
-from learner.update import Updater
+from learner.rows.batch import PackedBatch
 from tests.learner.preset_oracles import LOSSES, MAX_NEW_TOKENS, Response, Token, loss_of
 from tests.learner.test_presets import sampled
 from tests.learner.tiny import OPTIMIZER, model_config

@@ -27,11 +27,11 @@ from learner.backends.megatron.mapping import (
     last_bindings,
     layer_bindings,
 )
-from learner.batch import PackedBatch
 from learner.config import LayoutConfig, ModelConfig
-from learner.layout import check_layout
-from learner.model import load_config, load_model, load_tokenizer
-from learner.packing import concatenate
+from learner.models.layout import check_layout
+from learner.models.model import load_config, load_model, load_tokenizer
+from learner.rows.batch import PackedBatch
+from learner.rows.packing import concatenate
 from tests.learner.megatron_rank import DECAY, TEMPERATURE, Case, Result, batches_of
 from tests.learner.parity.layouts import described
 from tests.learner.test_fsdp import ordinary_logprobs

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.config import ComputeConfig, LayoutConfig, LearnerConfig
-from learner.memory_plan import Held, Planned, plan_memory
-from learner.model import load_config
-from learner.model_shape import shape_of
+from learner.models.model import load_config
+from learner.models.shape import shape_of
+from learner.planning.memory import Held, Planned, plan_memory
 from tests.learner.tiny import OPTIMIZER, model_config
 
 QWEN3_8B = Qwen3Config(

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoTokenizer, CLIPConfig
 
 from broker.errors import ConfigError
 from learner.config import ModelConfig, RandomModelConfig
-from learner.model import encode, load_config, load_model, load_tokenizer, model_files
+from learner.models.model import encode, load_config, load_model, load_tokenizer, model_files
 from tests.learner.tiny import ALPHABET, model_config
 
 

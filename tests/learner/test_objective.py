@@ -11,11 +11,11 @@ from algorithms.presets import PRESETS
 from algorithms.segments import spread
 from broker.errors import ConfigError, HeadwayError
 from broker.schema import Group, Prompt, Trajectory, TrajectoryId
-from learner.batch import PackedBatch
-from learner.composition import open_advantage
 from learner.config import AdvantageConfig, AlgorithmConfig, RewardShapingConfig
-from learner.objective import Objective, supervised_loss
-from learner.shaping import compared, reward_stats, shaped_rewards
+from learner.objective.composition import open_advantage
+from learner.objective.objective import Objective, supervised_loss
+from learner.objective.shaping import compared, reward_stats, shaped_rewards
+from learner.rows.batch import PackedBatch
 
 LENGTHS = (5, 1, 12, 3, 7, 4)
 KL = {"kl": {"kind": "k3", "coefficient": 0.1}}

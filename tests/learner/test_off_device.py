@@ -14,7 +14,7 @@ from learner.backends.base import Backend, Trained
 from learner.backends.fsdp.backend import FsdpBackend
 from learner.backends.off_device import OffDevice
 from learner.config import ComputeConfig
-from learner.packing import pack
+from learner.rows.packing import pack
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ import pytest
 
 from broker.errors import ConfigError, UserCodeError
 from learner.config import PromptsConfig, SftPhaseConfig
-from learner.examples import Example, open_examples
-from learner.prompts import open_source
-from learner.prompts.base import Item, PromptSource
+from learner.data.examples import Example, open_examples
+from learner.data.prompts import open_source
+from learner.data.prompts.base import Item, PromptSource
 
 OWN = "tests.learner.own_sources"
 

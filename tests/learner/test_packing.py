@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.schema import Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from learner.cost import DEFAULT_COST, CostModel
-from learner.model_shape import shape_of
-from learner.packing import Plan, from_trajectory, pack, plan
+from learner.models.shape import shape_of
+from learner.rows.cost import DEFAULT_COST, CostModel
+from learner.rows.packing import Plan, from_trajectory, pack, plan
 from tests.learner.tiny import sequences
 
 lengths_of = st.lists(st.integers(1, 400), max_size=60)

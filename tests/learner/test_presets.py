@@ -13,11 +13,11 @@ from broker.schema import Group
 from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.config import AlgorithmConfig, KlConfig, LearnerConfig
-from learner.critic import Critic
-from learner.objective import Objective
-from learner.packing import concatenate, from_trajectory
+from learner.objective.critic import Critic
+from learner.objective.objective import Objective
+from learner.objective.update import Updater
 from learner.ranks import Ranks
-from learner.update import Updater
+from learner.rows.packing import concatenate, from_trajectory
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, model_config
 

@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from broker.errors import ConfigError
 from learner.config import PromptsConfig, SftPhaseConfig
-from learner.examples import Example, open_examples
-from learner.prompts import open_prompts, open_source
-from learner.prompts.arithmetic import apply
-from learner.prompts.base import Item, is_held_out
-from learner.prompts.cursor import PromptCursor
-from learner.prompts.rendering import Prompts, Renderer
-from learner.sft import tokenize
+from learner.data.examples import Example, open_examples
+from learner.data.prompts import open_prompts, open_source
+from learner.data.prompts.arithmetic import apply
+from learner.data.prompts.base import Item, is_held_out
+from learner.data.prompts.cursor import PromptCursor
+from learner.data.prompts.rendering import Prompts, Renderer
+from learner.stages.sft import tokenize
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

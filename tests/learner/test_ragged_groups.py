@@ -8,9 +8,9 @@ import torch
 
 from learner.backends import open_backend
 from learner.config import AggregationConfig, AlgorithmConfig, LearnerConfig
-from learner.objective import Objective
+from learner.objective.objective import Objective
+from learner.objective.update import Updater
 from learner.ranks import Ranks
-from learner.update import Updater
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, model_config
 

@@ -22,14 +22,14 @@ from learner.backends.fsdp.layers import prepare_layers
 from learner.backends.fsdp.policy import FEW_EXPERTS, Policy, ValueModel
 from learner.backends.fsdp.replayed_router import _route
 from learner.backends.replayed_choice import Recorded
-from learner.batch import PackedBatch
 from learner.config import AlgorithmConfig, ComputeConfig, KlConfig, LayoutConfig, LearnerConfig
-from learner.model import load_config, load_model
-from learner.objective import Objective
-from learner.packing import concatenate, from_trajectory
+from learner.models.model import load_config, load_model
+from learner.objective.objective import Objective
+from learner.objective.update import Updater
 from learner.ranks import Ranks
-from learner.routing import Routing, RoutingError, routing_of
-from learner.update import Updater
+from learner.rows.batch import PackedBatch
+from learner.rows.packing import concatenate, from_trajectory
+from learner.rows.routing import Routing, RoutingError, routing_of
 from tests.learner import replay_rank
 from tests.learner.batches import group
 from tests.learner.replay_rank import DENOMINATOR, Case, Result, batches_of

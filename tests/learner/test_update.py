@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from learner.packing import PackableSequence
-from learner.update import split
+from learner.objective.update import split
+from learner.rows.packing import PackableSequence
 from tests.learner import update_rank
 from tests.learner.tiny import sequences
 from tests.learner.torchrun import run_ranks

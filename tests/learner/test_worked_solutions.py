@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from learner.config import PromptsConfig, SftPhaseConfig
-from learner.examples import Example, open_examples
-from learner.prompts import open_source
-from learner.prompts.base import Item
-from learner.prompts.reasoning_gym import open_tasks
+from learner.data.examples import Example, open_examples
+from learner.data.prompts import open_source
+from learner.data.prompts.base import Item
+from learner.data.prompts.reasoning_gym import open_tasks
 from rollout_workers.rewards.reasoning_gym import Verifiers
 
 TASKS = "chain_sum, leg_counting"

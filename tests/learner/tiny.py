@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from learner.backends.base import TokenLoss
-from learner.batch import PackedBatch
 from learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
-from learner.packing import PackableSequence
+from learner.rows.batch import PackedBatch
+from learner.rows.packing import PackableSequence
 
 ALPHABET = "0123456789+-*=,#^"
 VOCABULARY = len(ALPHABET) + 2

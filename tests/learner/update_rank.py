@@ -13,9 +13,9 @@ import torch.distributed as dist
 from algorithms.presets import PRESETS
 from learner.backends import open_backend
 from learner.config import AlgorithmConfig, LearnerConfig
-from learner.objective import Objective
+from learner.objective.objective import Objective
+from learner.objective.update import Updater
 from learner.ranks import Ranks
-from learner.update import Updater
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
 
 SIZES = (6, 1)

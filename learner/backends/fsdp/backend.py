@@ -9,10 +9,10 @@ import torch
 from learner.backends.base import Backend, TokenLoss
 from learner.backends.hugging_face_files import write_tensors
 from learner.backends.rng import load_rng, stage_rng
-from learner.batch import PackedBatch
+from learner.backends.saving import NamedTensors, stage_gathered
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from learner.model import load_tokenizer
-from learner.saving import NamedTensors, stage_gathered
+from learner.models.model import load_tokenizer
+from learner.rows.batch import PackedBatch
 
 from .export import HuggingFaceExport
 from .policy import Policy, ValueModel

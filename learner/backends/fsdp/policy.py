@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from broker.errors import ConfigError
-from learner.attention import ATTENTION_NAME, register_packed_attention
 from learner.backends.replayed_choice import Recorded
 from learner.backends.token_logprobs import token_logprobs
-from learner.batch import PackedBatch
+from learner.models.attention import ATTENTION_NAME, register_packed_attention
+from learner.rows.batch import PackedBatch
 
 from .context import ContextGroup
 from .experts import experts_implementation

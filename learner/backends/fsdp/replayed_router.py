@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from learner.backends.replayed_choice import Recorded
-from learner.routing import SOFTMAX_ROUTED
+from learner.rows.routing import SOFTMAX_ROUTED
 
 
 def replayable_routers(layers: Iterable[nn.Module], model_type: str) -> list[nn.Module]:

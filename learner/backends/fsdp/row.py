@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from learner.attention import PackedLayout
-from learner.batch import PackedBatch
+from learner.models.attention import PackedLayout
+from learner.rows.batch import PackedBatch
 
 from .context import ContextGroup
 

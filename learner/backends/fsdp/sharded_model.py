@@ -14,11 +14,11 @@ from learner.backends.base import Staged, TokenLoss
 from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
 from learner.backends.replayed_choice import disagreement
-from learner.batch import PackedBatch
+from learner.backends.saving import save
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from learner.layout import check_ranks
-from learner.model import load_model
-from learner.saving import save
+from learner.models.layout import check_ranks
+from learner.models.model import load_model
+from learner.rows.batch import PackedBatch
 
 from .context import ContextGroup
 from .layers import prepare_layers

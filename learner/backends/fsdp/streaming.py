@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from broker.errors import ConfigError
 from learner.backends.hugging_face_files import TensorFiles, weight_files
 from learner.config import ModelConfig
-from learner.model import load_config
+from learner.models.model import load_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

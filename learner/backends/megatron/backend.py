@@ -20,11 +20,11 @@ from learner.backends.hugging_face_files import write_tensors
 from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks
 from learner.backends.rng import load_rng, stage_rng
-from learner.batch import PackedBatch
+from learner.backends.saving import NamedTensors, save, stage_gathered
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from learner.layout import check_layout
-from learner.model import load_config, load_tokenizer
-from learner.saving import NamedTensors, save, stage_gathered
+from learner.models.layout import check_layout
+from learner.models.model import load_config, load_tokenizer
+from learner.rows.batch import PackedBatch
 
 from .architecture import architecture_of
 from .cpu_shim import install_cpu_shim

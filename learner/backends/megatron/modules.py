@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from learner.attention import bucketed_attention, varlen_attention
 from learner.backends.expert_rows import (
     collect,
     experts_forward,
@@ -25,6 +24,7 @@ from learner.backends.expert_rows import (
     row_offsets,
     spread,
 )
+from learner.models.attention import bucketed_attention, varlen_attention
 
 from .row import Row
 

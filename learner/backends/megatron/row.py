@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from learner.attention import PackedLayout
 from learner.backends.replayed_choice import Recorded
-from learner.batch import PackedBatch
+from learner.models.attention import PackedLayout
+from learner.rows.batch import PackedBatch
 
 
 @dataclass

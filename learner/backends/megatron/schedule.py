@@ -14,8 +14,8 @@ from torch import nn
 from learner.backends.base import TokenLoss
 from learner.backends.process_group import sum_over_ranks
 from learner.backends.replayed_choice import disagreement
-from learner.batch import PackedBatch
 from learner.config import LayoutConfig
+from learner.rows.batch import PackedBatch
 
 from . import groups
 from .row import Row, make_row, padded_length

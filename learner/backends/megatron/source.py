@@ -5,7 +5,7 @@ import torch
 from broker.errors import ConfigError
 from learner.backends.hugging_face_files import Read, TensorFiles, weight_files
 from learner.config import ModelConfig
-from learner.model import load_model
+from learner.models.model import load_model
 
 
 def open_source(model: ModelConfig, seed: int) -> Read:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from broker.errors import ConfigError
 from learner.backends.hugging_face_files import Read, TensorFiles, file_parts
-from learner.checkpoint import CheckpointError
-from learner.saving import NamedTensors, stage_gathered
+from learner.backends.saving import NamedTensors, stage_gathered
+from learner.checkpoints.checkpoint import CheckpointError
 
 from .model import PackedGpt
 from .optimizer import MASTER, MOMENTS, MasterState, ShardedAdam, replicas_of

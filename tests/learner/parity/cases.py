@@ -10,8 +10,8 @@ import msgspec
 from broker.errors import ConfigError
 from learner.backends.megatron.architecture import Architecture, architecture_of
 from learner.config import LayoutConfig, OptimizerConfig
-from learner.layout import check_layout
-from learner.model import load_config
+from learner.models.layout import check_layout
+from learner.models.model import load_config
 
 from .layouts import described, layouts, replicas
 from .models import MODELS, SHAPES, random_model

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from learner.packing import PackableSequence
+from learner.rows.packing import PackableSequence
 from tests.learner.tiny import sequences
 
 from .models import Shape, vocabulary

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from learner.config import ModelConfig, RandomModelConfig
-from learner.model import load_model, load_tokenizer
+from learner.models.model import load_model, load_tokenizer
 from tests.learner.tiny import ALPHABET
 
 SEED = 5

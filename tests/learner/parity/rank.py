@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.base import Backend
-from learner.batch import PackedBatch
 from learner.config import ComputeConfig, ModelConfig
-from learner.packing import pack, plan
+from learner.rows.batch import PackedBatch
+from learner.rows.packing import pack, plan
 from tests.learner.tiny import ratio_loss
 
 from .cases import LEARNING_RATE, OPTIMIZER, TEMPERATURE, Job, read_jobs

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from learner.packing import PackableSequence
+from learner.rows.packing import PackableSequence
 
 from .cases import LEARNING_RATE, OPTIMIZER, STEPS, TEMPERATURE
 from .data import denominator, step_sequences

@@ -1,0 +1,136 @@
+"""Models on their way to the disk, while training goes on.
+
+    stage     collective, between two steps: what a checkpoint will hold is copied into CPU memory
+    write     file work of one rank, on a thread of its own
+    finish    collective, between two later steps: once all ranks have written, the directory gets its name
+
+torch's own `async_save` stages and writes too, but its thread also plans and finishes, by collectives: two threads of a
+rank would use process groups at once, in an order that ranks do not share. Here the thread touches files alone, and
+ranks agree where they meet anyway. Nothing of it needs the model, so Hugging Face files and critics go the same way.
+"""
+
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from learner.checkpoints.checkpoint import could_not_write, partial_path, put_in_place, sync_tree
+from learner.ranks import Ranks
+
+from .base import Trained
+
+if TYPE_CHECKING:
+    from learner.objective.update import Stored
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+class Saving:
+    """One directory that all ranks fill. All calls are collective."""
+
+    def __init__(
+        self, ranks: Ranks, directory: Path, models: Mapping[str, "Stored"], background: Executor | None
+    ) -> None:
+        """Stage `models`, each for a folder of its name, and begin to write; without a `background`, write all now."""
+        self._ranks = ranks
+        self._directory = directory
+        self._partial = partial_path(directory)
+        self._agree(_failure(lambda: self._make_folders(models)) if ranks.is_first else None)
+        is_copied = background is not None
+        self._staged = [model.stage(self._partial / name, is_copied=is_copied) for name, model in models.items()]
+        self._written = background.submit(self._write) if background else _done_now(self._write)
+
+    def is_written(self) -> bool:
+        """Whether all ranks are done, or have failed; `finish` will not wait."""
+        return not self._ranks.any(not self._written.done())
+
+    def finish(self, seal: Callable[[Path], None] = lambda _: None) -> None:
+        """When it returns, the directory has its name and is durable; `seal` adds rank 0's last files to it.
+
+        Raises CheckpointError on every rank if one could not write; nothing of the directory is left then.
+        """
+        self._agree(self._written.exception())
+        for staged in self._staged:
+            self._agree(_failure(staged.complete))
+        self._agree(_failure(lambda: self._put_in_place(seal)) if self._ranks.is_first else None)
+
+    def _make_folders(self, models: Iterable[str]) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        for name in models:
+            (self._partial / name).mkdir(parents=True, exist_ok=True)
+
+    def _write(self) -> None:
+        failures = [_failure(write) for staged in self._staged for write in staged.writes]
+        for failure in filter(None, failures):
+            raise failure
+        sync_tree(self._partial)
+
+    def _put_in_place(self, seal: Callable[[Path], None]) -> None:
+        seal(self._partial)
+        put_in_place(self._partial, self._directory)
+
+    def _agree(self, failure: BaseException | None) -> None:
+        if not self._ranks.any(failure is not None):
+            return
+        if self._ranks.is_first:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        raise could_not_write(self._directory, failure) from failure
+
+
+def save(model: Trained, directory: Path) -> None:
+    """Collective; durable when it returns. `directory` appears with everything in it, or not at all."""
+    Saving(Ranks.of(model), directory, {"": model}, background=None).finish()
+
+
+def in_host_memory(tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
+    """Copies, contiguous. Their pages are locked for a GPU, which then sends at the speed of its bus."""
+    copies = [(name, _host_copy(tensor)) for name, tensor in tensors]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copies
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def stage_gathered(
+    tensors: NamedTensors, write: Callable[[NamedTensors], None] | None, *, is_copied: bool
+) -> Callable[[], None]:
+    """What gives `write` the tensors, which all ranks gather: now if `is_copied`, else when it is called.
+
+    A rank that writes none (None), or whose disk is full, takes part to the end: the others would wait for it.
+    """
+    if is_copied and write is None:
+        tensors = deque(tensors, maxlen=0)
+    elif is_copied:
+        tensors = in_host_memory(tensors)
+
+    def write_gathered() -> None:
+        try:
+            if write is not None:
+                write(tensors)
+        finally:
+            deque(tensors, maxlen=0)
+
+    return write_gathered
+
+
+def _failure(act: Callable[[], object]) -> Exception | None:
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - raised again once all ranks know of it
+        return error
+    return None
+
+
+def _done_now(work: Callable[[], None]) -> Future[None]:
+    future: Future[None] = Future()
+    failure = _failure(work)
+    future.set_exception(failure) if failure else future.set_result(None)
+    return future

@@ -1,0 +1,56 @@
+"""Where a resumed learner goes on: at the newest checkpoint that every rank can load."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from learner.ranks import Ranks
+
+from .checkpoint import Checkpoint, CheckpointError
+from .digests import check_digests
+
+log = logging.getLogger(__name__)
+
+
+def load_first(checkpoints: Sequence[Checkpoint], load: Callable[[Path], None], ranks: Ranks) -> Checkpoint:
+    """The first of these that is undamaged and that all ranks have loaded. Collective.
+
+    Each that is passed over is named in a warning. Raises CheckpointError, which says what is wrong with the first one,
+    where none can be loaded.
+    """
+    first: Exception | None = None
+    for checkpoint in checkpoints:
+        failure = _failure(checkpoint, load, ranks)
+        if failure is None:
+            log.info("resuming from %s", checkpoint.path)
+            return checkpoint
+        if checkpoint is not checkpoints[-1]:
+            log.warning("%s Going back to the checkpoint before.", failure)
+        first = first or failure
+    assert first is not None, "no checkpoints"
+    if not isinstance(first, CheckpointError):
+        raise first
+    tried = f"None of the {len(checkpoints) - 1} before it can be loaded either. " if len(checkpoints) > 1 else ""
+    raise CheckpointError(
+        f"{first} {tried}Restore its files, go back to another checkpoint (--rewind-to STEP), or start anew"
+        " (--overwrite)."
+    ) from first
+
+
+def _failure(checkpoint: Checkpoint, load: Callable[[Path], None], ranks: Ranks) -> Exception | None:
+    """On every rank, if it is on one."""
+    for act in (lambda: check_digests(checkpoint.path, ranks.rank, ranks.world_size), lambda: load(checkpoint.path)):
+        failure = _caught(act)
+        if ranks.any(failure is not None):
+            return failure or CheckpointError(
+                f"Checkpoint {checkpoint.path} could not be loaded: another rank says why."
+            )
+    return None
+
+
+def _caught(act: Callable[[], object]) -> Exception | None:
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - all ranks must hear of it; raised again where nothing else is left
+        return error
+    return None

@@ -1,0 +1,91 @@
+"""Answers to reasoning-gym entries with the work written down, for the supervised warm-up.
+
+chain_sum     55 + 98 - 93       ->  55 + 98 = 153⏎153 - 93 = 60⏎<answer>60</answer>
+leg_counting  8 tigers, 1 crab   ->  tiger 8 * 4 = 32 -> 32⏎crab 1 * 10 = 10 -> 42⏎<answer>42</answer>
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from broker.errors import ConfigError
+from learner.choices import did_you_mean
+
+from .prompts.base import Item
+
+SLIPS = (-10, -2, -1, 1, 2, 10)
+"""How far off a careless result is."""
+GUESSED = 0.7
+"""Share of answers without work that are wrong."""
+
+
+class WorkedOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which entries, and how carelessly they are worked out."""
+
+    task_options: dict[str, Any] = {}
+    """`prompts.options` of the same tasks."""
+    error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Each written result is off by a little with this probability; the work goes on from what was written."""
+    skip_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of responses without any work: an answer, off by a little in 7 cases of 10."""
+
+
+Slip = Callable[[int], int]
+"""A result -> what is written for it."""
+Steps = Iterator[tuple[str, int]]
+"""Lines of work, each with the total that it leaves."""
+
+
+def check_tasks(path: str) -> None:
+    """Raise ConfigError where `path` (names separated by commas) has a task that nobody works out here."""
+    for name in (part.strip() for part in path.split(",")):
+        if name not in WORKED:
+            raise ConfigError(
+                f"sft.phases.path: there are no worked solutions of {name!r}{did_you_mean(name, WORKED)}. "
+                f"Known: {', '.join(WORKED)}; give others as a jsonl file of query and response."
+            )
+
+
+def worked_solution(item: Item, rng: random.Random, options: WorkedOptions) -> str:
+    """A response to the reasoning-gym item, as careful as the options say; `rng` decides where it slips."""
+    if rng.random() < options.skip_rate:
+        answer = int(item.ground_truth)
+        return _answered(answer + rng.choice(SLIPS) if rng.random() < GUESSED else answer)
+
+    def written(result: int) -> int:
+        return result + rng.choice(SLIPS) if rng.random() < options.error_rate else result
+
+    steps = list(WORKED[item.extra_info["task"]](item.extra_info["entry"]["metadata"], written))
+    return "".join(f"{line}\n" for line, _ in steps) + _answered(steps[-1][1])
+
+
+def chain_sum(metadata: Mapping[str, Any], written: Slip) -> Steps:
+    """A running total, `total + term = total`; a chain of one term is written as it is."""
+    first, *rest = metadata["expression"].split()
+    total = int(first)
+    if not rest:
+        yield first, total
+    for operator, term in zip(rest[::2], rest[1::2], strict=True):
+        before, total = total, written(total + int(term) if operator == "+" else total - int(term))
+        yield f"{before} {operator} {term} = {total}", total
+
+
+def leg_counting(metadata: Mapping[str, Any], written: Slip) -> Steps:
+    """Each animal's number times its legs, and the running total."""
+    from reasoning_gym.arithmetic.leg_counting import ANIMALS
+
+    total = 0
+    for animal, number in metadata["animals"].items():
+        legs = number * ANIMALS[animal]
+        total = written(total + legs)
+        yield f"{animal} {number} * {ANIMALS[animal]} = {legs} -> {total}", total
+
+
+WORKED: dict[str, Callable[[Mapping[str, Any], Slip], Steps]] = {"chain_sum": chain_sum, "leg_counting": leg_counting}
+
+
+def _answered(answer: int) -> str:
+    return f"<answer>{answer}</answer>"

@@ -1,0 +1,151 @@
+"""One batch as a file: under zstd a BatchHeader, then its groups as the broker's own frames, each with its length.
+
+Whatever the file holds, reading ends in the batch as it was written or in a LoggedBatchError.
+"""
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import zstandard
+
+from broker.errors import FrameError, HeadwayError
+from broker.schema import Group, TrajectoryId
+from learner.checkpoints.checkpoint import sync
+
+from .frames import GroupFrames
+
+FORMAT = 1
+MAX_RECORD_BYTES = 1 << 30
+"""Of one group. No damaged length makes a reader ask for more memory."""
+ZSTD_LEVEL = 1
+"""Tokens are compressed already and logprobs hardly can be."""
+
+_LENGTH = struct.Struct("<I")
+_DAMAGE = (
+    OSError,
+    zstandard.ZstdError,
+    FrameError,
+    msgspec.DecodeError,
+    UnicodeDecodeError,
+    RecursionError,
+    OverflowError,
+)
+
+
+class LoggedBatchError(HeadwayError):
+    """The file is not what was written into it, or the batch cannot be written."""
+
+
+class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file says of itself, so that a part of it is never taken for the whole."""
+
+    format: int
+    identity: str = ""
+    """Of the run; empty in files from before runs had one."""
+    step: int
+    groups: int
+    tids: tuple[TrajectoryId, ...]
+    """Of all trajectories, in order."""
+
+
+def tids_of(groups: Sequence[Group]) -> tuple[TrajectoryId, ...]:
+    """Of all trajectories, in order."""
+    return tuple(trajectory.tid for group in groups for trajectory in group.trajectories)
+
+
+def write_batch(path: Path, identity: str, step: int, groups: Sequence[Group]) -> None:
+    """Durable under its name when this returns, else nothing is left. Raises OSError, LoggedBatchError."""
+    staged = path.with_name(f".{path.name}.staged")
+    try:
+        with staged.open("wb") as file:
+            _write_records(file, identity, step, groups)
+            os.fsync(file.fileno())
+        staged.rename(path)
+        sync(path.parent)
+    except (OSError, LoggedBatchError):
+        with suppress(OSError):
+            staged.unlink()
+        raise
+
+
+def read_header(path: Path, identity: str, step: int) -> BatchHeader:
+    """Raises LoggedBatchError where the file does not begin like this run's batch of `step`."""
+    with _opened(path) as stream:
+        return _header(stream, identity, step)
+
+
+def check_batch(path: Path, identity: str, step: int) -> None:
+    """Read it all, by its checksum, its counts and the schema of its frames.
+
+    Raises LoggedBatchError unless `read_batch` would give it.
+    """
+    with _opened(path) as stream:
+        for record in _records(stream, _header(stream, identity, step).groups):
+            msgspec.msgpack.decode(record, type=GroupFrames).check_schema()
+
+
+def read_batch(path: Path, identity: str, step: int) -> list[Group]:
+    """In the order trained. Raises LoggedBatchError unless every byte is as it was written."""
+    with _opened(path) as stream:
+        header = _header(stream, identity, step)
+        frames = (msgspec.msgpack.decode(record, type=GroupFrames) for record in _records(stream, header.groups))
+        groups = [one.group() for one in frames]
+        if tids_of(groups) != header.tids:
+            raise FrameError("its trajectories are not those that its header names")
+        return groups
+
+
+def _write_records(file: BinaryIO, identity: str, step: int, groups: Sequence[Group]) -> None:
+    header = BatchHeader(format=FORMAT, identity=identity, step=step, groups=len(groups), tids=tids_of(groups))
+    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
+    with compressor.stream_writer(file, closefd=False) as stream:
+        for record in (header, *map(GroupFrames.of, groups)):
+            encoded = msgspec.msgpack.encode(record)
+            if len(encoded) > MAX_RECORD_BYTES:
+                raise LoggedBatchError(f"a group of {len(encoded)} bytes; at most {MAX_RECORD_BYTES} can be logged")
+            stream.write(_LENGTH.pack(len(encoded)))
+            stream.write(encoded)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
+            yield stream
+    except _DAMAGE as error:
+        raise LoggedBatchError(f"{path} is damaged ({error}): what it held counts as not logged.") from error
+
+
+def _header(stream: BinaryIO, identity: str, step: int) -> BatchHeader:
+    header = msgspec.msgpack.decode(_record(stream), type=BatchHeader)
+    if (header.format, header.step) != (FORMAT, step):
+        raise FrameError(f"format {header.format}, step {header.step}; format {FORMAT}, step {step} are expected")
+    if identity and header.identity not in ("", identity):
+        raise FrameError(f"a batch of run {header.identity}, this is run {identity}")
+    return header
+
+
+def _records(stream: BinaryIO, count: int) -> Iterator[bytes]:
+    for _ in range(count):
+        yield _record(stream)
+    if stream.read(1):  # this also makes zstd compare its checksum
+        raise FrameError("it goes on after its last group")
+
+
+def _record(stream: BinaryIO) -> bytes:
+    (size,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size))
+    if size > MAX_RECORD_BYTES:
+        raise FrameError(f"a record of {size} bytes; at most {MAX_RECORD_BYTES} are allowed")
+    return _exactly(stream, size)
+
+
+def _exactly(stream: BinaryIO, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) != size:
+        raise FrameError(f"it ends {size - len(data)} bytes early")
+    return data

@@ -1,0 +1,279 @@
+"""The learner's side of the broker, on rank 0: feed prompts, take batches, commit them, and outlive the server.
+
+Every verb is repeated over server outages until it succeeds. After a server restart the learner first re-asserts what
+it must not let the server forget: the announced version, what it has committed, what it has taken. Every batch is
+logged before it is trained; one that the broker has lost, and one that it has settled, is trained again from the log.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+
+from broker import BlockingBroker
+from broker.client.batches import Claim
+from broker.errors import HeadwayError, RunNotFoundError
+from broker.schema import Group, Probe, RunStatus, StepMetrics, TrajectoryId, WeightVersion
+from learner.data.prompts.cursor import PromptCursor
+from learner.objective.shaping import teaches
+from weightsync.publish.publisher import Publication, Publisher
+
+from .drift import DriftWatch
+from .feed import PromptFeed
+from .interruptions import Interrupted, NeedsLearner
+from .log import ExperienceLog
+from .logged_batch import tids_of
+from .outages import Outages
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+POLL_S = 0.01
+PATIENCE_S = 60.0
+"""For a batch: ranks that wait for this one give up after half an hour of silence."""
+REMEMBERED_STEPS = 64
+"""A server can lose the commits of its last second; so many steps' commits are told it again."""
+
+
+class LostExperienceError(HeadwayError):
+    """A batch that the log had promised to hold is gone."""
+
+
+class Experience:
+    """What the learner trains on, as a stream of pinned batches."""
+
+    def __init__(
+        self,
+        blocking: BlockingBroker,
+        claim: Claim,
+        publisher: Publisher,
+        cursor: PromptCursor,
+        experience_log: ExperienceLog,
+        *,
+        groups_per_step: int,
+        max_lag: int,
+        should_stop: Callable[[], bool],
+        replacement_rounds: int = 0,
+    ) -> None:
+        """`replacement_rounds`: how often, at most, the groups of a batch that teach nothing are replaced."""
+        self.owner = claim.owner
+        self._blocking = blocking
+        self._publisher = publisher
+        self._cursor = cursor
+        self._saved_watermark = cursor.watermark
+        """As the checkpoint has it that is being written, or was written last."""
+        self._feed = PromptFeed(blocking, claim.owner, cursor, (max_lag + 2) * groups_per_step)
+        self._log = experience_log
+        self._groups_per_step = groups_per_step
+        self._should_stop = should_stop
+        self._outages = Outages(blocking, should_stop, self._reassert)
+        self._drift = DriftWatch()
+
+        self._replacement_rounds = replacement_rounds
+        self._replaced = (-1, 0)
+        """A step, and how often its groups were replaced."""
+
+        self._taken: dict[int, tuple[TrajectoryId, ...]] = {}
+        """By step, what was trained and not committed yet."""
+        self._committed: deque[str] = deque(maxlen=REMEMBERED_STEPS * groups_per_step)
+        """Groups."""
+        self._committed_step = claim.committed_step
+        """By earlier learners: steps below it were committed before this one took the run over."""
+
+        self._published: WeightVersion | None = None
+        """The newest that this learner has sent or begun to send."""
+        self._publication: Publication | None = None
+        """Of `_published`, until it is announced."""
+        self._announced: WeightVersion | None = None
+        """By this learner."""
+
+        self._replayed_to = 0
+        """Steps below it are trained from the log, whatever the broker has."""
+        self._promised_to = 0
+        """Of these, steps below it were committed: the broker has forgotten them, so only the log can give them."""
+        self._is_replay_lost = False
+        """The broker has lost a batch that an earlier learner trained, so it must be replayed from the log, or else
+        abandoned along with the weights that came of it."""
+
+    def replay(self, steps: range) -> None:
+        """Train these from the log, which holds them: the broker has settled or lost them, and gives them to nobody."""
+        self._promised_to = min(steps.stop, self._committed_step)
+        with suppress(Interrupted):
+            self._replay(steps)
+
+    def feed(self) -> None:
+        """Before workers get the first weights: else they begin with whatever the broker holds, not with the oldest."""
+        with suppress(Interrupted):
+            self.insist(self._feed.keep_ahead)
+
+    def take(
+        self, step: int, meanwhile: Callable[[], None] | None = None, *, may_wait: bool = True
+    ) -> list[Group] | None:
+        """The batch of `step`, waiting for it; the same one however often it is asked for. None: nothing will come.
+
+        `meanwhile` is called again and again while it waits. Without `may_wait`, what is not there needs engines.
+        """
+        with self._outages.patience(PATIENCE_S):
+            return self._take(step, meanwhile, may_wait)
+
+    def _take(self, step: int, meanwhile: Callable[[], None] | None, may_wait: bool) -> list[Group] | None:
+        self.insist(self._feed.keep_ahead)
+        while (groups := self._logged(step)) is None and (groups := self._pinned(step)) is None:
+            if self._should_stop():
+                raise Interrupted
+            if self._publication is not None and (self._publication.is_over or not may_wait):
+                self.settle()
+                continue
+            self._ask_for_help(step)
+            if not may_wait:
+                raise NeedsLearner("engines")
+            if meanwhile is not None:
+                meanwhile()
+            time.sleep(POLL_S)
+            self.insist(self._feed.keep_ahead)
+        self._taken[step] = tids_of(groups)
+        return groups or None
+
+    def commit(self, step: int) -> None:
+        """A durable checkpoint contains every step below `step`: what they trained may be forgotten.
+
+        The cursor may have gone on since `mark_dropped`, and the checkpoint has not.
+        """
+        done = sorted({tid.group for s, tids in self._taken.items() if s < step for tid in tids})
+        watermark = self._saved_watermark
+        with suppress(Interrupted):  # the next learner commits what this checkpoint contains when it claims the run
+            self.insist(lambda: self._blocking.broker.batches.commit(self.owner, step, done, watermark))
+        self._taken = {s: tids for s, tids in self._taken.items() if s >= step}
+        self._committed.extend(done)
+        if (status := self.status()) is not None:
+            self._drift.look(status)
+
+    def mark_dropped(self) -> None:
+        """Before a checkpoint: what the broker has dropped by a stated rule is done with, for the cursor too."""
+        with suppress(Interrupted):
+            self._cursor.mark_trained(self.insist(self._blocking.broker.batches.settled_without_training))
+        self._saved_watermark = self._cursor.watermark
+
+    def publish(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> None:
+        """Have `version` broadcast and announced beside the next step, once the one before is. The tensors are iterated
+        once, whatever happens to the server, and may change afterwards."""
+        self.settle()
+        self._publication = self._publisher.begin(version, self._publisher.gather(tensors), probe)
+        self._published = version
+
+    def settle(self) -> None:
+        """Until the version that was published last is announced."""
+        if (publication := self._publication) is None:
+            return
+        with suppress(Interrupted):
+            report = self._outages.ride_out(publication.report)
+            self._announced, self._is_replay_lost = self._published, False
+            if report.failed:
+                log.warning("Version %s: %s. Workers left out pull it.", report.version, report.failed)
+        self._publication = None
+
+    def report(self, metrics: StepMetrics) -> None:
+        """Show one step to everybody who looks at the run."""
+        with suppress(Interrupted):
+            self.insist(lambda: self._blocking.broker.status.report_step(self.owner, metrics))
+
+    def set_state(self, state: str) -> None:
+        """What the run is doing, for people: training, finished, stopped. After the last two, workers leave."""
+        with suppress(Interrupted):
+            self.insist(lambda: self._blocking.broker.status.set_state(self.owner, state))
+
+    def status(self) -> RunStatus | None:
+        """One look at the run; None where the server has forgotten it, or is away and the learner was asked to stop."""
+        with suppress(Interrupted, RunNotFoundError):
+            return self.insist(self._blocking.broker.status.snapshot)
+        return None
+
+    def insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Repeat `verb` until the server has answered it. Raises Interrupted when asked to stop during an outage."""
+        return self._outages.insist(verb)
+
+    def _logged(self, step: int) -> list[Group] | None:
+        """The batch of a step that is replayed from the log; None: ask the broker."""
+        if step >= self._replayed_to:
+            return None
+        groups = self._log.read(step)
+        if groups is None and step < self._promised_to:
+            raise LostExperienceError(
+                f"The experience log held step {step} when this learner started, and does not any more. Start it again"
+                " with --resume: what the log lacks is then generated anew."
+            )
+        return groups
+
+    def _pinned(self, step: int) -> list[Group] | None:
+        """The batch that the broker has pinned to `step`, logged; None while there is none, or not all of it."""
+        batch = self.insist(lambda: self._blocking.broker.batches.take(self.owner, step, self._groups_per_step))
+        if batch is None:
+            return None
+        groups = list(batch.groups)
+        logged = set(self._log.tids(step))
+        if logged and set(tids_of(groups)) != logged:
+            self._is_replay_lost = True  # the server does not have what was trained
+            return None
+        if self._is_new(step) and self._replace(step, [group for group in groups if not teaches(group)]):
+            return None
+        if groups:
+            self._log.record(step, groups)
+        return groups
+
+    def _is_new(self, step: int) -> bool:
+        """No earlier learner has trained it: what is replayed is replayed as it was."""
+        return self._published is not None and self._published.step == step and not self._log.tids(step)
+
+    def _replace(self, step: int, groups: Sequence[Group]) -> bool:
+        """Whether others will come for these: DAPO's dynamic sampling."""
+        rounds = self._replaced[1] if self._replaced[0] == step else 0
+        if not groups or rounds >= self._replacement_rounds:
+            return False
+        names = [group.prompt.group for group in groups]
+        self.insist(lambda: self._blocking.broker.batches.drop(self.owner, step, names))
+        self._replaced = (step, rounds + 1)
+        return True
+
+    def _ask_for_help(self, step: int) -> None:
+        waiting_for = self._blocking.broker.batches.waiting_for
+        if waiting_for in ("rewind", "announce") or self._is_replay_lost:
+            if self._publication is not None:  # it may be all that is missing, and cannot be published twice
+                self.settle()
+                return
+            self._is_replay_lost = False
+            if not self._replay_what_is_lost(step):
+                raise NeedsLearner("rewind")
+            return
+        if waiting_for == "bytes" and self._taken:
+            raise NeedsLearner("bytes")
+        self._outages.check_patience()
+
+    def _replay_what_is_lost(self, step: int) -> bool:
+        """The broker no longer has the batches to replay: if the log does, nobody is to generate them again."""
+        held = range(step, self._log.held_until(step))
+        if held:
+            log.warning("The broker has lost the batch of step %d; %d are replayed from the log.", step, len(held))
+            self._replay(held)
+        return bool(held)
+
+    def _replay(self, steps: range) -> None:
+        self._replayed_to = steps.stop
+        self._taken |= {step: self._log.tids(step) for step in steps}
+        self._tell_again()
+
+    def _reassert(self) -> None:
+        log.warning("The broker's server was restarted; telling it what has been announced, taken and trained.")
+        self._tell_again()
+        self._is_replay_lost = self._published is None  # a server that forgot what is replayed cannot deliver it
+        self._feed.begin_again()
+
+    def _tell_again(self) -> None:
+        self.insist(
+            lambda: self._blocking.broker.batches.reassert(
+                self.owner, announced=self._announced, committed_groups=list(self._committed), pinned=self._taken
+            )
+        )

@@ -1,0 +1,264 @@
+"""The model that is trained, its tokenizer, and the files that others build the same model from."""
+
+import difflib
+import inspect
+import re
+import socket
+import sys
+import tempfile
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from broker.errors import ConfigError
+from broker.schema import ModelFiles
+from learner.config import ModelConfig, RandomModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+LONGEST_REASON = 300
+PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
+
+
+def load_model(model: ModelConfig, seed: int = 0) -> "PreTrainedModel":
+    """Master weights in fp32 on the CPU: those of `model.path`, or random ones that `seed` determines."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(model)
+    with torch.random.fork_rng(devices=[]):
+        if model.random is None:
+            with _reading(model.path):
+                return AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=torch.float32)
+        torch.manual_seed(seed)
+        with building(config):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@contextmanager
+def building(config: "PretrainedConfig") -> Iterator[None]:
+    """What transformers says of sizes that it cannot build a model of, as a ConfigError."""
+    try:
+        yield
+    except (RuntimeError, ArithmeticError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"model.random.config, or the model's config.json: no {config.model_type} of these sizes can be built:"
+            f" {_shortened(error)}."
+        ) from error
+
+
+def load_config(model: ModelConfig) -> "PretrainedConfig":
+    """transformers' configuration with all that engines look for: class, number format, pad and end ids."""
+    from transformers import AutoModelForCausalLM
+
+    _check_choice(model)
+    config = _random_config(model.random) if model.random is not None else _path_config(model)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(f"model.path: {model.path} holds a {config.model_type}, which is no causal language model.")
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.dtype = model.dtype
+    return config
+
+
+def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
+    """The tokenizer of `model.path`; for a random model one token a character, then pad and end of text."""
+    from transformers import AutoTokenizer
+
+    _check_choice(model)
+    if model.random is not None:
+        return _character_tokenizer(model.random)
+    with _reading(model.path):
+        tokenizer = AutoTokenizer.from_pretrained(model.path)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
+        raise ConfigError(_no_tokenizer(model.path))
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def encode(
+    tokenizer: "PreTrainedTokenizerBase", text: str, what: str = "the text", *, add_special_tokens: bool = True
+) -> list[int]:
+    """The text's tokens. Raises ConfigError, naming `what`, where a random model's alphabet lacks a character."""
+    if stranger := _outside_alphabet(tokenizer, text):
+        raise ConfigError(
+            f"{what} has the character {stranger!r}, which is not in model.random.alphabet: {text[:80]!r}."
+            " Add it to the alphabet, or leave it out of the text."
+        )
+    return list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+
+
+def model_files(config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> ModelFiles:
+    """config.json, generation_config.json, the tokenizer's files: for workers that share no file system."""
+    from transformers import GenerationConfig
+
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        GenerationConfig.from_model_config(config).save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        paths = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+        return ModelFiles(files={str(path.relative_to(directory)): path.read_bytes() for path in paths})
+
+
+def _check_choice(model: ModelConfig) -> None:
+    if bool(model.path) == (model.random is not None):
+        given = "both" if model.path else "neither"
+        raise ConfigError(f"model: give either `path` or `random`; {given} of them is set.")
+    if Path(model.path).is_file():
+        raise ConfigError(f"model.path: {model.path} is a file. Give the directory of a model, or a hub id.")
+    is_local = model.path.startswith(("/", ".", "~"))
+    if is_local and not Path(model.path).is_dir():
+        raise ConfigError(f"model.path: there is no directory {model.path}. Give a Hugging Face directory or a hub id.")
+    if model.path and not Path(model.path).is_dir():
+        _do_without_hub_if_away()
+
+
+def _do_without_hub_if_away() -> None:
+    """Where the hub's name cannot be resolved, what was downloaded before is taken at once, and what was not is told at
+    once; else half a minute of retries comes first."""
+    from huggingface_hub import constants
+
+    if urllib.request.getproxies():
+        return  # which resolve it
+    try:
+        socket.getaddrinfo(urllib.parse.urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+
+
+def _path_config(model: ModelConfig) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    with _reading(model.path):
+        config = AutoConfig.from_pretrained(model.path)
+    tokenizer = load_tokenizer(model)
+    for name in ("eos_token_id", "pad_token_id"):
+        if getattr(config, name, None) is None:
+            setattr(config, name, getattr(tokenizer, name))
+    return config
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """What transformers says of a bad path, with the path and the remedy."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError) as error:
+        if Path(path).is_dir() and not any(Path(path).glob("*token*")) and "tokenizer" in str(error):
+            raise ConfigError(_no_tokenizer(path)) from error
+        raise ConfigError(f"model.path: {path} cannot be loaded: {_shortened(error)} {_remedy(path)}") from error
+
+
+def _remedy(path: str) -> str:
+    if Path(path).is_dir():
+        return "A model's directory has config.json, its weights (*.safetensors) and its tokenizer's files."
+    return (
+        f"There is no directory of that name in {Path.cwd()}, so it was taken for a hub id: check how it is spelled,"
+        " and that the hub can be reached or the model was downloaded before."
+    )
+
+
+def _no_tokenizer(path: str) -> str:
+    return (
+        f"model.path: {path} has no tokenizer: its files (tokenizer.json, tokenizer_config.json) are missing. Copy"
+        " those of the model that it was made from."
+    )
+
+
+def _shortened(error: Exception) -> str:
+    text = _one_line(error)
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
+
+
+def _random_config(random: RandomModelConfig) -> "PretrainedConfig":
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    _check_known("model.random.architecture", [random.architecture], CONFIG_MAPPING)
+    _check_known("model.random.config", random.config, _known_options(AutoConfig.for_model(random.architecture)))
+    tokenizer = _character_tokenizer(random)
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    try:
+        config = AutoConfig.for_model(random.architecture, **(random.config | {"vocab_size": len(tokenizer)} | ids))
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"model.random.config: {random.architecture} refuses it: {_one_line(error)}") from error
+    _check_vocabulary(random, len(tokenizer))
+    return config
+
+
+def _known_options(config: "PretrainedConfig") -> set[str]:
+    """Fields, aliases, and what the model's source reads besides (Qwen3-MoE's `head_dim` is no field)."""
+    from transformers import AutoModelForCausalLM
+
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(f"model.random.architecture: {config.model_type} is no causal language model.")
+    module = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]
+    source = inspect.getsource(module)
+    read = re.findall(r"config(?:\.|, \")(\w+)", source)
+    return {*vars(config), *config.attribute_map, *read, "rope_theta", "rope_scaling"}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _check_known(where: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """transformers takes any keyword without a word, so a slip would train another model than was meant."""
+    for name in names:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise ConfigError(f"{where}: transformers knows no `{name}`; the nearest name is `{nearest[0]}`.")
+
+
+def _check_vocabulary(random: RandomModelConfig, size: int) -> None:
+    given: Any = random.config.get("vocab_size", size)
+    if given != size:
+        raise ConfigError(
+            f"model.random.config.vocab_size is {given}, but {len(random.alphabet)} characters of the "
+            f"alphabet with {PAD_TOKEN} and {EOS_TOKEN} make {size}. Leave vocab_size out."
+        )
+
+
+def _outside_alphabet(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
+    """The first character that a tokenizer of characters lacks; '' for all others, which encode anything."""
+    from tokenizers.models import WordLevel
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or tokenizer.unk_token is not None or not isinstance(backend.model, WordLevel):
+        return ""
+    for token in tokenizer.all_special_tokens:
+        text = text.replace(token, "")
+    known = tokenizer.get_vocab()
+    return next((character for character in text if character not in known), "")
+
+
+def _character_tokenizer(random: RandomModelConfig) -> "PreTrainedTokenizerBase":
+    """Encoding a character outside the alphabet raises: there is no unknown token to hide it behind."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if len(set(random.alphabet)) != len(random.alphabet):
+        raise ConfigError(f"model.random.alphabet names a character twice: {random.alphabet!r}.")
+    tokens = [*random.alphabet, PAD_TOKEN, EOS_TOKEN]
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )

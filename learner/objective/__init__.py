@@ -1,0 +1,1 @@
+"""One update: the composed objective, the critic, shaped rewards, and what applies them."""

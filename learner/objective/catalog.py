@@ -1,0 +1,97 @@
+"""Every function of the mathematics and every preset, as their own docstrings and signatures describe them."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from algorithms.advantages import ADVANTAGES
+from algorithms.aggregation import AGGREGATIONS
+from algorithms.corrections import CORRECTIONS, WEIGHTS
+from algorithms.kl import ESTIMATORS
+from algorithms.objectives import OBJECTIVES
+from algorithms.presets import PRESETS, Preset
+from algorithms.proximal import PROXIMAL
+from algorithms.returns import gae
+from broker.errors import HeadwayError
+from learner.choices import did_you_mean
+
+from .composition import GAE, options_of
+
+PARTS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "advantage": {**ADVANTAGES, GAE: gae},
+    "objective": OBJECTIVES,
+    "correction": CORRECTIONS,
+    "proximal": PROXIMAL,
+    "aggregation": AGGREGATIONS,
+    "kl": ESTIMATORS,
+}
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True):
+    """One definition."""
+
+    name: str
+    part: str
+    """Where it stands in a composition."""
+    equation: str
+    notes: str
+    source: str
+    defaults: dict[str, Any]
+    is_weight: bool
+    """It multiplies by the policy's ratio to the behavior policy: at most one correction may."""
+
+
+class Composition(msgspec.Struct, frozen=True, kw_only=True):
+    """One preset."""
+
+    name: str
+    algorithm: dict[str, Any]
+    note: str
+    source: str
+
+
+def functions() -> Iterator[Function]:
+    """All definitions, part by part."""
+    for part, known in PARTS.items():
+        for name, function in known.items():
+            yield _function(name, part, function)
+
+
+def compositions() -> Iterator[Composition]:
+    """All presets."""
+    for name, preset in PRESETS.items():
+        yield _composition(name, preset)
+
+
+def find(name: str) -> list[Function | Composition]:
+    """What has this name: a preset, a function, or both. Raises HeadwayError."""
+    everything: list[Function | Composition] = [*compositions(), *functions()]
+    found = [one for one in everything if one.name == name]
+    if not found:
+        names = {one.name for one in everything}
+        raise HeadwayError(
+            f"There is no algorithm {name!r}{did_you_mean(name, names) or '.'} `headway algorithms` lists all."
+        )
+    return found
+
+
+def _function(name: str, part: str, function: Callable[..., Any]) -> Function:
+    paragraphs = [" ".join(text.split()) for text in (inspect.getdoc(function) or "").split("\n\n")]
+    sources = [text.removeprefix("Source: ") for text in paragraphs[1:] if text.startswith("Source: ")]
+    notes = [text for text in paragraphs[1:] if not text.startswith("Source: ")]
+    defaults = {option: parameter.default for option, parameter in options_of(function).items()}
+    return Function(
+        name=name,
+        part=part,
+        equation=paragraphs[0],
+        notes="\n".join(notes),
+        source=" ".join(sources),
+        defaults={option: None if value is inspect.Parameter.empty else value for option, value in defaults.items()},
+        is_weight=name in WEIGHTS,
+    )
+
+
+def _composition(name: str, preset: Preset) -> Composition:
+    return Composition(name=name, algorithm=preset.algorithm, note=preset.note, source=preset.source)

@@ -1,0 +1,236 @@
+"""Which functions of `algorithms` a recipe's names stand for, and which of them fit together."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+
+from algorithms.advantages import ADVANTAGES
+from algorithms.aggregation import AGGREGATIONS
+from algorithms.corrections import CORRECTIONS, TRUST_REGIONS, WEIGHTS
+from algorithms.corrections.of_batch import OF_BATCH
+from algorithms.metrics import Metrics
+from algorithms.objectives import IGNORES_ANCHOR, OBJECTIVES
+from algorithms.proximal import PROXIMAL
+from algorithms.returns import gae
+from algorithms.tokens import Tokens
+from broker.errors import ConfigError
+from broker.user_code.roots import load
+from learner.choices import unknown_kind, unknown_option
+from learner.config import AlgorithmConfig
+
+Surrogate = Callable[..., tuple[torch.Tensor, Metrics]]
+"""See `algorithms.objectives` for the signature, which is that of users' own."""
+Correction = Callable[..., tuple[torch.Tensor, Metrics]]
+"""See `algorithms.corrections`."""
+Advantage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Metrics]]
+"""(rewards_S, group_S) -> (advantages_S, metrics); see `algorithms.advantages`."""
+Aggregation = Callable[..., torch.Tensor]
+"""See `algorithms.aggregation`."""
+
+GAE = "gae"
+"""Advantages by a critic: no function of rewards alone."""
+GIVEN = {"tokens", "sequences", "mean_weight", "limit"}
+"""Keyword arguments that the learner gives, not the recipe."""
+
+POSITIVE = {"cap", "threshold", "budget", "length", "high", "tau_positive", "tau_negative"}
+"""Options that make no sense at 0."""
+
+OverRanks = Callable[[Sequence[float]], Sequence[float]]
+"""Values of this rank -> each value summed (or its maximum taken) over all ranks."""
+
+
+@dataclass(frozen=True)
+class BoundCorrection:
+    """A correction with the options of a recipe."""
+
+    function: functools.partial[tuple[torch.Tensor, Metrics]]
+    kind: str
+
+    @property
+    def needs_batch(self) -> bool:
+        """It must know of the whole update before the loss of its first micro-batch."""
+        return self.kind in OF_BATCH
+
+    @property
+    def is_trust_region(self) -> bool:
+        """It looks at the current policy, whatever the objective's anchor."""
+        return self.kind in TRUST_REGIONS
+
+    def for_batch(
+        self, policy_logprobs: Sequence[torch.Tensor], batches: Sequence[Tokens], sum_over_ranks: OverRanks
+    ) -> "BoundCorrection":
+        """With what it must know of the whole update; `policy_logprobs` are those that it will be given. Collective
+        where it `needs_batch`.
+        """
+        if not self.needs_batch:
+            return self
+        statistic, options = OF_BATCH[self.kind], self.function.keywords
+        parts = [statistic.sums(*part, **options) for part in zip(policy_logprobs, batches, strict=True)]
+        whole = torch.tensor(sum_over_ranks(torch.stack(parts).sum(0).tolist()), dtype=torch.float64)
+        return replace(self, function=functools.partial(self.function, **statistic.settle(whole, **options)))
+
+
+def needs_critic(config: AlgorithmConfig) -> bool:
+    """True where advantages come from a value model."""
+    return config.advantage.kind == GAE
+
+
+def needs_proximal(config: AlgorithmConfig) -> bool:
+    """True where the learner's logprobs before the step enter the loss, and no approximation takes their place."""
+    return uses_proximal(config) and config.proximal == "recompute"
+
+
+def uses_proximal(config: AlgorithmConfig) -> bool:
+    """True where the objective has a ratio to the weights before the step. Corrections weigh these too, then."""
+    return config.objective.anchor == "proximal" and config.objective.kind not in IGNORES_ANCHOR
+
+
+def needs_reference(config: AlgorithmConfig) -> bool:
+    """True where a reference model's logprobs enter the loss or the rewards."""
+    return config.kl.coefficient > 0
+
+
+def check_algorithm(config: AlgorithmConfig) -> None:
+    """Raise ConfigError where the parts are unknown or do not fit together."""
+    if needs_critic(config):
+        gae_options(config)
+    else:
+        open_advantage(config)
+    open_surrogate(config)
+    open_corrections(config)
+    open_aggregation(config)
+    _check_corrections(config)
+    of_batch = [correction.kind for correction in config.corrections if correction.kind in OF_BATCH]
+    if config.proximal != "recompute" and of_batch:
+        raise ConfigError(
+            f"algorithm.corrections: {' and '.join(of_batch)} looks at the whole batch before the first loss, which "
+            f"takes the forward pass that algorithm.proximal={config.proximal} saves; set algorithm.proximal=recompute."
+        )
+    if config.proximal != "recompute" and not uses_proximal(config):
+        raise ConfigError(
+            f"algorithm.proximal={config.proximal} stands in for the learner's weights before the step, which nothing "
+            "here uses; set algorithm.objective.anchor=proximal, with an objective that looks at it."
+        )
+    if needs_critic(config) and config.dynamic_sampling:
+        raise ConfigError(
+            "algorithm.dynamic_sampling drops groups that teach nothing by comparison, but a critic "
+            "(advantage.kind=gae) learns from each of them; set it to 0."
+        )
+    if config.dynamic_sampling and config.advantage.kind == "global_mean_std":
+        raise ConfigError(
+            "algorithm.dynamic_sampling drops groups whose samples all got the same reward, but "
+            "advantage.kind=global_mean_std compares them with the whole batch and learns from them; set it to 0."
+        )
+    if config.kl.kind == "k1" and config.kl.place == "loss" and needs_reference(config):
+        raise ConfigError(
+            "algorithm.kl: the expected gradient of k1 in the loss is 0; take k2 or k3, or kl.place=reward."
+        )
+    if config.kl.ema_decay < 1 and not needs_reference(config):
+        raise ConfigError(
+            "algorithm.kl.ema_decay moves a reference that kl.coefficient=0 does not use; set one of them."
+        )
+
+
+def _check_corrections(config: AlgorithmConfig) -> None:
+    objective = config.objective
+    weights = [correction.kind for correction in config.corrections if correction.kind in WEIGHTS]
+    if len(weights) > 1:
+        raise ConfigError(
+            f"algorithm.corrections: {' and '.join(weights)} each multiply by proximal / behavior, "
+            "which would count the same lag twice; keep one."
+        )
+    if not weights or objective.kind not in OBJECTIVES or uses_proximal(config):
+        return
+    if objective.kind not in IGNORES_ANCHOR:
+        raise ConfigError(
+            f"algorithm.corrections: {weights[0]} with objective {objective.kind} anchored to the "
+            "behavior policy would count the ratio to the behavior policy twice; set "
+            "algorithm.objective.anchor=proximal, or drop the correction."
+        )
+    if weights[0] == "decoupled":
+        raise ConfigError(
+            "algorithm.corrections: decoupled weighs the proximal policy against the behavior policy and leaves the "
+            f"rest of the ratio to the objective, but {objective.kind} has no ratio; take one that has, with "
+            "algorithm.objective.anchor=proximal, or use truncated_is, which weighs the current policy."
+        )
+
+
+def open_advantage(config: AlgorithmConfig) -> Advantage:
+    """The advantage function with its options bound; the user's own is imported."""
+    advantage: Advantage = _open(config.advantage, ADVANTAGES, "algorithm.advantage", also=(GAE,))
+    return advantage
+
+
+def gae_options(config: AlgorithmConfig) -> dict[str, float]:
+    """gamma and lam of a critic's advantages. Raises ConfigError."""
+    options = _open(config.advantage, {GAE: gae}, "algorithm.advantage").keywords
+    return {name: options.get(name, parameter.default) for name, parameter in options_of(gae).items()}
+
+
+def open_surrogate(config: AlgorithmConfig) -> Surrogate:
+    """The objective with its options bound."""
+    surrogate: Surrogate = _open(config.objective, OBJECTIVES, "algorithm.objective")
+    return surrogate
+
+
+def open_corrections(config: AlgorithmConfig) -> list[BoundCorrection]:
+    """The corrections in order, with their options bound."""
+    return [
+        BoundCorrection(_open(correction, CORRECTIONS, "algorithm.corrections"), correction.kind)
+        for correction in config.corrections
+    ]
+
+
+def open_aggregation(config: AlgorithmConfig, max_new_tokens: int | None = None) -> Aggregation:
+    """The aggregation with its options bound; a fixed denominator without a length has this one."""
+    aggregation: Aggregation = _open(config.aggregation, AGGREGATIONS, "algorithm.aggregation")
+    if config.aggregation.kind == "fixed_denominator" and "length" not in config.aggregation.options:
+        return functools.partial(aggregation, length=max_new_tokens or 1)
+    return aggregation
+
+
+def open_proximal(config: AlgorithmConfig) -> Callable[..., torch.Tensor] | None:
+    """What stands in for a forward pass of the proximal policy; None: nothing does."""
+    return PROXIMAL.get(config.proximal)
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """What a recipe may set of a function: its keyword-only arguments."""
+    parameters = inspect.signature(function).parameters
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in GIVEN
+    }
+
+
+def _open(part: Any, known: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Any:
+    """The function that `part.kind` names with `part.options` bound; those of built-in ones are checked."""
+    if ":" in part.kind:
+        return functools.partial(load(part.kind, f"{where}.kind"), **part.options)
+    if part.kind not in known:
+        raise unknown_kind(part.kind, [*known, *also], f"{where}.kind")
+    function, possible = known[part.kind], options_of(known[part.kind])
+    for name, value in part.options.items():
+        _check_option(part.kind, name, value, possible, f"{where}.options")
+    return functools.partial(function, **part.options)
+
+
+def _check_option(kind: str, name: str, value: Any, possible: Mapping[str, inspect.Parameter], where: str) -> None:
+    if name not in possible:
+        raise unknown_option(name, possible, where, of=kind)
+    try:
+        msgspec.convert(value, possible[name].annotation)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}.{name} of {kind}: {error}") from error
+    if isinstance(value, int | float) and value < 0:
+        raise ConfigError(f"{where}.{name} of {kind} is {value}; it is 0 or more.")
+    if name in POSITIVE and not value > 0:
+        raise ConfigError(f"{where}.{name} of {kind} is {value}; it must be above 0.")
+    if name == "dual_clip" and 0 < value <= 1:
+        raise ConfigError(f"{where}.dual_clip of {kind} is {value}; it must be above 1, as the ratio is where it acts.")

@@ -1,0 +1,194 @@
+"""From an AlgorithmConfig to the loss: picks functions of `algorithms` and puts them together, nothing more.
+
+    share = sum_t shares_t * (objective_t * weights_t + kl.coefficient * kl_t)
+
+objective_t is the surrogate with its ratio against the anchor, weights_t the corrections for what the
+behavior policy was, shares_t the aggregation over the whole batch. The KL penalty is not weighted.
+`composition` says which names there are and which fit together.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from algorithms import aggregation
+from algorithms.kl import ESTIMATORS
+from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, summarize, survival
+from algorithms.supervised import sft
+from learner.backends.base import TokenLoss
+from learner.config import AlgorithmConfig
+from learner.rows.batch import PackedBatch
+
+from .composition import (
+    BoundCorrection,
+    OverRanks,
+    check_algorithm,
+    needs_proximal,
+    needs_reference,
+    open_aggregation,
+    open_corrections,
+    open_proximal,
+    open_surrogate,
+)
+
+
+class Denominators(NamedTuple):
+    """What one update trains, over all its micro-batches and ranks."""
+
+    tokens: float
+    """With mask 1."""
+    sequences: float
+    """With at least one such token."""
+
+
+def local(values: Sequence[float]) -> Sequence[float]:
+    """The reduction over one rank."""
+    return values
+
+
+def denominators(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = local) -> Denominators:
+    """Counts of the whole update. Collective where `sum_over_ranks` is."""
+    tokens = sum(float(batch.loss_mask_T.sum()) for batch in batches)
+    sequences = sum(float(aggregation.trained_sequences(batch.loss_mask_T, batch.cu_seqlens)) for batch in batches)
+    return Denominators(*sum_over_ranks([tokens, sequences]))
+
+
+class Objective:
+    """One composition, checked. Raises ConfigError for a combination that makes no sense, with the reason."""
+
+    def __init__(
+        self, config: AlgorithmConfig, *, is_one_update: bool = False, max_new_tokens: int | None = None
+    ) -> None:
+        """`is_one_update`: each batch is trained in a single update, so that the proximal policy is the
+        current one, whose logprobs the loss has anyway, and no forward pass is spent on them.
+        `max_new_tokens`: the length of a fixed denominator that has none of its own.
+        """
+        check_algorithm(config)
+        self.needs_proximal = needs_proximal(config) and not is_one_update
+        self.needs_reference = needs_reference(config) and config.kl.place == "loss"
+        self._anchor = config.objective.anchor
+        self._surrogate = open_surrogate(config)
+        self._corrections = open_corrections(config)
+        self.needs_current = any(c.needs_batch and self._is_of_current(c) for c in self._corrections)
+        self._approximate_proximal = open_proximal(config)
+        self._aggregate = open_aggregation(config, max_new_tokens)
+        self._penalty = ESTIMATORS[config.kl.kind]
+        self._kl_coefficient = config.kl.coefficient
+
+    def token_loss(
+        self,
+        batches: Sequence[PackedBatch],
+        sum_over_ranks: OverRanks = local,
+        proximal_logprobs: Sequence[torch.Tensor] | None = None,
+        reference_logprobs: Sequence[torch.Tensor] | None = None,
+        current_logprobs: Sequence[torch.Tensor] | None = None,
+    ) -> TokenLoss:
+        """The loss of one update over `batches`; logprobs are [T], one a batch. Collective over the ranks.
+
+        `current_logprobs` are those of the weights that this update begins with: the same that the loss is given with
+        gradient, but all before the first, for what must know of the whole update.
+        """
+        proximal_logprobs = _needed(proximal_logprobs, self.needs_proximal)
+        current_logprobs = _needed(current_logprobs, self.needs_current)
+        reference_logprobs = _needed(reference_logprobs, self.needs_reference)
+        whole = denominators(batches, sum_over_ranks)
+        corrections = [
+            correction.for_batch(
+                (current_logprobs if self._is_of_current(correction) else proximal_logprobs) or (),
+                [batch.tokens for batch in batches],
+                sum_over_ranks,
+            )
+            for correction in self._corrections
+        ]
+
+        def loss(index: int, current_logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+            proximal_T = self._proximal(batches[index], current_logprobs_T, proximal_logprobs, index)
+            reference_T = reference_logprobs[index] if reference_logprobs else None
+            share, metrics = self._share(
+                batches[index], whole, corrections, current_logprobs_T, proximal_T, reference_T
+            )
+            return share, _numbers(metrics)
+
+        return loss
+
+    def _is_of_current(self, correction: BoundCorrection) -> bool:
+        """Whether it weighs the current policy: a trust region does, and all do without a proximal one."""
+        return correction.is_trust_region or not self.needs_proximal
+
+    def _proximal(
+        self, batch: PackedBatch, current_T: torch.Tensor, recomputed: Sequence[torch.Tensor] | None, index: int
+    ) -> torch.Tensor:
+        """The policy before the step: recomputed, interpolated, or the current one where that is the same."""
+        if self._approximate_proximal is not None:
+            return self._approximate_proximal(current_T, batch.tokens)
+        return recomputed[index] if recomputed else current_T.detach()
+
+    @staticmethod
+    def combine_reports(
+        reports: Sequence[dict[str, float]],
+        sum_over_ranks: OverRanks = local,
+        max_over_ranks: OverRanks = local,
+    ) -> dict[str, float]:
+        """Metrics of the batch from its micro-batches' reports. Collective; every rank has at least one."""
+        mine = merge(reports)
+        added = sorted(name for name in mine if is_additive(name))
+        compared = sorted(name for name in mine if not is_additive(name))
+        whole = dict(zip(added, sum_over_ranks([mine[name] for name in added]), strict=True))
+        whole |= zip(compared, max_over_ranks([mine[name] for name in compared]), strict=True)
+        return summarize(whole)
+
+    def _share(
+        self,
+        batch: PackedBatch,
+        whole: Denominators,
+        corrections: Sequence[BoundCorrection],
+        current_T: torch.Tensor,
+        proximal_T: torch.Tensor,
+        reference_T: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Metrics]:
+        mask_T, cu_seqlens, behavior_T = batch.loss_mask_T, batch.cu_seqlens, batch.behavior_logprobs_T
+        anchor_T = behavior_T if self._anchor == "behavior" else proximal_T
+        losses_T, metrics = self._surrogate(current_T, anchor_T, batch.tokens)
+        metrics = {**policy_gap(proximal_T, behavior_T, mask_T), **metrics}
+        weights_T = torch.ones_like(mask_T)
+        for correction in corrections:
+            policy_T = current_T.detach() if correction.is_trust_region else proximal_T
+            factors_T, reported = correction.function(policy_T, batch.tokens)
+            weights_T = weights_T * factors_T
+            metrics |= reported
+        losses_T = losses_T * weights_T
+        metrics |= masked_mean("mask_fraction", weights_T == 0, mask_T)
+        if corrections:
+            metrics |= survival(weights_T, batch.tokens)
+        if reference_T is not None:
+            penalty_T = self._penalty(current_T, reference_T, mask_T)
+            losses_T = losses_T + self._kl_coefficient * penalty_T
+            metrics |= masked_mean("kl_reference", penalty_T, mask_T)
+        shares_T = self._aggregate(mask_T, cu_seqlens, tokens=whole.tokens, sequences=whole.sequences)
+        return (losses_T * shares_T).sum(), metrics
+
+
+def supervised_loss(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = local) -> TokenLoss:
+    """Cross-entropy: the mean of -log pi(y_t) over the trained tokens of all batches and ranks."""
+    tokens = denominators(batches, sum_over_ranks).tokens
+
+    def loss(index: int, current_logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        mask_T = batches[index].loss_mask_T
+        losses_T = sft(current_logprobs_T, mask_T)
+        return losses_T.sum() / max(tokens, 1.0), _numbers(masked_mean("cross_entropy", losses_T, mask_T))
+
+    return loss
+
+
+def _needed(logprobs: Sequence[torch.Tensor] | None, is_needed: bool) -> Sequence[torch.Tensor] | None:
+    assert logprobs is not None or not is_needed
+    return logprobs if is_needed else None
+
+
+def _numbers(metrics: Metrics) -> dict[str, float]:
+    """All at once, so that a GPU is waited for only once."""
+    if not metrics:
+        return {}
+    values = torch.stack([value.double() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))

@@ -1,0 +1,80 @@
+"""From a batch's trajectories to an advantage for each: rewards shaped, then compared.
+
+rewards ─ length, overlong penalty, KL ─► shaped rewards ─ advantage function ─► advantages
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from algorithms.rewards import length_normalized, overlong_penalty
+from broker.errors import HeadwayError
+from broker.schema import Group, Trajectory
+from learner.config import RewardShapingConfig
+
+from .composition import Advantage
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardStats:
+    """Rewards of one batch, over trajectories, as the reward functions gave them."""
+
+    mean: float
+    std: float
+    """Of the whole batch, dividing by n."""
+    flat_groups: float
+    """Share of groups whose samples all got the same reward: in a comparison they teach nothing."""
+    components: dict[str, float]
+    """Mean of each reward function's own score."""
+
+
+def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
+    """All of them, in the order of `groups`."""
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def teaches(group: Group) -> bool:
+    """Whether its samples differ in reward, so that a comparison within the group says anything."""
+    return len({trajectory.reward for trajectory in group.trajectories}) > 1
+
+
+def shaped_rewards(groups: Sequence[Group], config: RewardShapingConfig, max_new_tokens: int) -> torch.Tensor:
+    """[S] float64. Raises HeadwayError for a reward like NaN."""
+    trajectories = trajectories_of(groups)
+    for trajectory in trajectories:
+        if not math.isfinite(trajectory.reward):
+            raise HeadwayError(f"trajectory {trajectory.tid} has reward {trajectory.reward}; rewards must be finite.")
+    rewards_S = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
+    lengths_S = torch.tensor([len(trajectory.response_tokens) for trajectory in trajectories], dtype=torch.int64)
+    if config.length_normalized:
+        rewards_S = length_normalized(rewards_S, lengths_S, unit=float(max_new_tokens))
+    if config.overlong_buffer:
+        rewards_S = rewards_S + overlong_penalty(lengths_S, limit=max_new_tokens, buffer=config.overlong_buffer)
+    return rewards_S
+
+
+def compared(groups: Sequence[Group], rewards_S: torch.Tensor, advantage: Advantage) -> list[float]:
+    """An advantage for each trajectory, in the order of `groups`."""
+    advantages_S, _ = advantage(rewards_S, _numbers(groups))
+    return [float(advantage) for advantage in advantages_S.tolist()]
+
+
+def reward_stats(groups: Sequence[Group]) -> RewardStats:
+    """What the reward functions gave, before any shaping."""
+    trajectories = trajectories_of(groups)
+    rewards_S = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
+    names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
+    flat = [not teaches(group) for group in groups]
+    return RewardStats(
+        mean=float(rewards_S.mean()) if trajectories else 0.0,
+        std=float(rewards_S.std(correction=0)) if trajectories else 0.0,
+        flat_groups=sum(flat) / len(flat) if flat else 0.0,
+        components={name: sum(t.rewards.get(name, 0.0) for t in trajectories) / len(trajectories) for name in names},
+    )
+
+
+def _numbers(groups: Sequence[Group]) -> torch.Tensor:
+    """[S] each trajectory's group."""
+    return torch.tensor([number for number, group in enumerate(groups) for _ in group.trajectories], dtype=torch.int64)

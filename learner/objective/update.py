@@ -1,0 +1,291 @@
+"""One batch into one weight version: rewards, advantages, packing, proximal logprobs, loss, optimizer."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+
+from algorithms.kl import ESTIMATORS
+from algorithms.rewards import kl_shaped
+from broker.schema import Group
+from learner.backends.base import Backend, Staged, Trained
+from learner.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
+from learner.ranks import Ranks
+from learner.rows.batch import PackedBatch
+from learner.rows.cost import DEFAULT_COST, CostModel
+from learner.rows.packing import PackableSequence, concatenate, from_trajectory, pack, plan
+from learner.rows.routing import Routing
+
+from .composition import open_advantage
+from .critic import Critic, outcome_rewards
+from .objective import Objective
+from .shaping import RewardStats, compared, reward_stats, shaped_rewards, trajectories_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A batch with its advantages, the same on every rank; for a critic the rewards are in their place."""
+
+    sequences: tuple[PackableSequence, ...]
+    rewards: RewardStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What one batch did to the weights."""
+
+    loss: float
+    """Mean over the batch's optimizer updates."""
+    grad_norm: float
+    """Largest of the updates, before clipping; not finite if one was skipped."""
+    learning_rate: float
+    micro_batches: int
+    """Of this rank."""
+    algorithm: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What one optimizer update is made of; lists have an entry for every micro-batch of this rank."""
+
+    batches: list[PackedBatch]
+    reference: list[torch.Tensor] | None
+    returns: list[torch.Tensor]
+    values: list[torch.Tensor]
+    estimates: dict[str, float]
+    """What the critic's values were worth, over the whole step."""
+
+
+class Stored(Protocol):
+    """What is part of a checkpoint."""
+
+    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+        """Ready to be written into `directory`; the state as it is now, if it `is_copied`. Collective."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """What was staged, bit for bit. Collective."""
+        ...
+
+
+class Updater:
+    """Turns batches into optimizer updates. Collective over the ranks.
+
+    `reference` is needed for a KL penalty, `critic` for advantages by generalized estimation. `cost`: what replicas are
+    balanced by; the same on every rank. `routing`: of a model whose routers replay what the engine's chose.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        ranks: Ranks,
+        objective: Objective,
+        reference: Backend | None,
+        critic: Critic | None = None,
+        *,
+        algorithm: AlgorithmConfig,
+        learner: LearnerConfig,
+        optimizer: OptimizerConfig,
+        temperature: float,
+        max_new_tokens: int,
+        max_lag: int,
+        cost: CostModel = DEFAULT_COST,
+        routing: Routing | None = None,
+    ) -> None:
+        self._backend = backend
+        self._ranks = ranks
+        self._objective = objective
+        self._reference = reference
+        self._critic = critic
+        self._advantage = None if critic else open_advantage(algorithm)
+        self._shaping = algorithm.reward
+        self._kl = algorithm.kl
+        self._reward_kl = ESTIMATORS[algorithm.kl.kind] if reference and algorithm.kl.place == "reward" else None
+        self._learner = learner
+        self._optimizer = optimizer
+        self._temperature = temperature
+        self._max_new_tokens = max_new_tokens
+        self._max_lag = max_lag
+        self._cost = cost
+        self._routing = routing
+
+    @property
+    def models(self) -> list[Trained]:
+        """All that it computes with."""
+        critics = [] if self._critic is None else [self._critic.backend]
+        references = [] if self._reference is None else [self._reference]
+        return [self._backend, *references, *critics]
+
+    @property
+    def beside(self) -> dict[str, Stored]:
+        """What a checkpoint holds beside the policy: models that the algorithm changes."""
+        models: dict[str, Stored] = {}
+        if self._critic is not None:
+            models["critic"] = self._critic
+        if self._reference is not None and self._kl.ema_decay < 1:
+            models["reference"] = self._reference
+        return models
+
+    def load(self, checkpoint: Path) -> None:
+        """What is `beside` the policy in a checkpoint; what one of another algorithm lacks starts anew."""
+        for name, model in self.beside.items():
+            if (checkpoint / name).is_dir():
+                model.load(checkpoint / name)
+            else:
+                log.warning("%s has no %s: it starts from the first weights", checkpoint, name)
+
+    def judge(self, groups: Sequence[Group], step: int) -> Judged:
+        """Advantages within each group; tokens over the staleness bound become context."""
+        rewards_S = shaped_rewards(groups, self._shaping, self._max_new_tokens)
+        if self._advantage is None:
+            advantages = rewards_S.tolist()
+        else:
+            if self._reward_kl is not None:
+                rewards_S = self._less_kl(rewards_S, self._sequences(groups, [0.0] * len(rewards_S), step))
+            advantages = compared(groups, rewards_S, self._advantage)
+        return Judged(sequences=self._sequences(groups, advantages, step), rewards=reward_stats(groups))
+
+    def update(self, sequences: Sequence[PackableSequence], step: int) -> Update:
+        """`updates_per_step` optimizer updates; proximal logprobs are those before the first of them."""
+        parts = self._parts(sequences)
+        proximal = [self._logprobs(part.batches) if self._objective.needs_proximal else None for part in parts]
+        learning_rate = self.learning_rate(step)
+        losses, norms, reports, critic_reports = [], [], [], list[dict[str, float]]()
+        for part, proximal_logprobs in zip(parts, proximal, strict=True):
+            current_logprobs = self._logprobs(part.batches) if self._objective.needs_current else None
+            token_loss = self._objective.token_loss(
+                part.batches, self._ranks.sum, proximal_logprobs, part.reference, current_logprobs
+            )
+            loss, grad_norm, report = self._backend.step(part.batches, token_loss, self._temperature, learning_rate)
+            losses.append(loss)
+            norms.append(grad_norm)
+            reports += report
+            if self._critic is not None:
+                critic_reports.append(self._critic.update(part.batches, part.returns, part.values))
+        # A rank without sequences has nothing to report, and must still take part in the sums.
+        names = self._ranks.share_bytes(msgspec.msgpack.encode(sorted({name for report in reports for name in report})))
+        reports.append(dict.fromkeys(msgspec.msgpack.decode(names, type=list[str]), 0.0))
+        if self._reference is not None and self._kl.ema_decay < 1:
+            self._reference.follow(self._backend, self._kl.ema_decay)
+        return Update(
+            loss=sum(losses) / len(losses),
+            grad_norm=next((norm for norm in norms if not math.isfinite(norm)), max(norms)),
+            learning_rate=learning_rate,
+            micro_batches=sum(len(part.batches) for part in parts),
+            algorithm={
+                **self._objective.combine_reports(reports, self._ranks.sum, self._ranks.max),
+                **parts[0].estimates,
+                **_means(critic_reports),
+            },
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """A linear rise, then constant."""
+        rise = self._optimizer.warmup_steps
+        return self._optimizer.learning_rate * (min(1.0, (step + 1) / rise) if rise else 1.0)
+
+    def _sequences(
+        self, groups: Sequence[Group], advantages: Sequence[float], step: int
+    ) -> tuple[PackableSequence, ...]:
+        return tuple(
+            from_trajectory(trajectory, advantages=advantage, step=step, max_lag=self._max_lag, routing=self._routing)
+            for trajectory, advantage in zip(trajectories_of(groups), advantages, strict=True)
+        )
+
+    def _parts(self, sequences: Sequence[PackableSequence]) -> list[_Part]:
+        packed = [self._pack(part) for part in split(sequences, self._learner.updates_per_step)]
+        is_used = self._objective.needs_reference or (self._critic is not None and self._reward_kl is not None)
+        references = [self._reference_logprobs(batches) if is_used else None for batches in packed]
+        if self._critic is None:
+            return [
+                _Part(batches=batches, reference=reference, returns=[], values=[], estimates={})
+                for batches, reference in zip(packed, references, strict=True)
+            ]
+        return self._estimated(self._critic, packed, references)
+
+    def _estimated(
+        self, critic: Critic, packed: Sequence[list[PackedBatch]], references: Sequence[list[torch.Tensor] | None]
+    ) -> list[_Part]:
+        """With the critic's advantages, which are whitened over all updates of the step together."""
+        batches = [batch for part in packed for batch in part]
+        values = critic.values(batches)
+        rewards = [outcome_rewards(batch) for batch in batches]
+        if self._reward_kl is not None:
+            flat = [logprobs_T for reference in references for logprobs_T in reference or ()]
+            rewards = [
+                rewards_T - self._kl.coefficient * self._kl_of_tokens(batch, reference_T)
+                for rewards_T, batch, reference_T in zip(rewards, batches, flat, strict=True)
+            ]
+        estimates = critic.returns_and_advantages(batches, rewards, values)
+        estimated = [
+            dataclasses.replace(batch, advantages_T=advantages_T)
+            for batch, advantages_T in zip(batches, estimates.advantages, strict=True)
+        ]
+        parts, end = [], 0
+        for part, reference in zip(packed, references, strict=True):
+            where = slice(end, end := end + len(part))
+            parts.append(
+                _Part(
+                    batches=estimated[where],
+                    reference=reference,
+                    returns=estimates.returns[where],
+                    values=values[where],
+                    estimates=estimates.metrics,
+                )
+            )
+        return parts
+
+    def _less_kl(self, rewards_S: torch.Tensor, sequences: Sequence[PackableSequence]) -> torch.Tensor:
+        """[S] the rewards less the KL penalty of their sequences, on every rank; each replica computes its own."""
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        chosen = plan(lengths, self._ranks.replicas, self._learner.micro_batch_tokens, self._cost)[self._ranks.replica]
+        batches = [concatenate([sequences[index] for index in indices]) for indices in chosen]
+        shaped_S = torch.zeros_like(rewards_S)
+        for indices, batch, reference_T in zip(chosen, batches, self._reference_logprobs(batches) or (), strict=True):
+            shaped_S[indices] = kl_shaped(
+                rewards_S[indices],
+                self._kl_of_tokens(batch, reference_T),
+                batch.loss_mask_T,
+                batch.cu_seqlens,
+                coefficient=self._kl.coefficient,
+            )
+        return torch.tensor(self._ranks.sum(shaped_S.tolist()), dtype=rewards_S.dtype)
+
+    def _kl_of_tokens(self, batch: PackedBatch, reference_T: torch.Tensor) -> torch.Tensor:
+        """[T] of the policy that sampled."""
+        assert self._reward_kl is not None
+        return self._reward_kl(batch.behavior_logprobs_T, reference_T.to(batch.loss_mask_T.device), batch.loss_mask_T)
+
+    def _pack(self, sequences: Sequence[PackableSequence]) -> list[PackedBatch]:
+        return pack(sequences, self._ranks.replica, self._ranks.replicas, self._learner.micro_batch_tokens, self._cost)
+
+    def _logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """Under the weights as they are."""
+        return self._backend.logprobs(batches, self._temperature)
+
+    def _reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
+        """Under the reference's own choice of experts: it is a policy that nobody sampled from."""
+        if self._reference is None:
+            return None
+        own = [dataclasses.replace(batch, experts_TLK=None) for batch in batches]
+        return self._reference.logprobs(own, self._temperature)
+
+
+def _means(reports: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(report[name] for report in reports) / len(reports) for name in (reports[0] if reports else ())}
+
+
+def split(sequences: Sequence[PackableSequence], parts: int) -> list[Sequence[PackableSequence]]:
+    """Nearly equal runs in order, none empty: groups stay together as far as the numbers allow."""
+    parts = min(parts, len(sequences))
+    bounds = [len(sequences) * part // parts for part in range(parts + 1)]
+    return [sequences[start:end] for start, end in pairwise(bounds)]

@@ -1,0 +1,1 @@
+"""How much memory a recipe takes, before anything is started."""

@@ -1,0 +1,1 @@
+"""What a learner does from beginning to end: reinforcement learning, the warm-up, a replay."""

@@ -1,0 +1,57 @@
+"""One checkpoint at a time: begun between two steps, written while training goes on, durable at a later step."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from learner.backends.saving import Saving
+from learner.checkpoints.checkpoint import CheckpointStore, LearnerState, seal
+from learner.checkpoints.digests import add_digests
+from learner.ranks import Ranks
+
+if TYPE_CHECKING:
+    from learner.objective.update import Stored
+
+
+class CheckpointWriter:
+    """All calls are collective, and raise CheckpointError on every rank if one cannot write."""
+
+    def __init__(self, store: CheckpointStore, ranks: Ranks, *, asynchronous: bool) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._background = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._begun: tuple[Saving, LearnerState] | None = None
+
+    def begin(self, models: Mapping[str, "Stored"], state: LearnerState) -> None:
+        """Save `models`, each in a folder of its name, as they are now; the one begun before must be durable."""
+        assert self._begun is None, "one checkpoint at a time"
+        path = self._store.path(state.incarnation, state.step)
+        self._begun = Saving(self._ranks, path, models, self._background), state
+
+    def look(self) -> int | None:
+        """The step whose checkpoint has become durable since it was last asked; without waiting."""
+        return self.wait() if self._begun and self._begun[0].is_written() else None
+
+    def wait(self) -> int | None:
+        """The same, but waits for the one that was begun. Then, and only then, older ones are deleted."""
+        if self._begun is None:
+            return None
+        (saving, state), self._begun = self._begun, None
+        saving.finish(partial(seal, state=state))
+        if self._ranks.is_first:
+            self._tidy(self._store.path(state.incarnation, state.step), self._store.retired())
+        return state.step
+
+    def _tidy(self, written: Path, retired: list[Path]) -> None:
+        """Terabytes take their time. What stays, the next checkpoint finds."""
+        run: Callable[..., object] = self._background.submit if self._background else _call
+        for path in retired:
+            run(shutil.rmtree, path, ignore_errors=True)
+        run(add_digests, written)
+
+
+def _call(function: Callable[..., object], *arguments: object, **options: object) -> object:
+    return function(*arguments, **options)

@@ -1,0 +1,124 @@
+"""The learner and the engines on the same devices in turns: who has them, and how they change hands.
+
+    train ──► every model leaves the device ──► engines may generate, while the batch is waited for
+      ▲                                                                              │
+      └── every model is back ◄── all engines sleep, or have not been heard of ◄─────┘
+
+A learner that dies stops renewing the engines' phase, so they fall asleep, and its successor finds the devices free.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+from broker import BlockingBroker
+from broker.client.phases import LENT_S, LONGEST_WAIT_S, RENEW_S, Phases
+from broker.errors import BrokerError
+from learner.backends.base import Trained
+from learner.experience.interruptions import Interrupted
+from learner.experience.stream import Experience
+from learner.ranks import Ranks
+
+POLL_S = 0.01
+AGAIN_S = 1.0
+"""Between questions of a learner that starts."""
+
+log = logging.getLogger(__name__)
+
+
+class LentDevice:
+    """One rank's device, which engines have while a batch is waited for. The first rank speaks to the broker
+    (`experience`), for all."""
+
+    def __init__(
+        self, phases: Phases | None, models: Sequence[Trained], ranks: Ranks, experience: Experience | None
+    ) -> None:
+        """`models`: all that this rank has on its device. `phases`, `experience`: None on all ranks but the first."""
+        self._models = models
+        self._ranks = ranks
+        self._phases = phases
+        self._experience = experience
+        self._renewed_s = -math.inf
+
+    @contextmanager
+    def engines_work(self) -> Iterator[None]:
+        """The device is theirs within; no model may be used. Collective. What is raised within leaves it to them.
+
+        Raises Interrupted itself, on every rank, where the learner is to stop and the broker is away: nobody says
+        whether engines sleep, and as long as they cannot ask either they do not.
+        """
+        with ExitStack() as away:
+            for model in self._models:
+                away.enter_context(model.off_device())
+            self._meet()
+            with suppress(Interrupted):
+                self.renew()
+            yield
+            if self._ranks.any(not self._do_they_sleep()):
+                raise Interrupted
+
+    def renew(self) -> None:
+        """To be called often within: otherwise engines fall asleep."""
+        if self._phases is None or self._experience is None or time.monotonic() - self._renewed_s < RENEW_S:
+            return
+        phases, owner = self._phases, self._experience.owner
+        self._experience.insist(lambda: phases.generate(owner))
+        self._renewed_s = time.monotonic()
+
+    def _do_they_sleep(self) -> bool:
+        """Once all do, or one has been waited for long enough, outages not counted. False: nobody says, and the learner
+        is to stop."""
+        if self._phases is None or self._experience is None:
+            return True
+        self._renewed_s = -math.inf
+        phases, owner, since_s = self._phases, self._experience.owner, time.monotonic()
+        with suppress(Interrupted):
+            while (awake := self._experience.insist(lambda: phases.train(owner))) != ():
+                if awake is None:
+                    since_s = time.monotonic()
+                elif time.monotonic() > since_s + LONGEST_WAIT_S:
+                    log.warning(
+                        "%s did not leave the device within %.0f s: training beside it, which may take more memory than"
+                        " there is. Restart it.",
+                        ", ".join(awake),
+                        LONGEST_WAIT_S,
+                    )
+                    break
+                time.sleep(POLL_S)
+            return True
+        log.warning("Engines may still be on the device: stopping without a checkpoint of the last steps.")
+        return False
+
+    def _meet(self) -> None:
+        """No rank goes on before all are here."""
+        self._ranks.any(False)
+
+
+def wait_for_device(url: str, run: str) -> None:
+    """Before a learner takes memory: until the engines of a learner before it have left theirs. Every rank asks for
+    itself, as ranks meet on their devices."""
+    blocking = BlockingBroker(url, run)
+    since_s, has_said = time.monotonic(), False
+    try:
+        while (are_awake := _are_engines_awake(blocking)) is not False:
+            if not has_said:
+                log.info("waiting until engines leave the device")
+                has_said = True
+            if are_awake is None:
+                since_s = time.monotonic()
+            elif time.monotonic() > since_s + LENT_S + LONGEST_WAIT_S:
+                log.warning("engines are still awake: taking the device all the same; stop the other learner, if any.")
+                return
+            time.sleep(AGAIN_S)
+    finally:
+        blocking.close()
+
+
+def _are_engines_awake(blocking: BlockingBroker) -> bool | None:
+    try:
+        return blocking.call(blocking.broker.phases.are_engines_awake())
+    except BrokerError as error:
+        log.warning("%s Waiting for it.", error)
+        return None

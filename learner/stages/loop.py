@@ -1,0 +1,232 @@
+"""The learner's loop: take -> pack -> proximal logprobs -> loss -> step -> publish -> commit.
+
+All ranks run it together; rank 0 alone talks to the broker and the engines. Step k turns weights k into weights k + 1.
+A resumed learner replays the batches that its checkpoint does not contain, and publishes nothing until it has caught up
+with the highest step that was announced.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from broker.errors import HeadwayError, UntrainableBatchError
+from broker.schema import Group, WeightVersion
+from learner.backends.base import Backend
+from learner.checkpoints.checkpoint import CheckpointStore, LearnerState
+from learner.data.prompts.cursor import PromptCursor
+from learner.experience.interruptions import Interrupted, NeedsLearner
+from learner.experience.stream import Experience
+from learner.objective.update import Judged, Update, Updater
+from learner.ranks import Ranks
+
+from .checkpoint_writer import CheckpointWriter
+from .colocation import LentDevice
+from .probe import measure_probe
+from .stopwatch import Stopwatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """All there is to say about one step."""
+
+    version: WeightVersion
+    """The weights that it turned into the next."""
+    groups: Sequence[Group]
+    judged: Judged
+    update: Update
+    seconds: dict[str, float]
+    """By phase: checkpoint (of the steps before), evaluate, take, train, publish."""
+
+
+class Observer(Protocol):
+    """Who is told what the learner does, on every rank."""
+
+    def on_weights(self, version: WeightVersion, backend: Backend, is_last: bool) -> None:
+        """These weights are about to be trained, or are the last. May call the backend, collectively."""
+        ...
+
+    def on_step(self, step: Step) -> None:
+        """A step is done and its weights are on their way."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How long to train, and what to publish with."""
+
+    steps: int
+    checkpoint_every: int
+    probe_tokens: tuple[int, ...]
+    probe_tolerance: float
+    identity: str = ""
+    """Of the run."""
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is written."""
+    caught_up_at: int = 0
+    """The highest step announced before this learner took over."""
+    is_branch: bool = False
+    """It goes on from another checkpoint than the latest: a new one says so, whatever happens next."""
+
+
+@dataclass(kw_only=True)
+class Learner:
+    """One rank of the learner. `experience` is None on all ranks but the first."""
+
+    backend: Backend
+    ranks: Ranks
+    updater: Updater
+    experience: Experience | None
+    cursor: PromptCursor
+    checkpoints: CheckpointStore
+    config: LoopConfig
+    observer: Observer
+    should_stop: Callable[[], bool]
+    version: WeightVersion
+    lent_device: LentDevice | None = None
+    """Where engines have the learner's devices while it waits for a batch."""
+
+    def __post_init__(self) -> None:
+        self._caught_up_at = self.config.caught_up_at
+        self._saved_step = -1 if self.config.is_branch else self.version.step
+        self._writer = CheckpointWriter(self.checkpoints, self.ranks, asynchronous=self.config.asynchronous)
+
+    def run(self) -> bool:
+        """Train to the last step or the last prompt, or until asked to stop (False); the end is a checkpoint, if the
+        models can be had."""
+        if self.config.is_branch:
+            self.commit()
+        if self.experience is not None:
+            self.experience.feed()
+        self.publish()
+        while self.version.step < self.config.steps:
+            watch = Stopwatch()
+            if self.version.step % self.config.checkpoint_every == 0:
+                self.checkpoint()
+            self.commit_durable(self._writer.look())
+            watch.lap("checkpoint")
+            self.observer.on_weights(self.version, self.backend, is_last=False)
+            watch.lap("evaluate")
+            try:
+                groups = self.take()
+            except Interrupted:  # the models are not here: steps that no checkpoint contains are trained again
+                self.commit_durable(self._writer.wait())
+                return False
+            watch.lap("take")
+            if not groups:
+                break
+            self.train(groups, watch)
+        self.commit()
+        if self.ranks.any(self.should_stop()):
+            return False
+        self.observer.on_weights(self.version, self.backend, is_last=True)
+        return True
+
+    def train(self, groups: Sequence[Group], watch: Stopwatch) -> None:
+        """One step, from its batch to published weights."""
+        before = self.version
+        try:
+            judged = self.updater.judge(groups, before.step)
+            update = self.updater.update(judged.sequences, before.step)
+        except HeadwayError:
+            raise
+        except Exception as error:
+            raise UntrainableBatchError(self._way_out(error)) from error
+        self.version = WeightVersion(before.incarnation, before.step + 1)
+        self.cursor.mark_trained(group.prompt.group for group in groups)
+        watch.lap("train")
+        self.publish()
+        watch.lap("publish")
+        # Before the checkpoint: a crash between the two repeats a line, which the record copes with, and loses none.
+        self.observer.on_step(Step(version=before, groups=groups, judged=judged, update=update, seconds=watch.seconds))
+
+    def _way_out(self, error: Exception) -> str:
+        """For a step that failed: its batch is pinned, so that a resumed learner meets it again."""
+        reason, saved = str(error).strip().split("\n")[0], self.checkpoints.latest()
+        anew = f"--resume --rewind-to {saved.state.step} --regenerate" if saved else "--overwrite"
+        loses = f"all that was sampled since the checkpoint of step {saved.state.step}" if saved else "the run"
+        return (
+            f"Step {self.version.step + 1} failed while it was trained ({type(error).__name__}: {reason}). A memory or"
+            " device that gave way may do after a plain --resume, which trains the same batch again. If that fails as"
+            f" well, go on without the batch: {anew} forgets {loses}, and generates it anew."
+        )
+
+    def take(self) -> list[Group]:
+        """This step's pinned batch, on every rank; empty when nothing will come or the learner was asked to stop.
+
+        Raises Interrupted where it was, and engines may keep the device.
+        """
+        while True:
+            groups, need = self._wait(may_wait=self.lent_device is None)
+            if need == "engines" and self.lent_device is not None:
+                with self.lent_device.engines_work():
+                    groups, need = self._wait(may_wait=True)
+            match need:
+                case "rewind":
+                    # The batches to replay went with a server's memory: what follows is a branch of its own.
+                    self._caught_up_at = 0
+                    self.publish()
+                case "bytes":
+                    self.commit()
+                case _:
+                    return self.ranks.share_groups(groups)
+
+    def _wait(self, *, may_wait: bool) -> tuple[list[Group] | None, str]:
+        """(on rank 0 the batch, on every rank what is needed first); without the models."""
+        while True:
+            groups, need = self._take(may_wait)
+            need = self.ranks.share_bytes(need.encode()).decode()
+            if need != "time":
+                return groups, need
+            self.commit_durable(self._writer.look())
+
+    def _take(self, may_wait: bool) -> tuple[list[Group] | None, str]:
+        if self.experience is None or self.should_stop():
+            return None, ""
+        meanwhile = None if self.lent_device is None else self.lent_device.renew
+        try:
+            return self.experience.take(self.version.step, meanwhile, may_wait=may_wait), ""
+        except Interrupted:
+            return None, ""
+        except NeedsLearner as need:
+            return None, need.what
+
+    def publish(self) -> None:
+        """Have the weights as they are sent to the engines, beside the next step; while replaying, nothing."""
+        if self.version.step < self._caught_up_at:
+            return
+        probe = measure_probe(self.backend, self.config.probe_tokens, self.config.probe_tolerance)
+        tensors = self.backend.named_tensors()
+        try:
+            if self.experience is not None:
+                self.experience.publish(self.version, tensors, probe)
+        finally:
+            for _ in tensors:  # gathering is collective
+                pass
+
+    def commit(self) -> None:
+        """Make the state durable, then let the broker forget what it was trained on."""
+        self.checkpoint()
+        self.commit_durable(self._writer.wait())
+
+    def checkpoint(self) -> None:
+        """Begin to write the state; the checkpoint before must be durable first, and the weights announced."""
+        if self.experience is not None:
+            self.experience.settle()
+        if self.version.step == self._saved_step:
+            return
+        self.commit_durable(self._writer.wait())
+        if self.experience is not None:
+            self.experience.mark_dropped()
+        state = LearnerState(
+            identity=self.config.identity,
+            incarnation=self.version.incarnation,
+            step=self.version.step,
+            cursor=self.cursor.state(),
+        )
+        self._writer.begin({"": self.backend, **self.updater.beside}, state)
+        self._saved_step = self.version.step
+
+    def commit_durable(self, step: int | None) -> None:
+        """The broker may forget what trained the steps before `step`, once a durable checkpoint contains them."""
+        if step is not None and self.experience is not None:
+            self.experience.commit(step)

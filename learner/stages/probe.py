@@ -1,0 +1,29 @@
+"""The probe: logprobs of a fixed token sequence under the weights to be published, for engines to check themselves."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from broker.schema import Probe
+from learner.backends.base import Backend
+from learner.rows.packing import PackableSequence, concatenate
+
+TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25, "float16": 0.05}
+"""Rounding of one forward pass in the engine's number format, as the mean of a logprob's absolute difference. A real
+model of 30 layers has 0.07 in bfloat16; a wrong layout is off by whole units."""
+
+
+def measure_probe(backend: Backend, token_ids: Sequence[int], tolerance: float) -> Probe:
+    """Collective over the ranks; at least two tokens."""
+    assert len(token_ids) >= 2, "a probe needs a token to predict"
+    response = len(token_ids) - 1
+    sequence = PackableSequence(
+        token_ids=np.asarray(token_ids, np.int32),
+        prompt_length=1,
+        loss_mask=np.ones(response, np.uint8),
+        behavior_logprobs=np.zeros(response, np.float32),
+        lags=np.zeros(response, np.int64),
+        advantages=np.zeros(response, np.float32),
+    )
+    (logprobs_T,) = backend.logprobs([concatenate([sequence])], temperature=1.0)
+    return Probe(token_ids=list(token_ids), logprobs=logprobs_T[1:].tolist(), tolerance=tolerance)
