@@ -37,10 +37,10 @@ import numpy as np
 from benchmarks.gpus import Utilization, gpu_names, watching
 from benchmarks.learns.parts import CPU, SECONDS, SFT, finish
 from broker.schema import StepMetrics
-from deploy.config import load_recipe
-from deploy.report import EDGE_STEPS, METRICS, lineage, read_lines, read_summary
-from deploy.run_directory import EXPERIENCE
-from deploy.sft_output import is_complete
+from deploy.recipe.loading import load_recipe
+from deploy.run.directory import EXPERIENCE
+from deploy.run.report import EDGE_STEPS, METRICS, lineage, read_lines, read_summary
+from deploy.run.sft_output import is_complete
 from learner.experience.log import ExperienceLog
 
 RECIPE = str(Path(__file__).with_name("long_tailed.yaml"))

@@ -2,12 +2,12 @@
 
 import os
 
-from .tether import ENVIRONMENT, tether
+from .launch.tether import ENVIRONMENT, tether
 
 # First of all: a rank of torchrun must die with its agent from the start.
 if ENVIRONMENT in os.environ:
     tether()
 
-from .cli import main
+from .cli.main import main
 
 main()

@@ -16,8 +16,8 @@ from benchmarks import asynchrony, gpus
 from benchmarks.learns.parts import SECONDS, SFT
 from benchmarks.long_tailed import FEWEST_TERMS, MOST_TERMS, LongTailedPrompts, worked_examples
 from broker.schema import StepMetrics, Trajectory, VersionSpan, WeightVersion
-from deploy.config import load_recipe
-from deploy.report import RunWriter, summarize
+from deploy.recipe.loading import load_recipe
+from deploy.run.report import RunWriter, summarize
 from learner.data.prompts.base import Item
 from learner.experience.log import ExperienceLog
 from rollout_workers.rewards.reasoning_gym import Verifiers

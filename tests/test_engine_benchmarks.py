@@ -15,7 +15,7 @@ from broker.client.broker import open_broker
 from broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
 from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import decode_trajectory, encode_trajectory
-from deploy.config import load_recipe
+from deploy.recipe.loading import load_recipe
 from learner.rows.packing import PackableSequence
 
 

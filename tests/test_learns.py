@@ -11,8 +11,8 @@ import pytest
 from benchmarks.learns import figures
 from benchmarks.learns.parts import CONTROL, PARTS, SECONDS, SFT, Study
 from broker.schema import StepMetrics
-from deploy.config import load_recipe
-from deploy.report import RunWriter, summarize
+from deploy.recipe.loading import load_recipe
+from deploy.run.report import RunWriter, summarize
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "smollm2-reasoning-gym.yaml"

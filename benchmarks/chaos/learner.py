@@ -5,9 +5,9 @@ from unittest.mock import patch
 
 from broker import BlockingBroker
 from broker.schema import Group, SampleLimits, Trajectory, WeightVersion
-from deploy import training
-from deploy.observer import RunObserver
-from deploy.recipe import Recipe
+from deploy.recipe.recipe import Recipe
+from deploy.roles import learner as training
+from deploy.roles.observer import RunObserver
 from learner.backends.base import Backend
 from learner.rows.packing import PackableSequence
 from learner.stages.loop import Step

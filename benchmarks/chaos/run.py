@@ -11,7 +11,7 @@ from typing import Any
 import uvloop
 
 from broker.schema import RunStatus
-from deploy.run_directory import identity_of
+from deploy.run.directory import identity_of
 
 from .audit import MUST_BE_ZERO, audit
 from .backend import author_of

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 import msgspec
 
-from deploy.recipe import Recipe
+from deploy.recipe.recipe import Recipe
 from learner.checkpoints.checkpoint import CheckpointStore
 
 from .tasks import ALPHABET, LONGEST, OVERWRITTEN_WEIGHTS, WEIGHTS

@@ -16,7 +16,7 @@ from broker.client import broker as client
 from broker.client.leases import Leases, SubmitOutcome
 from broker.errors import BrokerError, ForeignRunError
 from broker.schema import Lease, Trajectory, WorkerInfo
-from deploy import rollout
+from deploy.roles import worker as rollout
 from rollout_workers.worker import Worker
 
 from .engine import SlowEngine, Tally

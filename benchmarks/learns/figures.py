@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from broker.schema import StepMetrics
-from deploy.report import METRICS, lineage, read_lines, read_summary
+from deploy.run.report import METRICS, lineage, read_lines, read_summary
 
 from .parts import ALGORITHMS, CONTROL, SECONDS, SFT
 

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from broker.schema import StepMetrics
-from deploy.config import dump_recipe, load_recipe
-from deploy.recipe import Recipe
+from deploy.recipe.loading import dump_recipe, load_recipe
+from deploy.recipe.recipe import Recipe
 from learner.config import AlgorithmConfig
 
 from .compositions import COMPOSITIONS

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from deploy.recipe import Recipe
+from deploy.recipe.recipe import Recipe
 from rollout_workers.decoding import load_decoding, response_text
 from rollout_workers.engines.base import FinishReason, GenerationRequest, NamedTensors
 from rollout_workers.engines.embedded.decoder import Decoder, Sample, Sampled

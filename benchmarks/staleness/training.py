@@ -12,12 +12,12 @@ import msgspec
 import torch
 
 from broker.schema import Prompt, WeightVersion
-from deploy.backend import recipe_backend
-from deploy.config import load_recipe
-from deploy.recipe import Recipe
+from deploy.recipe.loading import load_recipe
+from deploy.recipe.recipe import Recipe
+from deploy.roles.backend import recipe_backend
+from deploy.roles.learner import recipe_updater
+from deploy.roles.warm_up import run_sft
 from deploy.terminal import Terminal
-from deploy.training import recipe_updater
-from deploy.warm_up import run_sft
 from learner.backends.base import Backend
 from learner.config import AlgorithmConfig
 from learner.data.prompts import open_prompts

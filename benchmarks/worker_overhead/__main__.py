@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.throughput import isolated
 from broker.server.embedded import EmbeddedServer
-from deploy.config import load_recipe
-from deploy.recipe import Recipe
+from deploy.recipe.loading import load_recipe
+from deploy.recipe.recipe import Recipe
 from rollout_workers.config import EngineConfig
 
 from .learner import StandInLearner

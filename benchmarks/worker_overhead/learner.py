@@ -8,8 +8,8 @@ import torch
 from broker import BlockingBroker
 from broker.client.batches import CheckpointMark
 from broker.schema import Probe, Prompt, RunRules, WeightVersion, WorkerInfo
-from deploy.config import recipe_to_bytes
-from deploy.recipe import Recipe
+from deploy.recipe.loading import recipe_to_bytes
+from deploy.recipe.recipe import Recipe
 from learner.models.model import load_config, load_tokenizer, model_files
 from weightsync.publish.publisher import Publisher, PublishReport
 

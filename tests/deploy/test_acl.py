@@ -11,7 +11,7 @@ from broker import open_broker
 from broker.errors import ConfigError
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
-from deploy.cli import cli
+from deploy.cli.main import cli
 from tests.broker.scenario import begin, rules
 
 

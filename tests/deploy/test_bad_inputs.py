@@ -13,14 +13,16 @@ from typing import Any, get_args, get_origin
 import pytest
 
 from broker.errors import HeadwayError
-from deploy import alone, local, runs, server
-from deploy.cli import answer
-from deploy.config_limits import LIMITS
-from deploy.config_words import _fields, _is_struct, _metas, _plain
+from deploy.cli import runs
+from deploy.cli.main import answer
+from deploy.launch import local
 from deploy.printing import visible
-from deploy.recipe import Recipe
-from deploy.report import SUMMARY
-from deploy.run_directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
+from deploy.recipe.limits import LIMITS
+from deploy.recipe.recipe import Recipe
+from deploy.recipe.words import _fields, _is_struct, _metas, _plain
+from deploy.roles import alone, server
+from deploy.run.directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
+from deploy.run.report import SUMMARY
 
 from .bad_inputs import COMMANDS, DATA, DOUBLING, FILES, GARBAGE, NOWHERE, OVERRIDES, RECIPE, RUNS, VALUES, rows
 from .test_cli import clean_environment

@@ -17,9 +17,9 @@ from broker.owner import CheckpointMark, Owner
 from broker.schema import RunRules
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
-from deploy.alone import _engine_threads
-from deploy.config import load_recipe, with_overrides
-from deploy.run_directory import held
+from deploy.recipe.loading import load_recipe, with_overrides
+from deploy.roles.alone import _engine_threads
+from deploy.run.directory import held
 
 from .runs import step_metrics, worker
 
@@ -60,7 +60,7 @@ def clean_environment() -> dict[str, str]:
 
 def run_main(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `main` in a process after `script`, which sees the command line as `cli`."""
-    text = f"import sys\nimport deploy.cli as cli\nsys.argv = ['headway', *{list(arguments)!r}]\n{script}"
+    text = f"import sys\nimport deploy.cli.main as cli\nsys.argv = ['headway', *{list(arguments)!r}]\n{script}"
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=cwd, check=False)
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError
-from deploy.config import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
-from deploy.config_files import shipped_recipes
-from deploy.recipe import Recipe
+from deploy.recipe.files import shipped_recipes
+from deploy.recipe.loading import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
+from deploy.recipe.recipe import Recipe
 
 MINIMAL = """
 model: {random: {architecture: qwen3, alphabet: "0123456789+"}}

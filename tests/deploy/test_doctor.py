@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import doctor
+from deploy.cli import doctor
 from deploy.terminal import Terminal
 
 

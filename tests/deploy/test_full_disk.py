@@ -12,11 +12,20 @@ import pytest
 
 from broker.errors import HeadwayError
 from broker.schema import StepMetrics
-from deploy.config import load_recipe
-from deploy.processes import Child, Command
-from deploy.report import METRICS, SUMMARY, TRAINED, RunWriter, TrainedLine, read_lines, read_summary, summarize
-from deploy.run_directory import CONFIG, INCARNATION, note_incarnation, prepare
-from deploy.sft_output import is_complete, mark_complete
+from deploy.launch.processes import Child, Command
+from deploy.recipe.loading import load_recipe
+from deploy.run.directory import CONFIG, INCARNATION, note_incarnation, prepare
+from deploy.run.report import (
+    METRICS,
+    SUMMARY,
+    TRAINED,
+    RunWriter,
+    TrainedLine,
+    read_lines,
+    read_summary,
+    summarize,
+)
+from deploy.run.sft_output import is_complete, mark_complete
 from tests.full_disk import small_disk
 
 from .runs import step_metrics

@@ -12,8 +12,8 @@ import redis
 
 from broker.connection.address import Address
 from broker.server.access import Role
-from deploy.kept_server import MAX_RESTARTS, KeptServer
-from deploy.supervisor import RoleFailedError, Supervisor
+from deploy.launch.kept_server import MAX_RESTARTS, KeptServer
+from deploy.launch.supervisor import RoleFailedError, Supervisor
 from tests.processes import children_left
 
 from .test_supervisor import FOREVER, await_end, await_files, role
@@ -86,7 +86,7 @@ def test_a_restarted_server_does_not_survive_a_killed_supervisor(tmp_path: Path)
     script = f"""
 import os, signal, time
 from pathlib import Path
-from deploy.kept_server import KeptServer
+from deploy.launch.kept_server import KeptServer
 with KeptServer(Path("broker"), print) as server:
     os.kill(server.pid, signal.SIGKILL)
     while server.restarts == 0:

@@ -9,8 +9,8 @@ from rich.console import RenderableType
 
 from broker.errors import BrokerUnavailableError, RunNotFoundError
 from broker.schema import DeadLetter, RunStatus, StepMetrics
-from deploy.live import Monitor, panel, sparkline, step_line
-from deploy.status import status_json, status_tables
+from deploy.observe.live import Monitor, panel, sparkline, step_line
+from deploy.observe.status import status_json, status_tables
 from deploy.terminal import Terminal
 
 from .runs import run_status, step_metrics

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.config import load_recipe
-from deploy.local import Local, after_warm_up, connection, warm_up, worker_commands
-from deploy.run_directory import prepare
+from deploy.launch.local import Local, after_warm_up, connection, warm_up, worker_commands
+from deploy.recipe.loading import load_recipe
+from deploy.run.directory import prepare
 from deploy.terminal import Terminal
 from learner.config import ModelConfig
 from learner.models.model import load_model, load_tokenizer

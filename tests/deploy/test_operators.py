@@ -9,9 +9,9 @@ from broker import Broker
 from broker.client.batches import CheckpointMark
 from broker.errors import ConfigError
 from broker.schema import RunRules
-from deploy.config import load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
-from deploy.operators import check_stored, passed_on, roots_of
-from deploy.recipe import Recipe
+from deploy.recipe.loading import load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
+from deploy.recipe.operators import check_stored, passed_on, roots_of
+from deploy.recipe.recipe import Recipe
 
 
 def stored(*overrides: str) -> Recipe:

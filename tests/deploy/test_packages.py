@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from broker.errors import ConfigError
-from deploy.config import load_recipe
-from deploy.packages import check_packages
+from deploy.recipe.loading import load_recipe
+from deploy.recipe.packages import check_packages
 
 
 @pytest.fixture

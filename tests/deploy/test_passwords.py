@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from deploy.config import dump_recipe, load_recipe, recipe_to_bytes
-from deploy.local import learner_command, worker_commands
-from deploy.run_directory import endpoint, prepare
+from deploy.launch.local import learner_command, worker_commands
+from deploy.recipe.loading import dump_recipe, load_recipe, recipe_to_bytes
+from deploy.run.directory import endpoint, prepare
 
 URL = "redis://ali:sesame@127.0.0.1:6379?db=1"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.config import load_recipe
-from deploy.memory_pages import as_builtins, page, report
+from deploy.cli.memory_pages import as_builtins, page, report
+from deploy.recipe.loading import load_recipe
 from deploy.terminal import Terminal
 from tests.deploy.test_cli import headway, run_main
 

@@ -15,9 +15,9 @@ from rich.table import Table
 from broker import Broker
 from broker.schema import RunStatus
 from broker.wire.codec import encode
-from deploy.live import Monitor, panel
+from deploy.observe.live import Monitor, panel
+from deploy.observe.status import status_tables
 from deploy.printing import paragraph, say, say_json, visible
-from deploy.status import status_tables
 from deploy.terminal import Terminal, styled
 
 from .runs import run_status, worker

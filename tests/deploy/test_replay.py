@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from broker.errors import ConfigError
-from deploy.comparison import ComparedWeights, Comparison, changed_settings, comparison_json, verdict
-from deploy.config import dump_recipe, load_recipe
-from deploy.replay import Replay, find_run, original_recipe, replayed_recipe
+from deploy.recipe.loading import dump_recipe, load_recipe
+from deploy.roles.replay import Replay, find_run, original_recipe, replayed_recipe
+from deploy.run.comparison import ComparedWeights, Comparison, changed_settings, comparison_json, verdict
 from learner.config import AggregationConfig
 from learner.experience.log import ExperienceLog
 from learner.stages.replay import ReplayError

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from broker.schema import StepMetrics, TrajectoryId
-from deploy.plots import moving_average, plot
-from deploy.report import (
+from deploy.run.plots import moving_average, plot
+from deploy.run.report import (
     METRICS,
     TRAINED,
     RunWriter,

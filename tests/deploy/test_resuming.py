@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError
-from deploy.config import dump_recipe, load_recipe
-from deploy.recipe import Recipe
-from deploy.resuming import ANEW, FIXED, FREE, RAISED, check_resumable, keys_of
-from deploy.run_directory import prepare
+from deploy.recipe.loading import dump_recipe, load_recipe
+from deploy.recipe.recipe import Recipe
+from deploy.run.directory import prepare
+from deploy.run.resuming import ANEW, FIXED, FREE, RAISED, check_resumable, keys_of
 from learner.experience.rewind import Rewind
 
 

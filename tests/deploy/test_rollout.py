@@ -8,9 +8,9 @@ from broker import Broker
 from broker.client.batches import CheckpointMark
 from broker.errors import ConfigError
 from broker.schema import RunRules
-from deploy import rollout
-from deploy.config import recipe_to_bytes
-from deploy.recipe import Recipe, RunConfig
+from deploy.recipe.loading import recipe_to_bytes
+from deploy.recipe.recipe import Recipe, RunConfig
+from deploy.roles import worker as rollout
 from learner.config import AlgorithmConfig, LearnerConfig, PromptsConfig
 from rollout_workers.config import RewardConfig, SamplingConfig
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError, HeadwayError
-from deploy.config import load_recipe, with_overrides
-from deploy.recipe import Recipe
-from deploy.run_directory import (
+from deploy.recipe.loading import load_recipe, with_overrides
+from deploy.recipe.recipe import Recipe
+from deploy.run.directory import (
     endpoint,
     find_endpoint,
     held,
@@ -18,7 +18,7 @@ from deploy.run_directory import (
     note_incarnation,
     prepare,
 )
-from deploy.sft_output import mark_complete
+from deploy.run.sft_output import mark_complete
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from broker import Broker, open_broker
 from broker.client.holding import Holder
 from broker.server.embedded import EmbeddedServer
-from deploy.cli import cli
+from deploy.cli.main import cli
 from tests.broker.scenario import begin, rules
 from tests.broker.topologies import is_redis_7_0
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from broker.errors import LASTING_EXIT
-from deploy.processes import Child, Command, guarded
-from deploy.supervisor import RoleFailedError, Supervisor
+from deploy.launch.processes import Child, Command, guarded
+from deploy.launch.supervisor import RoleFailedError, Supervisor
 from tests.processes import children_left
 
 FOREVER = "import time\nwhile True: time.sleep(0.05)"
@@ -114,9 +114,7 @@ def test_a_worker_that_keeps_failing_stops_the_run_with_its_own_last_error(tmp_p
     assert children_left() == []
 
 
-LEAVES = (
-    "import os, sys; sys.path.insert(0, {root!r})\nfrom deploy.farewell import say_farewell\n{work}\nsay_farewell()"
-)
+LEAVES = "import os, sys; sys.path.insert(0, {root!r})\nfrom deploy.launch.farewell import say_farewell\n{work}\nsay_farewell()"
 
 
 def says_farewell(name: str, work: str, directory: Path) -> Command:
@@ -258,8 +256,8 @@ def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from deploy.processes import Command, guarded
-from deploy.supervisor import Supervisor
+from deploy.launch.processes import Command, guarded
+from deploy.launch.supervisor import Supervisor
 import subprocess
 server = subprocess.Popen([sys.executable, "-c", {FOREVER!r}], start_new_session=True)
 Path("server.pid").write_text(str(server.pid))

@@ -5,9 +5,9 @@ import pytest
 
 from broker.errors import ConfigError
 from broker.schema import RunRules
-from deploy.backend import recipe_backend
-from deploy.config import load_recipe
-from deploy.training import _rules
+from deploy.recipe.loading import load_recipe
+from deploy.roles.backend import recipe_backend
+from deploy.roles.learner import _rules
 
 
 def test_every_rule_is_the_setting_of_the_same_name() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from broker.schema import WorkerInfo
-from deploy.report import TRAINED, TrainedLine, read_lines
-from deploy.run_directory import identity_of
+from deploy.run.directory import identity_of
+from deploy.run.report import TRAINED, TrainedLine, read_lines
 
 from .recipes import write_recipe
 from .records import check_trained

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from broker.schema import RunStatus
-from deploy.config import load_recipe
-from deploy.run_directory import newest_endpoint
+from deploy.recipe.loading import load_recipe
+from deploy.run.directory import newest_endpoint
 from tests.processes import children_left
 
 from .recipes import MODEL, write_recipe

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from broker.schema import ModelFiles, Prompt, WeightVersion
-
-from .operators import roots_of
-from .recipe import Recipe
+from deploy.recipe.operators import roots_of
+from deploy.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch

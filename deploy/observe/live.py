@@ -15,10 +15,10 @@ from rich.text import Text
 from broker.client.broker import BlockingBroker
 from broker.errors import HeadwayError, RunNotFoundError
 from broker.schema import RunStatus, StepMetrics
+from deploy.terminal import Terminal, styled
 from rollout_workers.run_end import RUN_OVER
 
 from .status import generated_per_s, trained_per_s, version_text
-from .terminal import Terminal, styled
 
 POLL_S = 0.5
 SPARKS = "▁▂▃▄▅▆▇█"

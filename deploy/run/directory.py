@@ -23,12 +23,12 @@ from broker.client.holding import Holder
 from broker.connection.address import without_secrets
 from broker.errors import ConfigError, HeadwayError
 from broker.keys import is_name
+from deploy.printing import say
+from deploy.recipe.loading import dump_recipe, recipe_to_bytes
+from deploy.recipe.recipe import Recipe
 from learner.checkpoints.disk import FULL
 
-from .config import dump_recipe, recipe_to_bytes
 from .in_use import described
-from .printing import say
-from .recipe import Recipe
 from .sft_output import is_complete, is_of
 from .whole_files import UNFINISHED, replace_file
 

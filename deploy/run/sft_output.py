@@ -5,7 +5,8 @@ from typing import Any
 
 import msgspec
 
-from .recipe import Recipe
+from deploy.recipe.recipe import Recipe
+
 from .whole_files import replace_file
 
 OUTCOME = "sft.json"

@@ -11,11 +11,10 @@ from broker.connection.address import without_password
 from broker.errors import HeadwayError
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
-
-from .printing import complain, say
-from .processes import guarded
-from .run_directory import held, writable
-from .server_traits import check_traits
+from deploy.launch.processes import guarded
+from deploy.launch.server_traits import check_traits
+from deploy.printing import complain, say
+from deploy.run.directory import held, writable
 
 POLL_S = 0.2
 PATIENCE_S = 3.0

@@ -20,20 +20,8 @@ from broker.connection.address import without_password
 from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, RunNotFoundError
 from broker.keys import check_worker_name
 from broker.schema import RunStatus
-from learner.experience.rewind import Rewind
-from rollout_workers.config import EngineConfig
-from weightsync.config import WeightsConfig
-
-from .config_checks import check_engine
-from .config_files import apply_overrides
-from .config_limits import beyond_limits
-from .config_values import check_plain
-from .config_words import check_shape, explain
-from .data_checks import check_data
-from .farewell import say_farewell
-from .in_use import refuse_if_in_use
-from .live import watch as watch_run
-from .local import (
+from deploy.launch.farewell import say_farewell
+from deploy.launch.local import (
     after_warm_up,
     check_rewind,
     connection,
@@ -46,17 +34,28 @@ from .local import (
     warm_up,
     worker_commands,
 )
-from .packages import check_packages
-from .printing import complain, say, say_json
-from .processes import Command
-from .recipe import Recipe
-from .resuming import check_resumable
-from .run_directory import SFT, endpoint, find_endpoint, held, prepare
-from .server_traits import check_traits
-from .sft_output import is_complete, is_of, mark_complete
-from .status import status_json, status_tables
-from .supervisor import Supervisor
-from .terminal import Terminal
+from deploy.launch.processes import Command
+from deploy.launch.server_traits import check_traits
+from deploy.launch.supervisor import Supervisor
+from deploy.observe.live import watch as watch_run
+from deploy.observe.status import status_json, status_tables
+from deploy.printing import complain, say, say_json
+from deploy.recipe.checks import check_engine
+from deploy.recipe.data_checks import check_data
+from deploy.recipe.files import apply_overrides
+from deploy.recipe.limits import beyond_limits
+from deploy.recipe.packages import check_packages
+from deploy.recipe.recipe import Recipe
+from deploy.recipe.values import check_plain
+from deploy.recipe.words import check_shape, explain
+from deploy.run.directory import SFT, endpoint, find_endpoint, held, prepare
+from deploy.run.in_use import refuse_if_in_use
+from deploy.run.resuming import check_resumable
+from deploy.run.sft_output import is_complete, is_of, mark_complete
+from deploy.terminal import Terminal
+from learner.experience.rewind import Rewind
+from rollout_workers.config import EngineConfig
+from weightsync.config import WeightsConfig
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ def run_learner(
         recipe = after_warm_up(recipe)
         if recipe.learner.processes > 1 and not is_rank:
             return _run_ranks(recipe, url, resume, rewind)
-        from .training import run_learner as train
+        from .learner import run_learner as train
 
         train(recipe, url, resume=resume, rewind=rewind)
     if os.environ.get("RANK", "0") == "0":
@@ -145,8 +144,8 @@ def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed:
     Where another run has taken the name over, or its configuration has changed, the process begins anew as it was
     started, and joins that: no weights, caches or leases of before are left in it.
     """
-    from .rollout import ConfigChangedError
-    from .rollout import run_worker as work
+    from .worker import ConfigChangedError
+    from .worker import run_worker as work
 
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40].lstrip("._-")
     try:
@@ -205,7 +204,8 @@ def run_replay(
     run: str, preset: str | None, overrides: Sequence[str], *, first_step: int, steps: int | None, as_json: bool
 ) -> int:
     """Print how the replay compares; 1 where the same settings did not give the same bits."""
-    from .comparison import comparison_json, comparison_table, verdict
+    from deploy.run.comparison import comparison_json, comparison_table, verdict
+
     from .replay import Replay, find_run, original_recipe, replayed_recipe
 
     original = original_recipe(find_run(run))

@@ -8,8 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from broker.schema import StepMetrics
-
-from .recipe import Recipe
+from deploy.recipe.recipe import Recipe
 
 ALGORITHM_COLUMNS = {"ess": "ess", "clip_fraction": "clipped", "kl_behavior": "kl"}
 """Of what the loss reports, in the table; all of it is in metrics.jsonl."""

@@ -17,10 +17,9 @@ import uvloop
 from broker.client.broker import Broker, open_broker
 from broker.errors import BrokerError, ForeignRunError, HeadwayError
 from broker.user_code.roots import ImportRoots
-
-from .config import recipe_from_bytes, with_overrides
-from .operators import check_stored
-from .recipe import Recipe
+from deploy.recipe.loading import recipe_from_bytes, with_overrides
+from deploy.recipe.operators import check_stored
+from deploy.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from rollout_workers.worker import Worker

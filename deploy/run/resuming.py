@@ -15,12 +15,12 @@ from typing import Any, get_type_hints
 import msgspec
 
 from broker.errors import ConfigError
+from deploy.recipe.files import read_yaml
+from deploy.recipe.loading import recipe_to_bytes
+from deploy.recipe.recipe import Recipe
 from learner.experience.rewind import Rewind
 
-from .config import recipe_to_bytes
-from .config_files import read_yaml
-from .recipe import Recipe
-from .run_directory import CONFIG, SETTINGS
+from .directory import CONFIG, SETTINGS
 
 _ORDER = "a run stands at a place in its prompts, which would be another prompt"
 _MODEL = "the checkpoint's weights are those of this model"

@@ -15,6 +15,12 @@ import torch
 
 from broker.errors import ConfigError
 from broker.schema import StepMetrics
+from deploy.launch.local import after_warm_up
+from deploy.recipe.loading import load_recipe, with_overrides
+from deploy.recipe.recipe import Recipe
+from deploy.run.comparison import ComparedWeights, Comparison, changed_settings
+from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, REPLAYS
+from deploy.run.report import METRICS, RunWriter, lineage, read_lines, summarize
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoints.weights_digest import saved_tensors, weights_digest
@@ -25,14 +31,8 @@ from learner.stages.loop import Step
 from learner.stages.replay import ReplayError, replay
 
 from .backend import recipe_backend
-from .comparison import ComparedWeights, Comparison, changed_settings
-from .config import load_recipe, with_overrides
-from .local import after_warm_up
+from .learner import recipe_updater, seed_generators
 from .observer import step_metrics
-from .recipe import Recipe
-from .report import METRICS, RunWriter, lineage, read_lines, summarize
-from .run_directory import CHECKPOINTS, CONFIG, EXPERIENCE, REPLAYS
-from .training import recipe_updater, seed_generators
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,18 @@ from broker.client.holding import Holder
 from broker.client.phases import Phases
 from broker.errors import ConfigError
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
+from deploy.recipe.loading import recipe_to_bytes
+from deploy.recipe.recipe import Recipe
+from deploy.run.directory import (
+    CHECKPOINTS,
+    EXPERIENCE,
+    identity_of,
+    last_incarnation,
+    note_identity,
+    note_incarnation,
+)
+from deploy.run.plots import plot
+from deploy.run.report import RunWriter, summarize
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoints.resumption import load_first
@@ -42,20 +54,8 @@ from weightsync.publish.publisher import Publisher
 from weightsync.transports.listening import allow_many_files
 
 from .backend import recipe_backend, recipe_critic, recipe_routing
-from .config import recipe_to_bytes
 from .evaluation import Evaluator
 from .observer import RunObserver
-from .plots import plot
-from .recipe import Recipe
-from .report import RunWriter, summarize
-from .run_directory import (
-    CHECKPOINTS,
-    EXPERIENCE,
-    identity_of,
-    last_incarnation,
-    note_identity,
-    note_incarnation,
-)
 from .stop_request import StopRequest
 
 log = logging.getLogger(__name__)

@@ -17,24 +17,24 @@ from rich.table import Table
 from broker.client.broker import BlockingBroker
 from broker.connection.address import PASSWORD_FILE, with_whole_paths, without_secrets
 from broker.server.access import Role
+from deploy.observe.live import watch
+from deploy.recipe.colocation import worker_gpus
+from deploy.recipe.data_checks import check_data
+from deploy.recipe.operators import passed_on
+from deploy.recipe.packages import check_packages
+from deploy.recipe.recipe import Recipe
+from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SFT, endpoint, held, prepare
+from deploy.run.in_use import refuse_if_in_use
+from deploy.run.report import amend_summary, read_summary
+from deploy.run.resuming import check_resumable
+from deploy.run.sft_output import is_complete
+from deploy.terminal import Terminal, styled
 from learner.experience.rewind import Rewind
 
-from .colocation import worker_gpus
-from .data_checks import check_data
-from .in_use import refuse_if_in_use
 from .kept_server import KeptServer
-from .live import watch
-from .operators import passed_on
-from .packages import check_packages
 from .processes import Command
-from .recipe import Recipe
-from .report import amend_summary, read_summary
-from .resuming import check_resumable
-from .run_directory import CHECKPOINTS, CONFIG, EXPERIENCE, SFT, endpoint, held, prepare
 from .server_traits import check_traits
-from .sft_output import is_complete
 from .supervisor import Supervisor
-from .terminal import Terminal, styled
 
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""

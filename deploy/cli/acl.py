@@ -4,9 +4,8 @@ from pathlib import Path
 
 from broker.errors import ConfigError
 from broker.server.access import Role, users
-
-from .config_files import read_yaml
-from .printing import say
+from deploy.printing import say
+from deploy.recipe.files import read_yaml
 
 
 def print_acl(run: str | None, passwords: Path | None, *, as_file: bool, is_for_7_0: bool) -> None:

@@ -6,13 +6,13 @@ import time
 from collections import Counter
 
 from broker.schema import StepMetrics, Trajectory, WeightVersion
+from deploy.recipe.recipe import Recipe
+from deploy.run.report import RunWriter
 from learner.backends.base import Backend
 from learner.experience.stream import Experience
 from learner.stages.loop import Step
 
 from .evaluation import Evaluator
-from .recipe import Recipe
-from .report import RunWriter
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from broker.connection.address import without_secrets
 from broker.errors import ConfigError
 from learner.config import AlgorithmConfig, preset_defaults
 
+from .checks import check_values
 from .colocation import colocated_defaults
-from .config_checks import check_values
-from .config_files import apply_overrides, find_recipe, read_yaml, to_yaml
-from .config_values import check_plain
-from .config_words import check_shape, explain
+from .files import apply_overrides, find_recipe, read_yaml, to_yaml
 from .recipe import Recipe
+from .values import check_plain
+from .words import check_shape, explain
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -8,6 +8,8 @@ import msgspec
 import torch
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from deploy.recipe.recipe import Recipe
+from deploy.terminal import Terminal
 from learner.data.prompts import open_prompts
 from learner.data.prompts.rendering import Renderer
 from learner.models.model import load_config, load_tokenizer, model_files
@@ -17,9 +19,7 @@ from learner.stages.sft import SftProgress, SftStage, WarmUpError
 
 from .backend import recipe_backend
 from .evaluation import Evaluator
-from .recipe import Recipe
 from .stop_request import StopRequest
-from .terminal import Terminal
 
 LINE_EVERY_STEPS = 50
 

@@ -10,11 +10,10 @@ from rich.table import Table
 from broker.client.broker import BlockingBroker
 from broker.client.usage import RunUsage
 from broker.errors import RunNotFoundError
-
-from .in_use import described, refuse_if_in_use
-from .printing import say, say_json
-from .status import status_json, status_tables, version_text
-from .terminal import Terminal
+from deploy.observe.status import status_json, status_tables, version_text
+from deploy.printing import say, say_json
+from deploy.run.in_use import described, refuse_if_in_use
+from deploy.terminal import Terminal
 
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""

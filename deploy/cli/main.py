@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from broker.errors import HeadwayError, UntrainableBatchError
+from deploy.printing import OF_ROLES, complain, log_to_stderr, paragraph, say_json
 from learner.checkpoints.disk import FULL
 
 from .ending import Ending
-from .printing import OF_ROLES, complain, log_to_stderr, paragraph, say_json
 
 if TYPE_CHECKING:
     from learner.experience.rewind import Rewind
@@ -169,12 +169,12 @@ def run(
     """
     _refuse_both(resume, overwrite)
     rewind = _rewind(resume, rewind_to, regenerate)
-    from .config import load_recipe
+    from deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    from .local import Local
-    from .report import read_summary
-    from .terminal import Terminal
+    from deploy.launch.local import Local
+    from deploy.run.report import read_summary
+    from deploy.terminal import Terminal
 
     code = Local(loaded, recipe, overrides, resume, overwrite, Terminal(stderr=as_json), rewind, force).run()
     if as_json:
@@ -194,7 +194,7 @@ def run(
 @click.option("--url", help="Start nothing; check the server that runs there.")
 def broker(directory: Path, port: int, url: str | None) -> int:
     """Run the embedded server alone, or check your own Redis or Valkey."""
-    from .server import check_server, run_server
+    from deploy.roles.server import check_server, run_server
 
     return check_server(url) if url else run_server(directory, port or None)
 
@@ -226,14 +226,14 @@ def learner(
 
     It hands RECIPE, resolved, to the workers through the broker.
     """
-    from .config import load_recipe
+    from deploy.recipe.loading import load_recipe
 
     _refuse_both(resume, overwrite)
     rewind = _rewind(resume, rewind_to, regenerate)
     _log_to_stderr()
     ranks = (f"learner.processes={processes}",) if processes else ()
     loaded = load_recipe(recipe, (*overrides, f"run.name='{run}'", *ranks))
-    from .alone import run_learner
+    from deploy.roles.alone import run_learner
 
     return run_learner(
         loaded, url, resume=resume, overwrite=overwrite, prepared=prepared, rewind=rewind, is_forced=force
@@ -262,7 +262,7 @@ def workers(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, 
     configuration, which the broker holds. Workers may start before the learner, and leave and join while it trains.
     Ctrl-C hands their work back and stops.
     """
-    from .alone import run_workers
+    from deploy.roles.alone import run_workers
 
     return run_workers(url, run, count, overrides, allowed)
 
@@ -275,7 +275,7 @@ def workers(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, 
 def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], name: str) -> None:
     """One worker in this process, as `run` and `workers` start it."""
     _log_to_stderr()
-    from .alone import run_worker
+    from deploy.roles.alone import run_worker
 
     run_worker(url, run, name, overrides, allowed)
 
@@ -289,7 +289,7 @@ def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, .
 @click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C; with --json, a line each.")
 def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None:
     """Show a run's versions, queues, workers, lag and throughput."""
-    from .alone import show_status
+    from deploy.roles.alone import show_status
 
     show_status(url, run, as_json=as_json, watch=watch)
 
@@ -370,10 +370,10 @@ def acl(run: str | None, passwords: Path | None, as_file: bool, is_for_7_0: bool
 @click.option("--output", type=click.Path(path_type=Path), help="Directory of the model.  [default: runs/NAME/sft]")
 def sft(recipe: str, overrides: tuple[str, ...], output: Path | None) -> int:
     """Run the supervised warm-up of RECIPE alone."""
-    from .config import load_recipe
+    from deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    from .alone import run_sft
+    from deploy.roles.alone import run_sft
 
     directory = output or loaded.run_directory / "sft"
     return run_sft(loaded, directory, (recipe, *overrides, "--output", str(directory)))
@@ -387,10 +387,10 @@ def sft(recipe: str, overrides: tuple[str, ...], output: Path | None) -> int:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def evaluate(recipe: str, overrides: tuple[str, ...], checkpoint: Path, prompts: int | None, as_json: bool) -> None:
     """Measure a model's pass rate on the held-out prompts of RECIPE."""
-    from .config import load_recipe
+    from deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    from .alone import run_eval
+    from deploy.roles.alone import run_eval
 
     run_eval(loaded, checkpoint, prompts, as_json=as_json)
 
@@ -419,7 +419,7 @@ def replay(
     code is 1; with another loss it shows what that would have made of the same experience.
     """
     _log_to_stderr()
-    from .alone import run_replay
+    from deploy.roles.alone import run_replay
 
     return run_replay(run, preset, overrides, first_step=first_step, steps=steps, as_json=as_json)
 
@@ -432,10 +432,10 @@ def algorithms(name: str | None, as_json: bool) -> None:
 
     With NAME one preset or one function in full.
     """
+    from deploy.terminal import Terminal
     from learner.objective.catalog import compositions, find, functions
 
     from .algorithm_pages import overview, page
-    from .terminal import Terminal
 
     if as_json:
         found = find(name) if name else [*compositions(), *functions()]
@@ -467,9 +467,10 @@ def plan_memory(recipe: str, overrides: tuple[str, ...], device_memory: float | 
 
     Neither weights nor a GPU are needed. The exit code is 1 if --device-memory is too little.
     """
-    from .config import load_recipe
+    from deploy.recipe.loading import load_recipe
+    from deploy.terminal import Terminal
+
     from .memory_pages import as_builtins, page, report
-    from .terminal import Terminal
 
     found = report(load_recipe(recipe, overrides), device_memory)
     if as_json:
@@ -486,8 +487,9 @@ def doctor(as_json: bool) -> None:
 
     And what is installed, and what to install for the rest.
     """
+    from deploy.terminal import Terminal
+
     from .doctor import examine, report_tables
-    from .terminal import Terminal
 
     report = examine()
     if as_json:

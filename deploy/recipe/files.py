@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from broker.errors import ConfigError
 
-from .config_references import check_references
+from .references import check_references
 
 SHIPPED = Path(__file__).parent / "recipes"
 LARGEST_FILE = 256 << 10

@@ -19,10 +19,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from broker.errors import HeadwayError
+from deploy.recipe.packages import MEGATRON_REMEDY
+from deploy.terminal import styled
 from rollout_workers.config import VLLM_REMEDY
-
-from .packages import MEGATRON_REMEDY
-from .terminal import styled
 
 PROBE_DEADLINE_S = 60.0
 TORCH_PROBE = """

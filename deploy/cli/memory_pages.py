@@ -12,16 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.errors import ConfigError
+from deploy.recipe.loading import with_overrides
+from deploy.recipe.recipe import Recipe
+from deploy.terminal import styled
 from learner.models.model import load_config
 from learner.models.shape import shape_of
 from learner.objective.composition import needs_critic, needs_reference
 from learner.planning.memory import Held, Planned, plan_memory
 from rollout_workers.engines.gpus import gpus_of
 from weightsync.config import broadcast_device
-
-from .config import with_overrides
-from .recipe import Recipe
-from .terminal import styled
 
 GB, MB = 10**9, 10**6
 USABLE = 0.95

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from broker.errors import LASTING_EXIT, HeadwayError
+from deploy.printing import say
 
-from .printing import say
 from .processes import Child, Command
 
 POLL_S = 0.1

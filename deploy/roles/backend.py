@@ -1,5 +1,6 @@
 """The backends that a recipe asks for, with their models and fresh optimizers."""
 
+from deploy.recipe.recipe import Recipe
 from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.models.model import load_config
@@ -7,8 +8,6 @@ from learner.objective.composition import gae_options
 from learner.objective.critic import Critic
 from learner.ranks import Ranks
 from learner.rows.routing import Routing, routing_of
-
-from .recipe import Recipe
 
 
 def recipe_backend(recipe: Recipe) -> Backend:

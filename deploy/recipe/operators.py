@@ -12,7 +12,7 @@ from typing import Any
 from broker.user_code.roots import ImportRoots
 from rollout_workers.engines.vllm.options import check_stored_options, is_harmless
 
-from .config_files import apply_overrides
+from .files import apply_overrides
 from .recipe import Recipe
 
 

@@ -12,7 +12,7 @@ from rollout_workers.engines.gpus import gpus_of, shares
 from weightsync.config import WeightsConfig
 
 from .colocation import impossible_turns
-from .config_limits import beyond_limits
+from .limits import beyond_limits
 from .recipe import Recipe
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")

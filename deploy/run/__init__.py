@@ -1,0 +1,1 @@
+"""A run's directory: what lies in it, who holds it, how it is read again."""
