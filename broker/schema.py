@@ -197,8 +197,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     pull_certificate: str = ""
     """The only one that whoever is at `pull_url` may show (PEM); empty: it speaks without TLS."""
     fingerprints: tuple[int, ...] = ()
-    """Of each tensor (`weightsync.tensors.fingerprint`): what must arrive, and what an engine that took the version holds. An
-    offer has none yet: they follow the last bucket."""
+    """Of each tensor (`weightsync.tensors.fingerprint`): what must arrive, and what an engine that took the version
+    holds. An offer has none yet: they follow the last bucket."""
     like: WeightVersion | None = None
     """Of an offer whose `tensors` and `buckets` are those of this version, the announced one: they are left out."""
     deltas: tuple[DeltaSpec, ...] = ()

@@ -4,15 +4,20 @@ Everything travels as CPU tensors over the default process group; nothing is pic
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
-import msgspec
 import torch
 import torch.distributed as dist
 
-from broker.schema import Group
 
-from .backends.base import Trained
-from .experience.frames import GroupFrames
+class Placed(Protocol):
+    """What is spread over ranks, and says which of them this one is: see `learner.backends.base.Trained`."""
+
+    rank: int
+    world_size: int
+    replica: int
+    replicas: int
+    is_lead: bool
 
 
 class Ranks:
@@ -29,21 +34,13 @@ class Ranks:
         self._is_lead = is_lead
 
     @classmethod
-    def of(cls, backend: Trained) -> "Ranks":
+    def of(cls, backend: Placed) -> "Ranks":
         """Those that hold the backend's model."""
         return cls(backend.rank, backend.world_size, backend.replica, backend.replicas, backend.is_lead)
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
-
-    def share_groups(self, groups: Sequence[Group] | None) -> list[Group]:
-        """Rank 0's groups, on every rank. None (nothing will come) arrives as an empty list."""
-        if self.world_size == 1:
-            return list(groups or ())
-        frames = [GroupFrames.of(group) for group in groups or ()]
-        received = self.share_bytes(msgspec.msgpack.encode(frames))
-        return [frames.group() for frames in msgspec.msgpack.decode(received, type=list[GroupFrames])]
 
     def share_bytes(self, payload: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""

@@ -4,7 +4,7 @@
     workload: long-tailed lengths, one fixed seed ───────────────────┤
                                                                      ▼
     one case, in processes of its own (`isolated`):  warm-up steps, measured steps, two profiled steps
-        fsdp, megatron           `open_backend`, `learner.rows.packing.pack`, `learner.objective.objective`, `backend.step`
+        fsdp, megatron           `open_backend`, `rows.packing.pack`, `objective.objective`, `backend.step`
         transformers-padded-*    right-padded rows in order of arrival, attention mask, sdpa, full logits
         transformers-packed-*    one row with position ids that restart, sdpa's mask or flex attention, full logits
                                                                      ▼

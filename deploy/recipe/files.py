@@ -14,7 +14,7 @@ from broker.errors import ConfigError
 
 from .references import check_references
 
-SHIPPED = Path(__file__).parent / "recipes"
+SHIPPED = Path(__file__).parents[1] / "recipes"
 LARGEST_FILE = 256 << 10
 """Bytes; the longest recipe that ships has 4,000."""
 

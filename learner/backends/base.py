@@ -30,6 +30,18 @@ class Staged:
     """Collective: what takes knowledge of the files of all ranks."""
 
 
+class Stored(Protocol):
+    """What is part of a checkpoint."""
+
+    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+        """Ready to be written into `directory`; the state as it is now, if it `is_copied`. Collective."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """What was staged, bit for bit. Collective."""
+        ...
+
+
 class Trained(Protocol):
     """A sharded model with its optimizer. All calls, of its kinds too, are collective over the learner's ranks.
 

@@ -14,17 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from learner.checkpoints.checkpoint import could_not_write, partial_path, put_in_place, sync_tree
 from learner.ranks import Ranks
 
-from .base import Trained
-
-if TYPE_CHECKING:
-    from learner.objective.update import Stored
+from .base import Stored, Trained
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -33,7 +29,7 @@ class Saving:
     """One directory that all ranks fill. All calls are collective."""
 
     def __init__(
-        self, ranks: Ranks, directory: Path, models: Mapping[str, "Stored"], background: Executor | None
+        self, ranks: Ranks, directory: Path, models: Mapping[str, Stored], background: Executor | None
     ) -> None:
         """Stage `models`, each for a folder of its name, and begin to write; without a `background`, write all now."""
         self._ranks = ranks

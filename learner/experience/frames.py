@@ -1,9 +1,12 @@
 """Groups as bytes: the broker's own frames, checked again by whoever decodes them."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from broker.schema import Group, Prompt
 from broker.wire.codec import decode, decode_trajectory, encode, encode_trajectory
+from learner.ranks import Ranks
 
 
 class GroupFrames(msgspec.Struct, frozen=True, array_like=True):
@@ -25,3 +28,12 @@ class GroupFrames(msgspec.Struct, frozen=True, array_like=True):
         """Raises FrameError."""
         trajectories = tuple(decode_trajectory(frame) for frame in self.trajectories)
         return Group(prompt=decode(self.prompt, Prompt), round=self.round, trajectories=trajectories)
+
+
+def share_groups(ranks: Ranks, groups: Sequence[Group] | None) -> list[Group]:
+    """Rank 0's groups, on every rank. None (nothing will come) arrives as an empty list."""
+    if ranks.world_size == 1:
+        return list(groups or ())
+    frames = [GroupFrames.of(group) for group in groups or ()]
+    received = ranks.share_bytes(msgspec.msgpack.encode(frames))
+    return [frames.group() for frames in msgspec.msgpack.decode(received, type=list[GroupFrames])]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -15,7 +14,7 @@ import torch
 from algorithms.kl import ESTIMATORS
 from algorithms.rewards import kl_shaped
 from broker.schema import Group
-from learner.backends.base import Backend, Staged, Trained
+from learner.backends.base import Backend, Stored, Trained
 from learner.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch
@@ -63,18 +62,6 @@ class _Part:
     values: list[torch.Tensor]
     estimates: dict[str, float]
     """What the critic's values were worth, over the whole step."""
-
-
-class Stored(Protocol):
-    """What is part of a checkpoint."""
-
-    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
-        """Ready to be written into `directory`; the state as it is now, if it `is_copied`. Collective."""
-        ...
-
-    def load(self, directory: Path) -> None:
-        """What was staged, bit for bit. Collective."""
-        ...
 
 
 class Updater:

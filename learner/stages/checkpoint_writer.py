@@ -5,15 +5,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from learner.backends.base import Stored
 from learner.backends.saving import Saving
 from learner.checkpoints.checkpoint import CheckpointStore, LearnerState, seal
 from learner.checkpoints.digests import add_digests
 from learner.ranks import Ranks
-
-if TYPE_CHECKING:
-    from learner.objective.update import Stored
 
 
 class CheckpointWriter:
@@ -25,7 +22,7 @@ class CheckpointWriter:
         self._background = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._begun: tuple[Saving, LearnerState] | None = None
 
-    def begin(self, models: Mapping[str, "Stored"], state: LearnerState) -> None:
+    def begin(self, models: Mapping[str, Stored], state: LearnerState) -> None:
         """Save `models`, each in a folder of its name, as they are now; the one begun before must be durable."""
         assert self._begun is None, "one checkpoint at a time"
         path = self._store.path(state.incarnation, state.step)

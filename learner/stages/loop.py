@@ -14,6 +14,7 @@ from broker.schema import Group, WeightVersion
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import CheckpointStore, LearnerState
 from learner.data.prompts.cursor import PromptCursor
+from learner.experience.frames import share_groups
 from learner.experience.interruptions import Interrupted, NeedsLearner
 from learner.experience.stream import Experience
 from learner.objective.update import Judged, Update, Updater
@@ -168,7 +169,7 @@ class Learner:
                 case "bytes":
                     self.commit()
                 case _:
-                    return self.ranks.share_groups(groups)
+                    return share_groups(self.ranks, groups)
 
     def _wait(self, *, may_wait: bool) -> tuple[list[Group] | None, str]:
         """(on rank 0 the batch, on every rank what is needed first); without the models."""

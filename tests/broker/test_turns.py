@@ -23,9 +23,9 @@ from broker import open_broker
 
 async def hold(url, run):
     broker = await open_broker(url, run)
-    assert await broker.client.turns.take("holder", 0.5, 1)
+    assert await broker.turns.take("holder", 0.5, 1)
     print("holds", flush=True)
-    while await broker.client.turns.renew("holder", 1):
+    while await broker.turns.renew("holder", 1):
         await asyncio.sleep(0.05)
     print("lost", flush=True)
 

@@ -114,7 +114,10 @@ def test_a_worker_that_keeps_failing_stops_the_run_with_its_own_last_error(tmp_p
     assert children_left() == []
 
 
-LEAVES = "import os, sys; sys.path.insert(0, {root!r})\nfrom deploy.launch.farewell import say_farewell\n{work}\nsay_farewell()"
+LEAVES = (
+    "import os, sys; sys.path.insert(0, {root!r})\n"
+    "from deploy.launch.farewell import say_farewell\n{work}\nsay_farewell()"
+)
 
 
 def says_farewell(name: str, work: str, directory: Path) -> Command:
