@@ -30,7 +30,7 @@ def run_learner(trial: Trial, url: str) -> None:
     patch.object(training, "RunObserver", TrailObserver).start()
     patch.object(training, "_limits", _limits).start()
     patch.object(training, "BlockingBroker", partial(BlockingBroker, timeout_s=BROKER_TIMEOUT_S)).start()
-    training.run_learner(trial.recipe, url, resume=True)
+    training.train(trial.recipe, url, resume=True)
 
 
 def _limits(recipe: Recipe) -> SampleLimits:

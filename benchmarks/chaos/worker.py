@@ -40,7 +40,7 @@ def run_worker(trial: Trial, url: str, name: str, tally: Tally) -> None:
         patch.object(rollout_workers.worker, "Worker", PullingWorker).start()
     patch.object(rollout, "open_broker", partial(client.open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
     try:
-        rollout.run_worker(url, RUN, name, ())
+        rollout.work(url, RUN, name, ())
     except (ForeignRunError, rollout.ConfigChangedError) as error:
         print(error, flush=True)
         sys.exit(BEGIN_ANEW)

@@ -16,7 +16,7 @@ from deploy.recipe.loading import load_recipe
 from deploy.recipe.recipe import Recipe
 from deploy.roles.backend import recipe_backend
 from deploy.roles.learner import recipe_updater
-from deploy.roles.warm_up import run_sft
+from deploy.roles.warm_up import fine_tune
 from deploy.terminal import Terminal
 from learner.backends.base import Backend
 from learner.config import AlgorithmConfig
@@ -52,7 +52,7 @@ def make_start(seed: int, settings: Settings, directory: Path) -> float:
         ]
         recipe = msgspec.structs.replace(recipe, sft=msgspec.structs.replace(recipe.sft, phases=tuple(phases)))
     with open(os.devnull, "w") as nowhere:
-        return run_sft(recipe, directory, console=Terminal(file=nowhere)).pass_rate
+        return fine_tune(recipe, directory, console=Terminal(file=nowhere)).pass_rate
 
 
 def run_trial(trial: Trial, start: Path) -> Outcome:

@@ -101,7 +101,7 @@ def run_learner(
         recipe = after_warm_up(recipe)
         if recipe.learner.processes > 1 and not is_rank:
             return _run_ranks(recipe, url, resume, rewind)
-        from .learner import run_learner as train
+        from .learner import train
 
         train(recipe, url, resume=resume, rewind=rewind)
     if os.environ.get("RANK", "0") == "0":
@@ -144,8 +144,7 @@ def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed:
     Where another run has taken the name over, or its configuration has changed, the process begins anew as it was
     started, and joins that: no weights, caches or leases of before are left in it.
     """
-    from .worker import ConfigChangedError
-    from .worker import run_worker as work
+    from .worker import ConfigChangedError, work
 
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40].lstrip("._-")
     try:
@@ -169,10 +168,10 @@ def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str]) -> int:
     if recipe.learner.processes > 1 and "RANK" not in os.environ:
         notice = "the warm-up starts over next time"
         return Supervisor((), sft_command(recipe, arguments), drain_notice=notice, fails_when_stopped=True).run()
-    from .warm_up import run_sft as train
+    from .warm_up import fine_tune
 
     is_first = os.environ.get("RANK", "0") == "0"
-    outcome = train(recipe, output, console=Terminal(quiet=not is_first))
+    outcome = fine_tune(recipe, output, console=Terminal(quiet=not is_first))
     if is_first:
         mark_complete(output, recipe, outcome)
         say(f"Warm-up done: {output}")
@@ -188,9 +187,9 @@ def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: 
             f"{checkpoint} holds no model: there is no config.json. Give one such as"
             " runs/NAME/checkpoints/INCARNATION/step_N."
         )
-    from .evaluation import run_eval as evaluate
+    from .evaluation import evaluate_checkpoint
 
-    result = evaluate(recipe, checkpoint, prompts)
+    result = evaluate_checkpoint(recipe, checkpoint, prompts)
     if as_json:
         say_json(result, in_one_line=True)
         return

@@ -97,7 +97,7 @@ class Evaluator:
         await self._scorer.close()
 
 
-def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None) -> "EvalResult":
+def evaluate_checkpoint(recipe: Recipe, checkpoint: Path, prompts: int | None) -> "EvalResult":
     """Pass rate of the model in `checkpoint` on the recipe's held-out prompts. Raises HeadwayError."""
     from learner.data.prompts import open_prompts
     from learner.models.model import load_tokenizer

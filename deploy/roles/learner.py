@@ -93,7 +93,7 @@ class Parts:
     should_stop: StopRequest = field(default_factory=StopRequest)
 
 
-def run_learner(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = None) -> None:
+def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = None) -> None:
     """Train the recipe's run on the server at `url`, to its end or until asked to stop. Every rank calls it."""
     if recipe.run.is_colocated:
         wait_for_device(url, recipe.run.name)

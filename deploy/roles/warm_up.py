@@ -33,7 +33,7 @@ class SftOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Of the model as it was saved, on the held-out prompts."""
 
 
-def run_sft(recipe: Recipe, output: Path, *, console: Terminal) -> SftOutcome:
+def fine_tune(recipe: Recipe, output: Path, *, console: Terminal) -> SftOutcome:
     """Run all phases and write a model for `from_pretrained` to `output`. Raises WarmUpError when it is stopped."""
     check_algorithm(recipe.algorithm)  # what follows the warm-up must not fail for a misspelt option
     backend = recipe_backend(recipe)

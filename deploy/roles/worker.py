@@ -36,7 +36,7 @@ class ConfigChangedError(HeadwayError):
     """A learner took the run over with another configuration than the one this worker started with."""
 
 
-def run_worker(url: str, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> None:
+def work(url: str, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> None:
     """Work until the run is over, or until SIGTERM or SIGINT drains this worker. `allowed`: modules and import paths
     that the run's configuration may name. Raises HeadwayError."""
     uvloop.run(_run(url, run, worker, overrides, allowed))
