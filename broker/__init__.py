@@ -4,19 +4,19 @@
                                   ▲  │ leases      │             │
                                   └──┴── expire, release (with segments), requeue, reject
 
-The learner owns the run (`batches.claim`), feeds prompts, takes a step's groups and commits them once a
-checkpoint that contains the step is durable. Workers lease samples, append segments, submit trajectories, and
-may come and go at any time. Lag is bounded here, in integers (`staleness`, `scripts/lease.lua`, `scripts/take.lua`).
+The learner owns the run, feeds prompts, takes a step's groups and commits them once a checkpoint that contains the
+step is durable. Workers lease samples, append segments, submit trajectories, and may come and go at any time.
 
-    leases, submissions, unconfirmed, blobs
-                                     what workers say      keys, schema, codec   what lies in the server, and how
-    batches, prompts, versions       what the learner says scripts/              what the server does, verb by verb
-    meetings                         how broadcast groups form
-    strays                           what nobody needs, and is freed
-    turns                            who swaps weights     access                what each role may do
-    phases                           whose the device is
-    status, usage                    what is looked at
-    connection > routes > round_trips > driver, address, sharing: how the server, or cluster, is reached
+    schema.py, keys.py      the contract: what crosses a process, and under which key it lies in the server
+    staleness.py            the bound on lag, in integers; scripts/lease.lua and scripts/take.lua apply it
+    possible.py             which samples cannot be samples of the run
+    config.py, errors.py, owner.py   what users choose; what goes wrong; which learner may write
+    wire/                   frames: structs and arrays as bytes and back, checked and bounded
+    connection/             the way to a server or cluster: address, routes, round trips, outages
+    client/                 the verbs: leases and submissions of workers, batches and versions of the learner, ...
+    scripts/                what the server does, a Lua file for each verb
+    server/                 the embedded server, and which user of any server may do what
+    user_code/              processes in which rewards, prompt sources and examples of the user's own run
 
 Invariant: a trajectory is trained at most once within one lineage of checkpoints, and exactly once unless it
 was dropped by a stated rule and counted. This room imports nothing of ours.

@@ -5,16 +5,18 @@
        │ │               │ └─ chunks of one   │ swap between two decoding steps, verified
        │ │               │    version each    │
        │ │               ▼                    │
-       │ └──segments─ recorder (spans)      weights ◄── weightsync
+       │ └──segments─ recorder (spans)      swaps/ ◄── weightsync
        │                 ▼
        └───trajectory─ rewards (`rewards/`: built in, your function, a weighted sum)
 
-`worker.py` is the loop: refresh weights -> lease -> generate -> score -> submit. `weights.py` is where
-weights are swapped and verified, `turns.py` when, `generation.py` where a sample goes on after an
-interruption or another worker's segments, `recorder.py` where tokens get their version spans,
-`chosen_experts.py` where they keep the experts that the learner is to replay, `segments.py` where they are
-stored while the sample grows, `held_leases.py` where leases are renewed and handed back, `gpus.py` which
-GPUs a worker gets, `colocation.py` when its engine leaves them to the learner, `evaluate.py` measures the pass rate.
+    worker.py       the loop: refresh weights -> lease -> generate -> score -> submit
+    evaluate.py     the pass rate on held-out prompts
+    samples/        one sample: generated, recorded with version spans, saved in segments, held by a lease
+    swaps/          new weights in a running engine: when, how they are verified, who has the device
+    engines/        what turns prompts into tokens; `engines/base.py` is the seam
+    rewards/        what a response is worth; `rewards/base.py` is the seam
+    outages.py, run_end.py      what a worker does while the broker is away, and when its run has ended
+    config.py, model_files.py, decoding.py   what users choose; the model without its weights; tokens as text
 
 The invariant: every stored token carries the version of the weights that sampled it, and those weights were
 verified. A worker keeps little that matters: kill it, and another goes on with its samples from their last

@@ -4,9 +4,8 @@ All decoding happens in one thread, which takes commands (add, cancel, swap, sco
 Samples are streamed to the event loop a few tokens at a time: waking every reader after every token would
 cost more than a step.
 
-On the demo's model this is 1.6-1.7 times as fast as transformers' own continuous batching, not three times
-(benchmarks/engines.py): both spend their time in the same forward. It is ours for exactness: transformers'
-keeps stale keys over a weight swap and cannot say where in a sample the swap fell.
+It is ours for exactness: transformers' continuous batching keeps stale keys over a weight swap and cannot say where in
+a sample the swap fell. Speed alone would not justify it; `benchmarks/engines.py` measures both.
 """
 
 import asyncio

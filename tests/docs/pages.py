@@ -1,0 +1,28 @@
+"""The repository's pages, and what they name."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("algorithms", "broker", "deploy", "learner", "rollout_workers", "weightsync")
+NAMED_FILE = re.compile(r"(?<![\w/.*-])([\w-]+(?:/[\w-]+)*\.(?:py|lua|mk))\b")
+NAMED_FOLDER = re.compile(r"(?<![\w/.:*-])([a-z_]+(?:/[a-z_]+)*/)(?![\w/*])")
+
+
+def tracked_files() -> list[str]:
+    """Paths of all files of the repository, those that are not added yet included."""
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    output = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [path for path in output.splitlines() if (ROOT / path).exists()]
+
+
+def room_page(room: str) -> str:
+    """The docstring of a room."""
+    return ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or ""
+
+
+def markdown_pages() -> list[Path]:
+    """README, ARCHITECTURE, CONTRIBUTING and the site's pages."""
+    return [ROOT / path for path in tracked_files() if path.endswith(".md") and path != "benchmarks/RESULTS.md"]
