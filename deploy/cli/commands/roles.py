@@ -1,0 +1,165 @@
+"""One role of a run, or one part of its work, in this terminal."""
+
+import logging
+from pathlib import Path
+
+import click
+
+from deploy.printing import OF_ROLES, log_to_stderr
+
+from .options import allow_import_option, connection, going_back, overrides_argument, refuse_both, rewind_of
+
+DEFAULT_PORT = 6380
+
+
+@click.command()
+@click.option("--directory", type=click.Path(path_type=Path), default=Path("broker-data"), help="Where its data live.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=DEFAULT_PORT,
+    show_default=True,
+    help="On 127.0.0.1; 0: a unix socket instead.",
+)
+@click.option("--url", help="Start nothing; check the server that runs there.")
+def broker(directory: Path, port: int, url: str | None) -> int:
+    """Run the embedded server alone, or check your own Redis or Valkey."""
+    from deploy.roles.server import check_server, run_server
+
+    return check_server(url) if url else run_server(directory, port or None)
+
+
+@click.command()
+@click.argument("recipe")
+@overrides_argument
+@connection
+@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
+@click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds.")
+@click.option("--force", is_flag=True, help="With --overwrite: even if the run is in use.")
+@going_back
+@click.option("--processes", type=click.IntRange(min=1), help="Ranks on this machine: learner.processes.")
+@click.option("--prepared", is_flag=True, hidden=True, help="A supervisor has made the run's directory.")
+def learner(
+    recipe: str,
+    overrides: tuple[str, ...],
+    url: str,
+    run: str,
+    resume: bool,
+    overwrite: bool,
+    force: bool,
+    rewind_to: int | None,
+    regenerate: bool,
+    processes: int | None,
+    prepared: bool,
+) -> int:
+    """Run the learner alone.
+
+    It hands RECIPE, resolved, to the workers through the broker.
+    """
+    from deploy.recipe.loading import load_recipe
+
+    refuse_both(resume, overwrite)
+    rewind = rewind_of(resume, rewind_to, regenerate)
+    _log_to_stderr()
+    ranks = (f"learner.processes={processes}",) if processes else ()
+    loaded = load_recipe(recipe, (*overrides, f"run.name='{run}'", *ranks))
+    from deploy.roles.alone import run_learner
+
+    return run_learner(
+        loaded, url, resume=resume, overwrite=overwrite, prepared=prepared, rewind=rewind, is_forced=force
+    )
+
+
+@click.command()
+@overrides_argument
+@connection
+@allow_import_option
+@click.option("--count", type=click.IntRange(1, 1024), default=1, show_default=True, help="Worker processes.")
+def workers(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], count: int) -> int:
+    """Run COUNT workers.
+
+    All but engine.*, weights.follow, weights.archive and weights.pull_bytes_per_s is taken from the run's own
+    configuration, which the broker holds. Workers may start before the learner, and leave and join while it trains.
+    Ctrl-C hands their work back and stops.
+    """
+    from deploy.roles.alone import run_workers
+
+    return run_workers(url, run, count, overrides, allowed)
+
+
+@click.command(hidden=True)
+@overrides_argument
+@connection
+@allow_import_option
+@click.option("--name", default="worker", help="Its name in logs and tables; made unique.")
+def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], name: str) -> None:
+    """One worker in this process, as `run` and `workers` start it."""
+    _log_to_stderr()
+    from deploy.roles.alone import run_worker
+
+    run_worker(url, run, name, overrides, allowed)
+
+
+@click.command()
+@click.argument("recipe")
+@overrides_argument
+@click.option("--output", type=click.Path(path_type=Path), help="Directory of the model.  [default: runs/NAME/sft]")
+def sft(recipe: str, overrides: tuple[str, ...], output: Path | None) -> int:
+    """Run the supervised warm-up of RECIPE alone."""
+    from deploy.recipe.loading import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    from deploy.roles.alone import run_sft
+
+    directory = output or loaded.run_directory / "sft"
+    return run_sft(loaded, directory, (recipe, *overrides, "--output", str(directory)))
+
+
+@click.command("eval")
+@click.argument("recipe")
+@overrides_argument
+@click.option("--checkpoint", type=click.Path(path_type=Path), required=True, help="A model's directory.")
+@click.option("--prompts", type=click.IntRange(min=1), help="Held-out prompts.  [default: evaluation.prompts]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def evaluate(recipe: str, overrides: tuple[str, ...], checkpoint: Path, prompts: int | None, as_json: bool) -> None:
+    """Measure a model's pass rate on the held-out prompts of RECIPE."""
+    from deploy.recipe.loading import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    from deploy.roles.alone import run_eval
+
+    run_eval(loaded, checkpoint, prompts, as_json=as_json)
+
+
+@click.command()
+@click.argument("run")
+@overrides_argument
+@click.option("--algorithm", "preset", help="Train with this preset's loss instead: grpo, gspo, tis, ...")
+@click.option(
+    "--from",
+    "first_step",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Start from this checkpoint; 0: from the first weights.",
+)
+@click.option("--steps", type=click.IntRange(min=1), help="Replay so many steps.  [default: all that were logged]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def replay(
+    run: str, overrides: tuple[str, ...], preset: str | None, first_step: int, steps: int | None, as_json: bool
+) -> int:
+    """Train RUN's learner over again from its experience log, and compare.
+
+    Offline, in one process: no broker, no workers, the same batches in the same order. RUN is a name below
+    ./runs or a directory. With the run's own settings the result is the same to the last bit, else the exit
+    code is 1; with another loss it shows what that would have made of the same experience.
+    """
+    _log_to_stderr()
+    from deploy.roles.alone import run_replay
+
+    return run_replay(run, preset, overrides, first_step=first_step, steps=steps, as_json=as_json)
+
+
+def _log_to_stderr() -> None:
+    """A role tells its log, or the terminal that it has for itself, what it does."""
+    log_to_stderr(logging.INFO, OF_ROLES)

@@ -1,0 +1,45 @@
+"""`headway run`: a whole run on this machine."""
+
+import click
+
+from deploy.printing import say_json
+
+from .options import going_back, overrides_argument, refuse_both, rewind_of
+
+
+@click.command()
+@click.argument("recipe")
+@overrides_argument
+@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
+@click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds.")
+@click.option("--force", is_flag=True, help="With --overwrite: even if the run is in use.")
+@going_back
+@click.option("--json", "as_json", is_flag=True, help="Print summary.json at the end; progress goes to stderr.")
+def run(
+    recipe: str,
+    overrides: tuple[str, ...],
+    resume: bool,
+    overwrite: bool,
+    force: bool,
+    rewind_to: int | None,
+    regenerate: bool,
+    as_json: bool,
+) -> int:
+    """Run a whole RECIPE on this machine.
+
+    That is a server, the warm-up, the learner and its workers. RECIPE is a YAML file or the name of one that
+    ships. Ctrl-C drains, writes a checkpoint and stops; a second one stops at once.
+    """
+    refuse_both(resume, overwrite)
+    rewind = rewind_of(resume, rewind_to, regenerate)
+    from deploy.recipe.loading import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    from deploy.launch.local import Local
+    from deploy.run.report import read_summary
+    from deploy.terminal import Terminal
+
+    code = Local(loaded, recipe, overrides, resume, overwrite, Terminal(stderr=as_json), rewind, force).run()
+    if as_json:
+        say_json(read_summary(loaded.run_directory))
+    return code

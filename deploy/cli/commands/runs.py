@@ -1,0 +1,62 @@
+"""What runs there are: `headway status` looks at one, `headway runs` at all that a broker holds."""
+
+import click
+
+from .options import json_option, server_option
+
+
+@click.command()
+@click.option(
+    "--broker", "url", envvar="HEADWAY_BROKER", show_envvar=True, help="Default: the newest run below ./runs."
+)
+@click.option("--run", "run", envvar="HEADWAY_RUN", show_envvar=True, help="The run's name.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C; with --json, a line each.")
+def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None:
+    """Show a run's versions, queues, workers, lag and throughput."""
+    from deploy.roles.alone import show_status
+
+    show_status(url, run, as_json=as_json, watch=watch)
+
+
+@click.group()
+def runs() -> None:
+    """List, show and delete the runs that a broker holds."""
+
+
+@runs.command("list")
+@server_option
+@click.option("--json", "as_json", is_flag=True, help="A JSON array.")
+def list_runs(url: str, as_json: bool) -> None:
+    """A line for every run: state, weights, reward, workers, bytes, and how long nobody has used it."""
+    from deploy.cli.runs import list_runs
+
+    list_runs(url, as_json=as_json)
+
+
+@runs.command("show")
+@click.argument("run")
+@server_option
+@json_option
+def show_run(run: str, url: str, as_json: bool) -> None:
+    """Everything about RUN."""
+    from deploy.cli.runs import show_run
+
+    show_run(url, run, as_json=as_json)
+
+
+@runs.command("delete")
+@click.argument("run")
+@server_option
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Even if it is in use.")
+@json_option
+def delete_run(run: str, url: str, yes: bool, force: bool, as_json: bool) -> None:
+    """Remove RUN from the broker. What it wrote to disks (checkpoints, logs) stays."""
+    from deploy.cli.runs import delete_run
+
+    def confirm(question: str) -> None:
+        if not yes:
+            click.confirm(question, abort=True, err=True)
+
+    delete_run(url, run, is_forced=force, as_json=as_json, confirm=confirm)

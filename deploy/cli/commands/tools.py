@@ -1,0 +1,102 @@
+"""Commands that need no run: what works here, what fits, which losses there are, who may do what on a server."""
+
+import math
+from pathlib import Path
+
+import click
+
+from deploy.printing import say_json
+
+from .options import overrides_argument
+
+
+@click.command()
+@click.option("--run", help="Users for this run only.  [default: for all runs]")
+@click.option(
+    "--passwords",
+    type=click.Path(path_type=Path),
+    help="YAML that maps learner, worker and observer to passwords.  [default: new ones, shown on stderr]",
+)
+@click.option("--aclfile", "as_file", is_flag=True, help="Lines for the server's aclfile instead of commands.")
+@click.option("--redis-7.0", "is_for_7_0", is_flag=True, help="Leave out what Redis 7.0 does not know.")
+def acl(run: str | None, passwords: Path | None, as_file: bool, is_for_7_0: bool) -> None:
+    """Print the server's rules for a user per role: learner, worker, observer.
+
+    Pipe them into `valkey-cli` or `redis-cli`. The default user stays as it is; switch it off once
+    these work. Then give each role a URL such as redis://headway-worker@host:6379?password_file=FILE, or its
+    password in HEADWAY_BROKER_PASSWORD.
+    """
+    from deploy.cli.acl import print_acl
+
+    print_acl(run, passwords, as_file=as_file, is_for_7_0=is_for_7_0)
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def algorithms(name: str | None, as_json: bool) -> None:
+    """Show what losses there are: equations, defaults, sources.
+
+    With NAME one preset or one function in full.
+    """
+    from deploy.cli.algorithm_pages import overview, page
+    from deploy.terminal import Terminal
+    from learner.objective.catalog import compositions, find, functions
+
+    if as_json:
+        found = find(name) if name else [*compositions(), *functions()]
+        say_json({"algorithms": found})
+        return
+    for shown in [page(one) for one in find(name)] if name else [overview()]:
+        Terminal().print(shown)
+
+
+def _finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is given; expected a finite number.", context, parameter)
+    return value
+
+
+@click.command("plan-memory")
+@click.argument("recipe")
+@overrides_argument
+@click.option(
+    "--device-memory",
+    type=click.FloatRange(min=0),
+    callback=_finite,
+    metavar="GB",
+    help="Say what fits a device of this size.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def plan_memory(recipe: str, overrides: tuple[str, ...], device_memory: float | None, as_json: bool) -> int:
+    """Show what each rank of RECIPE's learner will hold, before anything starts.
+
+    Neither weights nor a GPU are needed. The exit code is 1 if --device-memory is too little.
+    """
+    from deploy.cli.memory_pages import as_builtins, page, report
+    from deploy.recipe.loading import load_recipe
+    from deploy.terminal import Terminal
+
+    found = report(load_recipe(recipe, overrides), device_memory)
+    if as_json:
+        say_json(as_builtins(found))
+    else:
+        Terminal().print(page(found))
+    return int(found.fits is False)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def doctor(as_json: bool) -> None:
+    """Show what will work on this machine.
+
+    And what is installed, and what to install for the rest.
+    """
+    from deploy.cli.doctor import examine, report_tables
+    from deploy.terminal import Terminal
+
+    report = examine()
+    if as_json:
+        say_json(report)
+        return
+    Terminal().print(report_tables(report))
