@@ -256,6 +256,7 @@ def _segment(index: int, start: int, length: int, spans: int) -> Segment:
         start=start,
         tokens=np.arange(length, dtype=np.int32) + 65_500,
         behavior_logprobs=-np.linspace(0.1, 3, length, dtype=np.float32),
+        loss_mask=np.ones(length, np.uint8),
         spans=_spans(start, length, spans),
     )
 

@@ -46,7 +46,7 @@ def check_possible(
         raise FrameError(f"{tid}: its {len(trajectory.prompt_tokens)} prompt tokens are not those of the prompt")
     _check_length(tid, len(trajectory.response_tokens), limits)
     _check_tokens(tid, trajectory.response_tokens, limits)
-    _check_logprobs(tid, trajectory.behavior_logprobs)
+    _check_logprobs(tid, trajectory.behavior_logprobs, trajectory.loss_mask)
     _check_versions(tid, trajectory.spans, newest)
     _check_experts(tid, trajectory.experts, limits)
 
@@ -68,7 +68,7 @@ def check_possible_segment(
         raise FrameError(f"{tid}: a segment of run {segment.identity!r}, this is {lease.identity!r}")
     _check_length(tid, segment.start + len(segment.tokens), limits)
     _check_tokens(tid, segment.tokens, limits)
-    _check_logprobs(tid, segment.behavior_logprobs)
+    _check_logprobs(tid, segment.behavior_logprobs, segment.loss_mask)
     if oldest_step(segment.spans) < oldest:  # whoever goes on after it would be blamed for that
         raise FrameError(
             f"{tid}: tokens of step {oldest_step(segment.spans)}, said to be of step {oldest} at the oldest"
@@ -87,9 +87,11 @@ def _check_tokens(tid: TrajectoryId, tokens: NDArray[np.int32], limits: SampleLi
         raise FrameError(f"{tid}: token id {tokens.max()}, the model's vocabulary ends at {limits.vocabulary}")
 
 
-def _check_logprobs(tid: TrajectoryId, logprobs: NDArray[np.float32]) -> None:
+def _check_logprobs(tid: TrajectoryId, logprobs: NDArray[np.float32], loss_mask: NDArray[np.uint8]) -> None:
     if len(logprobs) and float(logprobs.max()) > LOGPROB_ROUNDING:
         raise FrameError(f"{tid}: a behaviour logprob of {logprobs.max():g}; none is above 0")
+    if logprobs[loss_mask == 0].any():
+        raise FrameError(f"{tid}: a behaviour logprob of a token that was not sampled; it has none, which is told as 0")
 
 
 def _check_versions(tid: TrajectoryId, spans: Sequence[VersionSpan], newest: WeightVersion) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 # Every struct that is part of one run carries its `identity`: 16 random hexadecimal digits, made when the run begins.
 # Names, incarnations and steps of two runs may be equal; their identities never are. The broker's client writes it.
@@ -31,11 +31,21 @@ class WeightVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Response tokens [start, end) were sampled by `version`."""
+    """Response tokens [start, end) were sampled by `version`. What an environment said belongs to the version that
+    sampled the token before."""
 
     start: int
     end: int
     version: WeightVersion
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """Response tokens [start, end) were sampled in one turn of an episode."""
+
+    start: int
+    end: int
+    reward: float
+    """What the environment gave for this turn alone."""
 
 
 class TrajectoryId(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -80,8 +90,12 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[N]"""
     behavior_logprobs: NDArray[np.float32]
     """[N], as in a trajectory."""
+    loss_mask: NDArray[np.uint8]
+    """[N], as in a trajectory. The last token was sampled: what an environment said is kept with what follows it."""
     spans: tuple[VersionSpan, ...]
     """Cover [start, start + N) in order without gaps."""
+    turns: tuple[Turn, ...] = ()
+    """Those that were gone on from in this segment, in order: what the environment said after each of them is here."""
     experts: Experts | None = None
     """As in a trajectory, its part: of the tokens that were fed to sample these, so [N], from the token before `start`
     on; segment 0 has all of the prompt, [P + N - 1]. None: not recorded."""
@@ -103,7 +117,11 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One finished sample. R response tokens, P prompt tokens."""
+    """One finished sample: an episode of one turn, or of several. R response tokens, P prompt tokens.
+
+    The response of several turns has what the model sampled and what the environment said in between, as the model
+    read it.
+    """
 
     tid: TrajectoryId
     identity: str = ""
@@ -113,15 +131,17 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     response_tokens: NDArray[np.int32]
     """[R]"""
     behavior_logprobs: NDArray[np.float32]
-    """[R] natural logarithms, temperature applied, of the policy that sampled each token."""
+    """[R] natural logarithms, temperature applied, of the policy that sampled each token; 0 where none did."""
     loss_mask: NDArray[np.uint8]
-    """[R] 1 where the token is trained."""
+    """[R] 1 where the token was sampled, and is trained; 0 where an environment said it."""
     spans: tuple[VersionSpan, ...]
     """Cover [0, R) in order without gaps."""
     reward: float
     """What the learner optimizes: the weighted sum of `rewards`."""
     rewards: dict[str, float]
     """Each reward function's own score, by name."""
+    turns: tuple[Turn, ...] = ()
+    """The turns of an episode of several, in order. Empty: the response is one turn."""
     finish_reason: Literal["stop", "length"]
     worker: str
     experts: Experts | None = None
@@ -236,7 +256,7 @@ class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int | None = None
     """Token ids are below it."""
     max_new_tokens: int | None = None
-    """Of a response."""
+    """Of a response, what an environment said included."""
     experts: tuple[int, int, int] | None = None
     """Layers with experts, experts per token, experts of a layer: of a run that replays what routers chose."""
 

@@ -106,6 +106,7 @@ def cut(trajectory: Trajectory, segments: int) -> list[Segment]:
             start=start,
             tokens=tokens[start : start + stride],
             behavior_logprobs=logprobs[start : start + stride],
+            loss_mask=trajectory.loss_mask[start : start + stride],
             spans=(VersionSpan(start, min(start + stride, len(tokens)), version),),
         )
         for index, start in enumerate(starts)

@@ -142,6 +142,7 @@ class Hostile:
             start=start,
             tokens=tokens,
             behavior_logprobs=logprobs_of(tokens),
+            loss_mask=np.ones(len(tokens), np.uint8),
             spans=(VersionSpan(start, start + len(tokens), version),),
         )
         await self._broker.leases.append(lease, segment, LEASE_TTL_S)

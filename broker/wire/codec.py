@@ -29,6 +29,7 @@ from broker.schema import (
     StepMetrics,
     Trajectory,
     TrajectoryId,
+    Turn,
     VersionSpan,
     WeightManifest,
     WeightVersion,
@@ -77,6 +78,7 @@ class _SegmentEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     start: int
     length: int
     spans: tuple[VersionSpan, ...]
+    turns: tuple[Turn, ...]
     experts: ExpertsHead | None
     token_bytes: int
     """Of the compressed planes."""
@@ -90,6 +92,7 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     spans: tuple[VersionSpan, ...]
     reward: float
     rewards: dict[str, float]
+    turns: tuple[Turn, ...]
     finish_reason: Literal["stop", "length"]
     worker: str
     experts: ExpertsHead | None
@@ -121,6 +124,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             trajectory.spans,
             trajectory.reward,
             trajectory.rewards,
+            trajectory.turns,
             trajectory.finish_reason,
             trajectory.worker,
             experts_head,
@@ -139,17 +143,18 @@ def decode_trajectory(frame: bytes) -> Trajectory:
     if min(envelope.prompt_length, length) < 0:
         raise FrameError(f"{envelope.tid}: a negative length")
     rest, experts = _cut_experts(rest, envelope.tid, envelope.experts)
-    tokens, logprobs, mask = _cut(rest, envelope.tid, total, length, envelope.token_bytes, mask_bytes=(length + 7) // 8)
+    tokens, logprobs, mask = _cut(rest, envelope.tid, total, length, envelope.token_bytes)
     trajectory = Trajectory(
         tid=envelope.tid,
         identity=envelope.identity,
         prompt_tokens=tokens[: envelope.prompt_length],
         response_tokens=tokens[envelope.prompt_length :],
         behavior_logprobs=logprobs,
-        loss_mask=np.unpackbits(np.frombuffer(mask, np.uint8), count=length),
+        loss_mask=mask,
         spans=envelope.spans,
         reward=envelope.reward,
         rewards=envelope.rewards,
+        turns=envelope.turns,
         finish_reason=envelope.finish_reason,
         worker=envelope.worker,
         experts=unpack_experts(envelope.experts, experts),
@@ -172,20 +177,24 @@ def encode_segment(segment: Segment) -> bytes:
             segment.start,
             len(segment.tokens),
             segment.spans,
+            segment.turns,
             experts_head,
             len(tokens),
         )
     )
     logprobs = segment.behavior_logprobs.astype("<f4", copy=False).tobytes()
-    return _frame(_SEGMENT, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs, experts)
+    mask = np.packbits(segment.loss_mask).tobytes()
+    return _frame(_SEGMENT, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs, mask, experts)
 
 
 def decode_segment(frame: bytes) -> Segment:
     """The segment in the frame, checked; its arrays are its own. Raises FrameError."""
     envelope, rest = _open_enveloped(frame, _SEGMENT, "Segment", _SegmentEnvelope)
     length = envelope.length
+    if length < 0:
+        raise FrameError(f"{envelope.tid}: a negative length")
     rest, experts = _cut_experts(rest, envelope.tid, envelope.experts)
-    tokens, logprobs, _ = _cut(rest, envelope.tid, length, length, envelope.token_bytes, mask_bytes=0)
+    tokens, logprobs, mask = _cut(rest, envelope.tid, length, length, envelope.token_bytes)
     segment = Segment(
         tid=envelope.tid,
         identity=envelope.identity,
@@ -194,7 +203,9 @@ def decode_segment(frame: bytes) -> Segment:
         start=envelope.start,
         tokens=tokens,
         behavior_logprobs=logprobs,
+        loss_mask=mask,
         spans=envelope.spans,
+        turns=envelope.turns,
         experts=unpack_experts(envelope.experts, experts),
     )
     check_segment(segment)
@@ -206,11 +217,19 @@ def check_segment(segment: Segment) -> None:
     length, tid = len(segment.tokens), segment.tid
     if length == 0 or min(segment.index, segment.start) < 0 or segment.start + length > MAX_TOKENS:
         raise FrameError(f"{tid}: segment {segment.index} of {length} tokens at {segment.start}")
-    if len(segment.behavior_logprobs) != length:
-        raise FrameError(f"{tid}: {length} tokens in a segment, but {len(segment.behavior_logprobs)} logprobs")
+    if len(segment.behavior_logprobs) != length or len(segment.loss_mask) != length:
+        raise FrameError(
+            f"{tid}: {length} tokens in a segment, but {len(segment.behavior_logprobs)} logprobs and a loss mask of"
+            f" {len(segment.loss_mask)}"
+        )
     _check_spans(tid, segment.spans, segment.start, segment.start + length)
     _check_tokens(tid, segment.tokens)
     _check_logprobs(tid, segment.behavior_logprobs)
+    _check_mask(tid, segment.loss_mask)
+    _check_turns(tid, segment.turns)
+    ends = [turn.end for turn in segment.turns]
+    if not segment.loss_mask[-1] or ends != [segment.start + end for _, end in _sampled(segment.loss_mask)[:-1]]:
+        raise FrameError(f"{tid}: segment {segment.index} has turns up to {ends}, and a loss mask that says otherwise")
     if segment.experts is not None:
         check_experts(str(tid), segment.experts)
         fed = len(segment.experts)
@@ -241,8 +260,11 @@ def check_trajectory(trajectory: Trajectory) -> None:
                 f"{trajectory.tid}: {fed} tokens were fed to sample the response, but there are the experts of"
                 f" {len(trajectory.experts)}"
             )
-    if trajectory.loss_mask.max() > 1:
-        raise FrameError(f"{trajectory.tid}: a loss mask is 0 or 1, not {trajectory.loss_mask.max()}")
+    _check_mask(trajectory.tid, trajectory.loss_mask)
+    _check_turns(trajectory.tid, trajectory.turns)
+    turns = [(turn.start, turn.end) for turn in trajectory.turns]
+    if turns and (not trajectory.loss_mask[-1] or turns != _sampled(trajectory.loss_mask)):
+        raise FrameError(f"{trajectory.tid}: turns {turns}, and a loss mask that says otherwise")
     if not all(math.isfinite(reward) for reward in (trajectory.reward, *trajectory.rewards.values())):
         raise FrameError(f"{trajectory.tid}: a reward that is not finite: {trajectory.reward}, {trajectory.rewards}")
 
@@ -257,6 +279,26 @@ def _check_spans(tid: TrajectoryId, spans: tuple[VersionSpan, ...], start: int, 
         position = span.end
     if position != end:
         raise FrameError(f"{tid}: version spans end at {position}, the tokens at {end}")
+
+
+def _check_mask(tid: TrajectoryId, mask: NDArray[np.uint8]) -> None:
+    if mask.max() > 1:
+        raise FrameError(f"{tid}: a loss mask is 0 or 1, not {mask.max()}")
+
+
+def _check_turns(tid: TrajectoryId, turns: tuple[Turn, ...]) -> None:
+    position = 0
+    for turn in turns:
+        if not position <= turn.start < turn.end or not math.isfinite(turn.reward):
+            raise FrameError(f"{tid}: a turn [{turn.start}, {turn.end}) after {position}, with reward {turn.reward}")
+        position = turn.end + 1  # between two turns an environment has said something
+
+
+def _sampled(mask: NDArray[np.uint8]) -> list[tuple[int, int]]:
+    """The runs of sampled tokens as (start, end). The first is empty where the mask begins with what was said."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=np.int8(1), append=np.int8(0)))
+    bounds = [0, *edges.tolist()]
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
 def _check_tokens(tid: TrajectoryId, tokens: NDArray[np.int32]) -> None:
@@ -331,14 +373,15 @@ def _cut_experts(rest: memoryview, tid: TrajectoryId, head: ExpertsHead | None) 
 
 
 def _cut(
-    rest: memoryview, tid: TrajectoryId, total: int, length: int, token_bytes: int, *, mask_bytes: int
-) -> tuple[NDArray[np.int32], NDArray[np.float32], memoryview]:
-    """`total` tokens, `length` logprobs and the mask's bytes."""
+    rest: memoryview, tid: TrajectoryId, total: int, length: int, token_bytes: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.uint8]]:
+    """`total` tokens, `length` logprobs and a mask of as many."""
     if min(length, token_bytes) < 0 or total > MAX_TOKENS:
         raise FrameError(f"{tid}: {total} tokens; at most {MAX_TOKENS} are allowed")
-    if len(rest) != token_bytes + 4 * length + mask_bytes:
+    if len(rest) != token_bytes + 4 * length + (length + 7) // 8:
         raise FrameError(f"{tid}: {len(rest)} bytes of buffers do not fit {length} response tokens")
     mask_at = token_bytes + 4 * length
     tokens = unpack_tokens(rest[:token_bytes], total)
     logprobs = np.frombuffer(rest[token_bytes:mask_at], "<f4").astype(np.float32)
-    return tokens, logprobs, rest[mask_at:]
+    mask = np.unpackbits(np.frombuffer(rest[mask_at:], np.uint8), count=length)
+    return tokens, logprobs, mask

@@ -1,7 +1,8 @@
-"""One sample from an engine, to its end: over interruptions, and on from what another worker has generated of it."""
+"""One turn of a sample from an engine, to its end: over interruptions, and on from what another worker has generated of
+it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import cast
 
@@ -24,17 +25,17 @@ def _nobody(count: int) -> None:
 async def generate(
     engine: Engine, request: GenerationRequest, recorder: Recorder, on_tokens: Callable[[int], None] = _nobody
 ) -> None:
-    """Record until the sample is finished, after what is recorded already; `on_tokens` is told of every chunk.
+    """Record until the turn is finished, after what is recorded and heard already; `on_tokens` is told of every chunk.
 
     An error or cancelling ends the request. Raises EngineOutputError for output that cannot be, and where no
     request gets as far as a token.
     """
     requests = in_vain = 0
-    recorder.finish_reason = _ending(request, recorder.tokens, engine.max_model_len)
+    recorder.finish_reason = _ending(request, recorder, engine.max_model_len)
     while recorder.finish_reason is None:
         before = len(recorder.tokens)
         await _record(engine.generate(_rest_of(request, recorder, requests)), recorder, on_tokens)
-        recorder.finish_reason = recorder.finish_reason or _ending(request, recorder.tokens, engine.max_model_len)
+        recorder.finish_reason = recorder.finish_reason or _ending(request, recorder, engine.max_model_len)
         requests += 1
         in_vain = 0 if len(recorder.tokens) > before else in_vain + 1
         if in_vain > MOST_IN_VAIN:
@@ -55,22 +56,28 @@ async def _record(chunks: object, recorder: Recorder, on_tokens: Callable[[int],
         recorder.finished()
 
 
-def _ending(request: GenerationRequest, tokens: Sequence[int], max_model_len: int) -> FinishReason | None:
-    """Why a response of these tokens is finished; None if it may go on. One without tokens may."""
-    if not tokens:
-        return None
-    if tokens[-1] in request.stop_token_ids:
-        return "stop"
+def room(request: GenerationRequest, recorder: Recorder, max_model_len: int) -> int:
+    """Tokens that the response may still get, sampled or said."""
     longest = min(request.max_new_tokens, max_model_len - len(request.prompt_tokens))
-    return "length" if len(tokens) >= longest else None
+    return longest - len(recorder.tokens) - len(recorder.heard)
+
+
+def _ending(request: GenerationRequest, recorder: Recorder, max_model_len: int) -> FinishReason | None:
+    """Why the turn is finished; None if it may go on. One without tokens may."""
+    if not recorder.tokens or recorder.heard:
+        return None
+    if recorder.tokens[-1] in request.stop_token_ids:
+        return "stop"
+    return None if room(request, recorder, max_model_len) > 0 else "length"
 
 
 def _rest_of(request: GenerationRequest, recorder: Recorder, requests: int) -> GenerationRequest:
-    """The request for what follows what is recorded, named apart from the `requests` before it."""
-    tokens = recorder.tokens
+    """The request for what follows what is recorded and heard, named apart from those before it."""
+    tokens, turn = [*recorder.tokens, *recorder.heard], len(recorder.turns) + bool(recorder.heard)
+    name = ":".join([request.request_id, *([f"turn-{turn}"] if turn else []), *([str(requests)] if requests else [])])
     return msgspec.structs.replace(
         request,
-        request_id=f"{request.request_id}:{requests}" if requests else request.request_id,
+        request_id=name,
         prompt_tokens=[*request.prompt_tokens, *tokens],
         max_new_tokens=request.max_new_tokens - len(tokens),
         seed=None if request.seed is None else request.seed + len(tokens),  # other noise than the first tokens had

@@ -1,5 +1,9 @@
 """Turns the engine's chunks of one sample into a trajectory: tokens, logprobs, which weights sampled what.
 
+What an environment says after a turn is read by the model, not sampled by it: loss mask 0, logprob 0, the version of
+the token before. It becomes part of the sample together with the first token that is sampled after it: by then it was
+fed, and its chosen experts are known. So no segment ends with it, and who goes on at a turn's end asks anew.
+
 It trusts no engine: output that cannot be right is refused here, before the learner would train on it.
 """
 
@@ -10,7 +14,7 @@ import numpy as np
 
 from broker.errors import HeadwayError
 from broker.possible import LOGPROB_ROUNDING
-from broker.schema import Lease, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from broker.schema import Lease, Segment, Trajectory, TrajectoryId, Turn, VersionSpan, WeightVersion
 from rollout_workers.engines.base import Chunk, FinishReason
 
 from .chosen_experts import ChosenExperts
@@ -31,7 +35,13 @@ class Recorder:
         """
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.loss_mask: list[int] = []
         self.spans: list[VersionSpan] = []
+        self.turns: list[Turn] = []
+        """Those that were gone on from."""
+        self.heard: list[int] = []
+        """What the environment has said after the last turn, until a token is sampled after it."""
+        self._heard_after: Turn | None = None
         self.finish_reason: FinishReason | None = None
         self._experts = None if prompt_length is None else ChosenExperts(prompt_length)
         for segment in segments:
@@ -41,6 +51,8 @@ class Recorder:
                 self._extend_spans(span.end - span.start, span.version)
                 self.tokens += segment.tokens[span.start - segment.start : span.end - segment.start].tolist()
             self.logprobs += segment.behavior_logprobs.tolist()
+            self.loss_mask += segment.loss_mask.tolist()
+            self.turns += segment.turns
 
     @property
     def experts_from(self) -> int | None:
@@ -52,37 +64,56 @@ class Recorder:
         """Of the last token; there must be one."""
         return self.spans[-1].version
 
+    @property
+    def turn_start(self) -> int:
+        """Response position of the first token of the turn that is being sampled, or was last."""
+        for back, is_sampled in enumerate(reversed(self.loss_mask)):
+            if not is_sampled:
+                return len(self.loss_mask) - back
+        return 0
+
+    def hear(self, said: Sequence[int], reward: float) -> None:
+        """The environment goes on after the turn that has ended: it gave `reward` for it and says these tokens."""
+        assert said
+        self._heard_after = Turn(self.turn_start, len(self.tokens), reward)
+        self.heard = list(said)
+        self.finish_reason = None
+
     def add(self, chunk: Chunk) -> None:
         """Append a chunk. Raises EngineOutputError if it cannot follow what was recorded."""
         self._refuse_impossible(chunk)
         if chunk.token_ids:
+            self._add_heard()
             self._add_experts(chunk)
             self._extend_spans(len(chunk.token_ids), chunk.version)
         self.tokens += chunk.token_ids
         self.logprobs += chunk.logprobs
+        self.loss_mask += [1] * len(chunk.token_ids)
         if chunk.finish_reason != "interrupted":
             self.finish_reason = chunk.finish_reason
 
     def finished(self) -> FinishReason:
-        """Why the sample ended. Raises EngineOutputError if it did not, or has no token."""
-        if self.finish_reason is None or not self.tokens:
+        """Why the last turn ended. Raises EngineOutputError if it did not, or has no token."""
+        if self.finish_reason is None or not self.tokens or self.heard:
             raise EngineOutputError(
                 f"the engine's stream ended after {len(self.tokens)} tokens with finish reason "
-                f"{self.finish_reason}; a sample needs a token and a last chunk that says stop or length"
+                f"{self.finish_reason}; each turn needs a token and a last chunk that says stop or length"
             )
         return self.finish_reason
 
     def to_trajectory(self, lease: Lease, rewards: dict[str, float], reward: float, worker: str) -> Trajectory:
-        """The finished sample, every response token trained."""
+        """The finished sample, every sampled token trained. `reward`: of its last turn; an episode's is the sum."""
+        last = Turn(self.turn_start, len(self.tokens), reward)
         return Trajectory(
             tid=lease.tid,
             prompt_tokens=np.asarray(lease.prompt.token_ids, np.int32),
             response_tokens=np.asarray(self.tokens, np.int32),
             behavior_logprobs=np.asarray(self.logprobs, np.float32),
-            loss_mask=np.ones(len(self.tokens), np.uint8),
+            loss_mask=np.asarray(self.loss_mask, np.uint8),
             spans=tuple(self.spans),
-            reward=reward,
+            reward=sum(turn.reward for turn in self.turns) + reward,
             rewards=rewards,
+            turns=(*self.turns, last) if self.turns else (),
             finish_reason=self.finished(),
             worker=worker,
             experts=self._experts.after(0) if self._experts else None,
@@ -96,9 +127,21 @@ class Recorder:
             start=start,
             tokens=np.asarray(self.tokens[start:], np.int32),
             behavior_logprobs=np.asarray(self.logprobs[start:], np.float32),
+            loss_mask=np.asarray(self.loss_mask[start:], np.uint8),
+            turns=tuple(turn for turn in self.turns if turn.end >= start),
             spans=tuple(VersionSpan(max(s.start, start), s.end, s.version) for s in self.spans if s.end > start),
             experts=self._experts.after(start) if self._experts else None,
         )
+
+    def _add_heard(self) -> None:
+        if self._heard_after is None:
+            return
+        self.turns.append(self._heard_after)
+        self._extend_spans(len(self.heard), self.newest_version)
+        self.tokens += self.heard
+        self.logprobs += [0.0] * len(self.heard)
+        self.loss_mask += [0] * len(self.heard)
+        self.heard, self._heard_after = [], None
 
     def _add_experts(self, chunk: Chunk) -> None:
         if self._experts is None:

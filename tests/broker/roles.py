@@ -301,6 +301,7 @@ class Worker:
             start=start,
             tokens=np.array(tokens, np.int32),
             behavior_logprobs=np.full(len(tokens), -1.0, np.float32),
+            loss_mask=np.ones(len(tokens), np.uint8),
             spans=flight.spans(start),
         )
         reply = await self.broker.leases.append(flight.lease, segment, TTL_S)

@@ -53,6 +53,7 @@ def segment(lease: Lease, index: int, step: int = 0) -> Segment:
         start=2 * index,
         tokens=np.array([5, 6], np.int32),
         behavior_logprobs=np.array([-1, -2], np.float32),
+        loss_mask=np.ones(2, np.uint8),
         spans=(VersionSpan(2 * index, 2 * index + 2, WeightVersion(1, step)),),
     )
 

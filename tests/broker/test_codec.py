@@ -1,7 +1,9 @@
 """Frames: every wire type comes back as it went; whatever else the bytes are, decoding says FrameError."""
 
+import math
 import struct
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -23,17 +25,26 @@ from broker.schema import (
     QueueDepths,
     RunRules,
     RunStatus,
+    Segment,
     StepMetrics,
     TensorSpec,
     Trajectory,
     TrajectoryId,
+    Turn,
     VersionSpan,
     WeightManifest,
     WeightVersion,
     WorkerInfo,
 )
 from broker.wire import buffers, codec
-from broker.wire.codec import decode, decode_trajectory, encode, encode_trajectory
+from broker.wire.codec import (
+    decode,
+    decode_segment,
+    decode_trajectory,
+    encode,
+    encode_segment,
+    encode_trajectory,
+)
 
 from .scenario import broadcast_group, manifest, prompt, trajectory
 
@@ -183,6 +194,69 @@ def test_chosen_experts_cost_what_they_must_and_no_more_is_read(monkeypatch: pyt
         encode_trajectory(replayed(trajectory(LEASE, 1)))
 
 
+TURNS = (Turn(0, 2, 0.25), Turn(4, 6, 1.0))
+MASK = np.array([1, 1, 0, 0, 1, 1], np.uint8)
+
+
+def episode(turns: tuple[Turn, ...] = TURNS, mask: Sequence[int] = tuple(MASK)) -> Trajectory:
+    """Two turns, and two tokens that an environment said between them."""
+    return msgspec.structs.replace(trajectory(LEASE, 1), turns=turns, loss_mask=np.array(mask, np.uint8))
+
+
+def piece(turns: tuple[Turn, ...] = TURNS[:1], mask: Sequence[int] = tuple(MASK), start: int = 0) -> Segment:
+    """The same as a segment, where only the first turn has ended."""
+    whole = trajectory(LEASE, 1)
+    return Segment(
+        tid=whole.tid,
+        index=start,
+        start=start,
+        tokens=whole.response_tokens,
+        behavior_logprobs=whole.behavior_logprobs,
+        loss_mask=np.array(mask, np.uint8),
+        spans=(VersionSpan(start, start + 6, WeightVersion(1, 1)),),
+        turns=turns,
+    )
+
+
+def test_the_turns_of_an_episode_come_back() -> None:
+    assert_same(episode(), decode_trajectory(encode_trajectory(episode())))
+    for one in (piece(), piece((Turn(0, 2, 0.25),), [0, 1, 1, 1, 1, 1], start=2)):
+        back = decode_segment(encode_segment(one))
+        assert back.turns == one.turns
+        assert back.loss_mask.dtype == np.uint8
+        np.testing.assert_array_equal(back.loss_mask, one.loss_mask)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        (Turn(0, 6, 1.0),),
+        (Turn(0, 3, 0.0), Turn(4, 6, 1.0)),
+        (Turn(4, 6, 1.0), Turn(0, 2, 0.0)),
+        (Turn(0, 2, math.nan), Turn(4, 6, 1.0)),
+        TURNS[:1],
+    ],
+)
+def test_turns_that_contradict_the_loss_mask_are_refused(turns: tuple[Turn, ...]) -> None:
+    with pytest.raises(FrameError, match="turn"):
+        encode_trajectory(episode(turns))
+
+
+def test_an_episode_does_not_end_with_what_its_environment_says() -> None:
+    with pytest.raises(FrameError, match="turns"):
+        encode_trajectory(episode((Turn(0, 2, 0.0),), [1, 1, 0, 0, 0, 0]))
+    with pytest.raises(FrameError, match="turns"):
+        encode_segment(piece(mask=[1, 1, 0, 0, 0, 0]))
+
+
+@pytest.mark.parametrize(("turns", "mask"), [((), MASK), (TURNS, MASK), (TURNS[:1], [1] * 6), (TURNS[:1], [2] * 6)])
+def test_a_segment_whose_turns_contradict_its_loss_mask_is_refused(
+    turns: tuple[Turn, ...], mask: Sequence[int]
+) -> None:
+    with pytest.raises(FrameError, match=r"turns|loss mask"):
+        encode_segment(piece(turns, mask))
+
+
 def replayed(one: Trajectory) -> Trajectory:
     """With two of three layers' experts for every token that was fed."""
     fed = len(one.prompt_tokens) + len(one.response_tokens) - 1
@@ -257,6 +331,7 @@ def test_a_decompression_bomb_is_refused() -> None:
                 [[0, 6, [1, 1]]],
                 1.0,
                 {},
+                [],
                 "stop",
                 "w",
                 None,

@@ -394,6 +394,7 @@ async def test_nobody_is_blamed_for_going_on_after_an_older_segment_than_it_was_
         start=0,
         tokens=np.full(6, 7, np.int32),
         behavior_logprobs=np.full(6, -1, np.float32),
+        loss_mask=np.ones(6, np.uint8),
         spans=(VersionSpan(0, 6, WeightVersion(1, 0)),),
         identity=cast.hostile.identity,
     )

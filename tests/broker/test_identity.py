@@ -137,6 +137,7 @@ async def test_a_segment_of_another_run_ends_nobody(broker: Broker) -> None:
         start=0,
         tokens=whole.response_tokens,
         behavior_logprobs=whole.behavior_logprobs,
+        loss_mask=whole.loss_mask,
         spans=(VersionSpan(0, 6, WeightVersion(1, 0)),),
     )
     reply = await broker.leases.append(replace(lease, identity=new_identity()), segment, 30)

@@ -47,6 +47,10 @@ PILLS: dict[str, tuple[Callable[[Trajectory], Trajectory], str]] = {
         lambda one: replace(one, behavior_logprobs=np.array([-1, -1, -1, -1, -1, 80], np.float32)),
         "logprob of 80",
     ),
+    "a logprob of what was said": (
+        lambda one: replace(one, loss_mask=np.array([1, 1, 1, 1, 0, 1], np.uint8)),
+        "not sampled",
+    ),
     "weights that come later": (
         lambda one: replace(one, spans=(VersionSpan(0, 6, WeightVersion(1, 1000)),)),
         "weights 1.1000",
@@ -163,6 +167,7 @@ async def test_a_worker_of_the_learner_before_goes_on_after_a_segment_of_the_new
         start=0,
         tokens=whole.response_tokens,
         behavior_logprobs=whole.behavior_logprobs,
+        loss_mask=whole.loss_mask,
         spans=whole.spans,
     )
     assert (await broker.leases.append(lease, segment, 30)).outcome is AppendOutcome.APPENDED
@@ -200,6 +205,7 @@ async def test_a_segment_that_cannot_be_gone_on_from_is_discarded(broker: Broker
         start=0,
         tokens=tokens,
         behavior_logprobs=logprobs,
+        loss_mask=np.ones(len(tokens), np.uint8),
         spans=(VersionSpan(0, length, version),),
     )
     if kind == "version":

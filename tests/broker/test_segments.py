@@ -24,6 +24,7 @@ def segment(lease: Lease, index: int, step: int = 0, *, tokens: int = 4, start: 
         start=begin,
         tokens=np.arange(begin, begin + tokens, dtype=np.int32) + 65_530,
         behavior_logprobs=-np.linspace(0.1, 1, tokens, dtype=np.float32),
+        loss_mask=np.ones(tokens, np.uint8),
         spans=(VersionSpan(begin, begin + tokens, WeightVersion(1, step)),),
     )
 

@@ -4,14 +4,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.schema import Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from algorithms.presets import PRESETS
+from broker.schema import Trajectory, TrajectoryId, Turn, VersionSpan, WeightVersion
+from learner.config import AlgorithmConfig
 from learner.models.shape import shape_of
+from learner.objective.objective import Objective
 from learner.rows.cost import DEFAULT_COST, CostModel
 from learner.rows.packing import Plan, from_trajectory, pack, plan
 from tests.learner.tiny import sequences
@@ -224,3 +228,27 @@ def test_tokens_over_the_bound_are_context_only() -> None:
     within = from_trajectory(trajectory(), advantages=0.5, step=7, max_lag=4)
     assert within.loss_mask.tolist() == [1, 1, 0, 1]
     assert trajectory().loss_mask.tolist() == [1, 1, 0, 1]
+
+
+def test_what_an_environment_said_gets_no_gradient_and_no_ratio() -> None:
+    """Whatever the policies think of it, and however it is packed."""
+    turns = (Turn(0, 2, 0.0), Turn(3, 4, 1.0))
+    said = msgspec.structs.replace(trajectory(), behavior_logprobs=np.array([-1, -2, 0, -4], np.float32), turns=turns)
+    packable = from_trajectory(said, advantages=0.5, step=7, max_lag=4)
+    objective = Objective(msgspec.convert(PRESETS["tis"].algorithm, AlgorithmConfig))
+    found = []
+    for of_said in (-1.0, -90.0):
+        batches = pack([packable, packable], 0, 1, 100)
+        (batch,) = batches
+        current_T = torch.full((14,), -1.5)
+        current_T[[5, 12]] = of_said
+        current_T.requires_grad_()
+        proximal = [torch.full((14,), -1.2)] if objective.needs_proximal else None
+        share, report = objective.token_loss(batches, proximal_logprobs=proximal)(0, current_T)
+        share.backward()
+        assert current_T.grad is not None
+        assert current_T.grad[[5, 12]].tolist() == [0, 0]
+        assert current_T.grad[[3, 4, 6, 10, 11, 13]].ne(0).any()
+        assert batch.behavior_logprobs_T[[5, 12]].tolist() == [0, 0]
+        found.append((float(share.detach()), current_T.grad.tolist(), objective.combine_reports([report])))
+    assert found[0] == found[1]

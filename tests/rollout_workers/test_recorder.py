@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.schema import Lease, Prompt, TrajectoryId, VersionSpan, WeightVersion
+from broker.schema import Lease, Prompt, TrajectoryId, Turn, VersionSpan, WeightVersion
 from broker.wire.codec import decode_segment, encode_segment
 from rollout_workers.engines.base import Chunk
 from rollout_workers.samples.recorder import EngineOutputError, Recorder
@@ -70,6 +70,49 @@ def test_a_trajectory_holds_what_the_engine_sampled() -> None:
         trajectory.loss_mask.dtype,
     ]
     assert dtypes == [np.int32, np.float32, np.uint8]
+
+
+def two_turns() -> Recorder:
+    """[1, 2] answered with [8, 9], then [3], by newer weights."""
+    recorder = Recorder()
+    recorder.add(chunk([1, 2], V1, "stop"))
+    recorder.hear([8, 9], 0.25)
+    recorder.add(chunk([3], V2, "stop"))
+    return recorder
+
+
+def test_what_an_environment_says_is_not_trained_and_has_no_logprob() -> None:
+    trajectory = two_turns().to_trajectory(LEASE, {"exact": 1.0}, 0.5, "worker-1")
+    assert trajectory.response_tokens.tolist() == [1, 2, 8, 9, 3]
+    assert trajectory.loss_mask.tolist() == [1, 1, 0, 0, 1]
+    assert trajectory.behavior_logprobs.tolist() == [-1, -2, 0, 0, -3]
+    assert trajectory.spans == (VersionSpan(0, 4, V1), VersionSpan(4, 5, V2))
+    assert trajectory.turns == (Turn(0, 2, 0.25), Turn(4, 5, 0.5))
+    assert trajectory.reward == 0.75, "the sum of its turns'"
+
+
+def test_no_segment_ends_with_what_an_environment_says() -> None:
+    recorder = Recorder()
+    recorder.add(chunk([1, 2], V1, "stop"))
+    recorder.hear([8, 9], 0.25)
+    assert (recorder.tokens, recorder.heard, recorder.turns) == ([1, 2], [8, 9], [])
+    first = recorder.segment(LEASE.tid, 0, 0)
+    recorder.add(chunk([3], V2))
+    segments = [decode_segment(encode_segment(one)) for one in (first, recorder.segment(LEASE.tid, 1, 2))]
+    assert [one.loss_mask.tolist() for one in segments] == [[1, 1], [0, 0, 1]]
+    assert [one.turns for one in segments] == [(), (Turn(0, 2, 0.25),)]
+    restored = Recorder(segments)
+    assert (restored.turns, restored.turn_start, restored.loss_mask) == (recorder.turns, 4, recorder.loss_mask)
+    assert (restored.tokens, restored.spans) == (recorder.tokens, recorder.spans)
+
+
+def test_a_turn_without_a_token_is_refused() -> None:
+    recorder = Recorder()
+    recorder.add(chunk([1], V1, "stop"))
+    recorder.hear([8], 0.0)
+    recorder.add(chunk([], V1, "stop"))
+    with pytest.raises(EngineOutputError, match="each turn needs a token"):
+        recorder.finished()
 
 
 def test_versions_going_backwards_are_refused() -> None:
