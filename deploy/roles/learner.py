@@ -15,10 +15,8 @@ import torch
 from msgspec.structs import replace
 
 from broker import BlockingBroker
-from broker.client.batches import CheckpointMark, Claim, Contains, new_identity
 from broker.client.holding import Holder
 from broker.client.phases import Phases
-from broker.errors import ConfigError
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe
@@ -33,12 +31,11 @@ from deploy.run.directory import (
 from deploy.run.plots import plot
 from deploy.run.report import RunWriter, summarize
 from learner.backends.base import Backend
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
-from learner.checkpoints.resumption import load_first
+from learner.checkpoints.checkpoint import CheckpointStore
 from learner.data.prompts import open_prompts
 from learner.data.prompts.cursor import PromptCursor
 from learner.experience.log import ExperienceLog
-from learner.experience.rewind import Rewind, check_rewind, rewound_to
+from learner.experience.rewind import Rewind
 from learner.experience.stream import Experience
 from learner.models.model import load_config, load_tokenizer, model_files
 from learner.models.shape import shape_of
@@ -50,6 +47,7 @@ from learner.rows.cost import DEFAULT_COST, CostModel
 from learner.stages.colocation import LentDevice, wait_for_device
 from learner.stages.loop import Learner, LoopConfig
 from learner.stages.probe import TOLERANCE
+from learner.stages.resuming import Claimed, Origin, Start, choose_origin, claim_run, identify, open_log
 from weightsync.publish.publisher import Publisher
 from weightsync.transports.listening import allow_many_files
 
@@ -63,16 +61,6 @@ log = logging.getLogger(__name__)
 PROBE_TOKENS = 32
 
 
-class Start(msgspec.Struct, frozen=True):
-    """Where all ranks begin, as rank 0 learned it from the broker."""
-
-    version: WeightVersion
-    identity: str
-    """Of the run."""
-    caught_up_at: int
-    is_branch: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """What every rank has before anybody talks to the broker."""
@@ -82,10 +70,7 @@ class Parts:
     ranks: Ranks
     updater: Updater
     checkpoints: CheckpointStore
-    checkpoint: Checkpoint | None
-    rewind: Rewind | None
-    is_branch: bool
-    """It goes on from another checkpoint than the latest."""
+    origin: Origin
     cursor: PromptCursor
     held_out: Sequence[Prompt]
     probe_tokens: Sequence[int]
@@ -101,7 +86,7 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
     with ExitStack() as stack:
         experience, phases, start = None, None, Start(WeightVersion(0, 0), "", 0)
         if parts.ranks.is_first:
-            experience, phases, start = stack.enter_context(_connected(parts, url, resume))
+            experience, phases, start = stack.enter_context(_connected(parts, url))
         start = msgspec.msgpack.decode(parts.ranks.share_bytes(msgspec.msgpack.encode(start)), type=Start)
         learner = _learner(parts, experience, phases, start, stack)
         if experience is not None:
@@ -122,11 +107,7 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
     ranks = Ranks.of(backend)
     checkpoints = CheckpointStore(recipe.run_directory / CHECKPOINTS, recipe.checkpoint.keep)
     updater = recipe_updater(recipe, backend, ranks)
-    lineage = checkpoints.lineage()[::-1] if resume else []
-    candidates = [rewound_to(checkpoints, rewind)] if rewind else lineage
-    checkpoint = load_first(candidates, lambda path: _load(backend, updater, path), ranks) if candidates else None
-    if resume and checkpoint is None:
-        log.warning("no checkpoint to resume from yet: starting from the first weights")
+    origin = choose_origin(checkpoints, lambda path: _load(backend, updater, path), ranks, resume=resume, rewind=rewind)
     tokenizer = load_tokenizer(recipe.model)
     prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
     prompts.check()
@@ -138,9 +119,7 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
         ranks=ranks,
         updater=updater,
         checkpoints=checkpoints,
-        checkpoint=checkpoint,
-        rewind=rewind,
-        is_branch=rewind is not None or (checkpoint is not None and checkpoint.path != lineage[0].path),
+        origin=origin,
         cursor=PromptCursor(
             prompts,
             num_samples=recipe.learner.group_size,
@@ -148,7 +127,7 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
             shuffle=recipe.prompts.shuffle,
             epochs=recipe.prompts.epochs,
             max_prompt_tokens=max_prompt_tokens,
-            state=checkpoint.state.cursor if checkpoint else None,
+            state=origin.state.cursor if origin.state else None,
         ),
         held_out=[p for p in prompts.held_out(recipe.evaluation.prompts) if len(p.token_ids) <= max_prompt_tokens],
         probe_tokens=[*probe, *probe][:PROBE_TOKENS],  # twice: a prompt of one token predicts none
@@ -179,25 +158,24 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experience, Phases, Start]]:
+def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, Phases, Start]]:
     """Rank 0's hold on the run: claimed, with the model's files in the broker for workers to start from."""
     recipe = parts.recipe
     with ExitStack() as stack:
         blocking = BlockingBroker(url, recipe.run.name)
         stack.callback(blocking.close)
-        identity = _identity(parts, blocking, resume)
-        experience_log = _open_log(parts, identity, resume)
-        claim, start, replayed = _claim(parts, blocking, identity, experience_log, resume)
+        claimed, experience_log = _claim(parts, blocking)
+        owner = claimed.claim.owner
         blocking.call(blocking.broker.holding.begin(Holder.this_process()))
         blocking.broker.strays.storage.payload_ttl_s = recipe.broker.payload_ttl_s
-        blocking.call(blocking.broker.strays.begin(claim.owner))
-        blocking.call(blocking.broker.versions.put_model(claim.owner, parts.files))
+        blocking.call(blocking.broker.strays.begin(owner))
+        blocking.call(blocking.broker.versions.put_model(owner, parts.files))
         allow_many_files()
-        publisher = Publisher(blocking, claim.owner, recipe.weights)
+        publisher = Publisher(blocking, owner, recipe.weights)
         stack.callback(publisher.close)
         experience = Experience(
             blocking,
-            claim,
+            claimed.claim,
             publisher,
             parts.cursor,
             experience_log,
@@ -206,78 +184,30 @@ def _connected(parts: Parts, url: str, resume: bool) -> Iterator[tuple[Experienc
             should_stop=parts.should_stop,
             replacement_rounds=recipe.algorithm.dynamic_sampling,
         )
-        if replayed:
-            experience.replay(replayed)
-        yield experience, blocking.broker.phases, start
+        if claimed.replayed:
+            experience.replay(claimed.replayed)
+        yield experience, blocking.broker.phases, claimed.start
 
 
-def _identity(parts: Parts, blocking: BlockingBroker, resume: bool) -> str:
-    """Of the run in its directory; a run from before there were any takes the broker's, or a new one. Raises
-    ConfigError for the checkpoint of another run."""
-    directory = parts.recipe.run_directory
-    noted, checkpoint = identity_of(directory), parts.checkpoint
-    saved = checkpoint.state.identity if checkpoint else ""
-    if checkpoint and noted and saved not in ("", noted):
-        raise ConfigError(
-            f"{checkpoint.path} is a checkpoint of another run (identity {saved}) than the one in {directory}"
-            f" (identity {noted}). Move it back to its own run; to start a new run from its weights, name them as"
-            " model.path."
-        )
-    identity = noted or saved or (blocking.call(blocking.broker.join()) if resume else "") or new_identity()
+def _claim(parts: Parts, blocking: BlockingBroker) -> tuple[Claimed, ExperienceLog]:
+    """The run is ours, and its directory says so before any weights are published."""
+    recipe, origin, directory = parts.recipe, parts.origin, parts.recipe.run_directory
+    identity = identify(blocking, origin, directory, identity_of(directory))
     note_identity(directory, identity)
-    return identity
-
-
-def _open_log(parts: Parts, identity: str, resume: bool) -> ExperienceLog:
-    """Raises RewindError where it lacks what a rewind would train again."""
-    recipe, checkpoints = parts.recipe, parts.checkpoints
-    opened = ExperienceLog(
-        recipe.run_directory / EXPERIENCE, recipe.checkpoint.log_bytes, checkpoints.oldest_step, identity=identity
-    )
-    if parts.rewind is not None:
-        check_rewind(checkpoints, opened, parts.rewind)
-    elif not resume:
-        opened.drop_from(0)
-    return opened
-
-
-def _claim(
-    parts: Parts, blocking: BlockingBroker, identity: str, experience_log: ExperienceLog, resume: bool
-) -> tuple[Claim, Start, range]:
-    """The run, where to begin in it, and the steps that the log must give: the broker has settled or forgotten them."""
-    state, cursor, rewind = parts.checkpoint.state if parts.checkpoint else None, parts.cursor, parts.rewind
-    directory = parts.recipe.run_directory
-    known_incarnation = max(state.incarnation if state else 0, last_incarnation(directory))
-    mark = CheckpointMark(known_incarnation, state.step if state else 0)
-    is_anew = rewind is not None and rewind.regenerate
-    replayable_to = 0 if is_anew else experience_log.held_until(mark.step)
-    claim = blocking.call(
-        blocking.broker.batches.claim(
-            checkpoint=mark,
-            rules=_rules(parts.recipe),
-            config=recipe_to_bytes(parts.recipe),
-            resume=resume,
-            contains=Contains(cursor.watermark, cursor.trained_beyond),
-            replayable_to=replayable_to,
-            regenerate=is_anew,
-            identity=identity,
-        )
+    experience_log = open_log(origin, parts.checkpoints, directory / EXPERIENCE, recipe.checkpoint.log_bytes, identity)
+    claimed = claim_run(
+        blocking,
+        origin,
+        experience_log,
+        parts.cursor,
+        identity=identity,
+        last_incarnation=last_incarnation(directory),
+        rules=_rules(recipe),
+        config=recipe_to_bytes(recipe),
     )
     blocking.broker.batches.limits = parts.files.limits
-    note_incarnation(directory, claim.owner.incarnation)
-    is_anew = is_anew or claim.is_rewound
-    if is_anew:
-        log.warning("what was sampled for the steps from %d on is forgotten, and generated anew", mark.step)
-        experience_log.drop_from(mark.step)
-    is_forgotten = claim.highest_announced is None  # by a server that is not the one that the run began with
-    is_replayed = not is_anew and (is_forgotten or claim.committed_step > mark.step)
-    start = Start(
-        version=WeightVersion(claim.owner.incarnation, mark.step),
-        identity=identity,
-        caught_up_at=0 if is_anew else replayable_to if is_forgotten else claim.highest_announced or 0,
-        is_branch=is_anew or parts.is_branch,
-    )
-    return claim, start, range(mark.step, replayable_to) if is_replayed else range(0)
+    note_incarnation(directory, claimed.claim.owner.incarnation)
+    return claimed, experience_log
 
 
 def _learner(
