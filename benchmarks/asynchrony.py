@@ -39,7 +39,8 @@ from benchmarks.learns.parts import CPU, SECONDS, SFT, finish
 from broker.schema import StepMetrics
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import EXPERIENCE
-from deploy.run.report import EDGE_STEPS, METRICS, lineage, read_lines, read_summary
+from deploy.run.figures import EDGE_STEPS
+from deploy.run.report import METRICS, lineage, read_lines, read_summary
 from deploy.run.sft_output import is_complete
 from learner.experience.log import ExperienceLog
 

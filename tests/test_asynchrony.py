@@ -17,10 +17,12 @@ from benchmarks.learns.parts import SECONDS, SFT
 from benchmarks.long_tailed import FEWEST_TERMS, MOST_TERMS, LongTailedPrompts, worked_examples
 from broker.schema import StepMetrics, Trajectory, VersionSpan, WeightVersion
 from deploy.recipe.loading import load_recipe
-from deploy.run.report import RunWriter, summarize
+from deploy.run.events import StepEvent
+from deploy.run.report import summarize
 from learner.data.prompts.base import Item
 from learner.experience.log import ExperienceLog
 from rollout_workers.rewards.reasoning_gym import Verifiers
+from tests.deploy.runs import open_record
 from tests.learner.batches import group
 
 ROOT = Path(__file__).parents[1]
@@ -115,11 +117,12 @@ def of_length(sample: Trajectory, tokens: int) -> Trajectory:
 
 def write_run(directory: Path, steps: int) -> None:
     """What a run leaves: its k-th step trained a response of k and one of 10 k tokens."""
-    writer, log = RunWriter(directory), ExperienceLog(directory / "experience", 1 << 20)
+    record, log = open_record(directory), ExperienceLog(directory / "experience", 1 << 20)
     for step in range(steps):
         values: dict[str, Any] = dict.fromkeys(StepMetrics.__struct_fields__, 0)
         values |= {"incarnation": 1, "step": step, "trajectories": 2, "step_s": 2.0, "take_s": 0.5}
-        writer.write_step(StepMetrics(**values | {"lag_histogram": {}, "algorithm": {}}))
+        metrics = StepMetrics(**values | {"lag_histogram": {}, "algorithm": {}})
+        record.write(StepEvent(metrics=metrics, tids=()))
         one = group(step, samples=(0, 1))
         lengths = (step + 1, 10 * (step + 1))
         samples = tuple(of_length(sample, n) for sample, n in zip(one.trajectories, lengths, strict=True))

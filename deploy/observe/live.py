@@ -15,15 +15,15 @@ from rich.text import Text
 from broker.client.broker import BlockingBroker
 from broker.errors import HeadwayError, RunNotFoundError
 from broker.schema import RunStatus, StepMetrics
+from deploy.run.figures import WINDOW, generated_per_s, moving_average, trained_per_s
 from deploy.terminal import Terminal, styled
 from rollout_workers.run_end import RUN_OVER
 
-from .status import generated_per_s, trained_per_s, version_text
+from .status import recent, version_text
 
 POLL_S = 0.5
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_STEPS = 40
-MEAN_STEPS = 5
 
 
 STATES = {
@@ -126,11 +126,10 @@ def watch(url: str, run: str, console: Terminal, max_lag: int | None = None) -> 
 
 def step_line(step: StepMetrics) -> str:
     """One learner step in one line."""
-    speed = step.trained_tokens / step.step_s if step.step_s else 0.0
     return (
         f"step {step.step + 1:>4}/{step.total_steps}  reward {step.reward_mean:.3f}"
         f"  lag {step.lag_mean:.2f} (max {step.lag_max})  {step.response_tokens_mean:.0f} tokens/response"
-        f"  trained {speed:,.0f} tokens/s"
+        f"  trained {trained_per_s([step]):,.0f} tokens/s"
     )
 
 
@@ -167,7 +166,9 @@ def _rows(status: RunStatus, max_lag: int | None) -> list[tuple[str, str | Text]
     rows: list[tuple[str, str | Text]] = []
     if status.last_step is not None:
         rows += [("reward", _reward(status.recent_steps)), ("lag", _lag(status.last_step, max_lag))]
-    rows.append(("tokens/s", f"{generated_per_s(status):,.0f} generated, {trained_per_s(status):,.0f} trained"))
+    rows.append(
+        ("tokens/s", f"{generated_per_s(status.workers):,.0f} generated, {trained_per_s(recent(status)):,.0f} trained")
+    )
     rows.append(("queue", _queue(status)))
     rows += [("workers" if not index else "", text) for index, text in enumerate(_workers(status))]
     return rows
@@ -175,10 +176,11 @@ def _rows(status: RunStatus, max_lag: int | None) -> list[tuple[str, str | Text]
 
 def _reward(steps: Sequence[StepMetrics]) -> Text:
     values = [step.reward_mean for step in steps]
-    recent = values[-MEAN_STEPS:]
     shown = values[-SPARK_STEPS:]
     line = sparkline(shown, min(0.0, *shown), max(1.0, *shown))
-    return styled((line, "green"), f" {values[-1]:.3f}, mean of {len(recent)}: {sum(recent) / len(recent):.3f}")
+    return styled(
+        (line, "green"), f" {values[-1]:.3f}, mean of {min(WINDOW, len(values))}: {moving_average(values)[-1]:.3f}"
+    )
 
 
 def _lag(step: StepMetrics, max_lag: int | None) -> str:
@@ -208,12 +210,12 @@ def _workers(status: RunStatus) -> list[Text]:
 
 def _load(status: RunStatus) -> str:
     ready, workers = status.queues.ready, len(status.workers)
-    return f"generated {generated_per_s(status):,.0f} tokens/s  {ready} ready  {workers} workers"
+    return f"generated {generated_per_s(status.workers):,.0f} tokens/s  {ready} ready  {workers} workers"
 
 
 def _remaining(status: RunStatus) -> str:
     """From the pace of the last steps."""
-    step, pace = status.last_step, [step.step_s for step in status.recent_steps[-MEAN_STEPS:]]
+    step, pace = status.last_step, [step.step_s for step in status.recent_steps[-WINDOW:]]
     if step is None or not pace or step.step + 1 >= step.total_steps:
         return ""
     return f", about {_clock((step.total_steps - step.step - 1) * sum(pace) / len(pace))} left"

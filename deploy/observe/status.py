@@ -1,6 +1,5 @@
 """One look at a run: versions, queue depths, workers, lag histogram, throughput, as tables or as JSON."""
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from broker.schema import QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
+from deploy.run.figures import generated_per_s, lag_histogram, trained_per_s
 
 RECENT_STEPS = 20
 """Throughput and lag are of the last so many steps."""
@@ -21,25 +21,6 @@ SUSPICIOUS_WORKERS = 3
 def version_text(version: WeightVersion | None) -> str:
     """`1.37`: incarnation and step; a dash where there are no weights yet."""
     return "-" if version is None else str(version)
-
-
-def generated_per_s(status: RunStatus) -> float:
-    """Tokens that all living workers generate in a second."""
-    return sum(worker.tokens_per_s for worker in status.workers)
-
-
-def trained_per_s(status: RunStatus) -> float:
-    """Tokens trained in a second, over the last steps."""
-    seconds = sum(step.step_s for step in recent(status))
-    return sum(step.trained_tokens for step in recent(status)) / seconds if seconds else 0.0
-
-
-def lag_histogram(status: RunStatus) -> dict[int, int]:
-    """Trajectories by lag, over the last steps."""
-    counts: Counter[int] = Counter()
-    for step in recent(status):
-        counts.update(step.lag_histogram)
-    return dict(sorted(counts.items()))
 
 
 def recent(status: RunStatus) -> tuple[StepMetrics, ...]:
@@ -54,10 +35,10 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     plain["announced"] = version_text(status.announced)
     for worker, info in zip(plain["workers"], status.workers, strict=True):
         worker["version"] = version_text(info.version)
-    plain["lag_histogram"] = {str(lag): count for lag, count in lag_histogram(status).items()}
+    plain["lag_histogram"] = {str(lag): count for lag, count in lag_histogram(recent(status)).items()}
     plain["throughput"] = {
-        "generated_tokens_per_s": generated_per_s(status),
-        "trained_tokens_per_s": trained_per_s(status),
+        "generated_tokens_per_s": generated_per_s(status.workers),
+        "trained_tokens_per_s": trained_per_s(recent(status)),
     }
     return plain
 
@@ -81,7 +62,7 @@ def _head(status: RunStatus) -> Table:
         table.add_row("step", f"{step.step + 1} of {step.total_steps}, reward {step.reward_mean:.3f}")
     table.add_row(
         "tokens/s",
-        f"{generated_per_s(status):,.0f} generated, {trained_per_s(status):,.0f} trained",
+        f"{generated_per_s(status.workers):,.0f} generated, {trained_per_s(recent(status)):,.0f} trained",
     )
     return table
 
@@ -166,7 +147,7 @@ def _workers(workers: tuple[WorkerInfo, ...]) -> Table:
 
 
 def _lags(status: RunStatus) -> Table:
-    counts = lag_histogram(status)
+    counts = lag_histogram(recent(status))
     largest = max(counts.values(), default=1)
     table = Table(
         title=f"Lag of what the last {len(recent(status))} steps trained",

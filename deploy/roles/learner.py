@@ -18,6 +18,9 @@ from broker import BlockingBroker
 from broker.client.holding import Holder
 from broker.client.phases import Phases
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
+from deploy.observe.sinks.base import SinkRun
+from deploy.observe.sinks.delivery import Sinks
+from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe
 from deploy.run.directory import (
@@ -29,7 +32,7 @@ from deploy.run.directory import (
     note_incarnation,
 )
 from deploy.run.plots import plot
-from deploy.run.report import RunWriter, summarize
+from deploy.run.report import summarize
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import CheckpointStore
 from learner.data.prompts import open_prompts
@@ -214,9 +217,10 @@ def _learner(
     parts: Parts, experience: Experience | None, phases: Phases | None, start: Start, stack: ExitStack
 ) -> Learner:
     recipe = parts.recipe
-    writer = evaluator = None
+    sinks = evaluator = None
     if experience is not None:
-        writer = RunWriter(recipe.run_directory, start.identity)
+        run = SinkRun(name=recipe.run.name, identity=start.identity, directory=recipe.run_directory)
+        sinks = stack.enter_context(Sinks({"jsonl": JsonlSink()}, run))
         if recipe.evaluation.prompts:
             evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out))
     return Learner(
@@ -237,7 +241,7 @@ def _learner(
             is_branch=start.is_branch,
         ),
         observer=RunObserver(
-            recipe, first_step=start.version.step, writer=writer, experience=experience, evaluator=evaluator
+            recipe, first_step=start.version.step, sinks=sinks, experience=experience, evaluator=evaluator
         ),
         should_stop=parts.should_stop,
         version=start.version,

@@ -1,64 +1,70 @@
-"""What the learner's loop reports, made into files, live metrics and evaluations."""
+"""What the learner's loop reports, made into the events that sinks are told, live metrics and evaluations."""
 
 import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from broker.schema import StepMetrics, Trajectory, WeightVersion
+from deploy.observe.sinks.delivery import Sinks
 from deploy.recipe.recipe import Recipe
-from deploy.run.report import RunWriter
+from deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
 from learner.backends.base import Backend
 from learner.experience.stream import Experience
 from learner.stages.loop import Step
 
 from .evaluation import Evaluator
 
+HEARTBEAT_S = 10.0
+"""Between two looks at the workers, for sinks that want them: a look fetches the last steps as well."""
 log = logging.getLogger(__name__)
 
 
 class RunObserver:
-    """Every rank has one, since evaluations gather weights; only the first rank's has a writer, and so on."""
+    """Every rank has one, since evaluations gather weights; only the first rank's has sinks, and so on."""
 
     def __init__(
         self,
         recipe: Recipe,
         *,
         first_step: int,
-        writer: RunWriter | None,
+        sinks: Sinks | None,
         experience: Experience | None,
         evaluator: Evaluator | None,
     ) -> None:
         self._recipe = recipe
         self._first_step = first_step
-        self._writer = writer
+        self._sinks = sinks
         self._experience = experience
         self._evaluator = evaluator
         self._started = time.monotonic()
+        self._next_heartbeat_s = 0.0
 
     def on_weights(self, version: WeightVersion, backend: Backend, is_last: bool) -> None:
         """Measure the pass rate where the recipe wants it: before the run, after it, and every so many steps."""
         if not self._is_evaluation_due(version.step, is_last):
             return
         tensors = backend.named_tensors()
-        if self._evaluator is not None and self._writer is not None:
+        if self._evaluator is not None and self._sinks is not None:
             pass_rate = self._evaluator.measure(tensors).pass_rate
-            self._writer.write_evaluation(version.incarnation, version.step, pass_rate)
+            self._sinks.write(EvaluationEvent(incarnation=version.incarnation, step=version.step, pass_rate=pass_rate))
             log.info("step %d: held-out pass rate %.3f", version.step, pass_rate)
         for _ in tensors:  # gathering is collective
             pass
 
     def on_step(self, step: Step) -> None:
-        """One line in each of the run's files, and the broker told."""
-        if self._writer is None or self._experience is None:
+        """Tell sinks and broker."""
+        if self._sinks is None or self._experience is None:
             return
-        metrics = step_metrics(step, self._recipe.learner.steps, time.monotonic() - self._started)
-        self._writer.write_step(metrics)
-        trajectories = _trajectories(step)
-        oldest = step.version.step - metrics.lag_max
-        tids = [t.tid for t in trajectories]
-        self._writer.write_trained(step.version.incarnation, step.version.step, tids, oldest)
+        event = step_event(step, self._recipe.learner.steps, time.monotonic() - self._started)
+        metrics = event.metrics
+        self._sinks.write(event)
         self._experience.report(metrics)
+        if self._sinks.wants_heartbeats and metrics.time_s >= self._next_heartbeat_s:
+            self._next_heartbeat_s = metrics.time_s + HEARTBEAT_S
+            if (status := self._experience.status()) is not None:
+                self._sinks.write(HeartbeatEvent.of(status, metrics))
         if metrics.grad_norm is None:
             log.warning("step %d: the gradient was not finite, so its update was skipped", metrics.step + 1)
         log.info(
@@ -80,9 +86,14 @@ class RunObserver:
         return is_last or is_before_run or is_in_turn
 
 
-def step_metrics(step: Step, total_steps: int, time_s: float) -> StepMetrics:
-    """The figures of one step."""
-    trajectories = _trajectories(step)
+def step_event(step: Step, total_steps: int, time_s: float) -> StepEvent:
+    """One step of a run or of a replay, with what it trained; `time_s` since its loop started."""
+    trajectories = [trajectory for group in step.groups for trajectory in group.trajectories]
+    metrics = _metrics(step, trajectories, total_steps, time_s)
+    return StepEvent(metrics=metrics, tids=tuple(str(trajectory.tid) for trajectory in trajectories))
+
+
+def _metrics(step: Step, trajectories: Sequence[Trajectory], total_steps: int, time_s: float) -> StepMetrics:
     lags = [int((s.lags * s.loss_mask).max(initial=0)) for s in step.judged.sequences]
     responses = [len(t.response_tokens) for t in trajectories]
     seconds = step.seconds
@@ -118,7 +129,3 @@ def step_metrics(step: Step, total_steps: int, time_s: float) -> StepMetrics:
 def _finite(value: float) -> float | None:
     """JSON has no word for the others."""
     return value if math.isfinite(value) else None
-
-
-def _trajectories(step: Step) -> list[Trajectory]:
-    return [trajectory for group in step.groups for trajectory in group.trajectories]

@@ -16,11 +16,13 @@ import torch
 from broker.errors import ConfigError
 from broker.schema import StepMetrics
 from deploy.launch.local import after_warm_up
+from deploy.observe.sinks.base import SinkRun
+from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import load_recipe, with_overrides
 from deploy.recipe.recipe import Recipe
 from deploy.run.comparison import ComparedWeights, Comparison, changed_settings
 from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, REPLAYS
-from deploy.run.report import METRICS, RunWriter, lineage, read_lines, summarize
+from deploy.run.report import METRICS, lineage, read_lines, summarize
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoints.weights_digest import saved_tensors, weights_digest
@@ -32,7 +34,7 @@ from learner.stages.replay import ReplayError, replay
 
 from .backend import recipe_backend
 from .learner import recipe_updater, seed_generators
-from .observer import step_metrics
+from .observer import step_event
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +95,11 @@ class Replay:
         updater = recipe_updater(recipe, backend, Ranks.of(backend))
         if start is not None:
             updater.load(start.path)
-        writer, weights, metrics = RunWriter(self._output), [], []
+        record, weights, metrics = JsonlSink(), [], []
+        record.open(SinkRun(name=self.original.run.name, identity="", directory=self._output))
         started = time.monotonic()
         for step in replay(updater, self._log, steps):
-            metrics.append(_write(writer, step, steps.stop, time.monotonic() - started))
+            metrics.append(_write(record, step, steps.stop, time.monotonic() - started))
             weights += self._compared(backend, step.version.step + 1)
         summarize(self._output, {"max_lag_allowed": recipe.staleness.max_lag})
         backend.save(self._output / "model")
@@ -147,11 +150,10 @@ class Replay:
         )
 
 
-def _write(writer: RunWriter, step: Step, total_steps: int, time_s: float) -> StepMetrics:
-    metrics = step_metrics(step, total_steps, time_s)
-    writer.write_step(metrics)
-    tids = [trajectory.tid for group in step.groups for trajectory in group.trajectories]
-    writer.write_trained(0, metrics.step, tids, metrics.step - metrics.lag_max)
+def _write(record: JsonlSink, step: Step, total_steps: int, time_s: float) -> StepMetrics:
+    event = step_event(step, total_steps, time_s)
+    record.write(event)
+    metrics = event.metrics
     log.info("step %d/%d  loss %s  grad norm %s", metrics.step + 1, total_steps, metrics.loss, metrics.grad_norm)
     return metrics
 

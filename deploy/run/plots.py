@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from broker.schema import StepMetrics
 
-from .report import EVALUATIONS, METRICS, EvaluationLine, lineage, read_lines
+from .events import EvaluationEvent
+from .figures import WINDOW, moving_average
+from .report import EVALUATIONS, METRICS, lineage, read_lines
 from .whole_files import told
 
 if TYPE_CHECKING:
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette: told apart with any colour vision, and in grey by lightness.
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7F7F7F"
-WINDOW = 5
-"""Steps of the moving average."""
 
 
 def plot(directory: Path, max_lag: int | None = None) -> Path:
@@ -27,7 +27,7 @@ def plot(directory: Path, max_lag: int | None = None) -> Path:
     from matplotlib.figure import Figure
 
     steps = lineage(read_lines(directory / METRICS, StepMetrics))
-    evaluations = lineage(read_lines(directory / EVALUATIONS, EvaluationLine))
+    evaluations = lineage(read_lines(directory / EVALUATIONS, EvaluationEvent))
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -41,13 +41,7 @@ def plot(directory: Path, max_lag: int | None = None) -> Path:
     return path
 
 
-def moving_average(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Mean of the last `window` values at every point; of fewer at the start."""
-    spans = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
-    return [sum(span) / len(span) for span in spans]
-
-
-def _draw_reward(axes: "Axes", steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationLine]) -> None:
+def _draw_reward(axes: "Axes", steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationEvent]) -> None:
     numbers = [step.step for step in steps]
     rewards = [step.reward_mean for step in steps]
     axes.plot(numbers, rewards, color=BLUE, alpha=0.35, linewidth=1, label="each step")

@@ -7,9 +7,8 @@ A killed and resumed learner repeats steps since its checkpoint, so the files ho
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,13 +16,13 @@ import msgspec
 from broker.errors import HeadwayError
 from broker.schema import StepMetrics
 
-from .whole_files import append_line, cut_torn_line, replace_file, told
+from . import figures
+from .events import EvaluationEvent
+from .whole_files import replace_file
 
 log = logging.getLogger(__name__)
 
 METRICS, TRAINED, EVALUATIONS, SUMMARY = "metrics.jsonl", "trained.jsonl", "evaluations.jsonl", "summary.json"
-EDGE_STEPS = 3
-"""`reward_first` and `reward_last` are means of so many steps."""
 
 
 class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,52 +37,7 @@ class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
     """The step of the oldest weights that sampled a token trained here."""
 
 
-class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of evaluations.jsonl: a pass rate on held-out prompts, measured before `step` was trained."""
-
-    incarnation: int
-    step: int
-    pass_rate: float
-
-
-Line = TypeVar("Line", StepMetrics, TrainedLine, EvaluationLine)
-
-
-class RunWriter:
-    """Appends lines to a run's files. Only the learner writes; a resumed one goes on where the old ended.
-
-    A line is written whole, or HeadwayError says why it is not there.
-    """
-
-    def __init__(self, directory: Path, identity: str = "") -> None:
-        """`identity`: of the run."""
-        self._directory = directory
-        self._identity = identity
-        with told(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, TRAINED, EVALUATIONS):
-            cut_torn_line(directory / name)
-
-    def write_step(self, metrics: StepMetrics) -> None:
-        """One line of metrics.jsonl."""
-        _append(self._directory / METRICS, metrics)
-
-    def write_trained(self, incarnation: int, step: int, tids: Iterable[object], oldest_step: int) -> None:
-        """One line of trained.jsonl; write it once the step is done. Tids become `group:round:sample`."""
-        names = tuple(str(tid) for tid in tids)
-        _append(
-            self._directory / TRAINED,
-            TrainedLine(
-                identity=self._identity, incarnation=incarnation, step=step, tids=names, oldest_step=oldest_step
-            ),
-        )
-
-    def write_evaluation(self, incarnation: int, step: int, pass_rate: float) -> None:
-        """One line of evaluations.jsonl: the first of a run becomes eval_before, the last eval_after."""
-        _append(
-            self._directory / EVALUATIONS,
-            EvaluationLine(incarnation=incarnation, step=step, pass_rate=pass_rate),
-        )
+Line = TypeVar("Line", StepMetrics, TrainedLine, EvaluationEvent)
 
 
 def read_lines(path: Path, kind: type[Line]) -> list[Line]:
@@ -150,12 +104,12 @@ def summarize(directory: Path, extras: Mapping[str, Any] | None = None) -> dict[
     """
     all_steps, damaged_steps = _read(directory / METRICS, StepMetrics)
     trained, damaged_trained = _read(directory / TRAINED, TrainedLine)
-    evaluations, damaged_evaluations = _read(directory / EVALUATIONS, EvaluationLine)
+    evaluations, damaged_evaluations = _read(directory / EVALUATIONS, EvaluationEvent)
     summary = {
         **_unknown(),
-        **_learning(lineage(all_steps)),
-        **_evaluations(evaluations),
-        **_costs(all_steps),
+        **figures.learned(lineage(all_steps)),
+        **figures.evaluated(lineage(evaluations)),
+        **figures.spent(all_steps),
         "trained_trajectories": sum(len(line.tids) for line in lineage(trained)),
         "trained_twice": count_trained_twice(trained),
         "max_lag_seen": max_lag_seen(trained),
@@ -186,54 +140,11 @@ def read_summary(directory: Path) -> dict[str, Any]:
 def _unknown() -> dict[str, Any]:
     """Keys that stay at these values unless `extras` says more."""
     return {
-        "eval_before": None,
-        "eval_after": None,
         "dropped_stale": 0,
         "max_lag_allowed": None,
         "generated_tokens": 0,
         "worker_restarts": 0,
     }
-
-
-def _learning(steps: Sequence[StepMetrics]) -> dict[str, Any]:
-    rewards = [step.reward_mean for step in steps]
-    return {
-        "reward_first": fmean(rewards[:EDGE_STEPS]) if rewards else None,
-        "reward_last": fmean(rewards[-EDGE_STEPS:]) if rewards else None,
-        "steps": len(steps),
-        "weight_versions": len(steps) + 1,
-        "mixed_version_trajectories": sum(step.mixed_version_trajectories for step in steps),
-        "trained_tokens": sum(step.trained_tokens for step in steps),
-    }
-
-
-def _costs(steps: Sequence[StepMetrics]) -> dict[str, Any]:
-    """Of all the work that was done, abandoned steps too: time does not come back."""
-    seconds = sum(step.step_s for step in steps)
-    return {
-        "wall_s": _wall_s(steps),
-        "trained_tokens_per_s": sum(step.trained_tokens for step in steps) / seconds if seconds else 0.0,
-        "learner_wait_fraction": sum(step.take_s for step in steps) / seconds if seconds else 0.0,
-        "publish_s_p50": median(step.publish_s for step in steps) if steps else 0.0,
-    }
-
-
-def _wall_s(steps: Sequence[StepMetrics]) -> float:
-    """The sum over incarnations: each counts its own time from 0."""
-    longest: dict[int, float] = {}
-    for step in steps:
-        longest[step.incarnation] = max(step.time_s, longest.get(step.incarnation, 0.0))
-    return sum(longest.values())
-
-
-def _evaluations(lines: Sequence[EvaluationLine]) -> dict[str, Any]:
-    kept = lineage(lines)
-    found: dict[str, Any] = {}
-    if kept:
-        found["eval_before"] = kept[0].pass_rate
-    if len(kept) > 1:
-        found["eval_after"] = kept[-1].pass_rate
-    return found
 
 
 def _with(summary: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +158,3 @@ def _with(summary: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 def _write_summary(directory: Path, summary: dict[str, Any]) -> dict[str, Any]:
     replace_file(directory / SUMMARY, json.dumps(summary, indent=2).encode() + b"\n")
     return summary
-
-
-def _append(path: Path, line: msgspec.Struct) -> None:
-    append_line(path, msgspec.json.encode(line))

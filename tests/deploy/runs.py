@@ -1,6 +1,12 @@
 """Steps, workers and whole looks at a run, to show and to sum up."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from broker.schema import QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
+from deploy.observe.sinks.base import SinkRun
+from deploy.observe.sinks.jsonl import JsonlSink
+from deploy.run.events import EvaluationEvent, StepEvent
 
 
 def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_steps: int = 60) -> StepMetrics:
@@ -32,6 +38,28 @@ def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_
         checkpoint_s=0.1,
         step_s=2.0,
     )
+
+
+def step_event(step: int, tids: Sequence[str] = (), *, incarnation: int = 1, reward: float = 0.5) -> StepEvent:
+    """The same step with what it trained."""
+    return StepEvent(metrics=step_metrics(step, incarnation=incarnation, reward=reward), tids=tuple(tids))
+
+
+def evaluation(incarnation: int, step: int, pass_rate: float) -> EvaluationEvent:
+    """A pass rate that was measured before `step`."""
+    return EvaluationEvent(incarnation=incarnation, step=step, pass_rate=pass_rate)
+
+
+def sink_run(directory: Path, identity: str = "") -> SinkRun:
+    """The run of that directory, for a sink."""
+    return SinkRun(name="arithmetic", identity=identity, directory=directory)
+
+
+def open_record(directory: Path, identity: str = "") -> JsonlSink:
+    """The files of a run, as its learner writes them."""
+    record = JsonlSink()
+    record.open(sink_run(directory, identity))
+    return record
 
 
 def worker(name: str, version: WeightVersion | None, *, last_error: str = "") -> WorkerInfo:

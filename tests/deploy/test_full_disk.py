@@ -13,13 +13,13 @@ import pytest
 from broker.errors import HeadwayError
 from broker.schema import StepMetrics
 from deploy.launch.processes import Child, Command
+from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import CONFIG, INCARNATION, note_incarnation, prepare
 from deploy.run.report import (
     METRICS,
     SUMMARY,
     TRAINED,
-    RunWriter,
     TrainedLine,
     read_lines,
     read_summary,
@@ -28,7 +28,7 @@ from deploy.run.report import (
 from deploy.run.sft_output import is_complete, mark_complete
 from tests.full_disk import small_disk
 
-from .runs import step_metrics
+from .runs import open_record, step_event
 
 DISK_BYTES = 24 << 10
 TIDS = [f"0000-{number:08d}:0:0" for number in range(100)]
@@ -50,12 +50,12 @@ def fill(path: Path) -> None:
             return
 
 
-def write_until_full(writer: RunWriter) -> int:
-    """How many lines of trained.jsonl were written before the error."""
+def write_until_full(record: JsonlSink) -> int:
+    """How many steps were written before the error."""
     written = count()
-    with pytest.raises(HeadwayError, match=rf"{TRAINED}.*Make room"):  # noqa: PT012 - which line fails is the disk's affair
+    with pytest.raises(HeadwayError, match=r"jsonl.*Make room"):  # noqa: PT012 - which step fails is the disk's affair
         while True:
-            writer.write_trained(1, next(written), TIDS, 0)
+            record.write(step_event(next(written), TIDS))
     return next(written) - 1
 
 
@@ -73,19 +73,19 @@ def test_a_file_is_durable_under_its_name(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_full_disk_leaves_whole_lines_and_an_error_that_says_so(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
-        writer = RunWriter(disk)
-        writer.write_step(step_metrics(0))
-        written = write_until_full(writer)
+        written = write_until_full(open_record(disk))
+        assert len(read_lines(disk / METRICS, StepMetrics)) - written in (0, 1)
+        assert (disk / METRICS).read_bytes().endswith(b"\n")
         assert [line.step for line in read_lines(disk / TRAINED, TrainedLine)] == list(range(written))
         assert (disk / TRAINED).read_bytes().endswith(b"\n")
         shutil.copytree(disk, roomy := tmp_path / "roomy")
-    RunWriter(roomy).write_trained(1, written, ["a:0:0"], written)
+    open_record(roomy).write(step_event(written, ["a:0:0"]))
     assert [line.step for line in read_lines(roomy / TRAINED, TrainedLine)] == list(range(written + 1))
     assert summarize(roomy)["trained_trajectories"] == written * len(TIDS) + 1
 
 
 def test_a_summary_that_finds_no_room_leaves_the_one_before(disk: Path) -> None:
-    RunWriter(disk).write_step(step_metrics(0))
+    open_record(disk).write(step_event(0))
     before = summarize(disk)
     fill(disk / "filler")
     with pytest.raises(HeadwayError, match=rf"(?s){SUMMARY}.*Make room"):
@@ -115,10 +115,10 @@ def test_a_warm_up_that_finds_no_room_is_not_complete(disk: Path) -> None:
 
 
 def test_a_directory_that_was_removed_is_said_to_be_gone(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path / "run")
+    record = open_record(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(HeadwayError) as caught:
-        writer.write_step(step_metrics(0))
+        record.write(step_event(0))
     assert f"{tmp_path / 'run'} is gone" in str(caught.value)
     assert "Make room" not in str(caught.value)
 
@@ -126,11 +126,11 @@ def test_a_directory_that_was_removed_is_said_to_be_gone(tmp_path: Path) -> None
 def test_lines_that_cannot_be_read_are_named_counted_and_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = RunWriter(tmp_path)
-    writer.write_step(step_metrics(0))
+    record = open_record(tmp_path)
+    record.write(step_event(0))
     with (tmp_path / METRICS).open("ab") as file:
         file.write(b'{"incarnation": 1, "ste{"incarnation": 1, "step": 1}\n\xff\xfe\x00\n')
-    writer.write_step(step_metrics(2))
+    record.write(step_event(2))
     assert [step.step for step in read_lines(tmp_path / METRICS, StepMetrics)] == [0, 2]
     assert f"{tmp_path / METRICS}:2" in caplog.text
     assert f"{tmp_path / METRICS}:3" in caplog.text
@@ -140,7 +140,7 @@ def test_lines_that_cannot_be_read_are_named_counted_and_left_out(
 def test_a_file_that_is_a_directory_is_said(tmp_path: Path) -> None:
     (tmp_path / METRICS).mkdir()
     with pytest.raises(HeadwayError, match=METRICS):
-        RunWriter(tmp_path)
+        open_record(tmp_path)
     with pytest.raises(HeadwayError, match=METRICS):
         read_lines(tmp_path / METRICS, StepMetrics)
 

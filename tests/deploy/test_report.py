@@ -2,15 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from broker.schema import StepMetrics, TrajectoryId
-from deploy.run.plots import moving_average, plot
+from broker.schema import StepMetrics
+from deploy.run.figures import moving_average
+from deploy.run.plots import plot
 from deploy.run.report import (
     METRICS,
     TRAINED,
-    RunWriter,
     TrainedLine,
     amend_summary,
     count_trained_twice,
@@ -22,7 +23,7 @@ from deploy.run.report import (
 )
 from tests.end_to_end.records import SUMMARY_KEYS
 
-from .runs import step_metrics
+from .runs import evaluation, open_record, step_event, step_metrics
 
 
 def line(incarnation: int, step: int, *tids: str, oldest: int | None = None) -> TrainedLine:
@@ -64,32 +65,29 @@ def test_max_lag_is_of_the_lineage_only() -> None:
 
 
 def test_the_writer_survives_a_torn_line(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path, "0123456789abcdef")
-    writer.write_step(step_metrics(0))
-    writer.write_trained(1, 0, [TrajectoryId("0000-00000000", 0, 1)], 0)
+    open_record(tmp_path, "0123456789abcdef").write(step_event(4, ["0000-00000000:0:1"]))
     with (tmp_path / METRICS).open("ab") as file:
         file.write(b'{"incarnation": 1, "ste')
-    assert read_lines(tmp_path / METRICS, StepMetrics) == [step_metrics(0)]
-    RunWriter(tmp_path).write_step(step_metrics(1))
-    assert read_lines(tmp_path / METRICS, StepMetrics) == [step_metrics(0), step_metrics(1)]
-    assert json.loads((tmp_path / TRAINED).read_text()) == {
+    assert read_lines(tmp_path / METRICS, StepMetrics) == [step_metrics(4)]
+    open_record(tmp_path).write(step_event(5))
+    assert read_lines(tmp_path / METRICS, StepMetrics) == [step_metrics(4), step_metrics(5)]
+    assert json.loads((tmp_path / TRAINED).read_text().splitlines()[0]) == {
         "identity": "0123456789abcdef",
         "incarnation": 1,
-        "step": 0,
+        "step": 4,
         "tids": ["0000-00000000:0:1"],
-        "oldest_step": 0,
+        "oldest_step": 2,
     }
 
 
 def write_run(directory: Path) -> None:
     """Five steps, killed after the fourth, resumed at step 3."""
-    writer = RunWriter(directory)
-    writer.write_evaluation(1, 0, 0.25)
+    record = open_record(directory)
+    record.write(evaluation(1, 0, 0.25))
     for incarnation, steps in ((1, range(4)), (2, range(3, 5))):
         for step in steps:
-            writer.write_step(step_metrics(step, incarnation=incarnation, reward=step / 4))
-            writer.write_trained(incarnation, step, [f"g{step}:0:0"], max(0, step - 2))
-    writer.write_evaluation(2, 5, 0.875)
+            record.write(step_event(step, [f"g{step}:0:0"], incarnation=incarnation, reward=step / 4))
+    record.write(evaluation(2, 5, 0.875))
 
 
 def test_the_summary_holds_every_key_and_counts_the_lineage(tmp_path: Path) -> None:
@@ -115,7 +113,7 @@ def test_amending_keeps_the_rest(tmp_path: Path) -> None:
 
 
 def test_the_summary_of_a_run_without_a_step(tmp_path: Path) -> None:
-    RunWriter(tmp_path)
+    open_record(tmp_path)
     summary = summarize(tmp_path)
     assert set(summary) == SUMMARY_KEYS
     assert summary["reward_first"] is None
@@ -133,3 +131,26 @@ def test_the_plot_is_a_picture(tmp_path: Path, is_empty: bool) -> None:
 
 def test_moving_average() -> None:
     assert moving_average([1.0, 3.0, 5.0, 7.0], window=2) == [1.0, 2.0, 4.0, 6.0]
+
+
+def test_the_summary_is_what_a_fold_over_metrics_says(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    summary = summarize(tmp_path)
+    last: dict[int, dict[str, Any]] = {}
+    elapsed: dict[int, float] = {}
+    tokens = seconds = waited = 0.0
+    for line in map(json.loads, (tmp_path / METRICS).read_text().splitlines()):
+        last[line["step"]] = line  # a resumed learner writes a step anew
+        elapsed[line["incarnation"]] = line["time_s"]
+        tokens, seconds, waited = tokens + line["trained_tokens"], seconds + line["step_s"], waited + line["take_s"]
+    assert summary["steps"] == len(last) == 5
+    assert summary["trained_tokens"] == sum(line["trained_tokens"] for line in last.values())
+    assert summary["mixed_version_trajectories"] == sum(line["mixed_version_trajectories"] for line in last.values())
+    assert summary["max_lag_seen"] == max(line["lag_max"] for line in last.values())
+    assert summary["wall_s"] == pytest.approx(sum(elapsed.values()))
+    assert summary["trained_tokens_per_s"] == pytest.approx(tokens / seconds)
+    assert summary["learner_wait_fraction"] == pytest.approx(waited / seconds)
+    rewards = [last[step]["reward_mean"] for step in sorted(last)]
+    assert [summary["reward_first"], summary["reward_last"]] == pytest.approx(
+        [sum(rewards[:3]) / 3, sum(rewards[2:]) / 3]
+    )

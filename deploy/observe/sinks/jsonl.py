@@ -1,0 +1,57 @@
+"""The run's own record: metrics.jsonl, trained.jsonl and evaluations.jsonl, of which all figures are computed."""
+
+from pathlib import Path
+
+import msgspec
+
+from deploy.run.events import EvaluationEvent, Event, StepEvent
+from deploy.run.report import EVALUATIONS, METRICS, TRAINED, TrainedLine
+from deploy.run.whole_files import append_line, cut_torn_line, told
+
+from .base import SinkRun
+
+
+class JsonlSink:
+    """Appends lines to the files of a run, or of a replay; a resumed learner goes on where the old one ended.
+
+    A line is written whole, or HeadwayError says why it is not there.
+    """
+
+    is_record = True
+    wants_heartbeats = False
+
+    def __init__(self) -> None:
+        self._directory = Path()
+        self._identity = ""
+
+    def open(self, run: SinkRun) -> None:
+        """Make the directory, and cut what a killed learner left of a line. Raises HeadwayError."""
+        self._directory, self._identity = run.directory, run.identity
+        with told(run.directory):
+            run.directory.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, TRAINED, EVALUATIONS):
+            cut_torn_line(run.directory / name)
+
+    def write(self, event: Event) -> None:
+        """A step is a line of metrics.jsonl and one of trained.jsonl; an evaluation is one of evaluations.jsonl."""
+        match event:
+            case StepEvent():
+                self._append(METRICS, event.metrics)
+                self._append(TRAINED, self._trained(event))
+            case EvaluationEvent():
+                self._append(EVALUATIONS, event)
+
+    def close(self) -> None:
+        """Do nothing: every line is there already."""
+
+    def _trained(self, event: StepEvent) -> TrainedLine:
+        return TrainedLine(
+            identity=self._identity,
+            incarnation=event.metrics.incarnation,
+            step=event.metrics.step,
+            tids=event.tids,
+            oldest_step=event.oldest_step,
+        )
+
+    def _append(self, name: str, line: msgspec.Struct) -> None:
+        append_line(self._directory / name, msgspec.json.encode(line))

@@ -1,0 +1,101 @@
+"""What every sink that comes with Headway keeps: events that were written are read back, after a resume as well."""
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from msgspec.structs import replace
+
+from broker.schema import StepMetrics
+from deploy.observe.sinks.base import MetricSink
+from deploy.observe.sinks.jsonl import JsonlSink
+from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent
+from deploy.run.report import EVALUATIONS, METRICS, lineage, read_lines
+from tests.deploy.runs import evaluation, run_status, sink_run, step_event, step_metrics
+
+Figures = dict[int, float]
+"""By step."""
+
+
+class Case(Protocol):
+    """A sink, and a reader of what it wrote that shares no code with it."""
+
+    def sink(self) -> MetricSink: ...
+    def rewards(self, directory: Path) -> Figures: ...
+    def pass_rates(self, directory: Path) -> Figures: ...
+    def workers(self, directory: Path) -> Figures | None:
+        """None: it keeps no heartbeats."""
+        ...
+
+
+class Jsonl:
+    def sink(self) -> MetricSink:
+        return JsonlSink()
+
+    def rewards(self, directory: Path) -> Figures:
+        return {step.step: step.reward_mean for step in lineage(read_lines(directory / METRICS, StepMetrics))}
+
+    def pass_rates(self, directory: Path) -> Figures:
+        lines = map(json.loads, (directory / EVALUATIONS).read_text().splitlines())
+        return {line["step"]: line["pass_rate"] for line in lines}
+
+    def workers(self, directory: Path) -> Figures | None:
+        return None
+
+
+@pytest.fixture(params=[Jsonl])
+def case(request: pytest.FixtureRequest) -> Case:
+    made: Case = request.param()
+    return made
+
+
+def write(case: Case, directory: Path, *events: Event) -> None:
+    """As one learner does, from its start to its end."""
+    sink = case.sink()
+    sink.open(sink_run(directory))
+    for event in events:
+        sink.write(event)
+    sink.close()
+
+
+def heartbeat(step: int) -> HeartbeatEvent:
+    return HeartbeatEvent.of(run_status(), step_metrics(step))
+
+
+def test_what_was_written_is_read_back(case: Case, tmp_path: Path) -> None:
+    events = [step_event(step, ["a:0:0"], reward=step / 4) for step in range(3)]
+    write(case, tmp_path, evaluation(1, 0, 0.25), *events, heartbeat(2), evaluation(1, 3, 0.5))
+    assert case.rewards(tmp_path) == {0: 0.0, 1: 0.25, 2: 0.5}
+    assert case.pass_rates(tmp_path) == {0: 0.25, 3: 0.5}
+    assert case.workers(tmp_path) in (None, {2: 2.0})
+
+
+def test_a_resumed_run_shows_the_steps_of_its_lineage(case: Case, tmp_path: Path) -> None:
+    write(case, tmp_path, *(step_event(step, reward=0.25) for step in range(4)))
+    write(case, tmp_path, *(step_event(step, incarnation=2, reward=0.75) for step in range(2, 3)))
+    assert case.rewards(tmp_path) == {0: 0.25, 1: 0.25, 2: 0.75}
+
+
+def test_a_step_whose_update_was_skipped_is_written(case: Case, tmp_path: Path) -> None:
+    event = step_event(0)
+    write(case, tmp_path, replace(event, metrics=replace(event.metrics, loss=None, grad_norm=None)))
+    assert case.rewards(tmp_path) == {0: 0.5}
+
+
+def test_a_sink_that_was_told_nothing_leaves_nothing(case: Case, tmp_path: Path) -> None:
+    write(case, tmp_path)
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_a_heartbeat_says_what_the_status_says() -> None:
+    status = run_status()
+    event = heartbeat(7)
+    assert (event.step, event.incarnation, event.time_s) == (7, 1, 16.0)
+    assert (event.workers, event.queues) == (status.workers, status.queues)
+
+
+def test_an_evaluation_is_a_line_of_its_file(tmp_path: Path) -> None:
+    write(Jsonl(), tmp_path, evaluation(1, 3, 0.5))
+    assert (tmp_path / EVALUATIONS).read_text() == '{"incarnation":1,"step":3,"pass_rate":0.5}\n'
+    assert read_lines(tmp_path / EVALUATIONS, EvaluationEvent) == [evaluation(1, 3, 0.5)]
