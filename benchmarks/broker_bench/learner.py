@@ -79,7 +79,7 @@ class Learner:
         while True:
             asked = time.perf_counter()
             batch = await self._broker.batches.take(self._owner, step, self._run.groups_per_step)
-            if batch is not None:
+            if isinstance(batch, TakenBatch):
                 self.take_s.append(time.perf_counter() - asked)
                 return batch
             await asyncio.sleep(POLL_S)

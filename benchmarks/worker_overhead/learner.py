@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from broker import BlockingBroker
-from broker.client.batches import CheckpointMark
+from broker.client.batches import CheckpointMark, TakenBatch
 from broker.schema import Probe, Prompt, RunRules, WeightVersion, WorkerInfo
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe
@@ -77,7 +77,7 @@ class StandInLearner:
         ready = self._blocking.call(self._broker.status.snapshot()).queues.ready
         if ready:
             batch = self._blocking.call(self._broker.batches.take(self._owner, self._step, ready))
-            self.taken += sum(len(group.trajectories) for group in batch.groups) if batch else 0
+            self.taken += sum(len(group.trajectories) for group in batch.groups) if isinstance(batch, TakenBatch) else 0
             self._blocking.call(self._broker.batches.commit(self._owner, self._step + 1))
 
     def worker(self) -> WorkerInfo | None:

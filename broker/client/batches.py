@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import chain, islice
 from typing import Any
 
@@ -25,7 +26,7 @@ from broker.wire.codec import decode, decode_trajectory
 
 from .versions import Versions
 
-__all__ = ["Batches", "CheckpointMark", "Claim", "Contains", "Owner", "TakenBatch", "new_identity"]
+__all__ = ["Batches", "CheckpointMark", "Claim", "Contains", "NotReady", "Owner", "TakenBatch", "new_identity"]
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,24 @@ class TakenBatch:
 
     step: int
     groups: tuple[Group, ...]
+
+
+class NotReady(StrEnum):
+    """Why a take gave no batch."""
+
+    GROUPS = "groups"
+    """Too few groups are finished."""
+    STRAGGLERS = "stragglers"
+    """Taking the groups that are ready would push an older, unfinished one over the bound on lag."""
+    BYTES = "bytes"
+    """The store is full: an early commit frees what was trained."""
+    REJECTED = "rejected"
+    """A sample of the batch could not be trained and is generated anew."""
+    ANNOUNCE = "announce"
+    """The newest announced weights are older than this step's: announce these."""
+    REWIND = "rewind"
+    """The server has lost the step's batch and workers are ahead: announce this step's weights under the new
+    incarnation."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +104,6 @@ class Batches:
         """Steps whose batch an earlier learner took, by its own rules."""
         self.limits = SampleLimits()
         """What a sample of this run can be; to be set before the first take."""
-        self.waiting_for = ""
-        """Why the last take gave nothing: groups, stragglers, bytes (commit early!), rejected, announce (the
-        newest announced weights are older than this step's: announce these), or rewind (the step's batch is
-        lost and the workers are ahead: announce this step's weights under the new incarnation)."""
 
     async def claim(
         self,
@@ -155,8 +170,8 @@ class Batches:
         announced = int(reply[2]) if reply[2] else None
         return Claim(Owner(int(reply[0]), token), identity, announced, int(reply[3]), bool(reply[4]))
 
-    async def take(self, owner: Owner, step: int, n: int) -> TakenBatch | None:
-        """The n groups that train `step`, or None while they are not ready (see `waiting_for`).
+    async def take(self, owner: Owner, step: int, n: int) -> TakenBatch | NotReady:
+        """The n groups that train `step`, or why there are none yet.
 
         Raises FencedError, ServerRestartedError.
         """
@@ -164,12 +179,10 @@ class Batches:
         if status == b"exhausted":
             return TakenBatch(step, ())
         if status == b"wait":
-            self.waiting_for = rest[0].decode()
-            return None
+            return NotReady(rest[0].decode())
         pinned = [_Pinned(g.decode(), int(r), {int(i): p.decode() for i, p in samples}) for g, r, *samples in rest]
         groups = await self._fetch(owner, step, pinned)
-        self.waiting_for = "rejected" if groups is None else ""
-        return None if groups is None else TakenBatch(step, groups)
+        return NotReady.REJECTED if groups is None else TakenBatch(step, groups)
 
     async def commit(self, owner: Owner, step: int, groups: Sequence[str] = (), watermark: str | None = None) -> int:
         """A checkpoint that contains all steps < `step` is durable: frees their batches; how many groups

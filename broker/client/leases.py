@@ -24,7 +24,7 @@ from broker.wire.codec import decode, decode_segment, encode_segment
 from .blobs import Blobs, Storage
 from .submissions import ATTEMPTS, Submissions, SubmitOutcome, steps
 
-__all__ = ["AppendOutcome", "AppendReply", "LeaseReply", "Leases", "SubmitOutcome", "parse_tid"]
+__all__ = ["AppendOutcome", "AppendReply", "LeaseReply", "Leases", "NoMoreLeases", "SubmitOutcome", "parse_tid"]
 
 _HEAD_BYTES = 256
 _NO_SEGMENT = -1
@@ -50,16 +50,32 @@ class AppendReply:
     expected: int
 
 
+class NoMoreLeases(StrEnum):
+    """Why a worker got fewer leases than it asked for."""
+
+    CAPACITY = "capacity"
+    """Every sample that the bound on lag admits is leased."""
+    STALE_WEIGHTS = "stale weights"
+    """What the worker's weights would sample could not be trained."""
+    NO_PROMPTS = "no prompts"
+    BYTES = "bytes"
+    """The store is full."""
+    WORKER_LIMIT = "worker limit"
+    """The worker holds broker.max_leases_per_worker leases already."""
+    FINISHED = "finished"
+    PAUSED = "paused"
+    """The learner has announced nothing that the worker could hold, or the run is stopped."""
+
+
 @dataclass(frozen=True)
 class LeaseReply:
-    """The leases handed out, and where fewer than asked for, why."""
+    """The leases that a worker was given."""
 
     leases: tuple[Lease, ...]
     state: str
     """Of the run; "absent" where no learner has claimed it yet."""
-    reason: str
-    """"" | capacity | stale weights | no prompts | bytes | worker limit | finished | paused (nothing announced, or
-    stopped)."""
+    reason: NoMoreLeases | None
+    """None where the worker got as many as it asked for."""
 
 
 class Leases:
@@ -105,7 +121,7 @@ class Leases:
         newest = WeightVersion(incarnation, max(version.step, highest_step))
         leases = await self._fetched([_Granted.read(one) for one in granted], worker, newest, ttl_s)
         held.update((lease.tid, lease.token) for lease in leases)
-        return LeaseReply(leases, state.decode(), reason.decode())
+        return LeaseReply(leases, state.decode(), NoMoreLeases(reason.decode()) if reason else None)
 
     async def renew(self, leases: Sequence[Lease], ttl_s: float) -> set[str]:
         """Moves the deadlines; returns the tokens of those that are no longer held: their generation must stop."""

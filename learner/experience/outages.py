@@ -10,17 +10,23 @@ from typing import Any, TypeVar
 from broker import BlockingBroker
 from broker.errors import BrokerUnavailableError, ServerRestartedError
 
-from .interruptions import Interrupted, NeedsLearner
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 0.5
 
 
+class Interrupted(Exception):  # noqa: N818 - no error: the loop ends in order
+    """The learner was asked to stop while it waited."""
+
+
+class PatienceOver(Exception):  # noqa: N818 - no error: the learner asks again
+    """The learner has waited as long as other ranks wait for a word of it."""
+
+
 class Outages:
     """Of one learner's broker. A call ends by its result, by an error that repeating would not mend, by Interrupted
-    once the learner is asked to stop while the broker is away, or, inside `patience`, by NeedsLearner("time")."""
+    once the learner is asked to stop while the broker is away, or, inside `patience`, by PatienceOver."""
 
     def __init__(
         self, blocking: BlockingBroker, should_stop: Callable[[], bool], on_restart: Callable[[], None]
@@ -67,6 +73,6 @@ class Outages:
             self._patient_until = math.inf
 
     def check_patience(self) -> None:
-        """Raises NeedsLearner once `patience` is over."""
+        """Raises PatienceOver once the time of `patience` has passed."""
         if time.monotonic() > self._patient_until:
-            raise NeedsLearner("time")
+            raise PatienceOver

@@ -15,19 +15,20 @@ from typing import Any, TypeVar
 import torch
 
 from broker import BlockingBroker
-from broker.client.batches import Claim
+from broker.client.batches import Claim, NotReady, TakenBatch
 from broker.errors import HeadwayError, RunNotFoundError
 from broker.schema import Group, Probe, RunStatus, StepMetrics, TrajectoryId, WeightVersion
 from learner.data.prompts.cursor import PromptCursor
 from learner.objective.shaping import teaches
-from weightsync.publish.publisher import Publication, Publisher
+from weightsync.publish.publisher import Publisher
 
 from .drift import DriftWatch
 from .feed import PromptFeed
-from .interruptions import Interrupted, NeedsLearner
 from .log import ExperienceLog
 from .logged_batch import tids_of
-from .outages import Outages
+from .outages import Interrupted, Outages, PatienceOver
+from .standing import Standing, State
+from .waits import Wait
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,20 +85,9 @@ class Experience:
         self._committed_step = claim.committed_step
         """By earlier learners: steps below it were committed before this one took the run over."""
 
-        self._published: WeightVersion | None = None
-        """The newest that this learner has sent or begun to send."""
-        self._publication: Publication | None = None
-        """Of `_published`, until it is announced."""
-        self._announced: WeightVersion | None = None
-        """By this learner."""
-
-        self._replayed_to = 0
-        """Steps below it are trained from the log, whatever the broker has."""
+        self._standing = Standing()
         self._promised_to = 0
-        """Of these, steps below it were committed: the broker has forgotten them, so only the log can give them."""
-        self._is_replay_lost = False
-        """The broker has lost a batch that an earlier learner trained, so it must be replayed from the log, or else
-        abandoned along with the weights that came of it."""
+        """Replayed steps below it were committed: the broker has forgotten them, so only the log can give them."""
 
     def replay(self, steps: range) -> None:
         """Train these from the log, which holds them: the broker has settled or lost them, and gives them to nobody."""
@@ -112,31 +102,38 @@ class Experience:
 
     def take(
         self, step: int, meanwhile: Callable[[], None] | None = None, *, may_wait: bool = True
-    ) -> list[Group] | None:
-        """The batch of `step`, waiting for it; the same one however often it is asked for. None: nothing will come.
+    ) -> TakenBatch | Wait:
+        """The batch of `step`, waiting for it, or what the loop must do first. However often the caller asks, a step
+        gets the same batch; one without groups means that nothing will come. Raises Interrupted.
 
-        `meanwhile` is called again and again while it waits. Without `may_wait`, what is not there needs engines.
+        It calls `meanwhile` again and again while it waits. Without `may_wait` it answers FOR_DEVICE instead.
         """
         with self._outages.patience(PATIENCE_S):
-            return self._take(step, meanwhile, may_wait)
+            try:
+                return self._take(step, meanwhile, may_wait)
+            except PatienceOver:
+                return Wait.FOR_RANKS
 
-    def _take(self, step: int, meanwhile: Callable[[], None] | None, may_wait: bool) -> list[Group] | None:
+    def _take(self, step: int, meanwhile: Callable[[], None] | None, may_wait: bool) -> TakenBatch | Wait:
         self.insist(self._feed.keep_ahead)
-        while (groups := self._logged(step)) is None and (groups := self._pinned(step)) is None:
+        while isinstance(found := self._logged(step) or self._pinned(step), NotReady):
             if self._should_stop():
                 raise Interrupted
-            if self._publication is not None and (self._publication.is_over or not may_wait):
+            publication, is_lost = self._standing.publication, self._is_lost(found)
+            if publication is not None and (is_lost or publication.is_over or not may_wait):
                 self.settle()
-                continue
-            self._ask_for_help(step)
-            if not may_wait:
-                raise NeedsLearner("engines")
-            if meanwhile is not None:
-                meanwhile()
-            time.sleep(POLL_S)
-            self.insist(self._feed.keep_ahead)
-        self._taken[step] = tids_of(groups)
-        return groups or None
+            elif is_lost:
+                if not self._replay_what_is_lost(step):
+                    self._standing.abandon()
+                    return Wait.FOR_WEIGHTS
+            elif found is NotReady.BYTES and self._taken:
+                return Wait.FOR_COMMIT
+            elif not may_wait:
+                return Wait.FOR_DEVICE
+            else:
+                self._pause(meanwhile)
+        self._taken[step] = tids_of(found.groups)
+        return found
 
     def commit(self, step: int) -> None:
         """A durable checkpoint contains every step below `step`: what they trained may be forgotten.
@@ -162,19 +159,20 @@ class Experience:
         """Have `version` broadcast and announced beside the next step, once the one before is. The tensors are iterated
         once, whatever happens to the server, and may change afterwards."""
         self.settle()
-        self._publication = self._publisher.begin(version, self._publisher.gather(tensors), probe)
-        self._published = version
+        self._standing.publish(version, self._publisher.begin(version, self._publisher.gather(tensors), probe))
 
     def settle(self) -> None:
-        """Until the version that was published last is announced."""
-        if (publication := self._publication) is None:
+        """Wait until the version that was published last is announced, or the learner is asked to stop."""
+        if (publication := self._standing.publication) is None:
             return
-        with suppress(Interrupted):
+        try:
             report = self._outages.ride_out(publication.report)
-            self._announced, self._is_replay_lost = self._published, False
-            if report.failed:
-                log.warning("Version %s: %s. Workers left out pull it.", report.version, report.failed)
-        self._publication = None
+        except Interrupted:
+            self._standing.give_up()
+            return
+        self._standing.announce()
+        if report.failed:
+            log.warning("Version %s: %s. Workers left out pull it.", report.version, report.failed)
 
     def report(self, metrics: StepMetrics) -> None:
         """Show one step to everybody who looks at the run."""
@@ -196,9 +194,9 @@ class Experience:
         """Repeat `verb` until the server has answered it. Raises Interrupted when asked to stop during an outage."""
         return self._outages.insist(verb)
 
-    def _logged(self, step: int) -> list[Group] | None:
+    def _logged(self, step: int) -> TakenBatch | None:
         """The batch of a step that is replayed from the log; None: ask the broker."""
-        if step >= self._replayed_to:
+        if step >= self._standing.replayed_to:
             return None
         groups = self._log.read(step)
         if groups is None and step < self._promised_to:
@@ -206,27 +204,26 @@ class Experience:
                 f"The experience log held step {step} when this learner started, and does not any more. Start it again"
                 " with --resume: what the log lacks is then generated anew."
             )
-        return groups
+        return None if groups is None else TakenBatch(step, tuple(groups))
 
-    def _pinned(self, step: int) -> list[Group] | None:
-        """The batch that the broker has pinned to `step`, logged; None while there is none, or not all of it."""
+    def _pinned(self, step: int) -> TakenBatch | NotReady:
+        """The batch that the broker has pinned to `step`, logged, or why there is none yet."""
         batch = self.insist(lambda: self._blocking.broker.batches.take(self.owner, step, self._groups_per_step))
-        if batch is None:
-            return None
-        groups = list(batch.groups)
+        if isinstance(batch, NotReady):
+            return batch
         logged = set(self._log.tids(step))
-        if logged and set(tids_of(groups)) != logged:
-            self._is_replay_lost = True  # the server does not have what was trained
-            return None
-        if self._is_new(step) and self._replace(step, [group for group in groups if not teaches(group)]):
-            return None
-        if groups:
-            self._log.record(step, groups)
-        return groups
+        if logged and set(tids_of(batch.groups)) != logged:
+            return NotReady.REWIND  # the server does not have what was trained
+        if self._is_new(step) and self._replace(step, [group for group in batch.groups if not teaches(group)]):
+            return NotReady.GROUPS
+        if batch.groups:
+            self._log.record(step, batch.groups)
+        return batch
 
     def _is_new(self, step: int) -> bool:
         """No earlier learner has trained it: what is replayed is replayed as it was."""
-        return self._published is not None and self._published.step == step and not self._log.tids(step)
+        published = self._standing.published
+        return published is not None and published.step == step and not self._log.tids(step)
 
     def _replace(self, step: int, groups: Sequence[Group]) -> bool:
         """Whether others will come for these: DAPO's dynamic sampling."""
@@ -238,19 +235,18 @@ class Experience:
         self._replaced = (step, rounds + 1)
         return True
 
-    def _ask_for_help(self, step: int) -> None:
-        waiting_for = self._blocking.broker.batches.waiting_for
-        if waiting_for in ("rewind", "announce") or self._is_replay_lost:
-            if self._publication is not None:  # it may be all that is missing, and cannot be published twice
-                self.settle()
-                return
-            self._is_replay_lost = False
-            if not self._replay_what_is_lost(step):
-                raise NeedsLearner("rewind")
-            return
-        if waiting_for == "bytes" and self._taken:
-            raise NeedsLearner("bytes")
+    def _is_lost(self, found: NotReady) -> bool:
+        """Whether no worker will generate the batch before the learner has replayed it or published its weights. A
+        version under way may be all that is missing, and cannot be published twice."""
+        return found in (NotReady.REWIND, NotReady.ANNOUNCE) or self._standing.state is State.FORGOTTEN
+
+    def _pause(self, meanwhile: Callable[[], None] | None) -> None:
+        """Between two looks for a batch."""
         self._outages.check_patience()
+        if meanwhile is not None:
+            meanwhile()
+        time.sleep(POLL_S)
+        self.insist(self._feed.keep_ahead)
 
     def _replay_what_is_lost(self, step: int) -> bool:
         """The broker no longer has the batches to replay: if the log does, nobody is to generate them again."""
@@ -261,19 +257,22 @@ class Experience:
         return bool(held)
 
     def _replay(self, steps: range) -> None:
-        self._replayed_to = steps.stop
+        self._standing.replay(steps.stop)
         self._taken |= {step: self._log.tids(step) for step in steps}
         self._tell_again()
 
     def _reassert(self) -> None:
         log.warning("The broker's server was restarted; telling it what has been announced, taken and trained.")
         self._tell_again()
-        self._is_replay_lost = self._published is None  # a server that forgot what is replayed cannot deliver it
+        self._standing.restart()
         self._feed.begin_again()
 
     def _tell_again(self) -> None:
         self.insist(
             lambda: self._blocking.broker.batches.reassert(
-                self.owner, announced=self._announced, committed_groups=list(self._committed), pinned=self._taken
+                self.owner,
+                announced=self._standing.announced,
+                committed_groups=list(self._committed),
+                pinned=self._taken,
             )
         )

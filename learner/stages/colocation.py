@@ -17,7 +17,7 @@ from broker import BlockingBroker
 from broker.client.phases import LENT_S, LONGEST_WAIT_S, RENEW_S, Phases
 from broker.errors import BrokerError
 from learner.backends.base import Trained
-from learner.experience.interruptions import Interrupted
+from learner.experience.outages import Interrupted
 from learner.experience.stream import Experience
 from learner.ranks import Ranks
 

@@ -7,16 +7,18 @@ with the highest step that was announced.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, assert_never
 
+from broker.client.batches import TakenBatch
 from broker.errors import HeadwayError, UntrainableBatchError
 from broker.schema import Group, WeightVersion
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import CheckpointStore, LearnerState
 from learner.data.prompts.cursor import PromptCursor
 from learner.experience.frames import share_groups
-from learner.experience.interruptions import Interrupted, NeedsLearner
+from learner.experience.outages import Interrupted
 from learner.experience.stream import Experience
+from learner.experience.waits import Wait
 from learner.objective.update import Judged, Update, Updater
 from learner.ranks import Ranks
 
@@ -157,39 +159,43 @@ class Learner:
         Raises Interrupted where it was, and engines may keep the device.
         """
         while True:
-            groups, need = self._wait(may_wait=self.lent_device is None)
-            if need == "engines" and self.lent_device is not None:
+            answer = self._wait(may_wait=self.lent_device is None)
+            if answer is Wait.FOR_DEVICE and self.lent_device is not None:
                 with self.lent_device.engines_work():
-                    groups, need = self._wait(may_wait=True)
-            match need:
-                case "rewind":
-                    # The batches to replay went with a server's memory: what follows is a branch of its own.
+                    answer = self._wait(may_wait=True)
+            match answer:
+                case TakenBatch():
+                    return share_groups(self.ranks, answer.groups)
+                case Wait.FOR_WEIGHTS:
                     self._caught_up_at = 0
                     self.publish()
-                case "bytes":
+                case Wait.FOR_COMMIT:
                     self.commit()
+                case Wait.FOR_RANKS | Wait.FOR_DEVICE:
+                    raise AssertionError(f"Wait.{answer.name} was answered before")
                 case _:
-                    return share_groups(self.ranks, groups)
+                    assert_never(answer)
 
-    def _wait(self, *, may_wait: bool) -> tuple[list[Group] | None, str]:
-        """(on rank 0 the batch, on every rank what is needed first); without the models."""
+    def _wait(self, *, may_wait: bool) -> TakenBatch | Wait:
+        """What rank 0 answers, on every rank; the groups are rank 0's alone. It needs no model on the device."""
         while True:
-            groups, need = self._take(may_wait)
-            need = self.ranks.share_bytes(need.encode()).decode()
-            if need != "time":
-                return groups, need
+            answer = self._take(may_wait)
+            wait = self.ranks.share_bytes(answer.encode() if isinstance(answer, Wait) else b"").decode()
+            if not wait:
+                return answer
+            if wait != Wait.FOR_RANKS:
+                return Wait(wait)
             self.commit_durable(self._writer.look())
 
-    def _take(self, may_wait: bool) -> tuple[list[Group] | None, str]:
+    def _take(self, may_wait: bool) -> TakenBatch | Wait:
+        nothing = TakenBatch(self.version.step, ())
         if self.experience is None or self.should_stop():
-            return None, ""
+            return nothing
         meanwhile = None if self.lent_device is None else self.lent_device.renew
         try:
-            return self.experience.take(self.version.step, meanwhile, may_wait=may_wait), ""
+            return self.experience.take(self.version.step, meanwhile, may_wait=may_wait)
         except Interrupted:
-            return None, ""
-        except NeedsLearner as need:
-            return None, need.what
+            return nothing
 
     def publish(self) -> None:
         """Have the weights as they are sent to the engines, beside the next step; while replaying, nothing."""

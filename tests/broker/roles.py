@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from broker import Broker
-from broker.client.batches import CheckpointMark, Claim, Contains
+from broker.client.batches import CheckpointMark, Claim, Contains, NotReady
 from broker.client.leases import AppendOutcome, AppendReply, SubmitOutcome
 from broker.errors import ServerRestartedError
 from broker.schema import Group, Lease, Segment, VersionSpan, WeightVersion
@@ -47,6 +47,8 @@ class Learner:
     is_feed_closed: bool = False
     is_replay_lost: bool = False
     is_exhausted: bool = False
+    waits_for: NotReady | None = None
+    """Why the last take gave no batch."""
 
     def __post_init__(self) -> None:
         self.cursor = self.checkpoint.cursor.again()
@@ -120,8 +122,9 @@ class Learner:
             self._learn(self.log[self.step])
             return True
         groups = await self._pinned()
-        if groups is None:
-            await self._help()
+        if isinstance(groups, NotReady):
+            self.waits_for = groups
+            await self._help(groups)
             return False
         self.is_exhausted = not groups
         if groups:
@@ -169,27 +172,25 @@ class Learner:
         self.step += 1
         self.has_published = False
 
-    async def _pinned(self) -> list[Group] | None:
+    async def _pinned(self) -> list[Group] | NotReady:
         n = self.model.rules.groups_per_step
         batch = await self.insist(lambda: self.broker.batches.take(self.claim.owner, self.step, n))
-        if batch is None:
-            return None
+        if isinstance(batch, NotReady):
+            return batch
         groups = list(batch.groups)
         if self.log is not None and set(batch_of(groups)) < set(self.log.get(self.step, ())):
-            self.is_replay_lost = True
-            return None
+            return NotReady.REWIND
         if groups:
             self.model.judge_repetition(self.step, batch_of(groups))
             if self.log is not None:
                 self.log[self.step] = batch_of(groups)
         return groups
 
-    async def _help(self) -> None:
-        waiting_for = self.broker.batches.waiting_for
-        if waiting_for in ("rewind", "announce") or self.is_replay_lost:
+    async def _help(self, why: NotReady) -> None:
+        if why in (NotReady.REWIND, NotReady.ANNOUNCE) or self.is_replay_lost:
             self.is_replay_lost = False
             await self._replay_what_is_lost()
-        elif waiting_for == "bytes" and self.taken:
+        elif why is NotReady.BYTES and self.taken:
             await self.commit(await self.save())
 
     async def _replay_what_is_lost(self) -> None:

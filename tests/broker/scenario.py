@@ -10,7 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from broker import Broker
-from broker.client.batches import CheckpointMark, Claim, Owner
+from broker.client.batches import CheckpointMark, Claim, NotReady, Owner
 from broker.client.leases import LeaseReply, SubmitOutcome
 from broker.schema import (
     BroadcastGroup,
@@ -106,6 +106,8 @@ class Scenario:
         self.broker = broker
         self.claim = claim
         self.owner: Owner = claim.owner
+        self.not_ready: NotReady | None = None
+        """Why the last take gave no batch."""
 
     async def announce(self, step: int) -> None:
         await self.broker.versions.announce(self.owner, manifest(self.owner.incarnation, step))
@@ -128,8 +130,9 @@ class Scenario:
 
     async def take(self, step: int, n: int = 2) -> list[str] | None:
         """The groups' ids; None while not ready."""
-        batch = await self.broker.batches.take(self.owner, step, n)
-        return None if batch is None else [group.prompt.group for group in batch.groups]
+        taken = await self.broker.batches.take(self.owner, step, n)
+        self.not_ready = taken if isinstance(taken, NotReady) else None
+        return None if isinstance(taken, NotReady) else [group.prompt.group for group in taken.groups]
 
     async def queues(self) -> QueueDepths:
         return (await self.broker.status.snapshot()).queues

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from broker import Broker, open_broker
-from broker.client.batches import CheckpointMark
+from broker.client.batches import CheckpointMark, NotReady, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerError, FencedError
 from broker.schema import Lease, WeightVersion
@@ -21,10 +21,10 @@ async def payloads(broker: Broker) -> list[str]:
 async def test_take_gives_whole_groups_and_the_same_ones_again(broker: Broker) -> None:
     run = await begin(broker, rules(1))
     assert await run.take(0) is None
-    assert broker.batches.waiting_for == "groups"
+    assert run.not_ready is NotReady.GROUPS
     await run.generate(8, 0)
     batch = await broker.batches.take(run.owner, 0, 2)
-    assert batch is not None
+    assert isinstance(batch, TakenBatch)
     assert [group.prompt for group in batch.groups] == [prompt(0), prompt(1)]
     assert [str(t.tid) for t in batch.groups[0].trajectories] == [f"{group_id(0)}:0:{i}" for i in range(2)]
     assert batch.groups[0].trajectories[0].response_tokens[0] == 65_530
@@ -142,7 +142,7 @@ async def straggler(broker: Broker, how: str) -> tuple[Scenario, Lease, list[str
 async def test_a_straggler_is_waited_for(broker: Broker) -> None:
     run, lease, taken = await straggler(broker, "wait")
     assert taken is None
-    assert broker.batches.waiting_for == "stragglers"
+    assert run.not_ready is NotReady.STRAGGLERS
     assert await run.submit(lease, 0) is SubmitOutcome.ACCEPTED
     assert await run.take(1, 1) == groups(0)
 
@@ -177,7 +177,7 @@ async def test_waiting_looks_ahead(broker: Broker) -> None:
     await run.announce(1)
     await run.generate(2, 1)  # groups 6 and 7
     assert await run.take(1) is None
-    assert broker.batches.waiting_for == "stragglers"
+    assert run.not_ready is NotReady.STRAGGLERS
     await run.submit_all(leases[:2], 0)
     assert await run.take(1) == groups(0, 1)
     await run.submit_all(leases[2:4], 0)
@@ -203,7 +203,7 @@ async def test_no_lag_exceeds_the_bound_whatever_the_order(broker: Broker, max_l
             await run.submit(lease, *sorted({begun, step}))
         working = working[finished:]
         batch = await broker.batches.take(run.owner, step, 3)
-        if batch is None:
+        if isinstance(batch, NotReady):
             continue
         if not batch.groups:
             break
@@ -280,7 +280,7 @@ async def test_admission_goes_on_after_a_resume_on_an_empty_server(broker: Broke
     assert run.owner.incarnation == 4
     assert (await run.lease(4, 10)).reason == "paused"
     assert await run.take(10) is None
-    assert broker.batches.waiting_for == "announce"
+    assert run.not_ready is NotReady.ANNOUNCE
     await run.announce(10)
     reply = await broker.leases.lease("w", WeightVersion(4, 10), 100, 30)
     assert (len(reply.leases), reply.reason) == (
@@ -302,14 +302,14 @@ async def test_a_damaged_payload_is_rejected_and_the_sample_generated_anew(broke
         case "foreign":
             await broker._connection.execute("COPY", third, first, "REPLACE")
     assert await run.take(0) is None
-    assert broker.batches.waiting_for == "rejected"
+    assert run.not_ready is NotReady.REJECTED
     queues = await run.queues()
     assert (queues.rejected, queues.retry, queues.pinned) == (1, 1, 1)
     [(_, entry)] = await broker._connection.execute("XRANGE", broker._connection.keys.hidden("dead"), "-", "+")
     assert dict(zip(entry[::2], entry[1::2], strict=True))[b"tid"] == f"{group_id(0)}:0:0".encode()
     await run.generate(4, 0)
     batch = await broker.batches.take(run.owner, 0, 2)
-    assert batch is not None
+    assert isinstance(batch, TakenBatch)
     assert {(g.prompt.group, g.round) for g in batch.groups} == {(group_id(0), 0), (group_id(1), 0)}
     await broker.batches.commit(run.owner, 1)
     assert await payloads(broker) == []
@@ -323,7 +323,7 @@ async def test_bytes_are_what_a_starved_learner_waits_for(broker: Broker) -> Non
     await run.announce(1)
     assert (await run.lease(1, 1)).reason == "bytes"
     assert await run.take(1, 1) is None
-    assert broker.batches.waiting_for == "bytes"  # what a commit frees
+    assert run.not_ready is NotReady.BYTES  # what a commit frees
     await broker.batches.commit(run.owner, 1)
     await run.generate(2, 1)
     assert await run.take(1, 1) == groups(1)
@@ -334,7 +334,7 @@ async def test_a_step_that_cannot_fit_is_an_error(broker: Broker) -> None:
     leases = (await run.lease(2, 0)).leases
     await run.submit_all(leases[:1], 0)
     assert await run.take(0) is None
-    assert broker.batches.waiting_for == "bytes"  # somebody works on the other sample
+    assert run.not_ready is NotReady.BYTES  # somebody works on the other sample
     await run.submit_all(leases[1:], 0)
     with pytest.raises(BrokerError, match=r"one step needs more than broker.max_bytes=1: raise it, lower learner"):
         await run.take(0)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from broker import Broker
-from broker.client.batches import CheckpointMark, Contains
+from broker.client.batches import CheckpointMark, Contains, NotReady, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerError
 from broker.schema import Lease, Tallies, WeightVersion
@@ -30,7 +30,7 @@ async def straggling(broker: Broker, min_group_size: int) -> tuple[Scenario, Lea
 async def test_a_straggler_is_trimmed(broker: Broker) -> None:
     run, missing = await straggling(broker, 2)
     batch = await broker.batches.take(run.owner, 1, 1)
-    assert batch is not None
+    assert isinstance(batch, TakenBatch)
     (group,) = batch.groups
     assert group.prompt.group == group_id(0)
     assert [t.tid.sample for t in group.trajectories] == [0, 1]
@@ -51,7 +51,7 @@ async def test_a_straggler_too_small_to_be_trimmed_is_requeued(broker: Broker) -
 async def test_a_trimmed_batch_survives_a_server_that_forgot_nothing(broker: Broker) -> None:
     run, _ = await straggling(broker, 1)
     batch = await broker.batches.take(run.owner, 1, 1)
-    assert batch is not None
+    assert isinstance(batch, TakenBatch)
     tids = [t.tid for group in batch.groups for t in group.trajectories]
     await broker.batches.reassert(
         run.owner, announced=WeightVersion(1, 1), committed_groups=[], pinned={0: [], 1: tids}
@@ -128,7 +128,7 @@ async def test_an_older_checkpoint_gets_again_exactly_what_it_has_not_trained(br
     assert await broker.prompts.feed([prompt(i, 1) for i in range(3, 9)], claim.owner) == 4  # 3, 4, 6, 7; 8 is held
     again = Scenario(broker, claim)
     assert await again.take(2) is None
-    assert broker.batches.waiting_for == "rewind"
+    assert again.not_ready is NotReady.REWIND
     await again.announce(2)
     reply = await broker.leases.lease("w", WeightVersion(2, 2), 9, 30)
     assert [lease.tid.group for lease in reply.leases] == groups(3, 4)

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from broker import Broker
-from broker.client.batches import CheckpointMark
+from broker.client.batches import CheckpointMark, NotReady
 from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.client.unconfirmed import Submission
 from broker.errors import QuarantinedError
@@ -79,7 +79,7 @@ async def test_a_pill_is_dead_lettered_and_the_sample_generated_anew(broker: Bro
     make, reason = PILLS[kind]
     assert await submit_unseen(broker, bad, make(trajectory(bad, 0))) is SubmitOutcome.ACCEPTED
     assert await run.take(0) is None
-    assert broker.batches.waiting_for == "rejected"
+    assert run.not_ready is NotReady.REJECTED
     status = await broker.status.snapshot()
     assert [(one.tid, one.worker) for one in status.dead_letters] == [(str(bad.tid), "w")]
     assert reason in status.dead_letters[0].reason

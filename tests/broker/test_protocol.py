@@ -300,7 +300,7 @@ class Protocol(RuleBasedStateMachine):
             if self.learner.is_exhausted:
                 break
         else:
-            waiting_for = self.learner.broker.batches.waiting_for
+            waiting_for = self.learner.waits_for
             pytest.fail(f"after {PATIENCE} rounds the run is not at its end, but waits for {waiting_for}: {self.audit}")
         self.checkpoints.append(self._learn(lambda learner: learner.save()))
         self._learn(lambda learner: learner.commit(self.checkpoints[-1]))

@@ -8,7 +8,7 @@ import pytest
 
 from broker import Broker, open_broker
 from broker.client import versions
-from broker.client.batches import CheckpointMark, Contains
+from broker.client.batches import CheckpointMark, Contains, NotReady
 from broker.client.leases import SubmitOutcome
 from broker.connection.connection import Connection
 from broker.errors import FencedError, ServerRestartedError
@@ -182,7 +182,7 @@ async def test_a_server_that_lost_everything_is_filled_again(broker: Broker, rol
     # whose checkpoint does not contain it, must begin it anew.
     resumed = await begin(broker, rules(1), fed=8, checkpoint=CheckpointMark(1, 0), resume=True)
     assert await resumed.take(0) is None
-    assert broker.batches.waiting_for == "rewind"
+    assert resumed.not_ready is NotReady.REWIND
     await resumed.announce(0)
     assert (await broker.versions.current())[1] == WeightVersion(2, 0)
     await broker.leases.release(reply.leases)

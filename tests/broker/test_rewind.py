@@ -1,7 +1,7 @@
 """A learner goes back to an older checkpoint: what the abandoned branch's weights sampled is never trained."""
 
 from broker import Broker
-from broker.client.batches import CheckpointMark
+from broker.client.batches import CheckpointMark, NotReady
 from broker.client.leases import SubmitOutcome
 from broker.schema import Lease, WeightVersion
 
@@ -76,7 +76,7 @@ async def test_a_batch_to_be_replayed_that_is_damaged_abandons_what_it_had_led_t
     await broker._connection.execute("SETRANGE", payload, 40, b"\xff\xff\xff\xff")
     assert await resumed.take(1, 1) is None
     assert await resumed.take(1, 1) is None
-    assert broker.batches.waiting_for == "rewind"
+    assert resumed.not_ready is NotReady.REWIND
     assert await resumed.submit(flying[0], 3) is SubmitOutcome.FENCED
     await resumed.announce(1)
     taken = await resumed.take(1, 1)

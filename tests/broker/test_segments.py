@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from broker import Broker
+from broker.client.batches import NotReady
 from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.errors import FrameError
 from broker.schema import Lease, Segment, VersionSpan, WeightVersion
@@ -130,7 +131,7 @@ async def test_old_segments_keep_the_group_old(broker: Broker) -> None:
     assert again.tid == old.tid
     await run.submit_all([newer], 1)
     assert await run.take(1, 1) is None
-    assert broker.batches.waiting_for == "stragglers"
+    assert run.not_ready is NotReady.STRAGGLERS
     assert await run.submit(again, 0, 1) is SubmitOutcome.ACCEPTED
     assert await run.take(1, 1) == [old.tid.group]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from broker import BlockingBroker
-from broker.client.batches import CheckpointMark
-from broker.schema import Prompt, RunRules, Trajectory, WorkerInfo
+from broker.client.batches import CheckpointMark, Owner, TakenBatch
+from broker.schema import Group, Prompt, RunRules, Trajectory, WorkerInfo
 
 from .slow_worker import LENGTH, PROMPT_TOKENS, VERSION, logprob_of, manifest
 
@@ -68,7 +68,7 @@ def test_samples_of_a_killed_and_of_a_stalled_worker_are_gone_on_with(blocking: 
 
     until(lambda: active(blocking, "heir") == 2)
     struck["stalled"].send_signal(signal.SIGCONT)
-    (group,) = until(lambda: call(broker.batches.take(owner, 0, 1))).groups
+    (group,) = until(lambda: taken_groups(blocking, owner))
     until(lambda: active(blocking, "stalled") == 0)
     assert workers(blocking)["stalled"].submitted == 0
 
@@ -107,6 +107,12 @@ def prompt() -> Prompt:
 
 def workers(blocking: BlockingBroker) -> dict[str, WorkerInfo]:
     return {info.worker: info for info in blocking.call(blocking.broker.status.workers())}
+
+
+def taken_groups(blocking: BlockingBroker, owner: Owner) -> tuple[Group, ...]:
+    """The groups of step 0; none while they are not ready."""
+    taken = blocking.call(blocking.broker.batches.take(owner, 0, 1))
+    return taken.groups if isinstance(taken, TakenBatch) else ()
 
 
 def generated(blocking: BlockingBroker, name: str) -> int:

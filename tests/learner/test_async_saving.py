@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from broker.client.batches import CheckpointMark
+from broker.client.batches import CheckpointMark, TakenBatch
 from broker.schema import WeightVersion
 from learner.backends.base import Staged
 from learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
-from learner.experience.interruptions import NeedsLearner
+from learner.experience.waits import Wait
 from learner.ranks import Ranks
 from learner.stages.checkpoint_writer import CheckpointWriter
 from learner.stages.loop import Learner, LoopConfig
@@ -120,11 +120,12 @@ class Story:
     def update(self, sequences: object, step: int) -> Any:
         self.events.append(("trained", step))
 
-    def take(self, step: int, meanwhile: object = None, *, may_wait: bool = True) -> list[Any]:
+    def take(self, step: int, meanwhile: object = None, *, may_wait: bool = True) -> TakenBatch | Wait:
         if step == self.asks_for_bytes_at:
             self.asks_for_bytes_at = 99
-            raise NeedsLearner("bytes")
-        return [SimpleNamespace(prompt=SimpleNamespace(group="0-0"))]
+            return Wait.FOR_COMMIT
+        group: Any = SimpleNamespace(prompt=SimpleNamespace(group="0-0"))
+        return TakenBatch(step, (group,))
 
     def commit(self, step: int) -> None:
         latest = self.store.latest()

@@ -17,7 +17,7 @@ from broker.client.batches import CheckpointMark, Owner
 from broker.client.phases import Phases
 from broker.schema import RunRules
 from broker.server.embedded import EmbeddedServer
-from learner.experience.interruptions import Interrupted
+from learner.experience.outages import Interrupted
 from learner.ranks import Ranks
 from learner.stages import colocation
 from learner.stages.colocation import LentDevice, wait_for_device

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from broker import BlockingBroker
-from broker.client.batches import CheckpointMark
+from broker.client.batches import CheckpointMark, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
 from broker.schema import Group, Probe, RunRules, Tallies, WeightVersion
@@ -21,11 +21,13 @@ from broker.server.embedded import EmbeddedServer
 from learner.config import ModelConfig, PromptsConfig, RandomModelConfig
 from learner.data.prompts import open_prompts
 from learner.data.prompts.cursor import PromptCursor
+from learner.experience import stream
 from learner.experience.drift import DriftWatch, length_drift
-from learner.experience.interruptions import Interrupted, NeedsLearner
 from learner.experience.log import ExperienceLog
 from learner.experience.logged_batch import tids_of
+from learner.experience.outages import Interrupted
 from learner.experience.stream import Experience
+from learner.experience.waits import Wait
 from learner.models.model import load_tokenizer
 from tests.broker.scenario import trajectory
 from tests.deploy.runs import run_status
@@ -197,10 +199,30 @@ def test_a_server_that_is_restarted_during_a_replay_makes_nobody_publish_twice(
         assert tids_of(take(resumed, 1)) == tids_of(batch)
         announcing = Announcing(blocking, monkeypatch)
         begin_to_publish(resumed, 2)
-        announcing.goes_on_once_settled(resumed)
-        with pytest.raises(Interrupted):  # no NeedsLearner: the loop would publish this version again
+        announcing.goes_on.set()
+        with pytest.raises(Interrupted):  # no Wait.FOR_WEIGHTS: the loop would publish this version again
             resumed.take(2)
         assert announced(blocking) == WeightVersion(2, 2)
+
+
+def test_a_full_store_waits_for_a_commit(url: str) -> None:
+    rules = RunRules(max_lag=MAX_LAG, groups_per_step=GROUPS_PER_STEP, max_bytes=1)
+    with experience(url, CheckpointMark(0, 0), after(10_000), rules=rules) as (learner, blocking):
+        learner.feed()
+        publish(learner, 0)
+        assert len(generate(blocking, 0, GROUPS_PER_STEP)) == GROUPS_PER_STEP
+        take(learner, 0)
+        publish(learner, 1)
+        assert learner.take(1) is Wait.FOR_COMMIT
+
+
+def test_a_learner_that_waits_long_tells_the_other_ranks_that_it_lives(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "PATIENCE_S", 0.0)
+    with experience(url, CheckpointMark(0, 0), after(10_000)) as (learner, _):
+        publish(learner, 0)
+        assert learner.take(0) is Wait.FOR_RANKS
 
 
 def test_engines_get_the_device_only_once_they_can_have_the_weights(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +230,7 @@ def test_engines_get_the_device_only_once_they_can_have_the_weights(url: str, mo
         announcing = Announcing(blocking, monkeypatch)
         begin_to_publish(learner, 0)
         announcing.goes_on_once_settled(learner)
-        with pytest.raises(NeedsLearner, match="engines"):
-            learner.take(0, may_wait=False)
+        assert learner.take(0, may_wait=False) is Wait.FOR_DEVICE
         assert announced(blocking) == WeightVersion(1, 0)
 
 
@@ -219,9 +240,7 @@ def test_a_server_that_forgot_what_is_replayed_makes_us_publish(server: Embedded
     with experience(server.url, CheckpointMark(1, 1), after(10_000)) as (resumed, blocking):
         assert announced(blocking) == WeightVersion(1, 3)
         forget_everything(server, tmp_path / "server")
-        with pytest.raises(NeedsLearner) as need:
-            resumed.take(1)
-        assert need.value.what == "rewind"
+        assert resumed.take(1) is Wait.FOR_WEIGHTS
         publish(resumed, 1)  # what the loop does then
         assert announced(blocking) == WeightVersion(2, 1)
 
@@ -269,9 +288,9 @@ def generate(blocking: BlockingBroker, step: int, groups: int) -> list[str]:
 
 
 def take(learner: Experience, step: int) -> list[Group]:
-    groups = learner.take(step)
-    assert groups is not None
-    return groups
+    taken = learner.take(step)
+    assert isinstance(taken, TakenBatch)
+    return list(taken.groups)
 
 
 def train_two_steps(url: str, logged: Path) -> list[Group]:
@@ -296,8 +315,7 @@ def test_a_batch_that_the_server_forgot_is_trained_from_the_log(server: Embedded
             blocking.broker._connection.execute("LRANGE", blocking.broker._connection.keys.hidden("batch:1"), 0, -1)
         )
         assert [name.decode() for name in pinned] == [group.prompt.group for group in batch]
-        with pytest.raises(NeedsLearner, match="rewind"):  # the log ends here
-            resumed.take(2)
+        assert resumed.take(2) is Wait.FOR_WEIGHTS  # the log ends here
         publish(resumed, 2)
         free = blocking.call(blocking.broker.leases.lease("w", WeightVersion(2, 2), 100, 30.0)).leases
         assert free
@@ -319,8 +337,7 @@ def test_without_a_log_what_is_lost_is_a_rewind(server: EmbeddedServer, tmp_path
     (tmp_path / "log" / "step_1.zst").write_bytes(b"damaged")
     with experience(server.url, CheckpointMark(1, 1), after(3), logged=tmp_path / "log") as (resumed, _):
         forget_everything(server, tmp_path / "server")
-        with pytest.raises(NeedsLearner, match="rewind"):
-            resumed.take(1)
+        assert resumed.take(1) is Wait.FOR_WEIGHTS
 
 
 def test_groups_that_were_dropped_do_not_hold_the_watermark_back(url: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from transformers import PreTrainedModel
 
-from broker.client.batches import CheckpointMark
+from broker.client.batches import CheckpointMark, TakenBatch
 from broker.client.broker import Broker
 from broker.schema import Group, Probe, Prompt, RunRules, TensorSpec, TrajectoryId, WeightManifest, WeightVersion
 from rollout_workers.config import EngineConfig, SamplingConfig, WorkersConfig
@@ -158,7 +158,7 @@ class Learner:
         async with asyncio.timeout(60):
             while True:
                 batch = await self.broker.batches.take(self.owner, step, self.groups_per_step)
-                if batch is not None:
+                if isinstance(batch, TakenBatch):
                     self.pinned[step] = tuple(t.tid for group in batch.groups for t in group.trajectories)
                     return batch.groups
                 await asyncio.sleep(0.02)
