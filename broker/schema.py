@@ -238,7 +238,8 @@ class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Of the run; written when the group is stored."""
     epoch: int
     incarnation: int
-    transport: Literal["gloo", "nccl", "ucc", "ipc"]
+    transport: str
+    """`weights.transport`."""
     meeting: str
     """Where its members and the learner hear of each other (`broker.client.meetings`)."""
     learner: str

@@ -1,23 +1,14 @@
-"""What a recipe may name: built-in kinds and typed options. Users' own go by import path: `broker.user_code`."""
+"""The options of what a recipe names: typed, closed, with the nearest one for a misspelt one."""
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import msgspec
 
 from broker.errors import ConfigError
+from broker.user_code.kinds import did_you_mean
 
 T = TypeVar("T")
-
-
-def unknown_kind(kind: str, known: Iterable[str], where: str) -> ConfigError:
-    """The error for a kind that there is not."""
-    known = sorted(known)
-    return ConfigError(
-        f"{where}: there is no {kind!r}{did_you_mean(kind, known) or '.'} Known: {', '.join(known)}; "
-        "your own as package.module:name."
-    )
 
 
 def unknown_option(name: str, known: Iterable[str], where: str, of: str = "") -> ConfigError:
@@ -27,12 +18,6 @@ def unknown_option(name: str, known: Iterable[str], where: str, of: str = "") ->
     return ConfigError(
         f"{where}.{name}: {missing}{did_you_mean(name, known) or '.'} Known: {', '.join(known) or 'none'}."
     )
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or nothing where nothing is near."""
-    nearest = get_close_matches(word, list(known), n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def typed_options(options: Mapping[str, Any], into: type[T], where: str) -> T:

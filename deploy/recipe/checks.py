@@ -1,15 +1,18 @@
 """What contradicts itself in a recipe whose values are all valid alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from itertools import chain
 
 from broker.errors import ConfigError
-from learner.choices import unknown_kind
+from broker.user_code.kinds import unknown_kind
 from learner.config import EXAMPLES, PROMPTS, LearnerConfig
 from learner.models.layout import check_ranks
-from rollout_workers.config import ENGINES, REWARDS, EngineConfig
-from rollout_workers.engines.gpus import gpus_of, shares
+from rollout_workers.config import REWARDS, EngineConfig
+from rollout_workers.engines import ENGINES, abilities_of
+from rollout_workers.engines.gpus import shares
 from weightsync.config import WeightsConfig
+from weightsync.transports.abilities import TRANSPORTS
+from weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .colocation import impossible_turns
 from .limits import beyond_limits
@@ -17,8 +20,6 @@ from .recipe import Recipe
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out")
-CPU_ENGINE = ("embedded", "cpu")
-"""An engine's kind and device."""
 
 
 def check_values(recipe: Recipe, source: str) -> None:
@@ -36,6 +37,7 @@ def check_engine(engine: EngineConfig, source: str) -> None:
 def _check_kinds(recipe: Recipe, source: str) -> None:
     """Now, and not once prompts are read or workers start."""
     check_engine(recipe.engine, source)
+    _check_kind(recipe.weights.transport, TRANSPORTS, f"{source}: weights.transport")
     _check_kind(recipe.prompts.kind, PROMPTS, f"{source}: prompts.kind")
     for phase in recipe.sft.phases:
         _check_kind(phase.kind, EXAMPLES, f"{source}: sft.phases.kind")
@@ -43,7 +45,7 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
         _check_kind(reward.kind, REWARDS, f"{source}: rewards.kind")
 
 
-def _check_kind(kind: str, known: Sequence[str], where: str) -> None:
+def _check_kind(kind: str, known: Collection[str], where: str) -> None:
     if kind not in known and ":" not in kind:
         raise unknown_kind(kind, known, where)
 
@@ -100,17 +102,18 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
 
 def _impossible_transfers(recipe: Recipe) -> Iterator[str]:
     weights, device = recipe.weights, recipe.learner.device
-    if weights.transport in ("nccl", "ucc") and device == "cpu":
+    transport = transport_abilities(weights.transport)
+    if not transport.sends_host_memory and device == "cpu":
         yield (
             f"weights.transport={weights.transport} moves GPU memory, but learner.device is cpu. Set"
             " weights.transport=gloo, or learner.device=cuda."
         )
-    if weights.staging == "device" and weights.transport == "gloo":
+    if weights.staging == "device" and not transport.sends_gpu_memory:
         yield (
-            "weights.staging=device keeps versions on GPUs, and weights.transport=gloo sends host memory. Set"
-            " weights.staging=host, or weights.transport=nccl (ipc, where learner and engines share a GPU)."
+            f"weights.staging=device keeps versions on GPUs, and weights.transport={weights.transport} sends host"
+            " memory. Set weights.staging=host, or weights.transport=nccl (ipc, where learner and engines share a GPU)."
         )
-    if weights.staging == "device" and (device == "cpu" or (recipe.engine.kind, recipe.engine.device) == CPU_ENGINE):
+    if weights.staging == "device" and "cpu" in (device, _device_of(recipe.engine)):
         yield (
             "weights.staging=device keeps versions on the GPUs of learner and engines, and one of them runs on a CPU."
             " Set weights.staging=host."
@@ -122,9 +125,14 @@ def _impossible_transfers(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _device_of(engine: EngineConfig) -> str:
+    """Empty where the engine takes what its process sees."""
+    return engine.device if abilities_of(engine).follows_device else ""
+
+
 def _impossible_shares(recipe: Recipe) -> Iterator[str]:
     try:
-        shares(recipe.workers.devices, gpus_of(recipe.engine))
+        shares(recipe.workers.devices, recipe.engine)
     except ConfigError as error:
         yield str(error)
 

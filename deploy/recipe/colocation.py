@@ -8,8 +8,11 @@ from typing import Any
 
 from broker.errors import ConfigError
 from rollout_workers.config import EngineConfig
+from rollout_workers.engines import abilities_of
 from rollout_workers.engines.gpus import gpus_of, shares
+from weightsync.transports.abilities import abilities_of as transport_abilities
 
+from .operators import roots_of
 from .recipe import Recipe
 
 
@@ -31,15 +34,16 @@ def colocated_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
 def impossible_turns(recipe: Recipe) -> Iterator[str]:
     """What contradicts taking turns on the same devices."""
     learner, engine, workers = recipe.learner, recipe.engine, recipe.workers
-    if engine.kind == "embedded" and (engine.device == "cpu") != (learner.device == "cpu"):
+    abilities, transport = abilities_of(engine), transport_abilities(recipe.weights.transport)
+    if abilities.follows_device and (engine.device == "cpu") != (learner.device == "cpu"):
         yield (
             f"run.placement=colocated has learner and engines on the same devices, but learner.device is"
             f" {learner.device} and engine.device is {engine.device}. Set run.placement=separated, or both to the same."
         )
-    if engine.options.get("enable_sleep_mode") is False:
+    if engine.options.get(abilities.sleep_option) is False:
         yield (
-            "run.placement=colocated needs engines that sleep, and engine.options.enable_sleep_mode is false. Leave it"
-            " out, or set run.placement=separated."
+            f"run.placement=colocated needs engines that sleep, and engine.options.{abilities.sleep_option} is false."
+            " Leave it out, or set run.placement=separated."
         )
     if recipe.weights.staging == "none":
         yield (
@@ -48,7 +52,7 @@ def impossible_turns(recipe: Recipe) -> Iterator[str]:
         )
     if learner.device == "cpu":
         return
-    if recipe.weights.transport in ("nccl", "ucc"):
+    if not transport.shares_gpu:
         yield (
             f"run.placement=colocated has learner and engines on the same GPUs, where weights.transport="
             f"{recipe.weights.transport} has no place for two ranks. Set weights.transport=ipc."
@@ -65,18 +69,24 @@ def impossible_turns(recipe: Recipe) -> Iterator[str]:
 def worker_gpus(recipe: Recipe, visible: str) -> list[str]:
     """CUDA_VISIBLE_DEVICES of one worker after the other, of those that `visible` names; none if workers have no own.
 
-    With ipc, versions that are kept on GPUs lie on the learner's first one, from where each worker copies them: it sees
-    that too, after its own.
+    With a transport that maps memory, versions that are kept on GPUs lie on the learner's first one, from where each
+    worker copies them: it sees that too, after its own.
     """
-    each, learner, weights = gpus_of(recipe.engine), recipe.learner, recipe.weights
+    engine, learner, weights = recipe.engine, recipe.learner, recipe.weights
+    if learner.device == "cpu" and not recipe.workers.devices:
+        return []
+    roots = roots_of(recipe)
+    abilities = abilities_of(engine, roots)
     if learner.device == "cpu":
-        return shares(recipe.workers.devices, each)
+        return shares(recipe.workers.devices, engine, abilities)
     ranks = visible.split(",") if visible else [str(rank) for rank in range(learner.processes)]
     devices: Sequence[int | str] = recipe.workers.devices
     if recipe.run.is_colocated:
-        devices = devices or ranks[: recipe.workers.count * each]
-    first = ranks[0] if (weights.transport, weights.staging) == ("ipc", "device") else ""
-    return [gpus if first in ("", *gpus.split(",")) else f"{gpus},{first}" for gpus in shares(devices, each)]
+        devices = devices or ranks[: recipe.workers.count * gpus_of(engine, abilities)]
+    is_mapped = weights.staging == "device" and transport_abilities(weights.transport, roots).maps_memory
+    first = ranks[0] if is_mapped else ""
+    given = shares(devices, engine, abilities)
+    return [gpus if first in ("", *gpus.split(",")) else f"{gpus},{first}" for gpus in given]
 
 
 def _gpus_each(engine: Mapping[str, Any]) -> int:

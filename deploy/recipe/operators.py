@@ -9,8 +9,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from broker.errors import ConfigError
 from broker.user_code.roots import ImportRoots
-from rollout_workers.engines.vllm.options import check_stored_options, is_harmless
+from rollout_workers.engines import abilities_of
 
 from .files import apply_overrides
 from .recipe import Recipe
@@ -26,7 +27,13 @@ def check_stored(recipe: Recipe, overrides: Sequence[str], allowed: Sequence[str
     roots = ImportRoots((*allowed, *named))
     for key, path in _paths(recipe):
         roots.check(path, key)
-    check_stored_options(recipe.engine, own["options"])
+    for name, _ in _refused(recipe):
+        if name not in own["options"]:
+            raise ConfigError(
+                f"engine.options.{name} is not taken from the run's configuration: what it names, the engine may"
+                " import, read or run. If you trust whoever started the run's learner, give it to the workers"
+                f" themselves: headway workers engine.options.{name}=VALUE."
+            )
     return roots
 
 
@@ -44,20 +51,17 @@ def roots_of(recipe: Recipe) -> ImportRoots:
 def passed_on(recipe: Recipe) -> list[str]:
     """Arguments with which workers on this machine trust what the recipe says that was given to this command."""
     allowed = [argument for _, path in _paths(recipe) for argument in ("--allow-import", path)]
-    if recipe.engine.kind != "vllm":
-        return allowed
     return allowed + [f"engine.options.{name}={json.dumps(value)}" for name, value in _refused(recipe)]
 
 
 def _refused(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     """The options that a stored configuration may not set."""
-    for name, value in recipe.engine.options.items():
-        if not is_harmless(name, value):
-            yield name, value
+    takes_stored = abilities_of(recipe.engine).takes_stored
+    return ((name, value) for name, value in recipe.engine.options.items() if not takes_stored(name, value))
 
 
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(key, import path) of all that a worker imports."""
-    named = [("engine.kind", recipe.engine.kind)]
+    named = [("engine.kind", recipe.engine.kind), ("weights.transport", recipe.weights.transport)]
     named += [(f"rewards[{index}].kind", reward.kind) for index, reward in enumerate(recipe.rewards)]
     return ((key, path) for key, path in named if ":" in path)

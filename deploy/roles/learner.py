@@ -22,6 +22,7 @@ from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.delivery import Sinks
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import recipe_to_bytes
+from deploy.recipe.operators import roots_of
 from deploy.recipe.recipe import Recipe
 from deploy.run.directory import (
     CHECKPOINTS,
@@ -174,7 +175,7 @@ def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, Phases, Sta
         blocking.call(blocking.broker.strays.begin(owner))
         blocking.call(blocking.broker.versions.put_model(owner, parts.files))
         allow_many_files()
-        publisher = Publisher(blocking, owner, recipe.weights)
+        publisher = Publisher(blocking, owner, recipe.weights, roots_of(recipe))
         stack.callback(publisher.close)
         experience = Experience(
             blocking,

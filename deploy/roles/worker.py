@@ -157,7 +157,7 @@ async def _work(
     rollout = Worker(
         broker=broker,
         engine=engine,
-        subscriber=Subscriber(broker, worker, recipe.weights),
+        subscriber=Subscriber(broker, worker, recipe.weights, roots),
         scorer=await open_reward(recipe.rewards, roots),
         decoding=load_decoding(model),
         sampling=recipe.sampling,

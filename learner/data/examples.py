@@ -14,7 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from broker.errors import ConfigError
-from learner.choices import typed_options, unknown_kind
+from broker.user_code.kinds import unknown_kind
+from learner.choices import typed_options
 from learner.config import EXAMPLES, SftPhaseConfig
 
 from .own_examples import Example, own_examples

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from broker.errors import ConfigError
-from learner.choices import did_you_mean
+from broker.user_code.kinds import did_you_mean
 
 from .prompts.base import Item
 

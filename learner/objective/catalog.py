@@ -15,7 +15,7 @@ from algorithms.presets import PRESETS, Preset
 from algorithms.proximal import PROXIMAL
 from algorithms.returns import gae
 from broker.errors import HeadwayError
-from learner.choices import did_you_mean
+from broker.user_code.kinds import did_you_mean
 
 from .composition import GAE, options_of
 

@@ -19,8 +19,9 @@ from algorithms.proximal import PROXIMAL
 from algorithms.returns import gae
 from algorithms.tokens import Tokens
 from broker.errors import ConfigError
+from broker.user_code.kinds import unknown_kind
 from broker.user_code.roots import load
-from learner.choices import unknown_kind, unknown_option
+from learner.choices import unknown_option
 from learner.config import AlgorithmConfig
 
 Surrogate = Callable[..., tuple[torch.Tensor, Metrics]]

@@ -3,20 +3,64 @@
     worker ── generate ──► engine ── Chunk(tokens, logprobs, version) ──► worker
              swap_weights ──┘  requests go on; what they had cached is computed anew, or kept
 
-`base.py` is the seam; `embedded.py` runs any transformers model here (`decoder.py` is one step of it),
-`vllm/` runs vLLM. Invariant: a token is sampled by exactly the weights that its chunk names, and its logprob is
-the one that it was sampled with: over keys and values of the same weights, unless a swap was told to keep older ones.
+`base.py` is the seam; `embedded/` runs any transformers model here (`decoder.py` is one step of it), `vllm/` runs
+vLLM. Each states its abilities in a module that imports neither torch nor the engine, and is registered in `ENGINES`.
+
+Invariant: a token is sampled by exactly the weights that its chunk names, and its logprob is the one that it was
+sampled with: over keys and values of the same weights, unless a swap was told to keep older ones.
 """
 
-import difflib
-import importlib.util
+import inspect
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from broker.errors import ConfigError, HeadwayError
-from broker.user_code.roots import ImportRoots
-from rollout_workers.config import ENGINES, VLLM_REMEDY, EngineConfig
+from broker.errors import ConfigError
+from broker.installation import is_installed
+from broker.user_code.kinds import check_offers, unknown_kind
+from broker.user_code.roots import ImportRoots, load
+from rollout_workers.config import EngineConfig
 
-from .base import Engine
+from .abilities import EngineAbilities, KnownEngine
+from .embedded.abilities import EMBEDDED
+from .vllm.abilities import VLLM
+
+if TYPE_CHECKING:
+    from .base import Engine
+
+ENGINES: dict[str, KnownEngine] = {"embedded": EMBEDDED, "vllm": VLLM}
+
+
+def abilities_of(config: EngineConfig, roots: ImportRoots | None = None) -> EngineAbilities:
+    """What the engine `config.kind` states. An engine of the user's own is imported to be asked, and only where there
+    are `roots`: without them it counts as one that keeps every promise. Raises ConfigError where it cannot be imported.
+    """
+    if config.kind in ENGINES:
+        return ENGINES[config.kind].abilities
+    if roots is None or ":" not in config.kind:
+        return EngineAbilities()
+    stated: EngineAbilities = getattr(roots.load(config.kind, "engine.kind"), "abilities", EngineAbilities())
+    return stated
+
+
+def check_installed(kind: str) -> None:
+    """Raise ConfigError, with the remedy, where the package of the engine `kind` is missing."""
+    known = ENGINES.get(kind)
+    if known is not None and known.package is not None and not is_installed(known.package[0]):
+        raise ConfigError(f"engine.kind={kind} needs {known.package[1]}, which is not installed. {known.remedy}")
+
+
+def check_asked(kind: str, abilities: EngineAbilities, *, tells_experts: bool, sleeps: bool) -> None:
+    """Raise ConfigError where an engine would be asked for what it states that it cannot do."""
+    if tells_experts and not abilities.tells_experts:
+        raise ConfigError(
+            f"algorithm.router_replay needs an engine that tells which experts it chose, and engine.kind={kind} does"
+            " not. Set algorithm.router_replay=false, or take another engine."
+        )
+    if sleeps and not abilities.sleeps:
+        raise ConfigError(
+            f"run.placement=colocated needs engines that sleep, and engine.kind={kind} does not. Set"
+            " run.placement=separated, or take another engine."
+        )
 
 
 def open_engine(
@@ -27,35 +71,32 @@ def open_engine(
     tells_experts: bool = False,
     sleeps: bool = False,
     roots: ImportRoots | None = None,
-) -> Engine:
+) -> "Engine":
     """Start the engine `config.kind` on the config.json in `model_dir`; weights come by swap_weights.
 
-    vLLM must know from the start what will be asked of it. `tells_experts`: which experts were chosen; raises
-    HeadwayError where it cannot tell. `sleeps`: to leave a GPU's memory to others. `roots`: below which an engine of
-    one's own may be imported; by default Headway's own and the working directory's.
+    It is called as `Class(config, model_dir, seed=seed)`. One that names `tells_experts` or `sleeps` among its
+    parameters is told from the start whether it will be asked which experts were chosen, or to leave a GPU's memory to
+    others. `roots`: below which an engine of the user's own may be imported; by default Headway's own and the working
+    directory's. Raises ConfigError for what cannot be opened, or cannot do what will be asked of it.
     """
-    match config.kind:
-        case "embedded":
-            from .embedded.engine import open_embedded
+    roots = roots or ImportRoots()
+    opener = _opener(config.kind, roots)
+    asked = {"tells_experts": tells_experts, "sleeps": sleeps}
+    check_asked(config.kind, abilities_of(config, roots), **asked)
+    told = inspect.signature(opener).parameters
+    engine: Engine = opener(config, model_dir, seed=seed, **{name: asked[name] for name in asked if name in told})
+    if config.kind not in ENGINES:
+        from .base import Engine as Seam
 
-            return open_embedded(config, model_dir, seed=seed)
-        case "vllm":
-            if importlib.util.find_spec("vllm") is None:
-                raise HeadwayError(f"engine.kind=vllm needs vLLM, which is not installed. {VLLM_REMEDY}")
-            from .vllm.start import open_vllm
-
-            return open_vllm(config, model_dir, seed=seed, tells_experts=tells_experts, sleeps=sleeps)
-        case path if ":" in path:
-            return open_custom(path, config, model_dir, seed=seed, roots=roots or ImportRoots())
-        case unknown:
-            nearest = difflib.get_close_matches(unknown, ENGINES, n=1, cutoff=0)[0]
-            raise ConfigError(
-                f"engine.kind={unknown} is unknown: did you mean {nearest}? Known: {', '.join(ENGINES)}, "
-                "or package.module:Class"
-            )
-
-
-def open_custom(path: str, config: EngineConfig, model_dir: Path, *, seed: int, roots: ImportRoots) -> Engine:
-    """An engine of the user's own, called as Class(config, model_dir, seed=seed). Raises ConfigError."""
-    engine: Engine = roots.load(path, "engine.kind")(config, model_dir, seed=seed)
+        check_offers(engine, Seam, config.kind, "engine.kind")
     return engine
+
+
+def _opener(kind: str, roots: ImportRoots) -> Any:
+    """A class or function that makes an engine."""
+    if known := ENGINES.get(kind):
+        check_installed(kind)
+        return load(known.opener, "engine.kind")
+    if ":" in kind:
+        return roots.load(kind, "engine.kind")
+    raise unknown_kind(kind, ENGINES, "engine.kind")

@@ -276,7 +276,7 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
             " holds none while the learner trains and publishes. Set weights.staging=host.",
         ),
         (
-            ["run.placement=colocated", "engine.options.enable_sleep_mode=false"],
+            ["run.placement=colocated", "engine.kind=vllm", "engine.options.enable_sleep_mode=false"],
             "run.placement=colocated needs engines that sleep, and engine.options.enable_sleep_mode is false. Leave it"
             " out, or set run.placement=separated.",
         ),

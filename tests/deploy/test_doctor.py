@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.installation import TorchFacts
 from deploy.cli import doctor
 from deploy.terminal import Terminal
 
@@ -29,7 +30,7 @@ def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
     broken.write_text("#!/bin/sh\necho 'ImportError: libcudart.so.12: cannot open' >&2\nexit 1\n")
     broken.chmod(0o755)
     facts = doctor._ask_torch(str(broken))
-    assert facts == {"problem": "torch does not import: ImportError: libcudart.so.12: cannot open"}
+    assert facts == TorchFacts(problem="torch does not import: ImportError: libcudart.so.12: cannot open")
     assert not doctor._backends(facts)[0].works
     assert not doctor._engines(facts)[0].works
     assert "no torch" in doctor._machine(facts)[2].detail
@@ -41,11 +42,11 @@ def test_a_torch_that_answers_nonsense_is_a_finding(answer: str, tmp_path: Path)
     odd = tmp_path / "python"
     odd.write_text(f"#!/bin/sh\necho '{answer}'\n")
     odd.chmod(0o755)
-    assert "torch does not import" in doctor._ask_torch(str(odd))["problem"]
+    assert "torch does not import" in doctor._ask_torch(str(odd)).problem
 
 
 def test_no_torch_program_at_all(tmp_path: Path) -> None:
-    assert "No such file" in doctor._ask_torch(str(tmp_path / "nothing"))["problem"]
+    assert "No such file" in doctor._ask_torch(str(tmp_path / "nothing")).problem
 
 
 def test_tables_show_remedies_only_where_something_is_missing() -> None:

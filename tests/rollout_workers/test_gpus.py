@@ -9,7 +9,7 @@ import pytest
 
 from broker.errors import ConfigError
 from rollout_workers.config import EngineConfig
-from rollout_workers.engines.gpus import gpus_of, shares, starting_alone
+from rollout_workers.engines.gpus import shares, starting_alone
 from rollout_workers.engines.vllm.start import measured_gpus
 
 
@@ -32,7 +32,7 @@ def vllm(**options: object) -> EngineConfig:
 def test_consecutive_gpus_go_to_one_worker(
     devices: tuple[int | str, ...], engine: EngineConfig, expected: list[str]
 ) -> None:
-    assert shares(devices, gpus_of(engine)) == expected
+    assert shares(devices, engine) == expected
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_does_not_come_out_even_is_refused(
     devices: tuple[int | str, ...], engine: EngineConfig, complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        shares(devices, gpus_of(engine))
+        shares(devices, engine)
 
 
 def test_engines_start_on_a_gpu_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

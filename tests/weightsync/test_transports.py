@@ -4,12 +4,12 @@ import errno
 import http.client
 import math
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 import psutil
@@ -20,6 +20,8 @@ from msgspec.structs import replace
 
 from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion
+from broker.user_code.roots import ImportRoots
+from tests import plugged
 from tests.weightsync.conftest import TIMEOUT_S
 from tests.weightsync.worker_process import worker_info
 from weightsync.config import WeightsConfig
@@ -29,8 +31,9 @@ from weightsync.receive.puller import Puller
 from weightsync.receive.receiver import join
 from weightsync.tensors.landing import Landing
 from weightsync.tensors.staging import stage
+from weightsync.transports.abilities import abilities_of
 from weightsync.transports.addresses import learner_address
-from weightsync.transports.base import SupersededError
+from weightsync.transports.base import BroadcastGroupTransport, SupersededError
 from weightsync.transports.forming import check_transport, form_group
 from weightsync.transports.http import served
 from weightsync.transports.http.pull import HttpPull
@@ -44,6 +47,15 @@ LOCAL = "127.0.0.1"
 CPU = torch.device("cpu")
 WEIGHTS = stage([("a", torch.full((5_000_000,), 1, dtype=torch.uint8)), ("b", torch.full((17,), 2.0))], 1024)
 DATA = WEIGHTS.buckets
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's directory with a module of their own."""
+    plugged.write(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "plugged", raising=False)
 
 
 def group(epoch: int = 1) -> BroadcastGroup:
@@ -76,7 +88,7 @@ def broadcast(
     board: Board,
     sent: tuple[torch.Tensor, ...],
     promised: WeightManifest,
-    transport: Literal["gloo", "ipc"] = "gloo",
+    transport: str = "gloo",
     sealed_as: WeightVersion | None = None,
 ) -> tuple[object, tuple[tuple[str, ...], str]]:
     """One sender and one member, in threads: (what the member got or why not, what the sender reports)."""
@@ -112,8 +124,9 @@ def broadcast(
     return got, report
 
 
-@pytest.mark.parametrize("transport", ["gloo", "ipc"])
-def test_bytes_arrive_without_a_default_group(board: Board, transport: Literal["gloo", "ipc"]) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "ipc", plugged.TRANSPORT])
+@pytest.mark.usefixtures("outside")
+def test_bytes_arrive_without_a_default_group(board: Board, transport: str) -> None:
     assert not torch.distributed.is_initialized()
     got, report = broadcast(board, DATA, manifest(V1), transport)
     assert isinstance(got, tuple)
@@ -147,8 +160,9 @@ def test_the_fingerprints_of_another_version_are_refused(board: Board) -> None:
     assert reached == ()
 
 
-@pytest.mark.parametrize("transport", ["gloo", "ipc"])
-def test_a_member_that_never_comes_ends_with_the_deadline(board: Board, transport: Literal["gloo", "ipc"]) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "ipc", plugged.TRANSPORT])
+@pytest.mark.usefixtures("outside")
+def test_a_member_that_never_comes_ends_with_the_deadline(board: Board, transport: str) -> None:
     for rank in range(2):
         store = Rendezvous(board, group(rank), leads=rank == 0).store_of(0)
         with pytest.raises(WeightSyncError, match=r"0\.3 s"):
@@ -247,6 +261,33 @@ def listening() -> set[int]:
     return {end.laddr.port for end in psutil.Process().net_connections("tcp") if end.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.parametrize("transport", ["gloo", "ipc", plugged.TRANSPORT])
+@pytest.mark.usefixtures("outside")
+def test_one_that_notices_deaths_does_so_before_the_deadline(board: Board, transport: str) -> None:
+    assert abilities_of(transport, ImportRoots()).notices_deaths
+
+    def form(rank: int) -> BroadcastGroupTransport:
+        store = Rendezvous(board, group(), leads=not rank).store_of(0)
+        return form_group(transport, store, rank, 2, LOCAL, Deadline(30))
+
+    with ThreadPoolExecutor(2) as threads:
+        learner, member = threads.map(form, range(2))
+    waiting = member.start(DATA[0].clone(), Deadline(1000))
+    learner.close()
+    del learner  # gloo's connections close with the last reference
+    with pytest.raises(WeightSyncError):
+        waiting()
+    member.close()
+
+
+def test_a_group_of_a_transport_that_a_worker_does_not_import_is_not_joined(board: Board) -> None:
+    store = Rendezvous(board, group(), leads=False).store_of(0)
+    with pytest.raises(WeightSyncError, match=r"weights\.transport: 'subprocess:Popen' is not imported"):
+        form_group("subprocess:Popen", store, 1, 2, LOCAL, Deadline(1))
+    with pytest.raises(WeightSyncError, match=r"weights\.transport: there is no 'glo'; did you mean 'gloo'\?"):
+        form_group("glo", store, 1, 2, LOCAL, Deadline(1))
+
+
 def test_an_ipc_group_is_told_at_once_that_its_learner_is_gone(board: Board) -> None:
     def member() -> str:
         transport = form_group("ipc", Rendezvous(board, group(), leads=False).store_of(0), 1, 2, LOCAL, Deadline(1e6))
@@ -266,7 +307,7 @@ def test_transports_that_this_machine_lacks_say_what_to_do(name: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine may well have it")
     with pytest.raises(WeightSyncError, match=f"transport is {name}.*use weights.transport=gloo"):
-        check_transport(name)  # type: ignore[arg-type]
+        check_transport(name)
 
 
 @pytest.mark.parametrize("host", [None, LOCAL, "127.0.0.2", "localhost"])

@@ -26,13 +26,15 @@ from broker.schema import (
     WeightVersion,
     WorkerInfo,
 )
+from broker.user_code.roots import ImportRoots
 from weightsync.archives import open_archive
 from weightsync.archives.archiver import Archiver
-from weightsync.config import WeightsConfig, broadcast_device
+from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
 from weightsync.tensors.chain import Delta, DeltaChain
 from weightsync.tensors.gathering import Gathering, Staging
 from weightsync.tensors.staging import StagedWeights
+from weightsync.transports.abilities import abilities_of, broadcast_device
 from weightsync.transports.addresses import learner_address
 from weightsync.transports.http.pull_server import PullServer
 from weightsync.transports.pipeline import seal
@@ -80,12 +82,17 @@ class Publication:
 class Publisher:
     """Belongs to one owner of the run. One version at a time, from one thread."""
 
-    def __init__(self, broker: BlockingBroker, owner: Owner, config: WeightsConfig) -> None:
+    def __init__(
+        self, broker: BlockingBroker, owner: Owner, config: WeightsConfig, roots: ImportRoots | None = None
+    ) -> None:
+        """`roots`: below which a transport of the user's own may be imported; by default as ImportRoots has them."""
+        roots = roots or ImportRoots()
+        abilities = abilities_of(config.transport, roots)
         self._blocking = broker
         self._versions = broker.broker.versions
         self._owner = owner
         self._config = config
-        device = torch.device(broadcast_device(config))
+        device = torch.device(broadcast_device(config, abilities))
         self._memory_is_reused = device.type == "cuda"
         """A GPU has room for one version: the next one overwrites it, and those who are pulling it go on from a copy in
         host memory, if there is one."""
@@ -103,6 +110,7 @@ class Publisher:
             address,
             config,
             self._put_group,
+            roots,
         )
         self._pulls = PullServer(
             address,
@@ -117,7 +125,7 @@ class Publisher:
         self._thread = DaemonPool("publish", 1)
         self._under_way: Future[PublishReport] | None = None
         # What training has begun on the GPU meanwhile is not waited for.
-        uses_gpu = self._memory_is_reused or config.transport in ("nccl", "ucc")
+        uses_gpu = self._memory_is_reused or not abilities.sends_host_memory
         self._stream = torch.cuda.Stream() if uses_gpu else None  # type: ignore[no-untyped-call]
 
     def gather(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:

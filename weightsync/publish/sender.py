@@ -17,6 +17,7 @@ import torch
 
 from broker.errors import BrokerError, WeightSyncError
 from broker.schema import BroadcastGroup, WeightVersion, WorkerInfo
+from broker.user_code.roots import ImportRoots
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
 from weightsync.transports.base import BroadcastGroupTransport
@@ -63,8 +64,10 @@ class Sender:
         address: str,
         config: WeightsConfig,
         put_group: Callable[[BroadcastGroup], None],
+        roots: ImportRoots | None = None,
     ) -> None:
-        check_transport(config.transport)
+        check_transport(config.transport, roots)
+        self._roots = roots
         self._board = board
         self._incarnation = incarnation
         self._epoch = last_epoch
@@ -163,7 +166,7 @@ class Sender:
         try:
             for number, workers in enumerate(_batched(group.members, group.at_once)):
                 store, size = rendezvous.store_of(number), len(workers) + 1
-                transport = form_group(self._config.transport, store, 0, size, self._address, deadline)
+                transport = form_group(self._config.transport, store, 0, size, self._address, deadline, self._roots)
                 waves.append(_Wave(workers, transport))
         except WeightSyncError as error:
             # Who failed is unknown. All are asked again: the one that is gone will then not check in.

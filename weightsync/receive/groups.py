@@ -8,6 +8,7 @@ from collections.abc import Callable
 from broker import Broker
 from broker.errors import BrokerError, WeightSyncError
 from broker.schema import BroadcastGroup, WeightManifest
+from broker.user_code.roots import ImportRoots
 from weightsync.transports.rendezvous import Board
 from weightsync.transports.threads import BoundedThreads, for_threads
 
@@ -20,9 +21,16 @@ class GroupFollower:
     """Tries each group record once: one left by a dead learner, or closed without us, is not tried again."""
 
     def __init__(
-        self, broker: Broker, worker: str, threads: BoundedThreads, poll_s: float, on_offer: Callable[[], None]
+        self,
+        broker: Broker,
+        worker: str,
+        threads: BoundedThreads,
+        poll_s: float,
+        on_offer: Callable[[], None],
+        roots: ImportRoots | None = None,
     ) -> None:
         """`on_offer` is called once the joined group is sent a version."""
+        self._roots = roots
         self._broker = broker
         self._worker = worker
         self._threads = threads
@@ -84,7 +92,7 @@ class GroupFollower:
         try:
             self._joined = await self._threads.run(
                 "join",
-                lambda: join(board, self._worker, group, cancelled),
+                lambda: join(board, self._worker, group, cancelled, self._roots),
                 cancelled,
                 overdue_s=2 * group.timeout_s + 1,
             )

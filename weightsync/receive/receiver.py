@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from broker.errors import BrokerError, WeightSyncError
 from broker.schema import BroadcastGroup, TensorSpec, WeightManifest, WeightVersion
+from broker.user_code.roots import ImportRoots
 from weightsync.deadline import Deadline
 from weightsync.tensors.buckets import Fingerprints, check_offer, compare
 from weightsync.tensors.landing import Landed, Landing, Window
@@ -155,7 +156,13 @@ def _leave_it(index: int, bucket: torch.Tensor) -> None:
     """For buckets that stay as they are, until the whole version is handed over."""
 
 
-def join(board: Board, worker: str, group: BroadcastGroup, cancelled: threading.Event) -> JoinedGroup | None:
+def join(
+    board: Board,
+    worker: str,
+    group: BroadcastGroup,
+    cancelled: threading.Event,
+    roots: ImportRoots | None = None,
+) -> JoinedGroup | None:
     """Check in and, if everybody else does, form the group. None where it is not ours to join any more.
 
     Raises WeightSyncError where the learner, or another member, does not come, or the broker does not answer.
@@ -168,5 +175,5 @@ def join(board: Board, worker: str, group: BroadcastGroup, cancelled: threading.
     wave, place = divmod(group.members.index(worker), group.at_once)
     size = len(group.members[wave * group.at_once :][: group.at_once]) + 1
     store, interface = rendezvous.store_of(wave), address_towards(group.learner)
-    transport = form_group(group.transport, store, place + 1, size, interface, deadline)
+    transport = form_group(group.transport, store, place + 1, size, interface, deadline, roots)
     return JoinedGroup(group, worker, rendezvous, transport)

@@ -17,8 +17,10 @@ from msgspec.structs import replace
 from broker import Broker
 from broker.errors import BrokerUnavailableError, WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
-from weightsync.config import WeightsConfig, broadcast_device
+from broker.user_code.roots import ImportRoots
+from weightsync.config import WeightsConfig
 from weightsync.tensors.landing import Landing, Window
+from weightsync.transports.abilities import abilities_of, broadcast_device
 from weightsync.transports.threads import BoundedThreads
 
 from .deliveries import Arriving, Delivery
@@ -36,11 +38,13 @@ _STOP_SHARE = 0.25
 class Subscriber:
     """Made where the broker's event loop runs; works there from the first `wait_for_version` until `close`."""
 
-    def __init__(self, broker: Broker, worker: str, config: WeightsConfig) -> None:
+    def __init__(self, broker: Broker, worker: str, config: WeightsConfig, roots: ImportRoots | None = None) -> None:
+        """`roots`: below which a transport of the user's own may be imported; by default as ImportRoots has them."""
+        roots = roots or ImportRoots()
         self._broker = broker
         self._config = config
         self._threads = BoundedThreads()
-        self._groups = GroupFollower(broker, worker, self._threads, config.poll_s, lambda: self._was_rung.set())
+        self._groups = GroupFollower(broker, worker, self._threads, config.poll_s, lambda: self._was_rung.set(), roots)
         self.joins_groups = config.follow == "broadcast"
         """False: it follows by pull, and keeps what it pulled as the base for deltas."""
         self._worker = worker
@@ -48,7 +52,8 @@ class Subscriber:
         self._tried: WeightVersion | None = None
         """The last offer that was read in full; one whose transfer failed is not received again but pulled."""
         self._landing = Landing(torch.device("cuda" if config.staging == "device" else "cpu"))
-        self._window = Window(torch.device(broadcast_device(config))) if config.staging == "none" else None
+        device = broadcast_device(config, abilities_of(config.transport, roots if self.joins_groups else None))
+        self._window = Window(torch.device(device)) if config.staging == "none" else None
         # A base for deltas must stay as it is, and without room for two versions what was pulled must not stay.
         shared = self._landing if self.joins_groups and self._window is None else None
         self._pulls = Pulls(broker, worker, config, shared, self._note_arrival, self._note_failure)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed
@@ -22,7 +22,7 @@ from broker.errors import WeightSyncError
 from weightsync.deadline import Deadline
 from weightsync.transports.deafness import Port
 
-CollectiveName = Literal["gloo", "nccl", "ucc"]
+COLLECTIVES = ("gloo", "nccl", "ucc")
 _WAIT_S = 0.0005
 _OVERDUE_S = 0.5
 _SETTINGS = {
@@ -44,9 +44,7 @@ _NEVER = timedelta(days=1)
 class ProcessGroupTransport:
     """A formed group; constructing it blocks until all ranks are there, or the deadline is over."""
 
-    def __init__(
-        self, name: CollectiveName, store: Store, rank: int, size: int, interface: str, deadline: Deadline
-    ) -> None:
+    def __init__(self, name: str, store: Store, rank: int, size: int, interface: str, deadline: Deadline) -> None:
         self._device = _device_of(name)
         self._rank = rank
         self._name = name
@@ -145,12 +143,12 @@ class ProcessGroupTransport:
             backend.abort()
 
 
-def _device_of(name: CollectiveName) -> torch.device:
+def _device_of(name: str) -> torch.device:
     return torch.device("cpu" if name == "gloo" else "cuda")
 
 
 def _open(
-    name: CollectiveName, store: Store, rank: int, size: int, interface: str, deadline: Deadline
+    name: str, store: Store, rank: int, size: int, interface: str, deadline: Deadline
 ) -> Any:  # torch gives the three no common type with `broadcast`
     timeout = timedelta(seconds=max(0.001, deadline.remaining()))
     kind = backend_class(name)
@@ -191,7 +189,7 @@ def _indulgent() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def backend_class(name: CollectiveName) -> Any:
+def backend_class(name: str) -> Any:
     """torch's class. Raises WeightSyncError with the remedy where this process cannot use it."""
     kind = getattr(torch.distributed, f"ProcessGroup{name.capitalize() if name == 'gloo' else name.upper()}", None)
     if kind is None:

@@ -1,27 +1,56 @@
 """Which transport a broadcast group runs on."""
 
-from typing import Literal
-
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
+from broker.errors import ConfigError, WeightSyncError
+from broker.user_code.kinds import check_offers, unknown_kind
+from broker.user_code.roots import ImportRoots
 from weightsync.deadline import Deadline
+from weightsync.transports.abilities import TRANSPORTS
 from weightsync.transports.base import BroadcastGroupTransport
-from weightsync.transports.collective import ProcessGroupTransport, backend_class
+from weightsync.transports.collective import COLLECTIVES, ProcessGroupTransport, backend_class
 from weightsync.transports.ipc import IpcTransport
 
-TransportName = Literal["gloo", "nccl", "ucc", "ipc"]
+_KEY = "weights.transport"
 
 
-def check_transport(name: TransportName) -> None:
-    """Raise WeightSyncError with the remedy if this process cannot use transport `name`."""
-    if name != "ipc":
+def check_transport(name: str, roots: ImportRoots | None = None) -> None:
+    """Raise WeightSyncError with the remedy if this process cannot use transport `name`, ConfigError if it cannot
+    import it."""
+    if name in COLLECTIVES:
         backend_class(name)
+    elif ":" in name:
+        (roots or ImportRoots()).load(name, _KEY)
+    elif name not in TRANSPORTS:
+        raise unknown_kind(name, TRANSPORTS, _KEY)
 
 
 def form_group(
-    name: TransportName, store: Store, rank: int, size: int, interface: str, deadline: Deadline
+    name: str,
+    store: Store,
+    rank: int,
+    size: int,
+    interface: str,
+    deadline: Deadline,
+    roots: ImportRoots | None = None,
 ) -> BroadcastGroupTransport:
-    """Blocks until all ranks are there. Raises WeightSyncError if they are not by the deadline."""
-    if name == "ipc":
+    """Blocks until all ranks are there. Raises WeightSyncError if they are not by the deadline.
+
+    A class of the user's own, below `roots` (by default as ImportRoots has them), is called as
+    `Class(store, rank, size, interface, deadline)`: ranks tell each other in `store`, a torch.distributed one, where
+    they are; `interface` is the address of the interface that leads to the others. What it raises itself must be
+    WeightSyncError.
+    """
+    if name in COLLECTIVES:
+        return ProcessGroupTransport(name, store, rank, size, interface, deadline)
+    if name in TRANSPORTS:
         return IpcTransport(store, rank, size, deadline)
-    return ProcessGroupTransport(name, store, rank, size, interface, deadline)
+    try:
+        check_transport(name, roots)
+        made: BroadcastGroupTransport = (roots or ImportRoots()).load(name, _KEY)(
+            store, rank, size, interface, deadline
+        )
+        check_offers(made, BroadcastGroupTransport, name, _KEY)
+    except ConfigError as error:  # of a group that another process opened: whoever cannot join it pulls
+        raise WeightSyncError(str(error)) from error
+    return made

@@ -13,7 +13,7 @@ calls under a deadline (`own.py`); see `base.PromptSource`.
 
 from typing import TYPE_CHECKING
 
-from learner.choices import unknown_kind
+from broker.user_code.kinds import unknown_kind
 from learner.config import PROMPTS, PromptsConfig
 
 from .base import PromptSource

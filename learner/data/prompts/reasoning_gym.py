@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from broker.errors import ConfigError
-from learner.choices import did_you_mean
+from broker.user_code.kinds import did_you_mean
 
 from .base import Item, PromptSource, is_held_out
 

@@ -4,11 +4,6 @@ Others name modules, classes, files or addresses (`worker_cls`, `load_format`, `
 vLLM would import or read what they name. Those a worker takes from its own command line alone.
 """
 
-from collections.abc import Collection
-
-from broker.errors import ConfigError
-from rollout_workers.config import EngineConfig
-
 _NAMES = """
 async_scheduling block_size cpu_offload_gb cudagraph_capture_sizes decode_context_parallel_size disable_cascade_attn
 disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_stats disable_sliding_window
@@ -32,18 +27,6 @@ WORDS = {
     "scheduling_policy": {"fcfs", "priority"},
 }
 """One of these words, or (None) any plain word, which vLLM looks up in a list of its own."""
-
-
-def check_stored_options(engine: EngineConfig, own: Collection[str] = ()) -> None:
-    """Raise ConfigError for an option of vLLM that is not for a stored configuration, unless it is among the `own` ones
-    of this worker's command line. An engine of the operator's own knows itself what its options do."""
-    for name, value in engine.options.items() if engine.kind == "vllm" else ():
-        if name not in own and not is_harmless(name, value):
-            raise ConfigError(
-                f"engine.options.{name} is not taken from the run's configuration: what it names, vLLM may import, read"
-                " or run. If you trust whoever started the run's learner, give it to the workers themselves:"
-                f" headway workers engine.options.{name}=VALUE."
-            )
 
 
 def is_harmless(name: str, value: object) -> bool:

@@ -13,6 +13,7 @@ from broker.errors import HeadwayError
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.gpus import gpus_of, starting_alone
 
+from .abilities import VLLM
 from .engine import VllmEngine
 from .experts import engine_arguments as arguments_for_experts
 from .experts import routed_layers
@@ -67,7 +68,7 @@ def engine_arguments(
         tokens = min(BATCHED_TOKENS, sequences * config.max_model_len)
         arguments |= {"enable_sleep_mode": sleeps, "max_num_batched_tokens": tokens}
     else:  # there vLLM's sleep frees nothing, and cannot be enabled
-        executor = "uni" if gpus_of(config) == 1 else "mp"
+        executor = "uni" if gpus_of(config, VLLM.abilities) == 1 else "mp"
         arguments |= {"enforce_eager": True, "distributed_executor_backend": executor}
     return arguments | config.options
 
@@ -92,7 +93,7 @@ def open_vllm(
         routed = routed_layers(shapes)
         arguments |= arguments_for_experts(config.options)
     others = set(active_children())
-    with starting_alone(measured_gpus(arguments, gpus_of(config))):
+    with starting_alone(measured_gpus(arguments, gpus_of(config, VLLM.abilities))):
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     return VllmEngine(llm, config, shapes, set(active_children()) - others, routed)
 

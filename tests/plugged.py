@@ -1,0 +1,148 @@
+"""An engine and a transport as a user writes them: a module outside of this repository, named by import path."""
+
+from pathlib import Path
+
+ENGINE = "plugged:ForwardEngine"
+TRANSPORT = "plugged:FileTransport"
+
+SOURCE = '''
+import asyncio, tempfile, time
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from broker.errors import HeadwayError, WeightSyncError
+from rollout_workers.engines.abilities import EngineAbilities
+from rollout_workers.engines.base import Chunk
+from rollout_workers.engines.placing.loading import load_tensors
+from weightsync.transports.abilities import TransportAbilities
+
+
+class ForwardEngine:
+    """A whole forward for every token, one sample after the other; nothing is cached."""
+
+    abilities = EngineAbilities(gpu_options=("copies",), sleeps=False, tells_experts=False)
+
+    def __init__(self, config, model_dir, *, seed):
+        self.capacity, self.max_model_len = config.max_concurrent, config.max_model_len
+        self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir)).eval()
+        self._generator = torch.Generator().manual_seed(seed)
+        self._version, self._may_sample = None, asyncio.Event()
+
+    async def generate(self, request):
+        if self._version is None:
+            raise HeadwayError("call swap_weights first")
+        tokens = list(request.prompt_tokens)
+        end = min(len(tokens) + request.max_new_tokens, self.max_model_len)
+        while True:
+            await self._may_sample.wait()
+            logprobs = self._logprobs(tokens, request.temperature)[-1]
+            token = int(torch.multinomial(logprobs.exp(), 1, generator=self._generator))
+            tokens.append(token)
+            reason = "stop" if token in request.stop_token_ids else "length" if len(tokens) >= end else None
+            yield Chunk(
+                token_ids=[token], logprobs=[float(logprobs[token])], version=self._version, finish_reason=reason
+            )
+            if reason:
+                return
+            await asyncio.sleep(0)
+
+    async def swap_weights(self, version, tensors, *, keep_cache=False, check=None):
+        self._may_sample.clear()
+        load_tensors(self._model, tensors)
+        if check:
+            check(None)
+        self._version = version
+        self._may_sample.set()
+
+    async def swap_in_parts(self, version, parts, *, keep_cache=False, check=None):
+        await self.swap_weights(version, [(n, t.clone()) async for part in parts for n, t in part], check=check)
+
+    async def score(self, token_ids):
+        logprobs = self._logprobs(token_ids[:-1], 1.0)
+        return logprobs.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+
+    async def sleep(self):
+        raise WeightSyncError("it does not sleep")
+
+    async def wake(self):
+        pass
+
+    async def close(self):
+        self._may_sample.clear()
+
+    @torch.no_grad()
+    def _logprobs(self, tokens, temperature):
+        logits = self._model(torch.tensor([tokens])).logits[0].float()
+        return torch.log_softmax(logits / temperature, -1)
+
+
+class FileTransport:
+    """Rank 0 writes each bucket as a file, which the others read; whoever leaves says so in a file too."""
+
+    abilities = TransportAbilities(sends_gpu_memory=False, crosses_hosts=False)
+
+    def __init__(self, store, rank, size, interface, deadline):
+        self._rank, self._others, self._count = rank, size - 1, 0
+        try:
+            if rank == 0:
+                store.set("directory", tempfile.mkdtemp(prefix="plugged-"))
+            else:
+                while not store.check(["directory"]):
+                    deadline.pause(0.01)
+                    deadline.check("joining a group of files")
+            self._directory = Path(store.get("directory").decode())
+            store.add("members", 1)
+            while store.add("members", 0) < size:
+                deadline.pause(0.01)
+                deadline.check("forming a group of files")
+        except RuntimeError as error:
+            raise WeightSyncError(f"no group of files: {error}") from error
+
+    def start(self, bucket, deadline):
+        self._count += 1
+        file = self._directory / str(self._count)
+        if self._rank == 0:
+            (new := file.with_suffix(".new")).write_bytes(bucket.numpy().tobytes())
+            new.rename(file)
+
+        def finish():
+            if self._rank:
+                self._await(file.exists, deadline)
+                bucket.copy_(torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8))
+                file.with_suffix(f".taken{self._rank}").touch()
+            else:
+                self._await(lambda: len(list(self._directory.glob(f"{file.name}.taken*"))) == self._others, deadline)
+
+        return finish
+
+    def close(self):
+        (self._directory / "closed").touch()
+
+    def _await(self, is_so, deadline):
+        while not is_so():
+            if (self._directory / "closed").exists():
+                raise WeightSyncError("the group of files was closed by another member")
+            deadline.check("a bucket in a file")
+            time.sleep(0.001)
+
+
+class Deaf:
+    """No engine at all."""
+
+    capacity = 1
+
+    def __init__(self, config, model_dir, *, seed):
+        pass
+
+
+def told(config, model_dir, *, seed, sleeps):
+    """A function does as well as a class, and is told what will be asked for, if it names that."""
+    raise HeadwayError(f"told: {sleeps=}")
+'''
+
+
+def write(directory: Path) -> None:
+    """plugged.py, to be named as `plugged:Name`."""
+    (directory / "plugged.py").write_text(SOURCE)

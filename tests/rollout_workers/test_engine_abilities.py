@@ -1,0 +1,90 @@
+"""Engines are asked for what they state, never for their names; one of the user's own states it too."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from broker.errors import ConfigError, HeadwayError
+from broker.user_code.roots import ImportRoots
+from deploy.recipe.colocation import worker_gpus
+from deploy.recipe.loading import load_recipe
+from deploy.recipe.packages import check_packages
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines import ENGINES, EngineAbilities, abilities_of, open_engine
+from rollout_workers.engines.gpus import gpus_of
+from tests import plugged
+
+from .models import make_model, save_config
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's directory with a module of their own."""
+    plugged.write(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "plugged", raising=False)
+    return tmp_path
+
+
+def test_what_engines_and_transports_state_is_known_without_torch() -> None:
+    program = (
+        "import sys, rollout_workers.engines.gpus, weightsync.transports.abilities;"
+        "sys.exit(str({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert asked.stderr.strip() == "set()"
+
+
+def test_every_engine_that_comes_with_headway_can_be_opened_by_its_path() -> None:
+    assert {name: known.opener.partition(":")[2] for name, known in ENGINES.items()} == {
+        "embedded": "open_embedded",
+        "vllm": "open_vllm",
+    }
+    assert ENGINES["vllm"].abilities.gpu_options == ("tensor_parallel_size", "pipeline_parallel_size")
+    assert not ENGINES["vllm"].abilities.takes_stored("worker_cls", "my.Worker")
+
+
+@pytest.mark.usefixtures("outside")
+def test_an_engine_of_ones_own_is_asked_what_it_states() -> None:
+    own = EngineConfig(kind=plugged.ENGINE, options={"copies": 3})
+    stated = abilities_of(own, ImportRoots())
+    assert (stated.gpu_options, stated.sleeps) == (("copies",), False)
+    assert gpus_of(own, stated) == 3
+    devices = ("engine.options.copies=2", "workers.devices=[4, 5, 6, 7]")
+    assert worker_gpus(load_recipe("arithmetic.yaml", [f"engine.kind={plugged.ENGINE}", *devices]), "") == [
+        "4,5",
+        "6,7",
+    ]
+
+
+def test_an_engine_that_nobody_may_import_is_not_imported_to_be_asked() -> None:
+    assert abilities_of(EngineConfig(kind="nowhere:Engine")) == EngineAbilities()
+    with pytest.raises(ConfigError, match=r"engine\.kind: 'torch\.hub:load' is not imported"):
+        abilities_of(EngineConfig(kind="torch.hub:load"), ImportRoots())
+
+
+@pytest.mark.usefixtures("outside")
+def test_what_an_engine_cannot_do_is_said_before_anything_starts() -> None:
+    own = f"engine.kind={plugged.ENGINE}"
+    check_packages(load_recipe("arithmetic.yaml", [own]), has_workers=True)
+    turns = load_recipe("arithmetic.yaml", [own, "run.placement=colocated"])
+    check_packages(turns, has_workers=False)
+    with pytest.raises(ConfigError, match=r"needs engines that sleep, and engine\.kind=plugged:ForwardEngine does not"):
+        check_packages(turns, has_workers=True)
+    with pytest.raises(ConfigError, match=r"router_replay needs an engine that tells which experts"):
+        open_engine(EngineConfig(kind=plugged.ENGINE), Path(), seed=0, tells_experts=True)
+
+
+@pytest.mark.usefixtures("outside")
+async def test_what_is_no_engine_is_named_with_what_it_lacks(tmp_path: Path) -> None:
+    directory = save_config(make_model("dense", 0), tmp_path / "model")
+    await open_engine(EngineConfig(kind=plugged.ENGINE), directory, seed=0).close()
+    with pytest.raises(
+        ConfigError, match=r"^engine\.kind: 'plugged:Deaf' makes a Deaf, which lacks close, generate, max"
+    ):
+        open_engine(EngineConfig(kind="plugged:Deaf"), directory, seed=0)
+    with pytest.raises(HeadwayError, match="told: sleeps=True"):
+        open_engine(EngineConfig(kind="plugged:told"), directory, seed=0, sleeps=True)

@@ -1,0 +1,90 @@
+"""What a transport states of itself before a group is formed, so that nobody asks for it by its name; without torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from broker.installation import TorchFacts
+from broker.user_code.roots import ImportRoots
+from weightsync.config import WeightsConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportAbilities:
+    """A class of the user's own may have them as its attribute `abilities`."""
+
+    sends_host_memory: bool = True
+    """Buckets may lie in host memory. Where they must not, they go through the GPU's."""
+    sends_gpu_memory: bool = True
+    """Buckets may lie in GPU memory. Where they must not, they go through the host's."""
+    maps_memory: bool = False
+    """Receivers map the learner's memory: they must see the GPU on which it lies."""
+    shares_gpu: bool = True
+    """Learner and engine may have one GPU together."""
+    crosses_hosts: bool = True
+    """Members may be on several machines."""
+    notices_deaths: bool = True
+    """The others' calls fail as soon as a member is gone, instead of at their deadline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownTransport:
+    """A transport that comes with Headway."""
+
+    abilities: TransportAbilities
+    remedy: str
+    """What it needs where it does not work."""
+    examine: Callable[[TorchFacts], tuple[bool, str]]
+    """(whether it works on this machine, what it moves or what is missing), for `headway doctor`."""
+
+
+def _has(name: str, found: str, *, needs_gpu: bool = False) -> Callable[[TorchFacts], tuple[bool, str]]:
+    def examine(torch: TorchFacts) -> tuple[bool, str]:
+        has = name in torch.collectives
+        return has and (bool(torch.gpus) or not needs_gpu), found if has else "not in this build of torch"
+
+    return examine
+
+
+_ON_GPUS = TransportAbilities(sends_host_memory=False, shares_gpu=False, notices_deaths=False)
+
+TRANSPORTS: dict[str, KnownTransport] = {
+    "gloo": KnownTransport(
+        abilities=TransportAbilities(sends_gpu_memory=False),
+        remedy="This torch was built without gloo; weights are still pulled over HTTP.",
+        examine=_has("gloo", "CPU memory, any network"),
+    ),
+    "nccl": KnownTransport(
+        abilities=_ON_GPUS,
+        remedy="Needs GPUs and a CUDA build of torch.",
+        examine=_has("nccl", "GPU memory", needs_gpu=True),
+    ),
+    "ipc": KnownTransport(
+        abilities=TransportAbilities(maps_memory=True, crosses_hosts=False),
+        remedy="Needs a torch that imports.",
+        examine=lambda torch: (bool(torch.version), "host or GPU memory, within one machine"),
+    ),
+    "ucc": KnownTransport(
+        abilities=_ON_GPUS,
+        remedy="Needs a torch built from source with USE_UCC=1.",
+        examine=_has("ucc", "in this build of torch"),
+    ),
+}
+
+
+def abilities_of(transport: str, roots: ImportRoots | None = None) -> TransportAbilities:
+    """What `weights.transport` states. A class of the user's own is imported to be asked, and only where there are
+    `roots`: without them nothing is known against it. Raises ConfigError where it cannot be imported."""
+    if transport in TRANSPORTS:
+        return TRANSPORTS[transport].abilities
+    if roots is None or ":" not in transport:
+        return TransportAbilities()
+    stated: TransportAbilities = getattr(roots.load(transport, "weights.transport"), "abilities", TransportAbilities())
+    return stated
+
+
+def broadcast_device(config: WeightsConfig, abilities: TransportAbilities) -> Literal["cpu", "cuda"]:
+    """Where the learner's buckets lie, and those that are received: on GPUs where the transport wants them there, or
+    there is to be room for a version."""
+    is_on_gpu = config.staging == "device" or (config.staging == "none" and not abilities.sends_host_memory)
+    return "cuda" if is_on_gpu else "cpu"
