@@ -180,6 +180,7 @@ class Batches:
             return TakenBatch(step, ())
         if status == b"wait":
             return NotReady(rest[0].decode())
+        self._note_fork(owner, rest.pop(0))
         pinned = [_Pinned(g.decode(), int(r), {int(i): p.decode() for i, p in samples}) for g, r, *samples in rest]
         groups = await self._fetch(owner, step, pinned)
         return NotReady.REJECTED if groups is None else TakenBatch(step, groups)
@@ -244,6 +245,14 @@ class Batches:
         await self._connection.load_verbs()
         self._connection.server_id = (await self._connection.script("reassert", *arguments)).decode()
         await self._versions.restore(owner)
+
+    def _note_fork(self, owner: Owner, forked_to: bytes) -> None:
+        """The learner that trains this batch knows by then from which step on it makes other weights than before. A
+        server that loses its last second is told."""
+        if self._known and forked_to:
+            forks = dict(zip(self._known.forks[::2], self._known.forks[1::2], strict=True))
+            forks[owner.incarnation] = min(int(forked_to), forks.get(owner.incarnation, int(forked_to)))
+            self._known = replace(self._known, forks=tuple(part for pair in forks.items() for part in pair))
 
     async def _refuse_another(self, identity: str) -> None:
         """Before anything of the run that has the name is touched."""

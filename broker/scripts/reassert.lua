@@ -86,13 +86,16 @@ for b = first_pinned, #ARGV, 4 do
   taken[taken_step] = taken[taken_step] or {}
   taken[taken_step][ARGV[b + 1]] = true
 end
-if not is_ours and tonumber(ARGV[1]) > 1 then
-  local forked = reproducible(step, tonumber(ARGV[8]), is_rewound, taken)
+if tonumber(ARGV[1]) > 1 then
+  -- A server that knows the claim may have lost that this learner gave up since to reproduce a step.
+  local forked = is_ours and tonumber(call('HGET', FORKS, ARGV[1]) or '')
+    or reproducible(step, tonumber(ARGV[8]), is_rewound, taken)
+  local known = forked
   for b = 1, #forks, 2 do
-    if forks[b] == ARGV[1] then forked = math.min(forked, tonumber(forks[b + 1]))
-    else call('HSETNX', FORKS, forks[b], forks[b + 1]) end
+    if forks[b] == ARGV[1] then known = math.min(known, tonumber(forks[b + 1]))
+    elseif not is_ours then call('HSETNX', FORKS, forks[b], forks[b + 1]) end
   end
-  fork(ARGV[1], forked)
+  if not is_ours or known < forked then fork(ARGV[1], known) end
 end
 -- What the server remembers of a batch from before it changed for the last time.
 for taken_step, groups in pairs(taken) do

@@ -1,7 +1,7 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
--- take(incarnation, owner, server, step, n) -> {'batch', {group, round, {sample, payload}...}...} | {'wait', why}
---   | {'exhausted'}
+-- take(incarnation, owner, server, step, n)
+--   -> {'batch', forked to | '', {group, round, {sample, payload}...}...} | {'wait', why} | {'exhausted'}
 -- Pins n ready groups to the step, oldest weights first; asked again, the same step gives the same batch until committed.
 -- Touches: meta, tally, pool, retry, leases, open, ready, pinned, batch:*, settled, dropped, group:*, prompt:*, payload:*,
 -- segments:*, segment:*.
@@ -24,7 +24,7 @@ local function drop_undeliverable()
 end
 
 local function deliver()
-  local reply = { 'batch' }
+  local reply = { 'batch', call('HGET', FORKS, ARGV[1]) or '' }
   for _, g in ipairs(call('LRANGE', BATCH, 0, -1)) do
     local round, size = fields(g, 'round', 'size')
     local one = { g, round }

@@ -53,7 +53,7 @@ class ExperienceLog:
 
     def record(self, step: int, groups: Sequence[Group]) -> None:
         """Durable when it returns, or a warning has said why not. Another batch than before abandons later steps."""
-        if self._holds(step, groups):
+        if self.tids(step) == tids_of(groups) and self.holds(step, groups):
             return
         self.drop_from(step)
         if not self._limit_bytes:
@@ -85,6 +85,11 @@ class ExperienceLog:
             return read_header(self._path(step), self._identity, step).tids if step in self._sizes else ()
         return ()
 
+    def holds(self, step: int, groups: Sequence[Group]) -> bool:
+        """Whether these, in whichever order, are the batch of `step` to the last byte: a sample that was generated anew
+        has the name of the one before."""
+        return _contents(self.read(step) or ()) == _contents(groups)
+
     def held_until(self, step: int) -> int:
         """The first step from `step` on whose batch is not there, whole; a warning where that is by damage."""
         try:
@@ -103,13 +108,6 @@ class ExperienceLog:
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step_{step}.zst"
-
-    def _holds(self, step: int, groups: Sequence[Group]) -> bool:
-        """Compared by content: another version of zstd may have compressed the same batch differently."""
-        if self.tids(step) != tids_of(groups):
-            return False
-        held = self.read(step) or ()
-        return [*map(GroupFrames.of, held)] == [*map(GroupFrames.of, groups)]
 
     def _complain(self, step: int, error: OSError | LoggedBatchError) -> None:
         """Once, until it works again."""
@@ -143,6 +141,11 @@ class ExperienceLog:
         del self._sizes[step]
         with suppress(OSError):
             self._path(step).unlink()
+
+
+def _contents(groups: Sequence[Group]) -> dict[str, GroupFrames]:
+    """Compared by these: another version of zstd may have compressed the same batch differently."""
+    return {group.prompt.group: GroupFrames.of(group) for group in groups}
 
 
 def _step_of(path: Path) -> int:

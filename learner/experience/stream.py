@@ -211,8 +211,7 @@ class Experience:
         batch = self.insist(lambda: self._blocking.broker.batches.take(self.owner, step, self._groups_per_step))
         if isinstance(batch, NotReady):
             return batch
-        logged = set(self._log.tids(step))
-        if logged and set(tids_of(batch.groups)) != logged:
+        if self._log.tids(step) and not self._log.holds(step, batch.groups):
             return NotReady.REWIND  # the server does not have what was trained
         if self._is_new(step) and self._replace(step, [group for group in batch.groups if not teaches(group)]):
             return NotReady.GROUPS

@@ -378,3 +378,27 @@ async def test_a_batch_whose_change_was_lost_is_again_what_was_taken(broker: Bro
     await run.announce(1)
     assert await broker.batches.commit(run.owner, 1) == 2
     assert await run.take(1) == groups(0, 3)
+
+
+async def test_a_step_that_is_not_reproduced_stays_abandoned_though_the_server_forgot_it(
+    broker: Broker, rolled_back: RolledBack
+) -> None:
+    """A resumed learner gives a batch up that an earlier one trained; the server loses that, and knows the claim."""
+    some = rules(4, groups_per_step=1)
+    run = await begin(broker, some, group_size=1)
+    flying = (await run.lease(5, 0)).leases
+    await run.submit_all(flying[:3], 0)
+    for step in range(3):
+        assert await run.take(step, 1) == groups(step)
+        await run.announce(step + 1)
+    resumed = await begin(broker, some, group_size=1, checkpoint=CheckpointMark(1, 1), resume=True)
+    rolled_back.remember()
+    await broker.batches.drop(resumed.owner, 1, [group_id(1)])
+    await resumed.announce(1)
+    assert await resumed.take(1, 1) == groups(2)
+    for step in (2, 3, 4):  # by then no announcement tells that the weights went back
+        await resumed.announce(step)
+    rolled_back.kill_and_restart()
+    await reassert(resumed, 4, [], {1: [TrajectoryId(group_id(2), 0, 0)]})
+    assert await resumed.submit(flying[3], 0, WeightVersion(1, 3)) is SubmitOutcome.FENCED
+    assert await resumed.submit(flying[4], 0, WeightVersion(1, 1)) is SubmitOutcome.ACCEPTED

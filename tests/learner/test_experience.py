@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from broker import BlockingBroker
 from broker.client.batches import CheckpointMark, TakenBatch
@@ -18,6 +19,7 @@ from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
 from broker.schema import Group, Probe, RunRules, Tallies, WeightVersion
 from broker.server.embedded import EmbeddedServer
+from broker.wire.codec import encode_trajectory
 from learner.config import ModelConfig, PromptsConfig, RandomModelConfig
 from learner.data.prompts import open_prompts
 from learner.data.prompts.cursor import PromptCursor
@@ -330,6 +332,20 @@ def test_a_batch_of_which_the_server_lost_a_part_is_trained_whole(url: str, tmp_
         blocking.call(blocking.broker._connection.execute("UNLINK", name))
         assert tids_of(take(resumed, 1)) == tids_of(batch)
         assert blocking.call(blocking.broker.status.snapshot()).queues.retry == 0  # nobody generates it again
+
+
+def test_a_sample_that_the_server_has_otherwise_than_it_was_trained_is_trained_as_it_was(
+    url: str, tmp_path: Path
+) -> None:
+    """A server that lost its last seconds has the sample that was replaced in them, under the same name."""
+    batch = train_two_steps(url, tmp_path)
+    with experience(url, CheckpointMark(1, 1), after(100), logged=tmp_path) as (resumed, blocking):
+        trained = batch[2].trajectories[0]
+        (name,) = blocking.call(blocking.broker._connection.scan(blocking_key(blocking, f"payload:{trained.tid}:*")))
+        other = encode_trajectory(replace(trained, reward=trained.reward + 1))
+        blocking.call(blocking.broker._connection.execute("SET", name, other))
+        rewards = {one.tid: one.reward for group in take(resumed, 1) for one in group.trajectories}
+        assert rewards == {one.tid: one.reward for group in batch for one in group.trajectories}
 
 
 def test_without_a_log_what_is_lost_is_a_rewind(server: EmbeddedServer, tmp_path: Path) -> None:
