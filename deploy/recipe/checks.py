@@ -16,7 +16,7 @@ from weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .colocation import impossible_turns
 from .limits import beyond_limits
-from .recipe import Recipe
+from .recipe import SINKS, Recipe
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out")
@@ -43,6 +43,8 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
         _check_kind(phase.kind, EXAMPLES, f"{source}: sft.phases.kind")
     for reward in recipe.rewards:
         _check_kind(reward.kind, REWARDS, f"{source}: rewards.kind")
+    for index, sink in enumerate(recipe.metrics):
+        _check_kind(sink.kind, SINKS, f"{source}: metrics[{index}].kind")
 
 
 def _check_kind(kind: str, known: Collection[str], where: str) -> None:
@@ -92,6 +94,11 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield (
             f"broker.url is {_shown(recipe.broker.url)!r}; expected embedded, redis://host:port, rediss://host:port,"
             " redis+cluster://host:port, rediss+cluster://host:port or unix:///path."
+        )
+    if [sink.kind for sink in recipe.metrics].count("jsonl") != 1:
+        yield (
+            "metrics must have one sink of kind jsonl: it is the run's record, of which summary.json, plots and"
+            " replays are made. Name others beside it: metrics=[{kind: jsonl}, {kind: package.module:Class}]."
         )
     if recipe.staleness.min_group_size > learner.group_size:
         yield (

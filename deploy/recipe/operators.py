@@ -38,9 +38,12 @@ def check_stored(recipe: Recipe, overrides: Sequence[str], allowed: Sequence[str
 
 
 def check_paths(recipe: Recipe) -> None:
-    """Raise ConfigError for a path that no worker would import, even for the operator who named it here."""
+    """Raise ConfigError for a path that neither workers nor the learner would import, whoever named it here."""
     for key, path in _paths(recipe):
         roots_of(recipe).check(path, key)
+    for index, sink in enumerate(recipe.metrics):  # the learner's, whose recipe is its operator's own
+        if ":" in sink.kind:
+            ImportRoots((sink.kind,)).check(sink.kind, f"metrics[{index}].kind")
 
 
 def roots_of(recipe: Recipe) -> ImportRoots:

@@ -4,7 +4,7 @@ A value that two rooms share is written once here and passed on by deploy. Nothi
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,15 @@ from learner.config import (
 )
 from rollout_workers.config import EngineConfig, EvalConfig, RewardConfig, SamplingConfig, WorkersConfig
 from weightsync.config import WeightsConfig
+
+SINKS = ("jsonl",)
+
+
+class SinkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One sink that the learner tells of every step, evaluation and look at the workers."""
+
+    kind: Annotated[str, Meta(description=f"{', '.join(SINKS)}, or your own as package.module:Class")]
+    options: Annotated[dict[str, Any], Meta(description="further arguments of the sink")] = {}
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +79,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sft: SftConfig = SftConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
+    metrics: Annotated[
+        tuple[SinkConfig, ...], Meta(description="where steps, evaluations and looks at the workers are written")
+    ] = (SinkConfig(kind="jsonl"),)
 
     @property
     def run_directory(self) -> Path:

@@ -18,9 +18,8 @@ from broker import BlockingBroker
 from broker.client.holding import Holder
 from broker.client.phases import Phases
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
+from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.base import SinkRun
-from deploy.observe.sinks.delivery import Sinks
-from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.operators import roots_of
 from deploy.recipe.recipe import Recipe
@@ -221,7 +220,7 @@ def _learner(
     sinks = evaluator = None
     if experience is not None:
         run = SinkRun(name=recipe.run.name, identity=start.identity, directory=recipe.run_directory)
-        sinks = stack.enter_context(Sinks({"jsonl": JsonlSink()}, run))
+        sinks = stack.enter_context(open_sinks(recipe.metrics, run))
         if recipe.evaluation.prompts:
             evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out))
     return Learner(

@@ -76,7 +76,7 @@ FREE = frozenset(
         " follow delta_chain archive pull_bytes_per_s",
     }.items()
     for key in keys.split()
-) | {"rewards"}
+) | {"rewards", "metrics"}
 
 
 def check_resumable(recipe: Recipe, rewind: Rewind | None) -> None:

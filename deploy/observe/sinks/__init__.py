@@ -5,4 +5,50 @@
 
 The events are `deploy.run.events`, a sink is `base.MetricSink`. The invariant: the run's record is written whole or the
 learner ends; whatever any other sink does, training goes on, and what that sink lost is counted.
+
+Your own sink: `package.module:Class`, called as Class(**options) by the learner, which has its recipe from its own
+operator; workers, which have theirs from the broker, import no sinks.
 """
+
+from collections.abc import Sequence
+
+from broker.errors import ConfigError
+from broker.user_code.kinds import check_offers, unknown_kind
+from broker.user_code.roots import ImportRoots
+from deploy.recipe.recipe import SINKS, SinkConfig
+from learner.choices import typed_options
+
+from .base import MetricSink, SinkRun
+from .delivery import Sinks
+
+
+def open_sinks(configs: Sequence[SinkConfig], run: SinkRun) -> Sinks:
+    """The recipe's sinks, ready to be told the events of `run`. Raises ConfigError for one that there is not or that
+    cannot be made, HeadwayError where the run's record cannot be opened."""
+    names = [f"metrics[{index}] ({config.kind})" for index, config in enumerate(configs)]
+    made = [make_sink(config, f"metrics[{index}]") for index, config in enumerate(configs)]
+    return Sinks(dict(zip(names, made, strict=True)), run)
+
+
+def make_sink(config: SinkConfig, where: str) -> MetricSink:
+    """One sink, not opened yet; `where` is its key. Raises ConfigError."""
+    match config.kind:
+        case "jsonl":
+            from .jsonl import JsonlOptions, JsonlSink
+
+            typed_options(config.options, JsonlOptions, f"{where}.options")
+            return JsonlSink()
+        case own if ":" in own:
+            return _own(config, where)
+        case unknown:
+            raise unknown_kind(unknown, SINKS, f"{where}.kind")
+
+
+def _own(config: SinkConfig, where: str) -> MetricSink:
+    found = ImportRoots((config.kind,)).load(config.kind, f"{where}.kind")
+    try:
+        sink: MetricSink = found(**config.options)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{where}: {config.kind} cannot be made: {type(error).__name__}: {error}.") from error
+    check_offers(sink, MetricSink, config.kind, f"{where}.kind")
+    return sink
