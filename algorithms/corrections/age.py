@@ -15,12 +15,13 @@ def age_weight(
     *,
     kind: Literal["power", "exponential", "linear"] = "power",
     rate: float = 0.5,
-    max_lag: int = 0,
+    zero_above_lag: int | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """w_t = f(lag_t): power (1 + lag)^-rate, exponential exp(-rate lag), linear max(0, 1 - rate lag); 0 above max_lag.
+    """w_t = f(lag_t): power (1 + lag)^-rate, exponential exp(-rate lag), linear max(0, 1 - rate lag).
 
     Anchored to nothing but the versions: no logprob enters. In all three kinds f(0) = 1 and the slope there is -rate;
-    power forgets slowest (0.5 at lag 3 for rate 0.5), linear is 0 from lag 1 / rate on. `max_lag` 0 means no limit.
+    power forgets slowest (0.5 at lag 3 for rate 0.5), linear is 0 from lag 1 / rate on. Above
+    `zero_above_lag` every kind is 0; None sets no such limit.
     It shrinks the step on stale tokens beside any other correction and replaces none: ratios correct a bias, this
     only trusts less. The sum of the weights is not restored.
 
@@ -30,8 +31,8 @@ def age_weight(
     """
     lags_T = tokens.lags_T.to(torch.promote_types(policy_logprobs_T.dtype, tokens.loss_mask_T.dtype))
     weights_T = _DECAYS[kind](lags_T, rate)
-    if max_lag > 0:
-        weights_T = torch.where(tokens.lags_T > max_lag, torch.zeros_like(weights_T), weights_T)
+    if zero_above_lag is not None:
+        weights_T = torch.where(tokens.lags_T > zero_above_lag, torch.zeros_like(weights_T), weights_T)
     weights_T = torch.where(tokens.loss_mask_T > 0, weights_T, torch.ones_like(weights_T))
     return weights_T, {
         **masked_mean("age_weight", weights_T, tokens.loss_mask_T),

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.backends.base import Staged, TokenLoss
+from learner.backends.base import Snapshot, TokenLoss
 from learner.backends.saving import save
 from learner.checkpoints.checkpoint import read_checkpoint
 from learner.config import ModelConfig, OptimizerConfig
@@ -81,10 +81,12 @@ class TinyBackend:
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield self.weights_name, self._weights
 
-    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+    def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
         weights = {self.weights_name: self._weights.clone()}
         author = self.trail.author
-        return Staged((lambda: save_file(weights, directory / _FILE), lambda: (directory / _AUTHOR).write_text(author)))
+        return Snapshot(
+            (lambda: save_file(weights, directory / _FILE), lambda: (directory / _AUTHOR).write_text(author))
+        )
 
     def save(self, directory: Path) -> None:
         save(self, directory)

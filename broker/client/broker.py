@@ -15,10 +15,10 @@ from .holding import Holding
 from .leases import Leases
 from .meetings import Meetings
 from .phases import Phases
-from .prompts import PromptFeed
+from .prompts import PromptVerbs
 from .status import StatusBoard
 from .strays import Strays
-from .turns import Turns
+from .turns import TurnVerbs
 from .usage import Usage
 from .versions import Versions
 
@@ -33,13 +33,13 @@ class Broker:
         self._connection = Connection(url, run, timeout_s, session)
         self.run = run
         self.url = url
-        self.prompts = PromptFeed(self._connection)
+        self.prompts = PromptVerbs(self._connection)
         self.leases = Leases(self._connection)
         self.versions = Versions(self._connection)
         self.batches = Batches(self._connection, self.versions)
         self.status = StatusBoard(self._connection)
         self.archive = ArchivedBlobs(self._connection)
-        self.turns = Turns(self._connection)
+        self.turns = TurnVerbs(self._connection)
         self.phases = Phases(self._connection)
         self.usage = Usage(self._connection)
         self.holding = Holding(self._connection)

@@ -11,7 +11,7 @@ from broker.wire.codec import encode
 _UNREGISTERED_TTL_S = 600
 
 
-class PromptFeed:
+class PromptVerbs:
     """What goes in at the front of the run."""
 
     def __init__(self, connection: Connection) -> None:

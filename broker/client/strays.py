@@ -101,7 +101,7 @@ class Strays:
         """Looks through the server once; `is_short` of memory: it waits for no worker. Raises FencedError, and
         BrokerError where our user may not look."""
         group, swept = await self._versions.group(), Swept()
-        request = _Request(owner, group.meeting if group else "", is_short)
+        request = _Sweep(owner, group.meeting if group else "", is_short)
         own = list[bytes]()
         async for page in self._connection.pages(f"{PREFIX}{{*"):
             swept += await self._sweep_page(request, page, own)
@@ -173,7 +173,7 @@ class Strays:
             log.warning("Keys that nobody needs cannot be freed: %s", error)
         log.debug("A sweep of the server failed: %s", error)
 
-    async def _sweep_page(self, request: "_Request", page: Page, own: list[bytes]) -> Swept:
+    async def _sweep_page(self, request: "_Sweep", page: Page, own: list[bytes]) -> Swept:
         """Adds names of the run's own keys to `own`."""
         on_shards, others = list[bytes](), list[bytes]()
         of_the_learner = self._connection.keys.hidden("").encode()
@@ -192,7 +192,7 @@ class Strays:
             swept += await self._sweep_shard(request, page, keys)
         return swept + await self._free(page, await self._of_no_run(others), foreign=True)
 
-    async def _sweep_own(self, request: "_Request", names: Sequence[bytes]) -> Swept:
+    async def _sweep_own(self, request: "_Sweep", names: Sequence[bytes]) -> Swept:
         patience_ms = 0 if request.is_short else int(1000 * _PATIENCE_S)
         settings, swept = (self._ttl_ms, patience_ms, request.meeting), Swept()
         while names:
@@ -200,7 +200,7 @@ class Strays:
             swept, names = swept + Swept(keys, freed_bytes, foreign), names[judged:]
         return swept
 
-    async def _sweep_shard(self, request: "_Request", page: Page, keys: Sequence[bytes]) -> Swept:
+    async def _sweep_shard(self, request: "_Sweep", page: Page, keys: Sequence[bytes]) -> Swept:
         """By age, on a node whose functions do not know what is recorded."""
         blobs = {key: match[1] + b"/" + match[2] for key in keys if (match := _BLOB_ON_A_SHARD.fullmatch(key))}
         markers = [key for key in keys if key.endswith(b"}:durable") and key.count(b"}") == 1]
@@ -223,7 +223,7 @@ class Strays:
         await self._connection.ask(page, [("PERSIST", key) for key in recorded])
         return await self._free(page, left_over, foreign=False) + await self._free(page, foreign, foreign=True)
 
-    async def _bytes_said(self, request: "_Request", names: Sequence[bytes]) -> list[int]:
+    async def _bytes_said(self, request: "_Sweep", names: Sequence[bytes]) -> list[int]:
         """How many bytes each blob was said to have when it was recorded."""
         said = list[int]()
         while len(said) < len(names):
@@ -249,7 +249,7 @@ class Strays:
         runs = {name for name, number in zip(names, found, strict=True) if number}
         return [key for key, name in of.items() if name not in runs]
 
-    async def _ask(self, request: "_Request", verb: str, *arguments: Argument) -> list[int]:
+    async def _ask(self, request: "_Sweep", verb: str, *arguments: Argument) -> list[int]:
         """Of any server: one that has restarted may be too full to be told anything before it is swept."""
         owner = request.owner
         reply: list[int] = await self._connection.script(verb, owner.incarnation, owner.token, "", *arguments)
@@ -261,7 +261,7 @@ class Strays:
 
 
 @dataclass(frozen=True)
-class _Request:
+class _Sweep:
     """What a sweep is asked for."""
 
     owner: Owner

@@ -7,7 +7,7 @@ from enum import StrEnum
 from msgspec.structs import replace
 
 from broker.connection.connection import Argument, Command, Connection
-from broker.connection.sharing import Sharing
+from broker.connection.sharing import SharedCalls
 from broker.schema import Lease, Trajectory, VersionSpan
 from broker.staleness import oldest_step
 from broker.wire.codec import encode_trajectory
@@ -44,7 +44,7 @@ class Submissions:
         self._blobs = blobs
         self._unconfirmed = Unconfirmed()
         self._server_id = ""
-        self._shared = Sharing(
+        self._shared = SharedCalls(
             self._hand_in,
             at_a_time=_AT_A_TIME,
             most=_SHARED_BY,

@@ -12,7 +12,7 @@ bounded without them.
 from broker.connection.connection import Connection
 
 
-class Turns:
+class TurnVerbs:
     """A turn is named by a token that its holder made up."""
 
     def __init__(self, connection: Connection) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from redis.asyncio import ConnectionPool
 
 from .driver import Command, exchange
-from .sharing import Sharing
+from .sharing import SharedCalls
 
 _AT_A_TIME = 4
 """While the server works on one, the next is prepared, and a large one holds up few others."""
@@ -28,10 +28,10 @@ class RoundTrips:
     def __init__(self, pool: ConnectionPool, timeout_s: float) -> None:
         self._pool = pool
         self._timeout_s = timeout_s
-        self._shared = Sharing(
+        self._shared = SharedCalls(
             self._exchange, at_a_time=_AT_A_TIME, most=_SHARED_BY, size=_bytes_of, most_size=_SHARED_BYTES
         )
-        self._alone = Sharing(self._exchange, at_a_time=math.inf, most=1)
+        self._alone = SharedCalls(self._exchange, at_a_time=math.inf, most=1)
 
     async def send(self, commands: Commands) -> list[Any]:
         """The replies, refusals as exceptions among them; commands of one request are carried out in order.

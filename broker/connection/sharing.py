@@ -17,7 +17,7 @@ class _Request(Generic[Item, Result]):
     result: "asyncio.Future[Result]"
 
 
-class Sharing(Generic[Item, Result]):
+class SharedCalls(Generic[Item, Result]):
     """Hands items, in the order in which they came, to `carry_out`, which returns their results in that order.
 
     At most `at_a_time` calls of it are under way, each with at most `most` items and about `most_size`, the first of

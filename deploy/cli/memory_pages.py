@@ -18,7 +18,7 @@ from deploy.terminal import styled
 from learner.models.model import load_config
 from learner.models.shape import shape_of
 from learner.objective.composition import needs_critic, needs_reference
-from learner.planning.memory import Held, Planned, plan_memory
+from learner.planning.memory import Planned, RankMemory, plan_memory
 from rollout_workers.engines.gpus import gpus_of
 from weightsync.transports.abilities import abilities_of, broadcast_device
 
@@ -55,7 +55,7 @@ class Report:
     """What is known before the learner starts."""
 
     planned: Planned
-    ranks: list[Held]
+    ranks: list[RankMemory]
     """Largest first."""
     activations: dict[str, int]
     """Bytes on the rank that has most of them, by `learner.compute.recompute`."""
@@ -104,7 +104,7 @@ def _versions(recipe: Recipe) -> dict[int, int]:
     return Counter([*sent, *(engine * each for engine in range(recipe.workers.count) if is_beside)])
 
 
-def _turns(ranks: list[Held]) -> Turns:
+def _turns(ranks: list[RankMemory]) -> Turns:
     return Turns(
         host=max(held.parameters + held.optimizer + held.other_models for held in ranks),
         device=max(held.published for held in ranks),
@@ -188,9 +188,9 @@ def _sizes(planned: Planned) -> dict[str, int]:
     return {name: getattr(layout, name) for name in layout.__struct_fields__}
 
 
-def _ranks_table(ranks: list[Held]) -> Table:
+def _ranks_table(ranks: list[RankMemory]) -> Table:
     table = Table(box=SIMPLE_HEAD)
-    columns = [field.name for field in fields(Held) if field.name not in ("rank", "part")]
+    columns = [field.name for field in fields(RankMemory) if field.name not in ("rank", "part")]
     used = [name for name in (*columns, "total") if any(getattr(held, name) for held in ranks)]
     for heading in ("ranks", "of the model", *used):
         justify: Literal["left", "right"] = "right" if heading in used else "left"

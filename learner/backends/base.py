@@ -20,7 +20,7 @@ summed by the backend, ranks too, and how sequences were packed makes no differe
 
 
 @dataclass(frozen=True)
-class Staged:
+class Snapshot:
     """One model, ready to be written."""
 
     writes: tuple[Callable[[], object], ...]
@@ -33,12 +33,12 @@ class Staged:
 class Stored(Protocol):
     """What is part of a checkpoint."""
 
-    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+    def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
         """Ready to be written into `directory`; the state as it is now, if it `is_copied`. Collective."""
         ...
 
     def load(self, directory: Path) -> None:
-        """What was staged, bit for bit. Collective."""
+        """Restores the state of the snapshot, bit for bit. Collective."""
         ...
 
 
@@ -57,7 +57,7 @@ class Trained(Protocol):
     is_lead: bool
     """Whether this rank speaks for its replica where replicas are counted; one rank of each does, rank 0 among them."""
 
-    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+    def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
         """Parameters and optimizer, ready to be written into `directory`, which need not exist yet.
 
         If `is_copied`, they are copied into CPU memory, and training may go on before they are written.

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 
-class Routing(NamedTuple):
+class ExpertRows(NamedTuple):
     """Which row stands for which choice of which token."""
 
     order_N: torch.Tensor
@@ -25,13 +25,13 @@ class Routing(NamedTuple):
     """The row that stands for each choice."""
 
 
-def route(experts_TK: torch.Tensor) -> Routing:
+def route(experts_TK: torch.Tensor) -> ExpertRows:
     """Rows sorted by expert, and within an expert by token."""
     chosen = experts_TK.shape[1]
     order_N = experts_TK.flatten().argsort(stable=True)
     places_N = torch.empty_like(order_N)
     places_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    return Routing(order_N, order_N // chosen, places_N.view_as(experts_TK))
+    return ExpertRows(order_N, order_N // chosen, places_N.view_as(experts_TK))
 
 
 def row_offsets(experts_TK: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ def restore_rng(state: RngState, device: torch.device) -> None:
     random.setstate((state.python_version, tuple(state.python_key), state.python_gauss))
 
 
-def stage_rng(directory: Path, rank: int, device: torch.device) -> Callable[[], None]:
+def snapshot_rng(directory: Path, rank: int, device: torch.device) -> Callable[[], None]:
     """What writes the generators' states as they are now."""
     encoded = msgspec.msgpack.encode(capture_rng(device))
     path = directory / RNG_FOLDER / f"rank_{rank}.msgpack"

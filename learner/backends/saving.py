@@ -1,6 +1,6 @@
 """Models on their way to the disk, while training goes on.
 
-    stage     collective, between two steps: what a checkpoint will hold is copied into CPU memory
+    snapshot  collective, between two steps: what a checkpoint will hold is copied into CPU memory
     write     file work of one rank, on a thread of its own
     finish    collective, between two later steps: once all ranks have written, the directory gets its name
 
@@ -31,13 +31,14 @@ class Saving:
     def __init__(
         self, ranks: Ranks, directory: Path, models: Mapping[str, Stored], background: Executor | None
     ) -> None:
-        """Stage `models`, each for a folder of its name, and begin to write; without a `background`, write all now."""
+        """Take snapshots of `models`, each for a folder of its name, and begin to write them; without a `background`,
+        write them all now."""
         self._ranks = ranks
         self._directory = directory
         self._partial = partial_path(directory)
         self._agree(_failure(lambda: self._make_folders(models)) if ranks.is_first else None)
         is_copied = background is not None
-        self._staged = [model.stage(self._partial / name, is_copied=is_copied) for name, model in models.items()]
+        self._snapshots = [model.snapshot(self._partial / name, is_copied=is_copied) for name, model in models.items()]
         self._written = background.submit(self._write) if background else _done_now(self._write)
 
     def is_written(self) -> bool:
@@ -50,8 +51,8 @@ class Saving:
         Raises CheckpointError on every rank if one could not write; nothing of the directory is left then.
         """
         self._agree(self._written.exception())
-        for staged in self._staged:
-            self._agree(_failure(staged.complete))
+        for snapshot in self._snapshots:
+            self._agree(_failure(snapshot.complete))
         self._agree(_failure(lambda: self._put_in_place(seal)) if self._ranks.is_first else None)
 
     def _make_folders(self, models: Iterable[str]) -> None:
@@ -60,7 +61,7 @@ class Saving:
             (self._partial / name).mkdir(parents=True, exist_ok=True)
 
     def _write(self) -> None:
-        failures = [_failure(write) for staged in self._staged for write in staged.writes]
+        failures = [_failure(write) for snapshot in self._snapshots for write in snapshot.writes]
         for failure in filter(None, failures):
             raise failure
         sync_tree(self._partial)
@@ -95,7 +96,7 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
-def stage_gathered(
+def snapshot_gathered(
     tensors: NamedTensors, write: Callable[[NamedTensors], None] | None, *, is_copied: bool
 ) -> Callable[[], None]:
     """What gives `write` the tensors, which all ranks gather: now if `is_copied`, else when it is called.

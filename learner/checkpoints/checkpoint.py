@@ -166,12 +166,12 @@ def _is_gone(path: Path, error: Exception) -> bool:
     return not path.parent.exists()
 
 
-def seal(staged: Path, state: LearnerState) -> None:
+def seal(directory: Path, state: LearnerState) -> None:
     """Add what makes a directory of models a whole checkpoint."""
-    (staged / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-    files = sorted(path for path in staged.rglob("*") if path.is_file())
-    sizes = {str(path.relative_to(staged)): path.stat().st_size for path in files}
-    (staged / FILES_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(sizes)))
+    (directory / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
+    (directory / FILES_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(sizes)))
 
 
 def _order(path: Path) -> tuple[int, int] | None:

@@ -26,7 +26,7 @@ def own_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
     UserCodeError where it raises, ends its process, or passes `sft.phases.deadline_s` over AT_ONCE examples."""
     program = Program(
         name=f"sft.phases.kind={config.kind}",
-        factory=f"{__name__}:Opened",
+        factory=f"{__name__}:OpenedExamples",
         arguments={"kind": config.kind, "path": config.path, "seed": seed, "options": config.options},
         import_path=str(import_directory()),
     )
@@ -39,7 +39,7 @@ def _yielded(host: BlockingHost) -> Iterator[Example]:
         yield from given
 
 
-class Opened:
+class OpenedExamples:
     """The function where it runs."""
 
     places = 1

@@ -24,7 +24,7 @@ class PatienceOver(Exception):  # noqa: N818 - no error: the learner asks again
     """The learner has waited as long as other ranks wait for a word of it."""
 
 
-class Outages:
+class RepeatedCalls:
     """Of one learner's broker. A call ends by its result, by an error that repeating would not mend, by Interrupted
     once the learner is asked to stop while the broker is away, or, inside `patience`, by PatienceOver."""
 

@@ -26,7 +26,7 @@ from .drift import DriftWatch
 from .feed import PromptFeed
 from .log import ExperienceLog
 from .logged_batch import tids_of
-from .outages import Interrupted, Outages, PatienceOver
+from .outages import Interrupted, PatienceOver, RepeatedCalls
 from .standing import Standing, State
 from .waits import Wait
 
@@ -71,7 +71,7 @@ class Experience:
         self._log = experience_log
         self._groups_per_step = groups_per_step
         self._should_stop = should_stop
-        self._outages = Outages(blocking, should_stop, self._reassert)
+        self._outages = RepeatedCalls(blocking, should_stop, self._reassert)
         self._drift = DriftWatch()
 
         self._replacement_rounds = replacement_rounds

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,8 @@ from broker.user_code.kinds import unknown_kind
 from broker.user_code.roots import load
 from learner.choices import unknown_option
 from learner.config import AlgorithmConfig
+
+log = logging.getLogger(__name__)
 
 Surrogate = Callable[..., tuple[torch.Tensor, Metrics]]
 """See `algorithms.objectives` for the signature, which is that of users' own."""
@@ -217,9 +220,27 @@ def _open(part: Any, known: Mapping[str, Any], where: str, also: tuple[str, ...]
     if part.kind not in known:
         raise unknown_kind(part.kind, [*known, *also], f"{where}.kind")
     function, possible = known[part.kind], options_of(known[part.kind])
-    for name, value in part.options.items():
+    options = _renamed(part.kind, part.options, f"{where}.options")
+    for name, value in options.items():
         _check_option(part.kind, name, value, possible, f"{where}.options")
-    return functools.partial(function, **part.options)
+    return functools.partial(function, **options)
+
+
+def _renamed(kind: str, options: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The options under today's names: recipes and runs of before call the age weight's limit max_lag, 0 for none."""
+    if kind != "age_weight" or "max_lag" not in options:
+        return options
+    if "zero_above_lag" in options:
+        raise ConfigError(f"{where} of age_weight: max_lag is the former name of zero_above_lag; keep one.")
+    rest = {name: value for name, value in options.items() if name != "max_lag"}
+    _hint_at_new_name(f"{where}.max_lag of age_weight is called zero_above_lag now; instead of 0 leave it out.")
+    return {**rest, "zero_above_lag": options["max_lag"] or None}
+
+
+@functools.cache
+def _hint_at_new_name(hint: str) -> None:
+    """Once a process, as a recipe is looked at more than once."""
+    log.warning("%s", hint)
 
 
 def _check_option(kind: str, name: str, value: Any, possible: Mapping[str, inspect.Parameter], where: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from algorithms.returns import gae, whiten, whitening_sums
 from algorithms.rewards import at_last_trained
 from algorithms.supervised import clipped_value_loss
-from learner.backends.base import Staged, ValueBackend
+from learner.backends.base import Snapshot, ValueBackend
 from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch
 
@@ -86,12 +86,12 @@ class Critic:
         whole = Objective.combine_reports(reports, self._ranks.sum, self._ranks.max)
         return {**whole, "value_loss": total, "value_grad_norm": grad_norm}
 
-    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+    def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
         """What a checkpoint holds of it."""
-        return self.backend.stage(directory, is_copied=is_copied)
+        return self.backend.snapshot(directory, is_copied=is_copied)
 
     def load(self, directory: Path) -> None:
-        """What was staged, bit for bit."""
+        """Restores the state of the snapshot, bit for bit."""
         self.backend.load(directory)
 
     def _whole(self, values: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> Sums:

@@ -27,7 +27,7 @@ MOMENTS = 2 * FP32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class RankMemory:
     """What one rank holds, in bytes."""
 
     rank: int
@@ -87,7 +87,7 @@ class Planned:
         return -(-self.shape.vocabulary // self.learner.layout.tensor)
 
 
-def plan_memory(planned: Planned) -> list[Held]:
+def plan_memory(planned: Planned) -> list[RankMemory]:
     """Every rank, largest first. Raises ConfigError for a layout that cannot be, or a backend that is not ours."""
     learner = planned.learner
     if learner.backend not in ("fsdp", "megatron"):
@@ -98,14 +98,14 @@ def plan_memory(planned: Planned) -> list[Held]:
     return sorted(ranks, key=lambda held: (-held.total, held.rank))
 
 
-def _fsdp_rank(planned: Planned, rank: int) -> Held:
+def _fsdp_rank(planned: Planned, rank: int) -> RankMemory:
     """Every tensor is cut along its first dimension, the first ranks have a row more (`torch.chunk`)."""
     ranks = planned.learner.processes
     elements = sum(_rows(p.shape[0], ranks, rank) * (p.size // p.shape[0]) for p in planned.shape.parameters)
     on_device = 0 if planned.learner.compute.offload_optimizer else MOMENTS * elements
     reference = FP32 * elements if planned.has_reference else 0
     critic = 2 * FP32 * elements + on_device if planned.has_critic else 0
-    return Held(
+    return RankMemory(
         rank=rank,
         part=f"1/{ranks} of every tensor",
         parameters=FP32 * elements,
@@ -148,7 +148,7 @@ def _size(shape: ModelShape, layer: int | None) -> int:
     return sum(parameter.size for parameter in shape.parameters if parameter.layer == layer)
 
 
-def _megatron_rank(planned: Planned, rank: int) -> Held:
+def _megatron_rank(planned: Planned, rank: int) -> RankMemory:
     """Ranks are numbered with tensor innermost, then context and replicas, and pipeline stages outermost."""
     layout = planned.learner.layout
     stage_ranks = planned.learner.processes // layout.pipeline
@@ -162,7 +162,7 @@ def _megatron_rank(planned: Planned, rank: int) -> Held:
     master = FP32 * shard if planned.dtype == "bfloat16" else 0
     reference = parameters + master if planned.has_reference else 0
     critic = parameters + gradients + master + MOMENTS * shard if planned.has_critic else 0
-    return Held(
+    return RankMemory(
         rank=rank,
         part=_stage_name(planned, stage, layers),
         parameters=parameters,

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from broker.client.turns import Turns
+from broker.client.turns import TurnVerbs
 from rollout_workers.outages import Outages
 
 POLL_S = 0.05
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class SwapTurns:
     """The turns of one worker, one at a time."""
 
-    def __init__(self, turns: Turns, worker: str, outages: Outages, *, share: float, ttl_s: float) -> None:
+    def __init__(self, turns: TurnVerbs, worker: str, outages: Outages, *, share: float, ttl_s: float) -> None:
         """`share` of the pool's workers may swap at once, 1: no turns are taken; a turn that is not renewed ends after
         `ttl_s`."""
         self._turns = turns

@@ -245,16 +245,16 @@ def test_m2po_masks_equal_tokens_together() -> None:
 
 @every_case
 @pytest.mark.parametrize("kind", DECAYS)
-@pytest.mark.parametrize(("rate", "max_lag"), [(0.5, 0), (0.1, 2)])
-def test_age_weight_is_its_function_of_lag(case: str, kind: str, rate: float, max_lag: int) -> None:
+@pytest.mark.parametrize(("rate", "zero_above_lag"), [(0.5, None), (0.1, 2), (0.1, 0)])
+def test_age_weight_is_its_function_of_lag(case: str, kind: str, rate: float, zero_above_lag: int | None) -> None:
     def equation(b: Ragged) -> torch.Tensor:
         weights = []
         for lag, m in zip(b.lags_T.tolist(), b.mask_T.tolist(), strict=True):
-            weight = 0.0 if max_lag and lag > max_lag else DECAYS[kind](lag, rate)
+            weight = 0.0 if zero_above_lag is not None and lag > zero_above_lag else DECAYS[kind](lag, rate)
             weights.append((weight if m else 1.0) * oracles.ONE)
         return stack(weights)
 
-    correction = partial(age_weight, kind=kind, rate=rate, max_lag=max_lag)
+    correction = partial(age_weight, kind=kind, rate=rate, zero_above_lag=zero_above_lag)
     assert_same(make(case), _weights(correction), equation, has_gradient=False)
 
 

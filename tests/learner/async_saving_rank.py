@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from learner.backends import open_backend
-from learner.backends.base import Backend, Staged
+from learner.backends.base import Backend, Snapshot
 from learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
 from learner.config import LayoutConfig
 from learner.ranks import Ranks
@@ -32,9 +32,9 @@ class Held:
         self.gate = threading.Event()
         self.is_broken = False
 
-    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
-        staged = self._backend.stage(directory, is_copied=is_copied)
-        return Staged((self._wait, *staged.writes), staged.complete)
+    def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
+        snapshot = self._backend.snapshot(directory, is_copied=is_copied)
+        return Snapshot((self._wait, *snapshot.writes), snapshot.complete)
 
     def load(self, directory: Path) -> None:
         self._backend.load(directory)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from broker.client.batches import CheckpointMark, TakenBatch
 from broker.schema import WeightVersion
-from learner.backends.base import Staged
+from learner.backends.base import Snapshot
 from learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
 from learner.experience.waits import Wait
 from learner.ranks import Ranks
@@ -31,7 +31,7 @@ from tests.learner.torchrun import run_ranks
 EVERY = 2
 
 
-def test_what_is_written_is_what_was_staged(tmp_path: Path) -> None:
+def test_what_is_written_is_the_snapshot(tmp_path: Path) -> None:
     seed_everything()
     backend = open_fsdp(5)
     train(backend, range(2))
@@ -96,17 +96,17 @@ class Story:
     def settle(self) -> None:
         self.under_way = None
 
-    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+    def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
         assert is_copied
         assert self.under_way is None  # what a checkpoint contains has been announced
         step = self.learner.version.step
-        self.events.append(("staged", step))
+        self.events.append(("copied", step))
 
         def write() -> None:
             self.write(step)
             (directory / "weights").write_bytes(bytes(64))
 
-        return Staged((write,))
+        return Snapshot((write,))
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())
@@ -150,9 +150,9 @@ def test_training_goes_on_and_the_commit_waits(tmp_path: Path) -> None:
 
     story.learner.updater.update = update_and_tell  # type: ignore[assignment, method-assign]
     assert story.learner.run()
-    assert story.happened("staged") == story.happened("committed") == [2, 4, 5]
+    assert story.happened("copied") == story.happened("committed") == [2, 4, 5]
     assert [event for event in story.events if event[0] != "trained"] == [
-        (what, step) for step in (2, 4, 5) for what in ("staged", "committed")
+        (what, step) for step in (2, 4, 5) for what in ("copied", "committed")
     ], "one at a time"
 
 

@@ -11,7 +11,7 @@ from learner.backends import open_backend
 from learner.config import ComputeConfig, LayoutConfig, LearnerConfig
 from learner.models.model import load_config
 from learner.models.shape import shape_of
-from learner.planning.memory import Held, Planned, plan_memory
+from learner.planning.memory import Planned, RankMemory, plan_memory
 from tests.learner.tiny import OPTIMIZER, model_config
 
 QWEN3_8B = Qwen3Config(
@@ -64,7 +64,7 @@ def planned(
     return Planned(shape=shape_of(config), learner=learner, dtype=dtype)  # type: ignore[arg-type]
 
 
-def total(ranks: list[Held], name: str) -> int:
+def total(ranks: list[RankMemory], name: str) -> int:
     return sum(getattr(held, name) for held in ranks)
 
 

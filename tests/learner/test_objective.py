@@ -12,7 +12,8 @@ from algorithms.segments import spread
 from broker.errors import ConfigError, HeadwayError
 from broker.schema import Group, Prompt, Trajectory, TrajectoryId
 from learner.config import AdvantageConfig, AlgorithmConfig, RewardShapingConfig
-from learner.objective.composition import open_advantage
+from learner.objective import composition
+from learner.objective.composition import open_advantage, open_corrections
 from learner.objective.objective import Objective, supervised_loss
 from learner.objective.shaping import compared, reward_stats, shaped_rewards
 from learner.rows.batch import PackedBatch
@@ -395,3 +396,23 @@ def _group(name: str, rewards: list[float]) -> Group:
         for sample, reward in enumerate(rewards)
     )
     return Group(prompt=prompt, round=0, trajectories=trajectories)
+
+
+@pytest.mark.parametrize(("former", "limit"), [(0, None), (3, 3)])
+def test_the_age_weights_limit_is_still_read_by_its_former_name(
+    former: int, limit: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    composition._hint_at_new_name.cache_clear()
+    for _ in range(2):
+        (correction,) = open_corrections(with_age_weight(max_lag=former))
+        assert correction.function.keywords == {"rate": 0.1, "zero_above_lag": limit}
+    assert caplog.text.count("max_lag of age_weight is called zero_above_lag now") == 1
+    (today,) = open_corrections(with_age_weight(zero_above_lag=0))
+    assert today.function.keywords["zero_above_lag"] == 0
+    with pytest.raises(ConfigError, match="keep one"):
+        open_corrections(with_age_weight(max_lag=1, zero_above_lag=1))
+
+
+def with_age_weight(**options: int) -> AlgorithmConfig:
+    correction = {"kind": "age_weight", "options": {"rate": 0.1, **options}}
+    return msgspec.convert({"corrections": [correction]}, AlgorithmConfig)

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpus import gpu_names
 from weightsync.tensors.buckets import fingerprints
-from weightsync.tensors.fingerprint import Parts, fingerprint, fingerprint_parts
+from weightsync.tensors.fingerprint import MatrixParts, fingerprint, fingerprint_parts
 from weightsync.tensors.gathering import Staging
 from weightsync.tensors.shared_memory import gpu_handle
 from weightsync.tensors.staging import stage
@@ -30,8 +30,8 @@ def test_the_kernel_adds_up_what_the_cpu_does(shape: tuple[int, int], dtype: tor
     tensor = (100 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
     assert fingerprint(tensor.cuda()) == fingerprint(tensor)
     rows = [(0, shape[0] // 2, 5, 2, 3), (shape[0] // 2, shape[0], 0, shape[1], 1)]
-    on_gpu = fingerprint_parts([tensor.cuda()], Parts.of(rows, torch.device("cuda")))
-    assert on_gpu.tolist() == fingerprint_parts([tensor], Parts.of(rows, torch.device("cpu"))).tolist()
+    on_gpu = fingerprint_parts([tensor.cuda()], MatrixParts.of(rows, torch.device("cuda")))
+    assert on_gpu.tolist() == fingerprint_parts([tensor], MatrixParts.of(rows, torch.device("cpu"))).tolist()
 
 
 def test_rows_of_several_matrices_are_numbered_through() -> None:
@@ -40,7 +40,7 @@ def test_rows_of_several_matrices_are_numbered_through() -> None:
     matrices = [(100 * torch.randn(shape, generator=seeds)).bfloat16() for shape in shapes]
     rows = [(0, 2, 0, 7, 1), (2, 8, 5, 2, 3), (8, 9, 0, 1, 1), (20, 138, 7, 33, 1)]
     on_gpu, on_cpu = (
-        fingerprint_parts([matrix.to(device) for matrix in matrices], Parts.of(rows, torch.device(device)))
+        fingerprint_parts([matrix.to(device) for matrix in matrices], MatrixParts.of(rows, torch.device(device)))
         for device in ("cuda", "cpu")
     )
     assert on_gpu.tolist() == on_cpu.tolist()

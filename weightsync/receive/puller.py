@@ -38,7 +38,7 @@ class Pulled:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Base:
     """Verified buckets of one version, by index; not all of them, where the next version came too soon."""
 
     version: WeightVersion
@@ -52,7 +52,7 @@ class Puller:
     def __init__(self, transport: PullTransport, keeps_base: bool) -> None:
         self._transport = transport
         self._keeps_base = keeps_base
-        self._held: _Held | None = None
+        self._held: _Base | None = None
 
     def pull(
         self, manifest: WeightManifest, deadline: Deadline, landing: Sequence[torch.Tensor] | None = None
@@ -145,7 +145,7 @@ class Puller:
     def _keep(self, manifest: WeightManifest, buckets: dict[int, torch.Tensor]) -> None:
         """After every bucket, as the next one may be superseded."""
         if self._keeps_base and buckets:
-            self._held = _Held(manifest.version, _layout(manifest), dict(buckets))
+            self._held = _Base(manifest.version, _layout(manifest), dict(buckets))
 
 
 def _copy(bucket: torch.Tensor) -> torch.Tensor:

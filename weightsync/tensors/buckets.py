@@ -15,7 +15,7 @@ import torch
 from broker.errors import NoRoomError, WeightSyncError
 from broker.schema import TensorSpec, WeightManifest
 
-from .fingerprint import MODULUS, UNSIGNED, Parts, fingerprint_parts
+from .fingerprint import MODULUS, UNSIGNED, MatrixParts, fingerprint_parts
 
 ALIGNMENT = 256
 
@@ -116,7 +116,7 @@ class _Run(NamedTuple):
     width: int
     places: tuple[int, ...]
     """In the specs."""
-    parts: Parts
+    parts: MatrixParts
 
 
 @functools.lru_cache(maxsize=4)
@@ -127,7 +127,7 @@ def _runs(specs: tuple[TensorSpec, ...], device: torch.device) -> Mapping[int, S
         places.setdefault((spec.bucket, DTYPES[spec.dtype].itemsize), []).append(place)
     runs: dict[int, list[_Run]] = {}
     for (bucket, width), some in places.items():
-        parts = Parts.of([_part(specs[place], width) for place in some], device)
+        parts = MatrixParts.of([_part(specs[place], width) for place in some], device)
         runs.setdefault(bucket, []).append(_Run(width, tuple(some), parts))
     return runs
 

@@ -32,7 +32,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Parts:
+class MatrixParts:
     """Runs of rows of one matrix, each part of a flat tensor: int64 [N], on the matrix's device.
 
     Element (r, c) stands at offset + (r - start) * row_step + c * column_step of its tensor.
@@ -45,9 +45,9 @@ class Parts:
     column_steps_N: torch.Tensor
 
     @staticmethod
-    def of(rows: Sequence[tuple[int, int, int, int, int]], device: torch.device) -> "Parts":
+    def of(rows: Sequence[tuple[int, int, int, int, int]], device: torch.device) -> "MatrixParts":
         """From (start, end, offset, row step, column step)."""
-        return Parts(*torch.tensor(rows, dtype=torch.int64).view(-1, 5).T.contiguous().to(device))
+        return MatrixParts(*torch.tensor(rows, dtype=torch.int64).view(-1, 5).T.contiguous().to(device))
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
@@ -59,11 +59,11 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 def fingerprint_part(rows_RC: torch.Tensor, offset: int, row_step: int, column_step: int) -> int:
     """What these elements add: element (r, c) stands at offset + r * row_step + c * column_step of the flat tensor."""
-    parts = Parts.of([(0, len(rows_RC), offset, row_step, column_step)], rows_RC.device)
+    parts = MatrixParts.of([(0, len(rows_RC), offset, row_step, column_step)], rows_RC.device)
     return int(fingerprint_parts([rows_RC], parts)) % MODULUS
 
 
-def fingerprint_parts(matrices: Sequence[torch.Tensor], parts: Parts) -> torch.Tensor:
+def fingerprint_parts(matrices: Sequence[torch.Tensor], parts: MatrixParts) -> torch.Tensor:
     """[N] int64, to be taken mod 2^64: what each part adds. Waits for nothing.
 
     The rows of all matrices, [rows, columns] each and at least one, are numbered through; R are all of them.
@@ -77,7 +77,7 @@ def fingerprint_parts(matrices: Sequence[torch.Tensor], parts: Parts) -> torch.T
     return total_N + 2 * by_place_N
 
 
-def _between(values_R: torch.Tensor, parts: Parts) -> torch.Tensor:
+def _between(values_R: torch.Tensor, parts: MatrixParts) -> torch.Tensor:
     """[N] the sums of each part's rows, mod 2^64."""
     until_R = torch.nn.functional.pad(values_R.cumsum(0), (1, 0))
     return until_R[parts.ends_N] - until_R[parts.starts_N]

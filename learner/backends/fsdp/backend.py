@@ -8,8 +8,8 @@ import torch
 
 from learner.backends.base import Backend, TokenLoss
 from learner.backends.hugging_face_files import write_tensors
-from learner.backends.rng import load_rng, stage_rng
-from learner.backends.saving import NamedTensors, stage_gathered
+from learner.backends.rng import load_rng, snapshot_rng
+from learner.backends.saving import NamedTensors, snapshot_gathered
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.models.model import load_tokenizer
 from learner.rows.batch import PackedBatch
@@ -76,8 +76,8 @@ class FsdpBackend(ShardedModel):
     def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
         """A Hugging Face model, which rank 0 writes, and the process's generators."""
         write = functools.partial(self._write_hugging_face, directory) if self.rank == 0 else None
-        hugging_face = stage_gathered(self.named_tensors(), write, is_copied=is_copied)
-        return hugging_face, stage_rng(directory, self.rank, self._device)
+        hugging_face = snapshot_gathered(self.named_tensors(), write, is_copied=is_copied)
+        return hugging_face, snapshot_rng(directory, self.rank, self._device)
 
     def _write_hugging_face(self, directory: Path, tensors: NamedTensors) -> None:
         write_tensors(tensors, directory)

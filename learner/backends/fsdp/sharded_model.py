@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from broker.errors import ConfigError
-from learner.backends.base import Staged, TokenLoss
+from learner.backends.base import Snapshot, TokenLoss
 from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
 from learner.backends.replayed_choice import disagreement
@@ -84,11 +84,11 @@ class ShardedModel:
             fill_shards(whole, model.path)
         return module
 
-    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+    def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
         """Each rank writes its shards."""
         more = self._stage_more(directory, is_copied=is_copied)
         state = StagedState(self._module.state, self._optimizer, directory, is_copied=is_copied)
-        return Staged((*more, state.write), state.complete)
+        return Snapshot((*more, state.write), state.complete)
 
     def save(self, directory: Path) -> None:
         """`directory` appears with everything in it, or not at all."""

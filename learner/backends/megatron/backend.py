@@ -15,12 +15,12 @@ import torch
 from transformers import GenerationConfig
 
 from broker.errors import ConfigError
-from learner.backends.base import Backend, Staged, TokenLoss
+from learner.backends.base import Backend, Snapshot, TokenLoss
 from learner.backends.hugging_face_files import write_tensors
 from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks
-from learner.backends.rng import load_rng, stage_rng
-from learner.backends.saving import NamedTensors, save, stage_gathered
+from learner.backends.rng import load_rng, snapshot_rng
+from learner.backends.saving import NamedTensors, save, snapshot_gathered
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.models.layout import check_layout
 from learner.models.model import load_config, load_tokenizer
@@ -115,12 +115,12 @@ class MegatronBackend:
         """What `save_pretrained` would write, in `model.dtype`: a tied head left out."""
         return self._exporter.named_tensors()
 
-    def stage(self, directory: Path, *, is_copied: bool) -> Staged:
+    def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
         """Ranks that hold the same take turns; rank 0 writes the Hugging Face model."""
         write = functools.partial(self._write_hugging_face, directory) if self.rank == 0 else None
-        hugging_face = stage_gathered(self.named_tensors(), write, is_copied=is_copied)
-        state = self._state.stage(directory, self.rank, is_copied=is_copied)
-        return Staged((hugging_face, *state, stage_rng(directory, self.rank, self._device)))
+        hugging_face = snapshot_gathered(self.named_tensors(), write, is_copied=is_copied)
+        state = self._state.snapshot(directory, self.rank, is_copied=is_copied)
+        return Snapshot((hugging_face, *state, snapshot_rng(directory, self.rank, self._device)))
 
     def save(self, directory: Path) -> None:
         """`directory` appears with everything in it, or not at all."""

@@ -16,7 +16,7 @@ from . import groups
 from .row import Row
 
 
-class Replay:
+class RouterReplay:
     """What Megatron's router asks which experts to take; its own class for that keeps one list for the whole process.
 
     Such a list would have to be told, between a micro-batch's forward pass and its recomputation, which of the
@@ -46,7 +46,7 @@ class ReplayingLayer(TransformerLayer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.mlp.router.router_replay = self.replay = Replay()
+        self.mlp.router.router_replay = self.replay = RouterReplay()
 
     def forward(self, *args: Any, packed_seq_params: Row, **options: Any) -> tuple[torch.Tensor, Any]:
         """See Megatron's."""

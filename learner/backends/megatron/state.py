@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from broker.errors import ConfigError
 from learner.backends.hugging_face_files import Read, TensorFiles, file_parts
-from learner.backends.saving import NamedTensors, stage_gathered
+from learner.backends.saving import NamedTensors, snapshot_gathered
 from learner.checkpoints.checkpoint import CheckpointError
 
 from .model import PackedGpt
@@ -53,10 +53,10 @@ class TrainingState:
         if key == MASTER:
             self._adam.masters_to_model()
 
-    def stage(self, directory: Path, rank: int, *, is_copied: bool) -> list[Callable[[], object]]:
+    def snapshot(self, directory: Path, rank: int, *, is_copied: bool) -> list[Callable[[], object]]:
         """What writes this rank's share of it. Collective."""
         writes: list[Callable[[], object]] = [
-            stage_gathered(self._own_share(key), partial(_write, directory / key, rank), is_copied=is_copied)
+            snapshot_gathered(self._own_share(key), partial(_write, directory / key, rank), is_copied=is_copied)
             for key in (MASTER, *MOMENTS)
         ]
         if rank == 0:

@@ -24,7 +24,7 @@ class OwnPrompts:
     def __init__(self, config: PromptsConfig, seed: int) -> None:
         program = Program(
             name=f"prompts.kind={config.kind}",
-            factory=f"{__name__}:Opened",
+            factory=f"{__name__}:OpenedPrompts",
             arguments={"kind": config.kind, "path": config.path, "seed": seed, "options": config.options},
             import_path=str(import_directory()),
             open_s=OPEN_S,
@@ -43,7 +43,7 @@ class OwnPrompts:
         return msgspec.convert(self._host.call_again("held_out", count), list[Item])
 
 
-class Opened:
+class OpenedPrompts:
     """The source where it runs; what it returns is checked there, and travels as plain data."""
 
     places = 1

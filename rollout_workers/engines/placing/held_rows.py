@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from rollout_workers.engines.held import Held
-from weightsync.tensors.fingerprint import Parts, fingerprint_parts
+from weightsync.tensors.fingerprint import MatrixParts, fingerprint_parts
 
 from .placement import Block, Placement, rows_of
 
@@ -19,7 +19,7 @@ class _Run(NamedTuple):
     """Parameters under one another, and whose their rows are."""
 
     parameters: tuple[str, ...]
-    parts: Parts
+    parts: MatrixParts
     numbers: torch.Tensor
     """Of each part's tensor."""
 
@@ -77,4 +77,4 @@ def _run(
             rows.append((start, start + block.rows, block.offset, block.row_step, block.column_step))
             numbers.append(number[block.source])
         first += heights[name]
-    return _Run(tuple(names), Parts.of(rows, device), torch.tensor(numbers, device=device))
+    return _Run(tuple(names), MatrixParts.of(rows, device), torch.tensor(numbers, device=device))
