@@ -5,6 +5,7 @@ A resumed learner replays the batches that its checkpoint does not contain, and 
 with the highest step that was announced.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, assert_never
@@ -25,7 +26,6 @@ from learner.ranks import Ranks
 from .checkpoint_writer import CheckpointWriter
 from .colocation import LentDevice
 from .probe import measure_probe
-from .stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,20 @@ class Step:
     update: Update
     seconds: dict[str, float]
     """By phase: checkpoint (of the steps before), evaluate, take, train, publish."""
+
+
+class Stopwatch:
+    """Measures one step in seconds; the laps of a phase add up under its name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """The time since the last lap belongs to `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
 
 
 class Observer(Protocol):

@@ -7,8 +7,7 @@ from broker.schema import WeightVersion
 from learner.experience.log import ExperienceLog
 from learner.objective.update import Updater
 
-from .loop import Step
-from .stopwatch import Stopwatch
+from .loop import Step, Stopwatch
 
 
 class ReplayError(HeadwayError):
