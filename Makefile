@@ -14,7 +14,7 @@ SEED ?= 0
 MINUTES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test test-quick check format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test test-quick check shape format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -108,6 +108,9 @@ check: install-dev  ## what CI runs: format, lint, types, import contracts, test
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+
+shape: install  ## sizes of rooms, modules, functions and documents as JSON
+	@$(BIN)/python -m benchmarks.shape
 
 format: install-dev  ## put the code into the house's format
 	@$(BIN)/ruff format .

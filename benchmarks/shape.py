@@ -1,0 +1,118 @@
+"""How is the code cut, and how long are the documents? One JSON object.
+
+    python -m benchmarks.shape [--root DIRECTORY]
+
+`root_files` counts the modules that lie directly in each room. `one_importer` names the modules that a single module
+imports. `mutual_folders` names pairs of folders whose modules import each other. Sizes are lines, of the six rooms.
+Nothing is imported: DIRECTORY may hold any version of Headway.
+"""
+
+import argparse
+import ast
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+ROOMS = ("algorithms", "broker", "deploy", "learner", "rollout_workers", "weightsync")
+COUNTED_WORDS = ("README.md", "ARCHITECTURE.md")
+
+Modules = Mapping[str, ast.Module]
+"""By dotted name; that of a package's `__init__.py` is the package's."""
+
+
+def measure(root: Path) -> dict[str, Any]:
+    """All measures of the version of Headway in `root`. Raises SyntaxError where a module of it cannot be parsed."""
+    files = [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
+    packages = {_dotted(path.relative_to(root)) for path in files if path.name == "__init__.py"}
+    modules = {_dotted(path.relative_to(root)): ast.parse(path.read_text()) for path in files}
+    importers = importers_of(modules, packages)
+    functions = [_lines(node) for tree in modules.values() for node in ast.walk(tree) if _is_function(node)]
+    return {
+        "root_files": {room: sum(path.parent == root / room for path in files) - 1 for room in ROOMS},
+        "modules": len(modules),
+        "one_importer": sorted(name for name, by in importers.items() if len(by) == 1 and name not in packages),
+        "mutual_folders": mutual_folders(importers, packages),
+        "function_lines": percentiles(functions),
+        "file_lines": percentiles([path.read_text().count("\n") for path in files]),
+        "longest_document_lines": {str(path.relative_to(root)): _longest_line(path) for path in _documents(root)},
+        "words": {name: len((root / name).read_text().split()) for name in COUNTED_WORDS},
+    }
+
+
+def importers_of(modules: Modules, packages: set[str]) -> dict[str, set[str]]:
+    """By module, the modules that import it or a name of it."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    for name, tree in modules.items():
+        for candidates in _imports(name, tree, name in packages):
+            found = next((each for each in candidates if each in modules), name)
+            if found != name:
+                importers[found].add(name)
+    return importers
+
+
+def mutual_folders(importers: Mapping[str, set[str]], packages: set[str]) -> list[list[str]]:
+    """Pairs of folders, neither inside the other, each of which imports from the other."""
+    arrows = {
+        (_folder(importer, packages), _folder(imported, packages))
+        for imported, by in importers.items()
+        for importer in by
+    }
+    folders = sorted({folder for arrow in arrows for folder in arrow})
+    return [
+        [one, other]
+        for one, other in combinations(folders, 2)
+        if {(one, other), (other, one)} <= arrows and not f"{other}.".startswith(f"{one}.")
+    ]
+
+
+def percentiles(sizes: Sequence[int]) -> dict[str, int]:
+    """The median, the 90th percentile and the largest of at least one size."""
+    ordered = sorted(sizes)
+    return {name: ordered[ceil(share * len(ordered)) - 1] for name, share in (("p50", 0.5), ("p90", 0.9), ("max", 1.0))}
+
+
+def _imports(name: str, tree: ast.Module, is_package: bool) -> Iterator[tuple[str, ...]]:
+    """For each imported name, the modules that it may be or come from, the likelier first."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name,) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = name.split(".")[: len(name.split(".")) - node.level + is_package] if node.level else []
+            source = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from ((f"{source}.{alias.name}", source) for alias in node.names)
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(path.parent.parts if path.name == "__init__.py" else path.with_suffix("").parts)
+
+
+def _folder(module: str, packages: set[str]) -> str:
+    return module if module in packages else module.rpartition(".")[0]
+
+
+def _is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def _lines(node: ast.AST) -> int:
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def _documents(root: Path) -> list[Path]:
+    return sorted([*root.glob("*.md"), *root.glob("benchmarks/*.md"), *root.glob("docs/**/*.md")])
+
+
+def _longest_line(path: Path) -> int:
+    return max(map(len, path.read_text().splitlines()), default=0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path(), help="where the rooms lie")
+    print(json.dumps(measure(parser.parse_args().root), indent=2))
