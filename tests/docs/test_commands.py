@@ -1,0 +1,113 @@
+"""Every block of commands or of a recipe in README and docs is executed by a test, or says what it needs.
+
+The HTML comment above a block says which: `<!-- test: FILE, ... -->` names the tests that execute its commands,
+`<!-- needs: ... -->` what no test has, `<!-- recipe -->` a recipe that is loaded here. Blocks of plain text are marked
+`text`. Whatever a block needs, its `headway` lines are parsed here, and its overrides are put on the recipe.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import pytest
+
+from deploy.cli.main import cli
+from deploy.recipe.loading import load_recipe
+
+from .pages import ROOT, markdown_pages
+
+BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?^```(\w*)\n(.*?)^```", re.M | re.S)
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+RECIPE_COMMANDS = ("run", "learner", "sft", "plan-memory", "eval")
+
+
+class Block(NamedTuple):
+    page: Path
+    mark: str
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.text.splitlines()[0][:60]}"
+
+
+def blocks() -> list[Block]:
+    """All fenced blocks that are not plain text."""
+    found = [
+        Block(page, *match.groups(default=""))
+        for page in markdown_pages()
+        for match in BLOCK.finditer(page.read_text())
+    ]
+    return [block for block in found if block.language != "text"]
+
+
+def lines(program: str) -> Iterator[list[str]]:
+    """The words of every line of a block that calls the program, comments left out."""
+    for block in blocks():
+        if block.language != "sh":
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words and words[0].rsplit("/")[-1] == program:
+                yield words[1:]
+
+
+def test_every_block_is_executed_or_says_what_it_needs() -> None:
+    assert not [str(block) for block in blocks() if not block.mark.startswith(("test: ", "needs: ", "recipe"))]
+
+
+def test_every_test_that_a_block_names_exists() -> None:
+    named = {
+        name.strip() for block in blocks() if block.mark.startswith("test: ") for name in block.mark[6:].split(",")
+    }
+    assert len(named) > 5
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("block", [block for block in blocks() if block.mark == "recipe"], ids=str)
+def test_a_recipe_in_a_page_loads(block: Block, tmp_path: Path) -> None:
+    text = block.text
+    for section, stand_in in {"prompts": "{kind: arithmetic}", "rewards": "[{kind: arithmetic}]"}.items():
+        text += "" if re.search(rf"^{section}:", text, re.M) else f"{section}: {stand_in}\n"
+    (tmp_path / "own.yaml").write_text(text)
+    assert load_recipe(tmp_path / "own.yaml").run.name == "own"
+
+
+def test_every_headway_line_is_one_that_the_command_line_takes() -> None:
+    found = list(lines("headway"))
+    assert len(found) > 25
+    for words in found:
+        command, rest = _command(words)
+        command.make_context("headway", [*rest, *_connection(command, rest)], resilient_parsing=False)
+
+
+def test_every_override_is_one_that_the_recipe_takes() -> None:
+    found = [words for words in lines("headway") if words[0] in RECIPE_COMMANDS and words[1].endswith(".yaml")]
+    assert len(found) > 8
+    for _, recipe, *rest in found:
+        name = Path(recipe).name
+        overrides = [word for word in rest if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
+        load_recipe("arithmetic.yaml" if name in ("config.yaml", "own.yaml") else name, overrides)
+
+
+def test_every_make_line_names_a_target() -> None:
+    found = list(lines("make"))
+    assert len(found) > 5
+    assert not [words for words in found if not TARGETS & set(words)]
+
+
+def _command(words: list[str]) -> tuple[click.Command, list[str]]:
+    command: click.Command = cli
+    while isinstance(command, click.Group):
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+def _connection(command: click.Command, words: list[str]) -> list[str]:
+    """What the environment gives a command in a terminal of its own."""
+    values = {"--broker": "redis://host", "--run": "first"}
+    missing = {flag for option in command.params if option.required for flag in option.opts if flag in values}
+    return [word for flag in sorted(missing - set(words)) for word in (flag, values[flag])]
