@@ -1,1 +1,1 @@
-"""What lies on the disk: checkpoints, their digests, and which of them a resumed learner loads."""
+"""The learner writes checkpoints and their digests, and a resumed one loads the newest that is whole."""

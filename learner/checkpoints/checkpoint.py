@@ -3,7 +3,7 @@
     checkpoints/INCARNATION/step_N/    contains the steps < N; a Hugging Face model with its tokenizer on top
         learner.json                   LearnerState
         files.json                     the others with their sizes; written last, makes the checkpoint whole
-        digests.json                   what they contain, for who resumes; added later (`checkpoint_digests`)
+        digests.json                   CRC-32 sums that a resumed learner checks; added later (`digests.py`)
 
 A directory appears under its name only once all of it is durable, and older ones go only after that.
 """
@@ -33,10 +33,10 @@ class CheckpointError(HeadwayError):
 
 
 class LearnerState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the learner knows besides weights, moments and RNG."""
+    """The learner's state besides weights, moments and RNG."""
 
     identity: str = ""
-    """Of the run; empty in checkpoints from before runs had one."""
+    """The run's identity; empty in checkpoints from before runs had one."""
     incarnation: int
     step: int
     """The next step: everything below it is contained."""
@@ -69,7 +69,7 @@ class CheckpointStore:
         return list(self._lineage())[::-1]
 
     def oldest_step(self) -> int:
-        """Of the checkpoints that led to the latest; 0 where there is none."""
+        """Returns the lowest step of the checkpoints that led to the latest; 0 where there is none."""
         return min((checkpoint.state.step for checkpoint in self._lineage()), default=0)
 
     def _lineage(self) -> Iterator[Checkpoint]:
@@ -99,7 +99,7 @@ class CheckpointStore:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Raises CheckpointError unless every file is there in full length."""
+    """Reads the state. Raises CheckpointError unless every file is there in full length."""
     try:
         sizes = msgspec.json.decode((path / FILES_FILE).read_bytes(), type=dict[str, int])
         state = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=LearnerState)
@@ -114,7 +114,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def partial_path(directory: Path) -> Path:
-    """Where `directory` is written before it gets its name."""
+    """Returns the path at which `directory` is written before it gets its name."""
     return directory.with_name(f".{directory.name.lstrip('.')}.partial")
 
 
@@ -139,9 +139,9 @@ def sync_tree(directory: Path) -> None:
 
 
 def could_not_write(path: Path, error: BaseException | None) -> BaseException:
-    """A full disk, or a directory that is gone, in words that help; a bug of ours as it is.
+    """Returns a CheckpointError with the remedy for a full disk or a directory that is gone; a bug stays as it is.
 
-    None: another rank has the error.
+    `error` is None where another rank has it.
     """
     from safetensors import SafetensorError
 
@@ -167,7 +167,7 @@ def _is_gone(path: Path, error: Exception) -> bool:
 
 
 def seal(directory: Path, state: LearnerState) -> None:
-    """Add what makes a directory of models a whole checkpoint."""
+    """Adds the files that make a directory of models a whole checkpoint."""
     (directory / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}

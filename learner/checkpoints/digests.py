@@ -1,8 +1,8 @@
-"""Whether a checkpoint still holds the bytes that were written: torch loads most damage without a word.
+"""Digests tell whether a checkpoint still holds the bytes that were written: torch loads most damage silently.
 
     step_N/digests.json    a CRC-32 of every other file; added beside training, once the checkpoint is durable
 
-A checkpoint whose learner died before it was added is taken for what its files' sizes say.
+Where the learner died before it added them, only the files' sizes are checked.
 """
 
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def add_digests(checkpoint: Path) -> None:
-    """Durable when it returns. A checkpoint that is retired meanwhile goes without."""
+    """Adds the digests durably. A checkpoint that is retired meanwhile gets none."""
     with suppress(FileNotFoundError):
         digests = {name: _digest(checkpoint / name) for name in _names(checkpoint)}
         partial = checkpoint / f".{DIGESTS_FILE}"
@@ -37,7 +37,7 @@ def add_digests(checkpoint: Path) -> None:
 
 
 def check_digests(checkpoint: Path, rank: int, world_size: int) -> None:
-    """This rank's share of the files. Raises CheckpointError where one has other bytes than were written."""
+    """Checks this rank's share of the files. Raises CheckpointError where one has other bytes than were written."""
     path = checkpoint / DIGESTS_FILE
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""Why the system refused to write, in words that help: each reason has another remedy."""
+"""Messages for a write that the system refused, each with the remedy for its reason."""
 
 import errno
 import shutil
@@ -10,7 +10,7 @@ GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
 def not_written(path: Path, error: OSError) -> str:
-    """Sentences that name `path`, the reason and the remedy."""
+    """Returns sentences that name `path`, the reason and the remedy."""
     if error.errno in GONE:
         return gone(path.parent)
     reason = error.strerror or str(error)
@@ -23,7 +23,7 @@ def not_written(path: Path, error: OSError) -> str:
 
 
 def gone(directory: Path) -> str:
-    """The same where somebody has removed the directory."""
+    """Returns sentences for a directory that was removed meanwhile."""
     return (
         f"{directory} is gone: somebody removed it while it was written to. Bring it back and go on with --resume, or"
         " start the run anew."
@@ -31,7 +31,7 @@ def gone(directory: Path) -> str:
 
 
 def is_full(path: Path) -> bool:
-    """Whether the file system of `path` takes hardly another line; False where nobody can say."""
+    """True where the file system of `path` takes hardly another line; False where it cannot be asked."""
     try:
         return shutil.disk_usage(path.parent).free < LINE_BYTES
     except OSError:
@@ -39,6 +39,6 @@ def is_full(path: Path) -> bool:
 
 
 def free_mib(path: Path) -> float:
-    """Of the file system that `path` is to be on."""
+    """Returns the free space, in MiB, of the file system that `path` is to be on."""
     existing = next(parent for parent in path.absolute().parents if parent.exists())
     return shutil.disk_usage(existing).free / 2**20

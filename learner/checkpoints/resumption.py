@@ -1,4 +1,4 @@
-"""Where a resumed learner goes on: at the newest checkpoint that every rank can load."""
+"""A resumed learner goes on from the newest checkpoint that every rank can load."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 def load_first(checkpoints: Sequence[Checkpoint], load: Callable[[Path], None], ranks: Ranks) -> Checkpoint:
-    """The first of these that is undamaged and that all ranks have loaded. Collective.
+    """Loads the first of these that is undamaged on all ranks, and returns it. Collective.
 
-    Each that is passed over is named in a warning. Raises CheckpointError, which says what is wrong with the first one,
-    where none can be loaded.
+    A warning names each one that it passes over. Where none can be loaded it raises CheckpointError, which says what is
+    wrong with the first one.
     """
     first: Exception | None = None
     for checkpoint in checkpoints:
@@ -38,7 +38,7 @@ def load_first(checkpoints: Sequence[Checkpoint], load: Callable[[Path], None], 
 
 
 def _failure(checkpoint: Checkpoint, load: Callable[[Path], None], ranks: Ranks) -> Exception | None:
-    """On every rank, if it is on one."""
+    """Returns why the checkpoint cannot be loaded: an error on every rank if there is one on any."""
     for act in (lambda: check_digests(checkpoint.path, ranks.rank, ranks.world_size), lambda: load(checkpoint.path)):
         failure = _caught(act)
         if ranks.any(failure is not None):

@@ -1,4 +1,4 @@
-"""Whether two sets of weights are the same, in 32 hexadecimal digits: equal bits, equal digest."""
+"""A digest of 32 hexadecimal digits is equal for two sets of weights exactly where their bits are."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -8,13 +8,13 @@ import torch
 
 
 def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Of names, types, shapes and bytes; the order does not matter."""
+    """Returns a digest of names, types, shapes and bytes; the order of the tensors does not matter."""
     parts = sorted(f"{name} {_tensor_digest(tensor)}" for name, tensor in tensors)
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def saved_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of the model in `directory`, one at a time."""
+    """Yields the tensors of the model in `directory`, one at a time."""
     from safetensors import safe_open
 
     for file in sorted(directory.glob("*.safetensors")):

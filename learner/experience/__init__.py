@@ -1,1 +1,2 @@
-"""What the workers made of the prompts, on its way to an update: fed, taken, logged, rewound."""
+"""The learner feeds prompts, takes the groups that workers made of them, and logs, replays or rewinds what it
+trains."""

@@ -1,7 +1,7 @@
 """Does training see the prompts that were asked for, or do long ones get lost on the way?
 
-What is thrown away under load is seldom drawn by lot: long prompts have long answers, which expire, are trimmed or grow
-too old first. Then the model is trained on another distribution than its prompts', without a word.
+Load does not drop groups at random: long prompts have long answers, which expire, are trimmed or grow too old first.
+The model is then trained on another distribution than that of its prompts, and no error says so.
 """
 
 import logging
@@ -12,16 +12,16 @@ from broker.schema import RunStatus
 log = logging.getLogger(__name__)
 
 WARN_ABOVE, WARN_AGAIN = 0.1, 0.05
-"""A distance that is worth a word, and how much more is worth another."""
+"""The distance from which `DriftWatch` warns, and how much it must grow before it warns again."""
 FEWEST_GROUPS = 256
-"""Below, chance alone could make a difference of that size."""
+"""With fewer groups, chance alone could make a difference of that size."""
 
 
 def length_drift(dispatched: Mapping[int, int], trained: Mapping[int, int], in_flight: int) -> float:
-    """How far apart the lengths of what was settled and of what was trained are at least: 0 (alike) to 1.
+    """Returns a lower bound on how far the lengths of begun and of trained prompts differ: 0 (alike) to 1.
 
-    The total variation distance of the two histograms, less the share of dispatched groups that are in flight: whatever
-    these are, leaving them out moves the first histogram by no more (triangle inequality).
+    The total variation distance of the two histograms, less the share of dispatched groups that are in flight: leaving
+    these out moves the first histogram by no more than their share (triangle inequality).
     """
     begun, done = sum(dispatched.values()), sum(trained.values())
     if not begun or not done:
@@ -38,7 +38,7 @@ class DriftWatch:
         self._warn_above = WARN_ABOVE
 
     def look(self, status: RunStatus) -> None:
-        """At the run as it is now."""
+        """Compares the lengths in this status, and warns where they have drifted."""
         tallies, queues = status.tallies, status.queues
         if sum(tallies.trained_by_prompt_length.values()) < FEWEST_GROUPS:
             return

@@ -1,4 +1,4 @@
-"""Prompts on their way to the broker, ahead of what may be begun."""
+"""The learner feeds prompts to the broker before workers may begin them."""
 
 from broker import BlockingBroker
 from broker.owner import Owner
@@ -15,12 +15,12 @@ class PromptFeed:
         self._cursor = cursor
         self._wanted = wanted
         self._next: list[Prompt] = []
-        """Drawn from the cursor, and not yet known to have arrived: an outage must not lose them."""
+        """The cursor gave these prompts and the broker has not confirmed them yet: an outage must not lose them."""
         self._is_closed = False
         self._fed_in_vain_to = ""
 
     async def keep_ahead(self) -> None:
-        """Feeds what is missing; after the last prompt says that no more will come. Repeating is harmless."""
+        """Feeds the prompts that are missing, and closes the feed after the last one. Idempotent."""
         ahead, has_lost = await self._prompts.waiting()
         await self._feed_lost(has_lost)
         if not self._next and not self._cursor.is_exhausted and ahead < self._wanted // 2:
@@ -33,13 +33,13 @@ class PromptFeed:
             self._is_closed = True
 
     def begin_again(self) -> None:
-        """The server has forgotten some of what it was fed."""
+        """Feeds again from the checkpoint's cursor, as the server has forgotten some prompts."""
         self._cursor.feed_again()
         self._is_closed = False
 
     async def _feed_lost(self, has_lost: bool) -> None:
-        """Where the server has lost prompts, feeds again what was fed. Where that brings nothing back, what is lost is
-        yet to be drawn (a resumed learner's cursor is behind), and the next try waits until the cursor has moved."""
+        """Feeds again the prompts that the server has lost. Where that brings nothing back, a resumed learner's cursor
+        has not drawn the lost ones yet, and the next try waits until the cursor has moved."""
         if not has_lost:
             self._fed_in_vain_to = ""
         elif self._fed_in_vain_to != self._cursor.position:

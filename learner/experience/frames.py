@@ -1,4 +1,4 @@
-"""Groups as bytes: the broker's own frames, checked again by whoever decodes them."""
+"""Groups travel as the broker's own frames; every rank and reader that decodes one checks it again."""
 
 from collections.abc import Sequence
 
@@ -21,17 +21,17 @@ class GroupFrames(msgspec.Struct, frozen=True, array_like=True):
         return cls(encode(group.prompt), group.round, tuple(encode_trajectory(t) for t in group.trajectories))
 
     def check_schema(self) -> None:
-        """Raises FrameError where another version of Headway wrote it: all frames of a group are of one version."""
+        """Raises FrameError where another version of Headway wrote the group; all its frames are of one version."""
         decode(self.prompt, Prompt)
 
     def group(self) -> Group:
-        """Raises FrameError."""
+        """Decodes the group. Raises FrameError for a damaged frame."""
         trajectories = tuple(decode_trajectory(frame) for frame in self.trajectories)
         return Group(prompt=decode(self.prompt, Prompt), round=self.round, trajectories=trajectories)
 
 
 def share_groups(ranks: Ranks, groups: Sequence[Group] | None) -> list[Group]:
-    """Rank 0's groups, on every rank. None (nothing will come) arrives as an empty list."""
+    """Returns rank 0's groups on every rank; None arrives as an empty list. Collective."""
     if ranks.world_size == 1:
         return list(groups or ())
     frames = [GroupFrames.of(group) for group in groups or ()]

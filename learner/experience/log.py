@@ -1,4 +1,4 @@
-"""What every step trained, on disk before it is trained: a run can be replayed, and rewound, without its broker.
+"""The learner logs every batch before it trains it, so that a run can be replayed or rewound without its broker.
 
     experience/step_K.zst    the batch of step K in the order taken (see `logged_batch`)
 
@@ -33,8 +33,8 @@ class ExperienceLog:
         *,
         identity: str = "",
     ) -> None:
-        """`limit_bytes` 0: nothing new is logged. `needed_from`: the lowest step that a checkpoint could go on from.
-        `identity`: of the run, whose batches alone count as held; empty: of any."""
+        """With `limit_bytes` 0 nothing new is logged. `needed_from` gives the lowest step from which a checkpoint could
+        go on. Only batches of the run with this `identity` count as held; if it is empty, those of any run do."""
         self._directory = directory
         self._identity = identity
         self._limit_bytes = limit_bytes
@@ -48,11 +48,12 @@ class ExperienceLog:
 
     @property
     def steps(self) -> list[int]:
-        """Those that there is a file of, ascending."""
+        """The steps that have a file, ascending."""
         return sorted(self._sizes)
 
     def record(self, step: int, groups: Sequence[Group]) -> None:
-        """Durable when it returns, or a warning has said why not. Another batch than before abandons later steps."""
+        """Writes the batch durably, or warns why it cannot. A batch that differs from the logged one drops later
+        steps."""
         if self.tids(step) == tids_of(groups) and self.holds(step, groups):
             return
         self.drop_from(step)
@@ -69,7 +70,8 @@ class ExperienceLog:
             self._make_room()
 
     def read(self, step: int) -> list[Group] | None:
-        """The batch of `step` as it was trained; None where it is not held, with a warning if that is by damage."""
+        """Returns the batch of `step` as it was trained, or None where the log lacks it; a damaged file is a
+        warning."""
         if step not in self._sizes:
             return None
         try:
@@ -80,18 +82,19 @@ class ExperienceLog:
             return None
 
     def tids(self, step: int) -> tuple[TrajectoryId, ...]:
-        """Of the batch of `step`; none where it is not held."""
+        """Returns the ids of the trajectories of `step`, or none where the log lacks its batch."""
         with suppress(LoggedBatchError):
             return read_header(self._path(step), self._identity, step).tids if step in self._sizes else ()
         return ()
 
     def holds(self, step: int, groups: Sequence[Group]) -> bool:
-        """Whether these, in whichever order, are the batch of `step` to the last byte: a sample that was generated anew
-        has the name of the one before."""
+        """True where these groups, in any order, are the batch of `step` to the last byte: names do not suffice, as a
+        sample that was generated anew has the name of the one before."""
         return _contents(self.read(step) or ()) == _contents(groups)
 
     def held_until(self, step: int) -> int:
-        """The first step from `step` on whose batch is not there, whole; a warning where that is by damage."""
+        """Returns the first step from `step` on whose batch the log lacks; a damaged file counts as lacking, with a
+        warning."""
         try:
             while step in self._sizes:
                 check_batch(self._path(step), self._identity, step)
@@ -102,7 +105,7 @@ class ExperienceLog:
         return step
 
     def drop_from(self, step: int) -> None:
-        """Forget the batches of `step` and later ones: they belong to a branch that was abandoned."""
+        """Deletes the batches of `step` and later ones: they belong to a branch that was abandoned."""
         for later in [held for held in self._sizes if held >= step]:
             self._remove(later)
 
@@ -110,7 +113,7 @@ class ExperienceLog:
         return self._directory / f"step_{step}.zst"
 
     def _complain(self, step: int, error: OSError | LoggedBatchError) -> None:
-        """Once, until it works again."""
+        """Warns once, until writing succeeds again."""
         if not self._is_failing:
             remedy = "Make room, or lower checkpoint.log_bytes."
             if isinstance(error, OSError) and error.errno in GONE:
@@ -144,11 +147,11 @@ class ExperienceLog:
 
 
 def _contents(groups: Sequence[Group]) -> dict[str, GroupFrames]:
-    """Compared by these: another version of zstd may have compressed the same batch differently."""
+    """Groups are compared by their frames: another version of zstd may compress the same batch differently."""
     return {group.prompt.group: GroupFrames.of(group) for group in groups}
 
 
 def _step_of(path: Path) -> int:
-    """-1 for a file that is not of the log."""
+    """Returns the step in the file's name, or -1 where the log did not write the file."""
     step = path.stem.removeprefix("step_")
     return int(step) if step.isdecimal() else -1

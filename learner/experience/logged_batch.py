@@ -21,7 +21,7 @@ from .frames import GroupFrames
 
 FORMAT = 1
 MAX_RECORD_BYTES = 1 << 30
-"""Of one group. No damaged length makes a reader ask for more memory."""
+"""The most that one group takes: no damaged length makes a reader ask for more memory."""
 ZSTD_LEVEL = 1
 """Tokens are compressed already and logprobs hardly can be."""
 
@@ -42,19 +42,19 @@ class LoggedBatchError(HeadwayError):
 
 
 class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file says of itself, so that a part of it is never taken for the whole."""
+    """The header lists what the file holds, so that a reader never takes a part of it for the whole."""
 
     format: int
     identity: str = ""
-    """Of the run; empty in files from before runs had one."""
+    """The run's identity; empty in files from before runs had one."""
     step: int
     groups: int
     tids: tuple[TrajectoryId, ...]
-    """Of all trajectories, in order."""
+    """The ids of all trajectories, in order."""
 
 
 def tids_of(groups: Sequence[Group]) -> tuple[TrajectoryId, ...]:
-    """Of all trajectories, in order."""
+    """Returns the ids of all trajectories, in order."""
     return tuple(trajectory.tid for group in groups for trajectory in group.trajectories)
 
 

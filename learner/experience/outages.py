@@ -1,4 +1,4 @@
-"""Riding out a broker that does not answer: the learner has nothing else to do meanwhile, so it repeats its calls."""
+"""The learner repeats its calls while the broker does not answer, as it has nothing else to do meanwhile."""
 
 import logging
 import math
@@ -21,12 +21,13 @@ class Interrupted(Exception):  # noqa: N818 - no error: the loop ends in order
 
 
 class PatienceOver(Exception):  # noqa: N818 - no error: the learner asks again
-    """The learner has waited as long as other ranks wait for a word of it."""
+    """The learner has waited so long that the other ranks must hear from it."""
 
 
 class RepeatedCalls:
-    """Of one learner's broker. A call ends by its result, by an error that repeating would not mend, by Interrupted
-    once the learner is asked to stop while the broker is away, or, inside `patience`, by PatienceOver."""
+    """Repeats one learner's calls to the broker. A call ends by its result, by an error that repeating would not mend,
+    by Interrupted once the learner is asked to stop while the broker is away, or, inside `patience`, by
+    PatienceOver."""
 
     def __init__(
         self, blocking: BlockingBroker, should_stop: Callable[[], bool], on_restart: Callable[[], None]
@@ -39,11 +40,11 @@ class RepeatedCalls:
         self._patient_until = math.inf
 
     def insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """A verb of the broker, repeated until the server has answered it."""
+        """Repeats a verb of the broker until the server has answered it, and returns the answer."""
         return self.ride_out(lambda: self._blocking.call(verb()))
 
     def ride_out(self, act: Callable[[], T]) -> T:
-        """The same for anything that talks to the broker by itself."""
+        """Does the same for an action that talks to the broker by itself."""
         while True:
             try:
                 result = act()
@@ -65,7 +66,7 @@ class RepeatedCalls:
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """Inside, nothing is waited for any longer than this: other ranks wait for the learner."""
+        """Limits every wait inside to this time, as other ranks wait for the learner."""
         self._patient_until = time.monotonic() + seconds
         try:
             yield

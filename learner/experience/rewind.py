@@ -14,7 +14,7 @@ class RewindError(HeadwayError):
 
 @dataclass(frozen=True, kw_only=True)
 class Rewind:
-    """What the user asks for: the weights of a checkpoint at `step`, and the steps from it on once more."""
+    """The user asks for the weights of the checkpoint at `step`, and for the steps from it on once more."""
 
     step: int
     regenerate: bool = False
@@ -22,7 +22,7 @@ class Rewind:
 
 
 def rewound_to(checkpoints: CheckpointStore, rewind: Rewind) -> Checkpoint:
-    """The checkpoint that is asked for. Raises RewindError, which lists those that there are."""
+    """Returns the checkpoint that the user asks for. Raises RewindError, which lists the existing ones."""
     lineage = checkpoints.lineage()
     for checkpoint in lineage:
         if checkpoint.state.step == rewind.step:

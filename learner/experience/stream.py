@@ -60,13 +60,13 @@ class Experience:
         should_stop: Callable[[], bool],
         replacement_rounds: int = 0,
     ) -> None:
-        """`replacement_rounds`: how often, at most, the groups of a batch that teach nothing are replaced."""
+        """Groups that teach nothing are replaced at most `replacement_rounds` times a batch."""
         self.owner = claim.owner
         self._blocking = blocking
         self._publisher = publisher
         self._cursor = cursor
         self._saved_watermark = cursor.watermark
-        """As the checkpoint has it that is being written, or was written last."""
+        """The watermark in the checkpoint that is being written or was written last."""
         self._feed = PromptFeed(blocking, claim.owner, cursor, (max_lag + 2) * groups_per_step)
         self._log = experience_log
         self._groups_per_step = groups_per_step
@@ -76,27 +76,28 @@ class Experience:
 
         self._replacement_rounds = replacement_rounds
         self._replaced = (-1, 0)
-        """A step, and how often its groups were replaced."""
+        """The last step of which groups were replaced, and how often they were."""
 
         self._taken: dict[int, tuple[TrajectoryId, ...]] = {}
-        """By step, what was trained and not committed yet."""
+        """The trajectories that were trained and are not committed yet, by step."""
         self._committed: deque[str] = deque(maxlen=REMEMBERED_STEPS * groups_per_step)
-        """Groups."""
+        """The groups that this learner committed last."""
         self._committed_step = claim.committed_step
-        """By earlier learners: steps below it were committed before this one took the run over."""
+        """Earlier learners had committed the steps below it when this one took the run over."""
 
         self._standing = Standing()
         self._promised_to = 0
         """Replayed steps below it were committed: the broker has forgotten them, so only the log can give them."""
 
     def replay(self, steps: range) -> None:
-        """Train these from the log, which holds them: the broker has settled or lost them, and gives them to nobody."""
+        """Trains these steps from the log, as the broker has settled or lost their batches."""
         self._promised_to = min(steps.stop, self._committed_step)
         with suppress(Interrupted):
             self._replay(steps)
 
     def feed(self) -> None:
-        """Before workers get the first weights: else they begin with whatever the broker holds, not with the oldest."""
+        """Feeds prompts before workers get the first weights; otherwise workers would not begin with the oldest
+        ones."""
         with suppress(Interrupted):
             self.insist(self._feed.keep_ahead)
 
@@ -136,7 +137,7 @@ class Experience:
         return found
 
     def commit(self, step: int) -> None:
-        """A durable checkpoint contains every step below `step`: what they trained may be forgotten.
+        """Lets the broker forget the batches of the steps below `step`, which a durable checkpoint contains.
 
         The cursor may have gone on since `mark_dropped`, and the checkpoint has not.
         """
@@ -150,14 +151,14 @@ class Experience:
             self._drift.look(status)
 
     def mark_dropped(self) -> None:
-        """Before a checkpoint: what the broker has dropped by a stated rule is done with, for the cursor too."""
+        """Marks in the cursor, before a checkpoint, the groups that the broker has dropped by a stated rule."""
         with suppress(Interrupted):
             self._cursor.mark_trained(self.insist(self._blocking.broker.batches.settled_without_training))
         self._saved_watermark = self._cursor.watermark
 
     def publish(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> None:
-        """Have `version` broadcast and announced beside the next step, once the one before is. The tensors are iterated
-        once, whatever happens to the server, and may change afterwards."""
+        """Broadcasts and announces `version` beside the next step, once the version before is announced. It iterates
+        the tensors once, whatever happens to the server; they may change afterwards."""
         self.settle()
         self._standing.publish(version, self._publisher.begin(version, self._publisher.gather(tensors), probe))
 
@@ -175,27 +176,29 @@ class Experience:
             log.warning("Version %s: %s. Workers left out pull it.", report.version, report.failed)
 
     def report(self, metrics: StepMetrics) -> None:
-        """Show one step to everybody who looks at the run."""
+        """Adds one step to the run's status."""
         with suppress(Interrupted):
             self.insist(lambda: self._blocking.broker.status.report_step(self.owner, metrics))
 
     def set_state(self, state: str) -> None:
-        """What the run is doing, for people: training, finished, stopped. After the last two, workers leave."""
+        """Sets the state that the run's status shows: training, finished or stopped. Workers leave after the last
+        two."""
         with suppress(Interrupted):
             self.insist(lambda: self._blocking.broker.status.set_state(self.owner, state))
 
     def status(self) -> RunStatus | None:
-        """One look at the run; None where the server has forgotten it, or is away and the learner was asked to stop."""
+        """Returns the run's status; None where the server has forgotten the run, or is away while the learner stops."""
         with suppress(Interrupted, RunNotFoundError):
             return self.insist(self._blocking.broker.status.snapshot)
         return None
 
     def insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Repeat `verb` until the server has answered it. Raises Interrupted when asked to stop during an outage."""
+        """Repeats `verb` until the server has answered it. Raises Interrupted where the learner is asked to stop
+        meanwhile."""
         return self._outages.insist(verb)
 
     def _logged(self, step: int) -> TakenBatch | None:
-        """The batch of a step that is replayed from the log; None: ask the broker."""
+        """Returns the batch of a step that the log gives; None where the broker is to be asked."""
         if step >= self._standing.replayed_to:
             return None
         groups = self._log.read(step)
@@ -207,7 +210,7 @@ class Experience:
         return None if groups is None else TakenBatch(step, tuple(groups))
 
     def _pinned(self, step: int) -> TakenBatch | NotReady:
-        """The batch that the broker has pinned to `step`, logged, or why there is none yet."""
+        """Logs and returns the batch that the broker has pinned to `step`, or says why there is none yet."""
         batch = self.insist(lambda: self._blocking.broker.batches.take(self.owner, step, self._groups_per_step))
         if isinstance(batch, NotReady):
             return batch
@@ -220,12 +223,12 @@ class Experience:
         return batch
 
     def _is_new(self, step: int) -> bool:
-        """No earlier learner has trained it: what is replayed is replayed as it was."""
+        """True where no earlier learner has trained the step; a replayed batch stays as it was."""
         published = self._standing.published
         return published is not None and published.step == step and not self._log.tids(step)
 
     def _replace(self, step: int, groups: Sequence[Group]) -> bool:
-        """Whether others will come for these: DAPO's dynamic sampling."""
+        """Drops these groups so that others take their places (DAPO's dynamic sampling); False where they stay."""
         rounds = self._replaced[1] if self._replaced[0] == step else 0
         if not groups or rounds >= self._replacement_rounds:
             return False
@@ -235,12 +238,12 @@ class Experience:
         return True
 
     def _is_lost(self, found: NotReady) -> bool:
-        """Whether no worker will generate the batch before the learner has replayed it or published its weights. A
+        """True where no worker will generate the batch before the learner has replayed it or published its weights. A
         version under way may be all that is missing, and cannot be published twice."""
         return found in (NotReady.REWIND, NotReady.ANNOUNCE) or self._standing.state is State.FORGOTTEN
 
     def _pause(self, meanwhile: Callable[[], None] | None) -> None:
-        """Between two looks for a batch."""
+        """Waits a little before the learner looks for the batch again."""
         self._outages.check_patience()
         if meanwhile is not None:
             meanwhile()
@@ -248,7 +251,8 @@ class Experience:
         self.insist(self._feed.keep_ahead)
 
     def _replay_what_is_lost(self, step: int) -> bool:
-        """The broker no longer has the batches to replay: if the log does, nobody is to generate them again."""
+        """Replays the batches that the broker has lost from the log, so that no worker generates them again; False
+        where the log lacks them."""
         held = range(step, self._log.held_until(step))
         if held:
             log.warning("The broker has lost the batch of step %d; %d are replayed from the log.", step, len(held))

@@ -1,1 +1,1 @@
-"""What a learner does from beginning to end: reinforcement learning, the warm-up, a replay."""
+"""A learner runs one stage from its beginning to its end: reinforcement learning, the warm-up, or a replay."""

@@ -29,11 +29,11 @@ class CheckpointWriter:
         self._begun = Saving(self._ranks, path, models, self._background), state
 
     def look(self) -> int | None:
-        """The step whose checkpoint has become durable since it was last asked; without waiting."""
+        """Returns the step whose checkpoint has become durable since the last call, or None; it does not wait."""
         return self.wait() if self._begun and self._begun[0].is_written() else None
 
     def wait(self) -> int | None:
-        """The same, but waits for the one that was begun. Then, and only then, older ones are deleted."""
+        """Waits until the checkpoint that was begun is durable, then deletes older ones, and returns its step."""
         if self._begun is None:
             return None
         (saving, state), self._begun = self._begun, None
@@ -43,7 +43,7 @@ class CheckpointWriter:
         return state.step
 
     def _tidy(self, written: Path, retired: list[Path]) -> None:
-        """Terabytes take their time. What stays, the next checkpoint finds."""
+        """Deletes beside training, as terabytes take long; the next checkpoint finds and deletes what is left."""
         run: Callable[..., object] = self._background.submit if self._background else _call
         for path in retired:
             run(shutil.rmtree, path, ignore_errors=True)

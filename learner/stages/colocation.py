@@ -1,4 +1,4 @@
-"""The learner and the engines on the same devices in turns: who has them, and how they change hands.
+"""The learner and the engines use the same devices in turns.
 
     train ──► every model leaves the device ──► engines may generate, while the batch is waited for
       ▲                                                                              │
@@ -29,13 +29,14 @@ log = logging.getLogger(__name__)
 
 
 class LentDevice:
-    """One rank's device, which engines have while a batch is waited for. The first rank speaks to the broker
-    (`experience`), for all."""
+    """One rank's device, which engines use while the learner waits for a batch. The first rank alone speaks to the
+    broker (`experience`)."""
 
     def __init__(
         self, phases: Phases | None, models: Sequence[Trained], ranks: Ranks, experience: Experience | None
     ) -> None:
-        """`models`: all that this rank has on its device. `phases`, `experience`: None on all ranks but the first."""
+        """`models` are all models on this rank's device; `phases` and `experience` are None on all ranks but the
+        first."""
         self._models = models
         self._ranks = ranks
         self._phases = phases
@@ -44,10 +45,11 @@ class LentDevice:
 
     @contextmanager
     def engines_work(self) -> Iterator[None]:
-        """The device is theirs within; no model may be used. Collective. What is raised within leaves it to them.
+        """Lends the device to engines within the block, where no model may be used. Collective. After an error within,
+        engines keep the device.
 
-        Raises Interrupted itself, on every rank, where the learner is to stop and the broker is away: nobody says
-        whether engines sleep, and as long as they cannot ask either they do not.
+        Raises Interrupted itself, on every rank, where the learner is to stop and the broker is away: the broker cannot
+        say whether engines sleep, and engines that cannot ask it stay awake.
         """
         with ExitStack() as away:
             for model in self._models:
@@ -60,7 +62,7 @@ class LentDevice:
                 raise Interrupted
 
     def renew(self) -> None:
-        """To be called often within: otherwise engines fall asleep."""
+        """Renews the engines' phase; the caller repeats it often, or engines fall asleep."""
         if self._phases is None or self._experience is None or time.monotonic() - self._renewed_s < RENEW_S:
             return
         phases, owner = self._phases, self._experience.owner
@@ -68,8 +70,8 @@ class LentDevice:
         self._renewed_s = time.monotonic()
 
     def _do_they_sleep(self) -> bool:
-        """Once all do, or one has been waited for long enough, outages not counted. False: nobody says, and the learner
-        is to stop."""
+        """Waits until all engines sleep, or one has kept the learner waiting for too long, outages not counted. False
+        where the broker is away and the learner is to stop."""
         if self._phases is None or self._experience is None:
             return True
         self._renewed_s = -math.inf
@@ -92,13 +94,13 @@ class LentDevice:
         return False
 
     def _meet(self) -> None:
-        """No rank goes on before all are here."""
+        """Holds this rank until all ranks are here."""
         self._ranks.any(False)
 
 
 def wait_for_device(url: str, run: str) -> None:
-    """Before a learner takes memory: until the engines of a learner before it have left theirs. Every rank asks for
-    itself, as ranks meet on their devices."""
+    """Waits, before a learner takes memory, until the engines of an earlier learner have left the device. Every rank
+    asks for itself, as ranks meet on their devices."""
     blocking = BlockingBroker(url, run)
     since_s, has_said = time.monotonic(), False
     try:

@@ -30,15 +30,15 @@ from .probe import measure_probe
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """All there is to say about one step."""
+    """One step that was trained, as observers are told of it."""
 
     version: WeightVersion
-    """The weights that it turned into the next."""
+    """The version of the weights that the step turned into the next one."""
     groups: Sequence[Group]
     judged: Judged
     update: Update
     seconds: dict[str, float]
-    """By phase: checkpoint (of the steps before), evaluate, take, train, publish."""
+    """Seconds by phase: checkpoint (of the steps before), evaluate, take, train, publish."""
 
 
 class Stopwatch:
@@ -56,7 +56,7 @@ class Stopwatch:
 
 
 class Observer(Protocol):
-    """Who is told what the learner does, on every rank."""
+    """The learner tells an observer what it does, on every rank."""
 
     def on_weights(self, version: WeightVersion, backend: Backend, is_last: bool) -> None:
         """These weights are about to be trained, or are the last. May call the backend, collectively."""
@@ -69,20 +69,20 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """How long to train, and what to publish with."""
+    """The settings of one training run."""
 
     steps: int
     checkpoint_every: int
     probe_tokens: tuple[int, ...]
     probe_tolerance: float
     identity: str = ""
-    """Of the run."""
+    """The run's identity."""
     asynchronous: bool = True
-    """Whether training goes on while a checkpoint is written."""
+    """True where training goes on while a checkpoint is written."""
     caught_up_at: int = 0
     """The highest step announced before this learner took over."""
     is_branch: bool = False
-    """It goes on from another checkpoint than the latest: a new one says so, whatever happens next."""
+    """True where the learner goes on from another checkpoint than the latest; it then saves a new one at once."""
 
 
 @dataclass(kw_only=True)
@@ -100,7 +100,7 @@ class Learner:
     should_stop: Callable[[], bool]
     version: WeightVersion
     lent_device: LentDevice | None = None
-    """Where engines have the learner's devices while it waits for a batch."""
+    """The device that engines use while the learner waits for a batch; None where they have others."""
 
     def __post_init__(self) -> None:
         self._caught_up_at = self.config.caught_up_at
@@ -157,7 +157,7 @@ class Learner:
         self.observer.on_step(Step(version=before, groups=groups, judged=judged, update=update, seconds=watch.seconds))
 
     def _way_out(self, error: Exception) -> str:
-        """For a step that failed: its batch is pinned, so that a resumed learner meets it again."""
+        """Says how to go on after a step that failed: its batch stays pinned, so a resumed learner trains it again."""
         reason, saved = str(error).strip().split("\n")[0], self.checkpoints.latest()
         anew = f"--resume --rewind-to {saved.state.step} --regenerate" if saved else "--overwrite"
         loses = f"all that was sampled since the checkpoint of step {saved.state.step}" if saved else "the run"
@@ -168,7 +168,8 @@ class Learner:
         )
 
     def take(self) -> list[Group]:
-        """This step's pinned batch, on every rank; empty when nothing will come or the learner was asked to stop.
+        """Returns this step's batch on every rank; it is empty where nothing will come or the learner was asked to
+        stop.
 
         Raises Interrupted where it was, and engines may keep the device.
         """
@@ -191,7 +192,7 @@ class Learner:
                     assert_never(answer)
 
     def _wait(self, *, may_wait: bool) -> TakenBatch | Wait:
-        """What rank 0 answers, on every rank; the groups are rank 0's alone. It needs no model on the device."""
+        """Returns rank 0's answer on every rank; only rank 0's has groups. It needs no model on the device."""
         while True:
             answer = self._take(may_wait)
             wait = self.ranks.share_bytes(answer.encode() if isinstance(answer, Wait) else b"").decode()
@@ -212,7 +213,7 @@ class Learner:
             return nothing
 
     def publish(self) -> None:
-        """Have the weights as they are sent to the engines, beside the next step; while replaying, nothing."""
+        """Sends the weights to the engines beside the next step, unless the learner still replays earlier steps."""
         if self.version.step < self._caught_up_at:
             return
         probe = measure_probe(self.backend, self.config.probe_tokens, self.config.probe_tolerance)
@@ -225,7 +226,7 @@ class Learner:
                 pass
 
     def commit(self) -> None:
-        """Make the state durable, then let the broker forget what it was trained on."""
+        """Makes the state durable, then lets the broker forget the batches that it contains."""
         self.checkpoint()
         self.commit_durable(self._writer.wait())
 
@@ -248,6 +249,6 @@ class Learner:
         self._saved_step = self.version.step
 
     def commit_durable(self, step: int | None) -> None:
-        """The broker may forget what trained the steps before `step`, once a durable checkpoint contains them."""
+        """Lets the broker forget the batches of the steps before `step`, which a durable checkpoint contains."""
         if step is not None and self.experience is not None:
             self.experience.commit(step)

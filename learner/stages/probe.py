@@ -14,7 +14,7 @@ model of 30 layers has 0.07 in bfloat16; a wrong layout is off by whole units.""
 
 
 def measure_probe(backend: Backend, token_ids: Sequence[int], tolerance: float) -> Probe:
-    """Collective over the ranks; at least two tokens."""
+    """Returns the logprobs of `token_ids`, of which there are at least two. Collective."""
     assert len(token_ids) >= 2, "a probe needs a token to predict"
     response = len(token_ids) - 1
     sequence = PackableSequence(
