@@ -16,7 +16,8 @@ from weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .colocation import impossible_turns
 from .limits import beyond_limits
-from .recipe import SINKS, Recipe
+from .recipe import Recipe
+from .sinks import check_sinks
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out")
@@ -43,8 +44,7 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
         _check_kind(phase.kind, EXAMPLES, f"{source}: sft.phases.kind")
     for reward in recipe.rewards:
         _check_kind(reward.kind, REWARDS, f"{source}: rewards.kind")
-    for index, sink in enumerate(recipe.metrics):
-        _check_kind(sink.kind, SINKS, f"{source}: metrics[{index}].kind")
+    check_sinks(recipe.metrics, source)
 
 
 def _check_kind(kind: str, known: Collection[str], where: str) -> None:

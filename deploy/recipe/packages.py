@@ -6,6 +6,7 @@ from rollout_workers.engines import abilities_of, check_asked, check_installed
 
 from .operators import check_paths, roots_of
 from .recipe import Recipe
+from .sinks import check_sink_packages
 
 MEGATRON_REMEDY = "pip install 'headway[megatron]' (make install-megatron does it)."
 
@@ -16,6 +17,7 @@ def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
     check_paths(recipe)
     if recipe.learner.backend == "megatron" and not is_installed("megatron.core"):
         raise ConfigError(f"learner.backend=megatron needs Megatron Core, which is not installed. {MEGATRON_REMEDY}")
+    check_sink_packages(recipe.metrics)
     if has_workers:
         check_installed(recipe.engine.kind)
         check_asked(

@@ -4,7 +4,7 @@ A value that two rooms share is written once here and passed on by deploy. Nothi
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,14 +22,7 @@ from learner.config import (
 from rollout_workers.config import EngineConfig, EvalConfig, RewardConfig, SamplingConfig, WorkersConfig
 from weightsync.config import WeightsConfig
 
-SINKS = ("jsonl",)
-
-
-class SinkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One sink that the learner tells of every step, evaluation and look at the workers."""
-
-    kind: Annotated[str, Meta(description=f"{', '.join(SINKS)}, or your own as package.module:Class")]
-    options: Annotated[dict[str, Any], Meta(description="further arguments of the sink")] = {}
+from .sinks import SinkConfig
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

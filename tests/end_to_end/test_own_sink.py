@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.deploy.sinks.curves import curve
+
 from .recipes import SEVENS, write_recipe
 from .records import lines, summary
 from .terminals import Terminals
@@ -55,7 +57,7 @@ def test_a_run_tells_ones_own_sinks_and_outlives_them(terminals: Terminals) -> N
     (home / "sevens.py").write_text(SEVENS)
     (home / "my_sinks.py").write_text(SINKS)
     own = [{"kind": f"my_sinks:{name}", "options": {"name": f"{name}.jsonl"}} for name in ("Notes", "Hangs", "Raises")]
-    recipe = write_recipe(home, metrics=[{"kind": "jsonl"}, *own], workers={"count": 1})
+    recipe = write_recipe(home, metrics=[{"kind": "jsonl"}, *own, {"kind": "tensorboard"}], workers={"count": 1})
     terminals.open("run", "run", recipe).succeeds()
     run = terminals.root / "run" / "runs" / "tiny"
     told, recorded = lines(run / "Notes.jsonl"), lines(run / "metrics.jsonl")
@@ -72,4 +74,6 @@ def test_a_run_tells_ones_own_sinks_and_outlives_them(terminals: Terminals) -> N
     assert log.count("writing raised ValueError: Raises.jsonl") == 1
     assert "metrics[2] (my_sinks:Hangs): this sink has not ended" in log
     assert f"metrics[3] (my_sinks:Raises): this sink has lost {len(told)} events" in log
+    points = curve(run / "tensorboard", "step/reward_mean")
+    assert points == pytest.approx({line["step"]: line["reward_mean"] for line in recorded}, rel=1e-6)
     assert json.loads((run / "settings.json").read_text())["metrics"][3]["kind"] == "my_sinks:Raises"

@@ -1,7 +1,7 @@
 """Where a run's metrics go: one typed event for a step, an evaluation and a heartbeat, handed to any number of sinks.
 
     learner ─ event ─► Sinks ─┬─ jsonl        the run's record, written before the learner goes on
-                              └─ queue ─► any other sink, in a thread of its own
+                              └─ queue ─► tensorboard, or your own, in a thread of its own
 
 The events are `deploy.run.events`, a sink is `base.MetricSink`. The invariant: the run's record is written whole or the
 learner ends; whatever any other sink does, training goes on, and what that sink lost is counted.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from broker.errors import ConfigError
 from broker.user_code.kinds import check_offers, unknown_kind
 from broker.user_code.roots import ImportRoots
-from deploy.recipe.recipe import SINKS, SinkConfig
+from deploy.recipe.sinks import SINKS, JsonlOptions, SinkConfig, TensorBoardOptions, check_sink_packages
 from learner.choices import typed_options
 
 from .base import MetricSink, SinkRun
@@ -25,6 +25,7 @@ from .delivery import Sinks
 def open_sinks(configs: Sequence[SinkConfig], run: SinkRun) -> Sinks:
     """The recipe's sinks, ready to be told the events of `run`. Raises ConfigError for one that there is not or that
     cannot be made, HeadwayError where the run's record cannot be opened."""
+    check_sink_packages(configs)
     names = [f"metrics[{index}] ({config.kind})" for index, config in enumerate(configs)]
     made = [make_sink(config, f"metrics[{index}]") for index, config in enumerate(configs)]
     return Sinks(dict(zip(names, made, strict=True)), run)
@@ -34,10 +35,14 @@ def make_sink(config: SinkConfig, where: str) -> MetricSink:
     """One sink, not opened yet; `where` is its key. Raises ConfigError."""
     match config.kind:
         case "jsonl":
-            from .jsonl import JsonlOptions, JsonlSink
+            from .jsonl import JsonlSink
 
             typed_options(config.options, JsonlOptions, f"{where}.options")
             return JsonlSink()
+        case "tensorboard":
+            from .tensorboard import TensorBoardSink
+
+            return TensorBoardSink(typed_options(config.options, TensorBoardOptions, f"{where}.options"))
         case own if ":" in own:
             return _own(config, where)
         case unknown:

@@ -11,10 +11,6 @@ from deploy.run.whole_files import append_line, cut_torn_line, told
 from .base import SinkRun
 
 
-class JsonlOptions(msgspec.Struct, frozen=True):
-    """There are none: where a run's record lies is known to all who read it."""
-
-
 class JsonlSink:
     """Appends lines to the files of a run, or of a replay; a resumed learner goes on where the old one ended.
 

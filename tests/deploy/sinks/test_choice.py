@@ -9,7 +9,7 @@ from deploy.observe.sinks import make_sink, open_sinks
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.recipe.operators import check_paths
-from deploy.recipe.recipe import SinkConfig
+from deploy.recipe.sinks import SinkConfig
 from tests.deploy.runs import sink_run, step_event
 
 TOY = """
@@ -68,6 +68,8 @@ def test_ones_own_sink_gets_its_options_and_every_event(toy: str, tmp_path: Path
     [
         ("jsonnl", {}, r"metrics\[1\]\.kind: there is no 'jsonnl'; did you mean 'jsonl'\? Known: .*; your own as"),
         ("jsonl", {"path": "x"}, r"metrics\[1\]\.options\.path: no such option\. Known: none\."),
+        ("tensorboard", {"directori": "x"}, r"options\.directori: no such option; did you mean 'directory'\?"),
+        ("tensorboard", {"directory": 1}, r"metrics\[1\]\.options: Expected `str`, got `int`"),
         ("toy_sinks:Toi", {}, "did you mean toy_sinks:Toy"),
         ("toy_sinks:Toy", {"prefix": 1}, r"metrics\[1\]: toy_sinks:Toy cannot be made: TypeError: .*'prefix'"),
         (
@@ -89,6 +91,7 @@ def test_a_sink_that_there_is_not_is_told(kind: str, options: dict[str, object],
     [
         ("metrics=[{kind: jsonl}, {kind: jsonnl}]", r"metrics\[1\]\.kind: there is no 'jsonnl'; did you mean 'jsonl'"),
         ("metrics=[{kind: jsonl}, {kindd: a}]", r"metrics\[1\]\.kindd"),
+        ("metrics=[{kind: jsonl, options: {path: x}}]", r"metrics\[0\]\.options\.path: no such option"),
         ("metrics=[]", "metrics must have one sink of kind jsonl: it is the run's record"),
         ("metrics=[{kind: jsonl}, {kind: jsonl}]", "metrics must have one sink of kind jsonl"),
     ],

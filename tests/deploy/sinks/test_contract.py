@@ -10,12 +10,13 @@ from msgspec.structs import replace
 from broker.schema import StepMetrics
 from deploy.observe.sinks.base import MetricSink
 from deploy.observe.sinks.jsonl import JsonlSink
+from deploy.observe.sinks.tensorboard import TensorBoardSink
+from deploy.recipe.sinks import TensorBoardOptions
 from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent
 from deploy.run.report import EVALUATIONS, METRICS, lineage, read_lines
 from tests.deploy.runs import evaluation, run_status, sink_run, step_event, step_metrics
 
-Figures = dict[int, float]
-"""By step."""
+from .curves import Figures, curve, curves
 
 
 class Case(Protocol):
@@ -44,7 +45,21 @@ class Jsonl:
         return None
 
 
-@pytest.fixture(params=[Jsonl])
+class TensorBoard:
+    def sink(self) -> MetricSink:
+        return TensorBoardSink(TensorBoardOptions())
+
+    def rewards(self, directory: Path) -> Figures:
+        return curve(directory / "tensorboard", "step/reward_mean")
+
+    def pass_rates(self, directory: Path) -> Figures:
+        return curve(directory / "tensorboard", "evaluation/pass_rate")
+
+    def workers(self, directory: Path) -> Figures | None:
+        return curve(directory / "tensorboard", "workers/living")
+
+
+@pytest.fixture(params=[Jsonl, TensorBoard])
 def case(request: pytest.FixtureRequest) -> Case:
     made: Case = request.param()
     return made
@@ -99,3 +114,27 @@ def test_an_evaluation_is_a_line_of_its_file(tmp_path: Path) -> None:
     write(Jsonl(), tmp_path, evaluation(1, 3, 0.5))
     assert (tmp_path / EVALUATIONS).read_text() == '{"incarnation":1,"step":3,"pass_rate":0.5}\n'
     assert read_lines(tmp_path / EVALUATIONS, EvaluationEvent) == [evaluation(1, 3, 0.5)]
+
+
+def test_curves_are_of_every_figure_that_is_one(tmp_path: Path) -> None:
+    write(TensorBoard(), tmp_path, step_event(0), heartbeat(0))
+    found = curves(tmp_path / "tensorboard")
+    metrics = step_metrics(0)
+    numbers = {name for name in metrics.__struct_fields__ if isinstance(getattr(metrics, name), (int, float))}
+    tags = set(found.Tags()["scalars"])
+    assert {tag for tag in tags if tag.startswith("step/")} == {
+        f"step/{name}"
+        for name in {*numbers, "trained_tokens_per_s", "wait_fraction"} - {"incarnation", "step", "total_steps"}
+    }
+    values = {tag: found.Scalars(tag)[0].value for tag in tags}
+    assert values["algorithm/ess"] == pytest.approx(0.9)
+    assert (values["step/trained_tokens_per_s"], values["step/wait_fraction"]) == (2000.0, 0.25)
+    assert (values["workers/generated_tokens_per_s"], values["queues/ready"]) == (5000.0, 12.0)
+
+
+def test_runs_share_a_directory_of_curves(tmp_path: Path) -> None:
+    sink = TensorBoardSink(TensorBoardOptions(directory=str(tmp_path / "all")))
+    sink.open(sink_run(tmp_path / "run"))
+    sink.write(step_event(0, reward=0.25))
+    assert curve(tmp_path / "all" / "arithmetic", "step/reward_mean") == {0: 0.25}, "they are there before it ends"
+    sink.close()

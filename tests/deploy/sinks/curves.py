@@ -1,0 +1,24 @@
+"""Event files, as TensorBoard itself reads them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+Figures = dict[int, float]
+"""By step."""
+
+
+def curves(directory: Path) -> "EventAccumulator":
+    """All that TensorBoard would show of `directory`."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(directory))
+    found.Reload()
+    return found
+
+
+def curve(directory: Path, tag: str) -> Figures:
+    """One curve of it."""
+    return {point.step: point.value for point in curves(directory).Scalars(tag)}
