@@ -92,6 +92,7 @@ def cli(debug: bool) -> None:
 
 for command in (
     run.run,
+    run.prepare,
     roles.broker,
     roles.learner,
     roles.workers,

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import msgspec
 from rich.table import Table
 
 from broker.client.broker import BlockingBroker
-from broker.connection.address import PASSWORD_FILE, with_whole_paths, without_secrets
+from broker.connection.address import without_secrets
 from broker.server.access import Role
 from deploy.observe.live import watch
 from deploy.recipe.colocation import worker_gpus
@@ -23,7 +23,7 @@ from deploy.recipe.data_checks import check_data
 from deploy.recipe.operators import passed_on
 from deploy.recipe.packages import check_packages
 from deploy.recipe.recipe import Recipe
-from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SFT, endpoint, held, prepare
+from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SERVER, SFT, endpoint, held, prepare
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.report import amend_summary, read_summary
 from deploy.run.resuming import check_resumable
@@ -31,15 +31,24 @@ from deploy.run.sft_output import is_complete
 from deploy.terminal import Terminal, styled
 from learner.experience.rewind import Rewind
 
+from .base import Launcher
+from .commands import (
+    engine_gpus,
+    learner_command,
+    prepare_command,
+    rewind_arguments,
+    server_command,
+    warm_up_command,
+    worker_commands,
+)
 from .kept_server import KeptServer
-from .processes import Command
+from .processes import LocalLauncher
 from .server_traits import check_traits
 from .supervisor import Supervisor
 
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""
 QUOTES = "'\""
-PYTHON = (sys.executable, "-m", "deploy", "--debug")
 SHOWN = (
     ("held-out pass rate, before", "eval_before", ".3f"),
     ("held-out pass rate, after", "eval_after", ".3f"),
@@ -74,13 +83,16 @@ class Local:
     console: Terminal
     rewind: Rewind | None = None
     is_forced: bool = False
+    launcher: Launcher = field(default_factory=LocalLauncher)
 
     def run(self) -> int:
         """Run to the end; the exit code. Raises HeadwayError."""
+        if not self.launcher.starts_processes:
+            return self._show()
         with held(self.recipe.run_directory), ExitStack() as stack:
             directory = self._prepare()
             self.console.print(styled("Run ", (self.recipe.run.name, "bold"), f": {self.recipe.run_directory}"))
-            if code := warm_up(self.recipe, directory, self._say):
+            if code := warm_up(self.recipe, directory, self._say, self.launcher):
                 return code
             server = self._own_server(directory, stack)
             if self.overwrite:
@@ -106,10 +118,38 @@ class Local:
         """None: the recipe names one that somebody else runs."""
         if self.recipe.broker.url != "embedded":
             return None
-        return stack.enter_context(KeptServer(directory / "broker", self._say))
+        return stack.enter_context(KeptServer(directory / SERVER, self._say))
 
     def _url_of(self, role: Role, server: KeptServer | None) -> str:
         return server.url_of(role) if server is not None else self.recipe.broker.url
+
+    def prepare(self) -> None:
+        """Make the run's directory as `run` does before it starts anything. Raises HeadwayError."""
+        with held(self.recipe.run_directory):
+            self._prepare()
+            if self.overwrite and self.recipe.broker.url != "embedded":
+                forget(self.recipe.broker.url, self.recipe.run.name)
+
+    def _show(self) -> int:
+        """Hand the launcher what a run would start, in that order, and write nothing."""
+        directory = self.recipe.run_directory.resolve()
+        self.launcher.start(prepare_command(self.recipe_name, self._shown_overrides(), self._manner()))
+        if self.recipe.sft.phases and (self.overwrite or not is_complete(directory / SFT)):
+            self.launcher.start(warm_up_command(self.recipe, directory))
+        server = None
+        if self.recipe.broker.url == "embedded":
+            server = KeptServer(directory / SERVER, self._say)
+            self.launcher.start(server_command(directory / SERVER))
+        private = Path(tempfile.gettempdir(), f"headway-workers-{self.recipe.run.name}")
+        return self._supervisor(directory, server, private, self._say).run()
+
+    def _manner(self) -> tuple[str, ...]:
+        """The options with which the run was asked for."""
+        given = {"--resume": self.resume, "--overwrite": self.overwrite, "--force": self.is_forced}
+        return (*(option for option, is_given in given.items() if is_given), *rewind_arguments(self.rewind))
+
+    def _shown_overrides(self) -> list[str]:
+        return [_showable(override) for override in self.overrides]
 
     def _train(self, directory: Path, server: KeptServer | None) -> int:
         name, recipe = self.recipe.run.name, self.recipe
@@ -117,29 +157,7 @@ class Local:
             tempfile.TemporaryDirectory(prefix="headway-workers-") as private,
             watch(self._url_of(Role.OBSERVER, server), name, self.console, recipe.staleness.max_lag) as monitor,
         ):
-            supervisor = Supervisor(
-                worker_commands(
-                    self._url_of(Role.WORKER, server),
-                    name,
-                    recipe.workers.count,
-                    passed_on(recipe),
-                    Path(private),
-                    directory / "logs",
-                    recipe.engine.threads,
-                    worker_gpus(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", "")),
-                ),
-                learner_command(
-                    recipe,
-                    directory,
-                    self._url_of(Role.LEARNER, server),
-                    self.resume,
-                    self.rewind,
-                    farewell=Path(private) / "learner.farewell",
-                ),
-                recipe.workers.max_restarts,
-                say=monitor.say,
-                check=server.check if server is not None else None,
-            )
+            supervisor = self._supervisor(directory, server, Path(private), monitor.say)
             code = supervisor.run()
         if (directory / "summary.json").exists():
             restarts = {
@@ -148,6 +166,32 @@ class Local:
             }
             amend_summary(directory, restarts)
         return code
+
+    def _supervisor(
+        self, directory: Path, server: KeptServer | None, private: Path, say: Callable[[str], None]
+    ) -> Supervisor:
+        """Of the learner and its workers, whose own directories lie below `private`."""
+        recipe = self.recipe
+        workers = worker_commands(
+            self._url_of(Role.WORKER, server),
+            recipe.run.name,
+            recipe.workers.count,
+            passed_on(recipe),
+            private,
+            directory / "logs",
+            recipe.engine.threads,
+            worker_gpus(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", "")),
+            engine_gpus(recipe.engine),
+        )
+        url, farewell = self._url_of(Role.LEARNER, server), private / "learner.farewell"
+        return Supervisor(
+            workers,
+            learner_command(recipe, directory, url, self.resume, self.rewind, farewell=farewell),
+            recipe.workers.max_restarts,
+            say=say,
+            check=server.check if server is not None else None,
+            launcher=self.launcher,
+        )
 
     def _conclude(self, directory: Path, code: int) -> None:
         if summary := read_summary(directory):
@@ -192,29 +236,13 @@ def _showable(override: str) -> str:
     return f"{key}{sign}{without_secrets(value.strip(QUOTES))}" if key.strip() == "broker.url" else override
 
 
-def warm_up(recipe: Recipe, directory: Path, say: Callable[[str], None]) -> int:
+def warm_up(recipe: Recipe, directory: Path, say: Callable[[str], None], launcher: Launcher | None = None) -> int:
     """Run the recipe's supervised phases into directory/sft, unless that has been done; the exit code."""
     if not recipe.sft.phases or is_complete(directory / SFT):
         return 0
-    command = sft_command(recipe, (str(directory / CONFIG), "--output", str(directory / SFT)))
+    command, launcher = warm_up_command(recipe, directory), launcher or LocalLauncher()
     notice = "the warm-up starts over next time"
-    return Supervisor((), command, drain_notice=notice, fails_when_stopped=True, say=say).run()
-
-
-def sft_command(recipe: Recipe, arguments: Sequence[str]) -> Command:
-    """`headway sft` with these arguments on our own terminal, under torchrun if the learner has several ranks."""
-    return Command(
-        name="The warm-up",
-        argv=(*launcher(recipe.learner.processes, _plainly()), "sft", *arguments),
-        log=None,
-        environment=threads(recipe.learner.threads),
-        relay=recipe.learner.processes > 1,
-    )
-
-
-def _plainly() -> tuple[str, ...]:
-    """For a child on our own terminal: tracebacks are for logs, and for users who ask."""
-    return PYTHON if "--debug" in sys.argv else PYTHON[:-1]
+    return Supervisor((), command, drain_notice=notice, fails_when_stopped=True, say=say, launcher=launcher).run()
 
 
 def after_warm_up(recipe: Recipe) -> Recipe:
@@ -258,82 +286,6 @@ def check_rewind(recipe: Recipe, rewind: Rewind | None) -> None:
     check(
         CheckpointStore(directory / CHECKPOINTS, recipe.checkpoint.keep), ExperienceLog(directory / EXPERIENCE), rewind
     )
-
-
-def learner_command(
-    recipe: Recipe, directory: Path, url: str, resume: bool, rewind: Rewind | None, *, farewell: Path | None = None
-) -> Command:
-    """The learner, under torchrun if it has several ranks; after a warm-up it starts from what that left."""
-    return Command(
-        name="learner",
-        argv=(*launcher(recipe.learner.processes), *learner_arguments(directory, resume, rewind)),
-        log=directory / "logs" / "learner.log",
-        environment=connection(url, recipe.run.name) | threads(recipe.learner.threads),
-        relay=recipe.learner.processes > 1,
-        farewell=farewell,
-    )
-
-
-def learner_arguments(directory: Path, resume: bool, rewind: Rewind | None) -> tuple[str, ...]:
-    """`headway learner` in a directory that is prepared."""
-    back = ("--rewind-to", f"{rewind.step}") if rewind else ()
-    anew = ("--regenerate",) if rewind and rewind.regenerate else ()
-    return ("learner", str(directory / CONFIG), "--prepared", *(("--resume",) if resume else ()), *back, *anew)
-
-
-def launcher(processes: int, command: tuple[str, ...] = PYTHON) -> tuple[str, ...]:
-    """`python -m deploy`, as so many ranks."""
-    if processes == 1:
-        return command
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
-    return (sys.executable, *torchrun, *command[1:])
-
-
-def worker_commands(
-    url: str,
-    run: str,
-    count: int,
-    arguments: Sequence[str],
-    private: Path,
-    logs: Path,
-    worker_threads: int,
-    devices: Sequence[str] = (),
-) -> list[Command]:
-    """`count` workers, each in an empty directory of its own: they share nothing but the broker, and GPUs if `devices`,
-    of one worker after the other, are fewer."""
-    commands = []
-    for index in range(count):
-        name = f"worker-{index}"
-        (private / name).mkdir()
-        commands.append(
-            Command(
-                name=name,
-                argv=(*PYTHON, "worker", "--name", name, *arguments),
-                log=logs / f"{name}.log",
-                cwd=private / name,
-                environment=connection(url, run) | threads(worker_threads) | visible(devices, index),
-                farewell=private / f"{name}.farewell",
-            )
-        )
-    return commands
-
-
-def visible(devices: Sequence[str], worker: int) -> dict[str, str]:
-    """Set before CUDA is looked at: a process that has seen all GPUs cannot be given one."""
-    return {"CUDA_VISIBLE_DEVICES": devices[worker % len(devices)]} if devices else {}
-
-
-def connection(url: str, run: str) -> dict[str, str]:
-    """For a child, in whichever directory. Arguments would show a password to every user, and torchrun takes --run for
-    its own."""
-    file = os.environ.get(PASSWORD_FILE)
-    place = {PASSWORD_FILE: os.path.abspath(os.path.expanduser(file))} if file else {}
-    return {"HEADWAY_BROKER": with_whole_paths(url), "HEADWAY_RUN": run, **place}
-
-
-def threads(count: int) -> dict[str, str]:
-    """Set before numpy and torch are imported: later is too late for OpenMP."""
-    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
 
 
 def summary_table(summary: dict[str, Any], run: str) -> Table:

@@ -13,7 +13,8 @@ from types import FrameType
 from broker.errors import LASTING_EXIT, HeadwayError
 from deploy.printing import say
 
-from .processes import Child, Command
+from .base import Command, Handle, Launcher
+from .processes import LocalLauncher
 
 POLL_S = 0.1
 HEALTHY_S = 60.0
@@ -32,7 +33,7 @@ class Slot:
     """One role's place: the process in it, and how it has fared."""
 
     command: Command
-    child: Child | None = None
+    child: Handle | None = None
     started: float = 0.0
     failures: int = 0
     """In a row."""
@@ -40,9 +41,9 @@ class Slot:
     has_left: bool = False
     """It ended by itself, its work handed back."""
 
-    def start(self) -> None:
+    def start(self, launcher: Launcher) -> None:
         """Start the process, again if it ran before."""
-        self.child = Child(self.command)
+        self.child = launcher.start(self.command)
         self.started = time.monotonic()
 
 
@@ -60,6 +61,7 @@ class Supervisor:
     say: Callable[[str], None] = say
     check: Callable[[], None] | None = None
     """Called now and then while all is well, for what else must be kept alive; what it raises ends the run."""
+    launcher: Launcher = field(default_factory=LocalLauncher)
     restarts: int = field(default=0, init=False)
     """Of all workers, for the summary."""
 
@@ -90,7 +92,7 @@ class Supervisor:
 
     def _start(self) -> None:
         for slot in self._all():
-            slot.start()
+            slot.start(self.launcher)
 
     def _is_over(self) -> bool:
         if self._stops:
@@ -111,14 +113,14 @@ class Supervisor:
         for slot in self._slots:
             if slot.child is None:
                 if time.monotonic() >= slot.restart_at:
-                    slot.start()
+                    slot.start(self.launcher)
             elif not slot.has_left and slot.child.exit_code() is not None:
                 if slot.child.is_done():
                     slot.has_left = True  # on purpose: the run is over, or somebody drained it
                 else:
                     self._died(slot, slot.child)
 
-    def _died(self, slot: Slot, child: Child) -> None:
+    def _died(self, slot: Slot, child: Handle) -> None:
         if child.exit_code() == LASTING_EXIT:
             raise RoleFailedError(_obituary(child, f"Another start would not mend it: {self._whole()} been stopped."))
         recovered = time.monotonic() - slot.started > HEALTHY_S
@@ -187,6 +189,6 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
-def _obituary(child: Child, outcome: str) -> str:
+def _obituary(child: Handle, outcome: str) -> str:
     log = f" Its log: {child.command.log}" if child.command.log else ""
     return f"{child.command.name} {child.describe_exit()}: {child.last_words()}\n{outcome}{log}"

@@ -16,7 +16,7 @@ from weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .colocation import impossible_turns
 from .limits import beyond_limits
-from .recipe import Recipe
+from .recipe import LAUNCHERS, Recipe
 from .sinks import check_sinks
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
@@ -40,6 +40,7 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
     check_engine(recipe.engine, source)
     _check_kind(recipe.weights.transport, TRANSPORTS, f"{source}: weights.transport")
     _check_kind(recipe.prompts.kind, PROMPTS, f"{source}: prompts.kind")
+    _check_kind(recipe.launcher.kind, LAUNCHERS, f"{source}: launcher.kind")
     for phase in recipe.sft.phases:
         _check_kind(phase.kind, EXAMPLES, f"{source}: sft.phases.kind")
     for reward in recipe.rewards:

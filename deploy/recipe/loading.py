@@ -14,7 +14,7 @@ from learner.config import AlgorithmConfig, preset_defaults
 from .checks import check_values
 from .colocation import colocated_defaults
 from .files import apply_overrides, find_recipe, read_yaml, to_yaml
-from .recipe import Recipe
+from .recipe import LauncherConfig, Recipe
 from .values import check_plain
 from .words import check_shape, explain
 
@@ -40,8 +40,11 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def recipe_to_bytes(recipe: Recipe) -> bytes:
-    """What the learner stores in the broker, so that a worker needs only a URL and the run's name."""
-    return msgspec.json.encode(_without_secrets(recipe))
+    """What the learner stores in the broker, so that a worker needs only a URL and the run's name.
+
+    How processes are started is the affair of whoever starts them, and is not in it.
+    """
+    return msgspec.json.encode(replace(_without_secrets(recipe), launcher=LauncherConfig()))
 
 
 def recipe_from_bytes(stored: bytes) -> Recipe:

@@ -4,7 +4,7 @@ A value that two rooms share is written once here and passed on by deploy. Nothi
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -50,6 +50,16 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.placement == "colocated"
 
 
+LAUNCHERS = ("local",)
+
+
+class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How `headway run` starts the processes of its roles."""
+
+    kind: Annotated[str, Meta(description=f"{', '.join(LAUNCHERS)}, or your own as package.module:Class")] = "local"
+    options: Annotated[dict[str, Any], Meta(description="keyword arguments of your own launcher")] = {}
+
+
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that a run can be told."""
 
@@ -75,6 +85,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metrics: Annotated[
         tuple[SinkConfig, ...], Meta(description="where steps, evaluations and looks at the workers are written")
     ] = (SinkConfig(kind="jsonl"),)
+    launcher: LauncherConfig = LauncherConfig()
 
     @property
     def run_directory(self) -> Path:

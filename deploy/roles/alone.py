@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -20,21 +21,10 @@ from broker.connection.address import without_password
 from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, RunNotFoundError
 from broker.keys import check_worker_name
 from broker.schema import RunStatus
+from deploy.launch.base import Launcher
+from deploy.launch.commands import learner_command, sft_command, worker_commands
 from deploy.launch.farewell import say_farewell
-from deploy.launch.local import (
-    after_warm_up,
-    check_rewind,
-    connection,
-    forget,
-    launcher,
-    learner_arguments,
-    ping,
-    sft_command,
-    threads,
-    warm_up,
-    worker_commands,
-)
-from deploy.launch.processes import Command
+from deploy.launch.local import after_warm_up, check_rewind, forget, ping, warm_up
 from deploy.launch.server_traits import check_traits
 from deploy.launch.supervisor import Supervisor
 from deploy.observe.live import watch as watch_run
@@ -121,15 +111,30 @@ def _check_warmed_up(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
         )
 
 
-def run_workers(url: str, run: str, count: int, overrides: Sequence[str], allowed: Sequence[str] = ()) -> int:
-    """Supervise `count` workers until the run is over or a signal stops them. They may import what is `allowed`."""
+def run_workers(
+    url: str,
+    run: str,
+    count: int,
+    overrides: Sequence[str],
+    allowed: Sequence[str] = (),
+    launcher: Launcher | None = None,
+) -> int:
+    """Supervise `count` workers until the run is over or a signal stops them. They may import what is `allowed`.
+
+    A launcher that starts no processes is only given their commands.
+    """
     engine_threads = _engine_threads(overrides)
     named = [argument for module in allowed for argument in ("--allow-import", module)]
+    arguments = (*named, *overrides)
+    if launcher is not None and not launcher.starts_processes:
+        place = Path(tempfile.gettempdir(), f"headway-workers-{run}")
+        commands = worker_commands(url, run, count, arguments, place, place / "logs", engine_threads)
+        return Supervisor(commands, launcher=launcher).run()
     with suppress(BrokerUnavailableError):  # workers wait for it
         check_traits(url, complain, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
     with tempfile.TemporaryDirectory(prefix="headway-workers-") as private:
-        commands = worker_commands(url, run, count, (*named, *overrides), Path(private), logs, engine_threads)
+        commands = worker_commands(url, run, count, arguments, Path(private), logs, engine_threads)
         say(
             f"{count} worker{'s' * (count > 1)} for run {run} at {without_password(url)}; logs in {logs}."
             " Ctrl-C hands their work back and stops."
@@ -296,14 +301,8 @@ def _client(url: str, run: str) -> Iterator[BlockingBroker]:
 
 
 def _run_ranks(recipe: Recipe, url: str, resume: bool, rewind: Rewind | None) -> int:
-    command = Command(
-        name="learner",
-        argv=(*launcher(recipe.learner.processes), *learner_arguments(recipe.run_directory, resume, rewind)),
-        log=None,
-        environment=connection(url, recipe.run.name) | threads(recipe.learner.threads),
-        relay=True,
-    )
-    return Supervisor((), command).run()
+    command = learner_command(recipe, recipe.run_directory, url, resume, rewind)
+    return Supervisor((), replace(command, log=None)).run()
 
 
 class _WorkersOwn(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,8 @@ import pytest
 
 from broker.errors import HeadwayError
 from broker.schema import StepMetrics
-from deploy.launch.processes import Child, Command
+from deploy.launch.base import Command
+from deploy.launch.processes import Child
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import CONFIG, INCARNATION, note_incarnation, prepare

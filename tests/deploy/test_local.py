@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.launch.local import Local, after_warm_up, connection, warm_up, worker_commands
+from deploy.launch.commands import connection, worker_commands
+from deploy.launch.local import Local, after_warm_up, warm_up
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import prepare
 from deploy.terminal import Terminal
@@ -54,9 +55,9 @@ def test_children_find_the_files_that_a_url_names(tmp_path: Path, monkeypatch: p
 
 def test_workers_share_the_gpus_that_they_are_given(tmp_path: Path) -> None:
     commands = worker_commands("redis://h", "r", 3, (), tmp_path, tmp_path, 1, devices=["1", "2,3"])
-    assert [command.environment["CUDA_VISIBLE_DEVICES"] for command in commands] == ["1", "2,3", "1"]
+    assert [command.variables()["CUDA_VISIBLE_DEVICES"] for command in commands] == ["1", "2,3", "1"]
     (free,) = worker_commands("redis://h", "r", 1, (), tmp_path / "worker-0", tmp_path, 1)
-    assert "CUDA_VISIBLE_DEVICES" not in free.environment
+    assert "CUDA_VISIBLE_DEVICES" not in free.variables()
 
 
 @pytest.mark.slow

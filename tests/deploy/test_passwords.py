@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from deploy.launch.local import learner_command, worker_commands
+from deploy.launch.commands import learner_command, worker_commands
 from deploy.recipe.loading import dump_recipe, load_recipe, recipe_to_bytes
 from deploy.run.directory import endpoint, prepare
 

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from broker.errors import LASTING_EXIT
-from deploy.launch.processes import Child, Command, guarded
+from deploy.launch.base import Command
+from deploy.launch.processes import Child, guarded
 from deploy.launch.supervisor import RoleFailedError, Supervisor
 from tests.processes import children_left
 
@@ -259,7 +260,8 @@ def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from deploy.launch.processes import Command, guarded
+from deploy.launch.base import Command
+from deploy.launch.processes import guarded
 from deploy.launch.supervisor import Supervisor
 import subprocess
 server = subprocess.Popen([sys.executable, "-c", {FOREVER!r}], start_new_session=True)

@@ -73,3 +73,6 @@ allow_import_option = click.option(
     help="Also import what the run's configuration names below MODULE, such as my_package.rewards. Repeat it for more."
     "  [always: Headway's own modules, and those in this directory]",
 )
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Print the commands that would be started, in order; start and write nothing."
+)

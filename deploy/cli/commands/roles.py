@@ -7,7 +7,15 @@ import click
 
 from deploy.printing import OF_ROLES, log_to_stderr
 
-from .options import allow_import_option, connection, going_back, overrides_argument, refuse_both, rewind_of
+from .options import (
+    allow_import_option,
+    connection,
+    dry_run_option,
+    going_back,
+    overrides_argument,
+    refuse_both,
+    rewind_of,
+)
 
 DEFAULT_PORT = 6380
 
@@ -75,7 +83,17 @@ def learner(
 @connection
 @allow_import_option
 @click.option("--count", type=click.IntRange(1, 1024), default=1, show_default=True, help="Worker processes.")
-def workers(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], count: int) -> int:
+@dry_run_option
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object.")
+def workers(
+    overrides: tuple[str, ...],
+    url: str,
+    run: str,
+    allowed: tuple[str, ...],
+    count: int,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
     """Run COUNT workers.
 
     All but engine.*, weights.follow, weights.archive and weights.pull_bytes_per_s is taken from the run's own
@@ -84,7 +102,14 @@ def workers(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, 
     """
     from deploy.roles.alone import run_workers
 
-    return run_workers(url, run, count, overrides, allowed)
+    if not dry_run:
+        if as_json:
+            raise click.UsageError("--json needs --dry-run.")
+        return run_workers(url, run, count, overrides, allowed)
+    from .dry_run import shown
+
+    with shown(as_json) as launcher:
+        return run_workers(url, run, count, overrides, allowed, launcher)
 
 
 @click.command(hidden=True)

@@ -4,7 +4,7 @@ import click
 
 from deploy.printing import say_json
 
-from .options import going_back, overrides_argument, refuse_both, rewind_of
+from .options import dry_run_option, going_back, overrides_argument, refuse_both, rewind_of
 
 
 @click.command()
@@ -14,7 +14,13 @@ from .options import going_back, overrides_argument, refuse_both, rewind_of
 @click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds.")
 @click.option("--force", is_flag=True, help="With --overwrite: even if the run is in use.")
 @going_back
-@click.option("--json", "as_json", is_flag=True, help="Print summary.json at the end; progress goes to stderr.")
+@dry_run_option
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print summary.json at the end; progress goes to stderr. With --dry-run: the commands.",
+)
 def run(
     recipe: str,
     overrides: tuple[str, ...],
@@ -23,6 +29,7 @@ def run(
     force: bool,
     rewind_to: int | None,
     regenerate: bool,
+    dry_run: bool,
     as_json: bool,
 ) -> int:
     """Run a whole RECIPE on this machine.
@@ -36,10 +43,46 @@ def run(
 
     loaded = load_recipe(recipe, overrides)
     from deploy.launch.local import Local
+    from deploy.launch.opening import open_launcher
     from deploy.run.report import read_summary
     from deploy.terminal import Terminal
 
-    code = Local(loaded, recipe, overrides, resume, overwrite, Terminal(stderr=as_json), rewind, force).run()
+    terminal = Terminal(stderr=as_json)
+    if dry_run:
+        from .dry_run import shown
+
+        with shown(as_json) as launcher:
+            return Local(loaded, recipe, overrides, resume, overwrite, terminal, rewind, force, launcher).run()
+    launcher = open_launcher(loaded.launcher)
+    code = Local(loaded, recipe, overrides, resume, overwrite, terminal, rewind, force, launcher).run()
     if as_json:
         say_json(read_summary(loaded.run_directory))
     return code
+
+
+@click.command(hidden=True)
+@click.argument("recipe")
+@overrides_argument
+@click.option("--resume", is_flag=True)
+@click.option("--overwrite", is_flag=True)
+@click.option("--force", is_flag=True)
+@going_back
+def prepare(
+    recipe: str,
+    overrides: tuple[str, ...],
+    resume: bool,
+    overwrite: bool,
+    force: bool,
+    rewind_to: int | None,
+    regenerate: bool,
+) -> None:
+    """Make the run's directory, as `run` does before it starts anything."""
+    refuse_both(resume, overwrite)
+    rewind = rewind_of(resume, rewind_to, regenerate)
+    from deploy.recipe.loading import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    from deploy.launch.local import Local
+    from deploy.terminal import Terminal
+
+    Local(loaded, recipe, overrides, resume, overwrite, Terminal(), rewind, force).prepare()

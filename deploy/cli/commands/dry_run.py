@@ -1,0 +1,19 @@
+"""What --dry-run prints."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from deploy.launch.base import Command, Launcher
+from deploy.launch.printed import PrintedLauncher, as_builtins, as_text
+from deploy.printing import say, say_json
+
+
+@contextmanager
+def shown(as_json: bool) -> Iterator[Launcher]:
+    """A launcher whose commands are printed: one by one, or all together at the end as one JSON object."""
+    if not as_json:
+        yield PrintedLauncher(lambda command: say(as_text(command)))
+        return
+    commands: list[Command] = []
+    yield PrintedLauncher(commands.append)
+    say_json({"commands": [as_builtins(command) for command in commands]})

@@ -1,0 +1,136 @@
+"""The exact commands of a run's roles: what a launcher starts, and what `--dry-run` shows."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from broker.connection.address import PASSWORD_FILE, with_whole_paths
+from deploy.recipe.recipe import Recipe
+from deploy.run.directory import CONFIG, SFT
+from learner.experience.rewind import Rewind
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines.gpus import gpus_of
+
+from .base import BROKER, Command, Resources
+
+PYTHON = (sys.executable, "-m", "deploy", "--debug")
+
+
+def prepare_command(recipe_name: str, overrides: Sequence[str], options: Sequence[str]) -> Command:
+    """Makes the run's directory, which `headway run` does in its own process."""
+    return Command(name="prepare", argv=(*_plainly(), "prepare", recipe_name, *overrides, *options), log=None)
+
+
+def server_command(directory: Path) -> Command:
+    """Serves as the server does that `headway run` keeps: with these data, passwords and address."""
+    return Command(name="server", argv=(*_plainly(), "broker", "--port", "0", "--directory", str(directory)), log=None)
+
+
+def warm_up_command(recipe: Recipe, directory: Path) -> Command:
+    """The warm-up of a run whose directory is prepared."""
+    return sft_command(recipe, (str(directory / CONFIG), "--output", str(directory / SFT)))
+
+
+def sft_command(recipe: Recipe, arguments: Sequence[str]) -> Command:
+    """`headway sft` with these arguments on our own terminal, under torchrun if the learner has several ranks."""
+    return Command(
+        name="The warm-up",
+        argv=(*ranks(recipe.learner.processes, _plainly()), "sft", *arguments),
+        log=None,
+        resources=learner_resources(recipe),
+        relay=recipe.learner.processes > 1,
+    )
+
+
+def _plainly() -> tuple[str, ...]:
+    """For a child on our own terminal: tracebacks are for logs, and for users who ask."""
+    return PYTHON if "--debug" in sys.argv else PYTHON[:-1]
+
+
+def learner_command(
+    recipe: Recipe, directory: Path, url: str, resume: bool, rewind: Rewind | None, *, farewell: Path | None = None
+) -> Command:
+    """The learner, under torchrun if it has several ranks; after a warm-up it starts from what that left."""
+    return Command(
+        name="learner",
+        argv=(*ranks(recipe.learner.processes), *learner_arguments(directory, resume, rewind)),
+        log=directory / "logs" / "learner.log",
+        environment=connection(url, recipe.run.name),
+        resources=learner_resources(recipe),
+        relay=recipe.learner.processes > 1,
+        farewell=farewell,
+    )
+
+
+def learner_arguments(directory: Path, resume: bool, rewind: Rewind | None) -> tuple[str, ...]:
+    """`headway learner` in a directory that is prepared."""
+    options = (*(("--resume",) if resume else ()), *rewind_arguments(rewind))
+    return ("learner", str(directory / CONFIG), "--prepared", *options)
+
+
+def rewind_arguments(rewind: Rewind | None) -> tuple[str, ...]:
+    """The options that ask for it."""
+    if rewind is None:
+        return ()
+    return ("--rewind-to", f"{rewind.step}", *(("--regenerate",) if rewind.regenerate else ()))
+
+
+def ranks(processes: int, command: tuple[str, ...] = PYTHON) -> tuple[str, ...]:
+    """`python -m deploy`, as so many ranks."""
+    if processes == 1:
+        return command
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+    return (sys.executable, *torchrun, *command[1:])
+
+
+def worker_commands(
+    url: str,
+    run: str,
+    count: int,
+    arguments: Sequence[str],
+    private: Path,
+    logs: Path,
+    worker_threads: int,
+    devices: Sequence[str] = (),
+    gpus: int | None = None,
+) -> list[Command]:
+    """`count` workers, each in an empty directory of its own: they share nothing but the broker, and GPUs if `devices`,
+    of one worker after the other, are fewer. `gpus`: how many each takes, where that is known."""
+    commands = []
+    for index in range(count):
+        name = f"worker-{index}"
+        commands.append(
+            Command(
+                name=name,
+                argv=(*PYTHON, "worker", "--name", name, *arguments),
+                log=logs / f"{name}.log",
+                cwd=private / name,
+                environment=connection(url, run),
+                resources=Resources(
+                    threads=worker_threads, gpus=gpus, devices=devices[index % len(devices)] if devices else None
+                ),
+                farewell=private / f"{name}.farewell",
+            )
+        )
+    return commands
+
+
+def connection(url: str, run: str) -> dict[str, str]:
+    """For a child, in whichever directory. Arguments would show a password to every user, and torchrun takes --run for
+    its own."""
+    file = os.environ.get(PASSWORD_FILE)
+    place = {PASSWORD_FILE: os.path.abspath(os.path.expanduser(file))} if file else {}
+    return {BROKER: with_whole_paths(url), "HEADWAY_RUN": run, **place}
+
+
+def learner_resources(recipe: Recipe) -> Resources:
+    """Each rank has a GPU, unless the learner trains on a CPU."""
+    learner = recipe.learner
+    gpus = 0 if learner.device == "cpu" else learner.processes
+    return Resources(processes=learner.processes, threads=learner.threads, gpus=gpus)
+
+
+def engine_gpus(engine: EngineConfig) -> int:
+    """Of one worker."""
+    return 0 if engine.kind == "embedded" and engine.device == "cpu" else gpus_of(engine)

@@ -1,0 +1,30 @@
+"""Which launcher a run has. Not in the room's page: every role imports that, before it ties itself to its parent."""
+
+from typing import Any
+
+from broker.errors import ConfigError
+from broker.user_code.roots import ImportRoots
+from deploy.recipe.recipe import LauncherConfig
+
+from .base import Launcher
+
+
+def open_launcher(config: LauncherConfig) -> Launcher:
+    """Raises ConfigError for a launcher that cannot be imported, takes other options, or is none."""
+    try:
+        launcher = _class_of(config.kind)(**config.options)
+    except TypeError as error:
+        raise ConfigError(f"launcher.options do not fit {config.kind}: {error}.") from error
+    if not isinstance(launcher, Launcher):
+        raise ConfigError(f"launcher.kind: {config.kind!r} is no deploy.launch.base.Launcher.")
+    return launcher
+
+
+def _class_of(kind: str) -> Any:
+    match kind:
+        case "local":
+            from .processes import LocalLauncher
+
+            return LocalLauncher
+        case path:
+            return ImportRoots((path,)).load(path, "launcher.kind")
