@@ -10,11 +10,12 @@ from .base import Launcher
 
 
 def open_launcher(config: LauncherConfig) -> Launcher:
-    """Raises ConfigError for a launcher that cannot be imported, takes other options, or is none."""
+    """A user's own is called as Class(**options). Raises ConfigError where it cannot be made, or is no launcher."""
+    made = _class_of(config.kind)
     try:
-        launcher = _class_of(config.kind)(**config.options)
-    except TypeError as error:
-        raise ConfigError(f"launcher.options do not fit {config.kind}: {error}.") from error
+        launcher = made(**config.options)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"launcher: {config.kind} cannot be made: {type(error).__name__}: {error}.") from error
     if not isinstance(launcher, Launcher):
         raise ConfigError(f"launcher.kind: {config.kind!r} is no deploy.launch.base.Launcher.")
     return launcher

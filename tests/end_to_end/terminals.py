@@ -34,7 +34,7 @@ class Terminal:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=directory,
-                env={**_machine(directory), **environment},
+                env={**machine_of(directory), **environment},
                 start_new_session=True,
             )
 
@@ -125,7 +125,8 @@ def paused(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def _machine(directory: Path) -> dict[str, str]:
+def machine_of(directory: Path) -> dict[str, str]:
+    """The environment of a terminal that has a machine of its own."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
     own = {"HOME": str(directory), "TMPDIR": str(directory / "tmp")}
     return {**inherited, **own, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}

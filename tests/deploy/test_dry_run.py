@@ -1,0 +1,80 @@
+"""What `--dry-run` prints: every command in the order of start, no password, and nothing is started or written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.launch.base import Command
+
+from .test_cli import headway
+
+NOWHERE = "redis://ali:sesame@127.0.0.1:1"
+
+
+def test_a_runs_commands_come_in_the_order_of_start(tmp_path: Path) -> None:
+    answer = headway("run", "arithmetic.yaml", "workers.count=2", "--dry-run", "--json", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    commands = json.loads(answer.stdout)["commands"]
+    assert [command["name"] for command in commands] == [
+        "prepare",
+        "The warm-up",
+        "server",
+        "learner",
+        "worker-0",
+        "worker-1",
+    ]
+    assert {command["environment"]["HEADWAY_RUN"] for command in commands[3:]} == {"arithmetic"}
+    assert all(command["argv"][:3] == [sys.executable, "-m", "deploy"] for command in commands)
+    assert commands[3]["resources"] == {"processes": 1, "threads": 1, "gpus": 0, "devices": None}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "arithmetic.yaml", f"broker.url='{NOWHERE}'"],
+        ["workers", "--count", "2", "--broker", NOWHERE, "--run", "x"],
+    ],
+)
+def test_no_password_is_printed_and_no_server_asked(arguments: list[str], form: list[str], tmp_path: Path) -> None:
+    answer = headway(*arguments, "--dry-run", *form, cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert "sesame" not in answer.stdout + answer.stderr
+    assert "HEADWAY_BROKER=redis://ali@127.0.0.1:1" in answer.stdout
+    assert form or "# Its URL's password is not shown: set HEADWAY_BROKER_PASSWORD." in answer.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gpus_and_ranks_are_told(tmp_path: Path) -> None:
+    answer = headway(
+        "run",
+        "arithmetic-vllm.yaml",
+        "learner.processes=2",
+        "workers.count=1",
+        "workers.devices=[3]",
+        "--dry-run",
+        cwd=tmp_path,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert "# worker-0: 1 GPU (3); " in answer.stdout
+    assert "CUDA_VISIBLE_DEVICES=3" in answer.stdout
+    assert "--nproc-per-node 2 " in answer.stdout
+
+
+def test_a_commands_line_runs_in_a_shell(tmp_path: Path) -> None:
+    script = "import os; print(os.getcwd(), os.environ['HEADWAY_RUN'], os.environ['HEADWAY_BROKER'])"
+    command = Command(
+        name="w",
+        argv=(sys.executable, "-c", script),
+        log=None,
+        cwd=tmp_path / "its own",
+        environment={"HEADWAY_RUN": "it's $HOME", "HEADWAY_BROKER": "redis://ali:sesame@h?password=x&db=1"},
+        farewell=tmp_path / "farewell",
+    )
+    answer = subprocess.run(["sh", "-c", command.line()], capture_output=True, text=True, check=True)
+    assert answer.stdout == f"{tmp_path / 'its own'} it's $HOME redis://ali@h?db=1\n"
+    assert "FAREWELL" not in command.line()
