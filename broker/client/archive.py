@@ -1,7 +1,7 @@
-"""Weights that lie in the broker for whoever pulls: blobs in pieces, with a time to live.
+"""The learner stores weights in the broker for workers that pull them: blobs in pieces, with a time to live.
 
-They are listed before they come, and their bytes count against `max_bytes` from then on, so the server never holds any
-that nobody has counted. A claim frees what the learner before has left.
+They are listed before they come, and their bytes count against `max_bytes` from then on, so the server never holds
+any uncounted ones. A claim frees those of the earlier learner.
 """
 
 import itertools
@@ -12,13 +12,13 @@ from broker.connection.connection import Connection
 from broker.owner import Owner
 
 PIECE_BYTES = 1 << 20
-"""What one command carries at most: with more, a slow line could not meet the deadline of a request."""
+"""The most that one command carries: with more, a slow line could not meet the deadline of a request."""
 _TTL_S = 3600
-"""Anew with every version. Whoever trains a step for longer has workers fetch from the learner meanwhile."""
+"""Every version renews it. Where a step takes longer, workers fetch from the learner meanwhile."""
 
 
 class Room(NamedTuple):
-    """What a run may store, in bytes, and what it has stored for training."""
+    """The bytes that a run may store, and those that it has stored for training."""
 
     max_bytes: int
     payload_bytes: int
@@ -31,7 +31,8 @@ class ArchivedBlobs:
         self._connection = connection
 
     async def keep(self, owner: Owner, sizes: Mapping[str, int]) -> set[str]:
-        """These blobs, of so many bytes, and no others; which of them are there, whole. Raises FencedError."""
+        """Lists these blobs with their sizes in bytes, frees all others, and returns which are stored whole. Raises
+        FencedError."""
         pieces = {name: _pieces(name, nbytes) for name, nbytes in sizes.items()}
         listed = list(itertools.chain.from_iterable(pieces.values()))
         flags = await self._connection.learner_script("archive", owner, _TTL_S, sum(sizes.values()), *listed)
@@ -39,12 +40,12 @@ class ArchivedBlobs:
         return {name for name, its in pieces.items() if there.issuperset(its)}
 
     async def put(self, name: str, start: int, piece: bytes) -> None:
-        """The piece of a listed blob that begins at `start`, a multiple of PIECE_BYTES."""
+        """Stores the piece of a listed blob that begins at `start`, a multiple of PIECE_BYTES."""
         key = self._connection.keys(_piece(name, start))
         await self._connection.execute("SET", key, piece, "EX", _TTL_S)
 
     async def read(self, name: str, start: int, nbytes: int) -> bytes:
-        """At most so many bytes, to the end of the piece at most; empty where there is no such blob any more."""
+        """Reads at most so many bytes, up to the end of the piece; empty where the blob is gone."""
         first = start % PIECE_BYTES
         last = min(first + nbytes, PIECE_BYTES) - 1
         found: bytes = await self._connection.execute(
@@ -53,7 +54,7 @@ class ArchivedBlobs:
         return found
 
     async def room(self) -> Room:
-        """As of now. For the run's learner."""
+        """Returns the room as of now. For the run's learner."""
         held = await self._connection.execute(
             "HMGET", self._connection.keys.hidden("meta"), "max_bytes", "payload_bytes"
         )

@@ -33,18 +33,18 @@ log = logging.getLogger(__name__)
 _HEAD_BYTES = 256
 _REPLICA_TIMEOUT_MS = 5000
 _ON_A_SHARD = re.compile(rb"\d+/(payload|segment):")
-"""What workers may put on the garbage list: they name their blobs."""
+"""The blobs that workers may put on the garbage list; a worker chooses their names."""
 NOTHING = Contains("", ())
 
 
 def new_identity() -> str:
-    """For a run that begins: 16 random hexadecimal digits."""
+    """Returns the identity of a run that begins: 16 random hexadecimal digits."""
     return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
 class TakenBatch:
-    """The groups that train one step; none at all means that nothing will ever come."""
+    """The groups that train one step; a batch without groups means that nothing will ever come."""
 
     step: int
     groups: tuple[Group, ...]
@@ -73,19 +73,19 @@ class _Pinned:
     group: str
     round: int
     payloads: dict[int, str]
-    """By sample; a trimmed group lacks some."""
+    """The names of the payloads by sample; a trimmed group lacks some."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What this learner must be able to tell a server that forgot it."""
+    """The facts that this learner tells a server again that has forgotten them."""
 
     rules: RunRules
     config: bytes
     committed_step: int
     watermark: str
     contained: tuple[str, ...]
-    """Groups from the watermark on that the checkpoint had trained."""
+    """The groups from the watermark on that the checkpoint had trained."""
     replayable_to: int
     is_rewound: bool
     is_anew: bool
@@ -94,16 +94,16 @@ class _Known:
 
 
 class Batches:
-    """What comes out at the end of the run, in steps."""
+    """The verbs by which a learner takes trained steps out of the run."""
 
     def __init__(self, connection: Connection, versions: Versions) -> None:
         self._connection = connection
         self._versions = versions
         self._known: _Known | None = None
         self._pinned_before = frozenset[int]()
-        """Steps whose batch an earlier learner took, by its own rules."""
+        """The steps whose batch an earlier learner took, by its own rules."""
         self.limits = SampleLimits()
-        """What a sample of this run can be; to be set before the first take."""
+        """The bounds of this run's samples; the caller sets them before the first take."""
 
     async def claim(
         self,
@@ -117,7 +117,7 @@ class Batches:
         regenerate: bool = False,
         identity: str | None = None,
     ) -> Claim:
-        """Takes the run over from whoever owned it, from this checkpoint on.
+        """Takes the run over from its owner, from this checkpoint on.
 
         What the checkpoint contains is settled, whatever the server remembers; batches from its step on stay
         pinned and will be delivered again; workers keep their leases. Where the run has committed more than
@@ -171,7 +171,7 @@ class Batches:
         return Claim(Owner(int(reply[0]), token), identity, announced, int(reply[3]), bool(reply[4]))
 
     async def take(self, owner: Owner, step: int, n: int) -> TakenBatch | NotReady:
-        """The n groups that train `step`, or why there are none yet.
+        """Returns the n groups that train `step`, or why there are none yet.
 
         Raises FencedError, ServerRestartedError.
         """
@@ -186,8 +186,8 @@ class Batches:
         return NotReady.REJECTED if groups is None else TakenBatch(step, groups)
 
     async def commit(self, owner: Owner, step: int, groups: Sequence[str] = (), watermark: str | None = None) -> int:
-        """A checkpoint that contains all steps < `step` is durable: frees their batches; how many groups
-        those were.
+        """Frees the batches of all steps < `step`, which a durable checkpoint contains, and returns how many groups it
+        freed.
 
         `groups` are trained too, whatever the server remembers. `watermark`: no group with a lower id that
         the run does not hold will ever be fed again, so the names of trained ones below it are forgotten.
@@ -203,14 +203,14 @@ class Batches:
         return int(freed)
 
     async def drop(self, owner: Owner, step: int, groups: Sequence[str]) -> int:
-        """Nothing can be learned from these groups of the step's batch: others take their places in the next take.
+        """Drops groups of the step's batch that teach nothing: other groups take their places in the next take.
 
-        They are counted, and never fed again. How many there were; idempotent.
+        The server counts them and never accepts them again. Returns how many it dropped; idempotent.
         """
         return int(await self._connection.learner_script("drop", owner, step, *groups))
 
     async def settled_without_training(self) -> list[str]:
-        """Groups from the watermark on that were dropped by a stated rule: nobody need feed them again."""
+        """Returns the groups from the watermark on that a stated rule dropped: no learner need feed them again."""
         names = await self._connection.execute("ZRANGE", self._connection.keys.hidden("dropped"), 0, -1)
         return [name.decode() for name in names]
 
@@ -255,7 +255,7 @@ class Batches:
             self._known = replace(self._known, forks=tuple(part for pair in forks.items() for part in pair))
 
     async def _refuse_another(self, identity: str) -> None:
-        """Before anything of the run that has the name is touched."""
+        """Raises ForeignRunError where another run has the name, before this client touches anything of it."""
         held = await self._connection.execute("GET", self._connection.keys("identity"))
         if held is not None and held.decode() != identity:
             raise ForeignRunError(
@@ -275,7 +275,7 @@ class Batches:
         return whole if len(whole) == len(groups) else None
 
     def _gets(self, pinned: _Pinned) -> list[Command]:
-        """For the prompt and every payload of a group; in one command where all are in one slot."""
+        """Returns commands that read the prompt and every payload of a group; one command where all are in one slot."""
         keys = self._connection.keys
         names = [keys.prompt(pinned.group), *(keys.blob(name) for name in pinned.payloads.values())]
         if all(name.startswith(keys.prefix) for name in names):
@@ -285,7 +285,7 @@ class Batches:
     async def _decode_or_reject(
         self, owner: Owner, step: int, pinned: _Pinned, blobs: Sequence[bytes | None]
     ) -> Group | None:
-        """The group; or None after what cannot be trained of it was sent back to be generated anew."""
+        """Returns the group, or None after it has sent back a sample that cannot be trained, to be generated anew."""
         blob, trajectories = blobs[0], list[Trajectory]()
         where: str = f"prompt:{pinned.group}"
         try:
@@ -307,7 +307,8 @@ class Batches:
     def _trainable(
         self, tid: TrajectoryId, prompt_tokens: NDArray[np.int32], blob: bytes | None, newest: WeightVersion
     ) -> Trajectory:
-        """Raises FrameError for anything that is not a sample of this prompt by weights up to `newest`."""
+        """Decodes a trajectory. Raises FrameError for anything but a sample of this prompt by weights up to
+        `newest`."""
         trajectory = _decode_as(tid, blob)
         check_possible(trajectory, prompt_tokens, self.limits, identity=self._connection.identity, newest=newest)
         rules = self._known.rules if self._known else None
@@ -329,7 +330,7 @@ class Batches:
             freed = names
 
     async def _replicate(self) -> None:
-        """Where replicas are asked for, they have it before anybody relies on it."""
+        """Waits until replicas, where the run asks for some, have what the learner wrote."""
         replicas = self._known.rules.replicas if self._known else 0
         if replicas and not await self._connection.make_durable(replicas, _REPLICA_TIMEOUT_MS):
             log.warning("fewer than broker.replicas=%d replicas keep up with the server", replicas)
@@ -345,7 +346,7 @@ def _decode_as(tid: TrajectoryId, blob: bytes | None) -> Trajectory:
 
 
 def _numbers(flat: Any) -> tuple[int, ...]:
-    """The names and values of a hash, in whichever protocol they came."""
+    """Returns the names and values of a hash, from either version of the protocol."""
     pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
     return tuple(int(part) for pair in pairs for part in pair)
 
@@ -355,7 +356,7 @@ def _flat(rules: RunRules) -> list[Argument]:
 
 
 def _rounds(tids: Sequence[TrajectoryId]) -> dict[str, tuple[int, int]]:
-    """group -> (round, samples)"""
+    """Returns the round and the number of samples of each group."""
     sizes: dict[str, tuple[int, int]] = {}
     for tid in tids:
         sizes[tid.group] = (tid.round, max(tid.sample + 1, sizes.get(tid.group, (0, 0))[1]))

@@ -1,4 +1,4 @@
-"""Payloads and segments: stored first, for a while, under a name that a script then records."""
+"""A worker stores a payload or segment for a while, under a name that a script then records."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Storage:
     """See the settings of the same names in `BrokerConfig`; `payload_shards` is the same for all who work on a run."""
 
     payload_ttl_s: float = 600.0
-    """What was stored and never recorded is forgotten after this."""
+    """The server forgets after so long a blob that no script has recorded."""
     payload_shards: int = 1
     replicas: int = 0
 
@@ -26,18 +26,18 @@ class Blobs:
         self.storage = Storage()
 
     def store(self, kind: str, tid: TrajectoryId, nonce: str, frame: bytes) -> tuple[str, Command]:
-        """A name, and the command that stores the frame under it until a script has recorded it."""
+        """Returns a name, and the command that stores the frame under it until a script has recorded it."""
         name = blob_name(kind, tid, nonce, self.storage.payload_shards)
         key, ttl_ms = self._connection.keys.blob(name), int(1000 * self.storage.payload_ttl_s)
         return name, ("SET", key, frame, "PX", ttl_ms)
 
     async def keep(self, names: list[str]) -> None:
-        """These were recorded. On other shards, where scripts do not reach, they have a time to live until now."""
+        """Keeps recorded blobs: on other shards, where scripts do not reach, they had a time to live until now."""
         if self.storage.payload_shards > 1 and names:
             await self._connection.pipeline([("PERSIST", self._connection.keys.blob(name)) for name in names])
 
     def lost(self, size: int) -> BrokerError:
-        """For a blob that was gone each time that the script looked for it."""
+        """Returns the error for a blob that was gone each time that the script looked for it."""
         return BrokerError(
             f"The server at {self._connection.url} loses blobs of {size} bytes as soon as they are stored: its "
             "maxmemory-policy must be noeviction."

@@ -29,7 +29,7 @@ class Broker:
     """One run on one server. Its verbs stand in the parts; all of them retry while the server is away."""
 
     def __init__(self, url: str, run: str, *, timeout_s: float = ANSWER_S, session: str = "") -> None:
-        """`session`: that of another broker of the same worker, see `session`."""
+        """`session` is that of another broker of the same worker, see the property."""
         self._connection = Connection(url, run, timeout_s, session)
         self.run = run
         self.url = url
@@ -52,12 +52,12 @@ class Broker:
         return self._connection.session
 
     async def ping(self) -> None:
-        """Raises BrokerUnavailableError where nobody answers."""
+        """Raises BrokerUnavailableError where the server does not answer."""
         await self._connection.execute("PING")
 
     async def join(self) -> str:
-        """Belong to the run that has the name now; its identity, empty where there is none. What this client says and
-        reads is of that run from then on, or ForeignRunError. Every verb joins by itself."""
+        """Joins the run that has the name now, and returns its identity, empty where there is none. From then on verbs
+        raise ForeignRunError where another run has the name. Every verb joins by itself."""
         return await self._connection.join()
 
     async def close(self) -> None:
@@ -68,7 +68,7 @@ class Broker:
 
 
 async def open_broker(url: str, run: str, *, timeout_s: float = ANSWER_S, session: str = "") -> Broker:
-    """A broker that has answered. Raises BrokerUnavailableError, or BrokerError for a bad URL or run name."""
+    """Returns a broker that has answered. Raises BrokerUnavailableError, or BrokerError for a bad URL or run name."""
     broker = Broker(url, run, timeout_s=timeout_s, session=session)
     try:
         await broker.ping()
@@ -92,8 +92,8 @@ class BlockingBroker:
             raise
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """`blocking.call(blocking.broker.batches.take(...))`: the coroutine's result, or its error. From any
-        thread."""
+        """`blocking.call(blocking.broker.batches.take(...))`: returns the coroutine's result, or raises
+        its error. Any thread may call it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()

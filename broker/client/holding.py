@@ -1,4 +1,4 @@
-"""Who trains a run just now: its learner says so again and again, and whoever would take the run away asks first."""
+"""A learner says again and again that it trains a run, and a process that would take the run away asks first."""
 
 import asyncio
 import getpass
@@ -14,7 +14,7 @@ from broker.connection.connection import Connection
 from broker.errors import BrokerError
 
 TTL_S = 30.0
-"""So long after its last word a learner is thought to be gone."""
+"""A learner counts as gone so long after its last word."""
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,11 +24,11 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     user: str
     since: float
-    """Seconds since 1970 by the clock of its host."""
+    """When the learner began, in seconds since 1970 by the clock of its host."""
 
     @classmethod
     def this_process(cls) -> "Holder":
-        """From now on."""
+        """Returns this process as the holder from now on."""
         try:
             user = getpass.getuser()
         except (KeyError, OSError):  # containers may have users without a name
@@ -38,14 +38,14 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Use:
-    """Who uses a run."""
+    """The learner and the workers that use a run."""
 
     holder: Holder | None
-    """None: no learner has said anything for `TTL_S`."""
+    """None where no learner has said anything for `TTL_S`."""
     workers: tuple[str, ...]
-    """Alive."""
+    """The names of the live workers."""
     state: str
-    """Of the run; "absent" where no learner has ever claimed it."""
+    """The state of the run; "absent" where no learner has ever claimed it."""
 
 
 class Holding:
@@ -57,14 +57,14 @@ class Holding:
         self._renewing: asyncio.Task[None] | None = None
 
     async def begin(self, holder: Holder) -> None:
-        """The run is this holder's when it returns, and until `end` or the process's end."""
+        """Makes the run this holder's until `end` or the end of the process."""
         await self.end()
         said = msgspec.json.encode(holder)
         await self._say(said)
         self._renewing = asyncio.create_task(self._renew(said))
 
     async def end(self) -> None:
-        """The run is nobody's at once, unless somebody else holds it now."""
+        """Frees the run at once, unless another learner holds it now."""
         if self._renewing is None:
             return
         renewing, self._renewing = self._renewing, None
@@ -73,7 +73,7 @@ class Holding:
             await renewing
 
     async def use(self) -> Use:
-        """Who uses the run now."""
+        """Returns the learner and the workers that use the run now."""
         said = await self._connection.execute("GET", self._key)
         state, *_ = await self._connection.script("glance", absent=[None])
         workers = await self._connection.script("workers", absent=[])

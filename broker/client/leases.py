@@ -1,7 +1,7 @@
 """The worker's verbs: lease a sample, keep the lease, append segments, submit the trajectory, or hand the lease back.
 
 A lease expires on the server's clock and then goes to another worker under a new token, together with the
-segments that were appended; whoever comes late is fenced.
+segments that were appended; a worker that comes late is fenced.
 """
 
 import logging
@@ -39,7 +39,7 @@ class AppendOutcome(StrEnum):
     OUT_OF_ORDER = "out of order"
     """The server wants another one next: see `AppendReply.expected`."""
     FENCED = "fenced"
-    """As for a submission: stop generating."""
+    """The worker no longer holds the lease, and must stop generating."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class LeaseReply:
 
     leases: tuple[Lease, ...]
     state: str
-    """Of the run; "absent" where no learner has claimed it yet."""
+    """The state of the run; "absent" where no learner has claimed it yet."""
     reason: NoMoreLeases | None
     """None where the worker got as many as it asked for."""
 
 
 class Leases:
-    """One worker process's hold on samples. It remembers what it holds, so as not to be given the same sample
-    twice, and what it submitted, until that is durable."""
+    """The leases of one worker process. It remembers the samples that it holds, so that it is not given one twice, and
+    those that it submitted, until they are durable."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -88,16 +88,16 @@ class Leases:
         self._blobs = Blobs(connection)
         self._submissions = Submissions(connection, self._blobs)
         self.limits = SampleLimits()
-        """What a sample of this run can be; to be set before the first lease."""
+        """The bounds of this run's samples; the caller sets them before the first lease."""
 
     @property
     def storage(self) -> Storage:
-        """How payloads and segments are stored; to be set before the first lease."""
+        """How payloads and segments are stored; the caller sets it before the first lease."""
         return self._blobs.storage
 
     async def lease(self, worker: str, version: WeightVersion, count: int, ttl_s: float) -> LeaseReply:
-        """Up to `count` samples for an engine that holds `version`. A lost reply's leases expire by
-        themselves. Raises QuarantinedError, ForeignRunError."""
+        """Leases up to `count` samples for an engine that holds `version`. Leases whose reply was lost expire. Raises
+        QuarantinedError, ForeignRunError."""
         await self._submissions.note_server()
         held = self._held[worker]
         state, reason, highest, *granted = await self._connection.script(
@@ -124,7 +124,7 @@ class Leases:
         return LeaseReply(leases, state.decode(), NoMoreLeases(reason.decode()) if reason else None)
 
     async def renew(self, leases: Sequence[Lease], ttl_s: float) -> set[str]:
-        """Moves the deadlines; returns the tokens of those that are no longer held: their generation must stop."""
+        """Moves the deadlines, and returns the tokens of lost leases, whose generation must stop."""
         if not leases:
             return set()
         _, *tokens = await self._connection.script("renew", ttl_s, *_members(leases))
@@ -135,7 +135,7 @@ class Leases:
         return lost
 
     async def append(self, lease: Lease, segment: Segment, ttl_s: float) -> AppendReply:
-        """Keeps a segment for whoever goes on with the sample, and renews the lease. Raises FrameError."""
+        """Keeps a segment for the worker that goes on with the sample, and renews the lease. Raises FrameError."""
         frame = encode_segment(replace(segment, identity=lease.identity, worker=lease.worker))
         for _ in range(ATTEMPTS):
             name, store = self._blobs.store("segment", lease.tid, secrets.token_hex(16), frame)
@@ -166,16 +166,17 @@ class Leases:
         return outcome
 
     async def confirm(self) -> int:
-        """Call it about once a second: has the server make submissions durable, and forgets those that are. After
-        it restarted, or a replica took over, submits again what may have been lost; how many those were."""
+        """Has the server make submissions durable, and forgets those that are; a worker calls it about once a second.
+        After a restart of the server, or when a replica took over, it submits again what may have been lost, and
+        returns how many submissions those were."""
         return await self._submissions.confirm()
 
     async def close(self) -> None:
-        """Whoever still waits is cancelled."""
+        """Cancels the submissions that callers still wait for."""
         await self._submissions.close()
 
     async def release(self, leases: Sequence[Lease]) -> None:
-        """Hands leases back at once, with their segments, for others to take."""
+        """Hands leases back at once, with their segments, for other workers to take."""
         if leases:
             await self._connection.script("release", *_members(leases))
         for lease in leases:
@@ -187,7 +188,7 @@ class Leases:
         await self.release([lease])
 
     async def _discard(self, lease: Lease, index: int, reason: str, head: bytes) -> None:
-        """Nobody goes on from the segments that there are, because of the one of this index."""
+        """Discards the sample's segments, because the one of this index cannot be used."""
         await self._connection.script("discard", str(lease.tid), lease.token, index, reason, head)
 
     def _forget(self, lease: Lease) -> None:
@@ -198,7 +199,8 @@ class Leases:
     async def _fetched(
         self, granted: "Sequence[_Granted]", worker: str, newest: WeightVersion, ttl_s: float
     ) -> tuple[Lease, ...]:
-        """As `_fetch`; what cannot be fetched is handed back, or nobody would have it until it expires."""
+        """Fetches as `_fetch` does, and hands the leases back where that fails: otherwise no worker could have them
+        until they expire."""
         try:
             return await self._fetch(granted, worker, newest, ttl_s)
         except HeadwayError:
@@ -209,7 +211,8 @@ class Leases:
     async def _fetch(
         self, granted: "Sequence[_Granted]", worker: str, newest: WeightVersion, ttl_s: float
     ) -> tuple[Lease, ...]:
-        """The leases with their prompts and segments. What is damaged is reported; its lease, or its segments, go."""
+        """Returns the leases with their prompts and segments; it reports a damaged prompt or segment and leaves it
+        out."""
         if not granted:
             return ()
         keys, first = self._connection.keys, dict[str, _Granted]()
@@ -265,9 +268,9 @@ class _Granted:
     tid: TrajectoryId
     token: str
     oldest: int
-    """Step of the segments' oldest token, as their authors told the server."""
+    """The step of the segments' oldest token, as their workers told the server."""
     segments: tuple[str, ...]
-    """Names of their blobs."""
+    """The names of the segments' blobs."""
 
     @classmethod
     def read(cls, reply: Sequence[Any]) -> "_Granted":
@@ -276,7 +279,7 @@ class _Granted:
 
 
 def parse_tid(member: bytes) -> TrajectoryId:
-    """The id that a script names `group:round:sample`."""
+    """Returns the id that a script names `group:round:sample`."""
     group, round_, sample = member.decode().rsplit(":", 2)
     return TrajectoryId(group, int(round_), int(sample))
 
@@ -295,7 +298,7 @@ def _decode_next(tid: TrajectoryId, before: Sequence[Segment], frame: bytes | No
 
 
 def _choices(segment: Segment) -> tuple[object, ...] | None:
-    """Layers, experts per token and number format; None where experts were not recorded."""
+    """Returns layers, experts per token and number format; None where the engine recorded no experts."""
     return None if segment.experts is None else (*segment.experts.shape[1:], segment.experts.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What the learner and the members of a broadcast group tell each other, and a bell that says: look now.
+"""The learner and the members of a broadcast group exchange words here, and ring a bell to make the others look.
 
     learner   says what lies in `meeting:NAME`, which no worker may write, and rings `bell`
     members   say what lies in `joining:NAME`, hear both, and wait at the bell
@@ -13,56 +13,57 @@ from collections.abc import Sequence
 from broker.connection.connection import Connection
 
 LIFETIME_S = 3600
-"""After the last word: many times what forming a group, or answering, may take. A learner ends its meetings itself."""
+"""A meeting is forgotten so long after its last word: many times what forming a group may take. A learner ends its
+meetings itself."""
 _LONGEST_WAIT_S = 2.0
 
 
 class Meetings:
-    """Each has a name that nobody else makes up."""
+    """Words of one run's meetings; each meeting has a unique name."""
 
     def __init__(self, connection: Connection, timeout_s: float) -> None:
         self._connection = connection
         self._wait_ms = int(1000 * min(_LONGEST_WAIT_S, timeout_s / 2))
 
     async def say(self, name: str, key: str, value: bytes, *, leads: bool) -> None:
-        """To whoever hears `key`. `leads`: it is the learner who says so. Idempotent."""
+        """Says a word under `key`; `leads` marks the learner's. Idempotent."""
         said = self._said(name, leads)
         await self._connection.pipeline([("HSET", said, key, value), ("EXPIRE", said, LIFETIME_S)])
 
     async def say_once(self, name: str, key: str, value: bytes) -> bytes:
-        """As a member; what stands there afterwards, which is what the first one said. Idempotent."""
+        """Says a word as a member where none stands yet, and returns the word of the first member. Idempotent."""
         said = self._said(name, leads=False)
         commands = [("HSETNX", said, key, value), ("EXPIRE", said, LIFETIME_S), ("HGET", said, key)]
         return bytes((await self._connection.pipeline(commands))[-1])
 
     async def count(self, name: str, key: str, amount: int) -> int:
-        """Add to a number; what it is then. Counts twice where an answer is lost."""
+        """Adds to a number and returns the sum. It counts twice where an answer is lost."""
         said = self._said(name, leads=False)
         counted, _ = await self._connection.pipeline([("HINCRBY", said, key, amount), ("EXPIRE", said, LIFETIME_S)])
         return int(counted)
 
     async def hear(self, name: str, keys: Sequence[str]) -> list[bytes | None]:
-        """What was said under each of `keys`; None: nothing yet."""
+        """Returns the word under each of `keys`; None where there is none yet."""
         by_learner, by_members = await self._connection.pipeline(
             [("HMGET", self._said(name, leads), *keys) for leads in (True, False)]
         )
         return [first if first is not None else second for first, second in zip(by_learner, by_members, strict=True)]
 
     async def forget(self, name: str, keys: Sequence[str], *, leads: bool) -> int:
-        """How many of them had been said, by the learner or else by the members. The learner forgets both."""
+        """Deletes the words under `keys`, the learner those of both sides, and returns how many there were."""
         places = (True, False) if leads else (False,)
         return sum(await self._connection.pipeline([("HDEL", self._said(name, place), *keys) for place in places]))
 
     async def end(self, name: str) -> None:
-        """Nothing is heard there any more; for the learner. Idempotent."""
+        """Ends the meeting, where no word is heard any more. For the learner; idempotent."""
         await self._connection.execute("UNLINK", self._said(name, True), self._said(name, False))
 
     async def ring(self) -> None:
-        """Wake all who wait at the bell."""
+        """Wakes every process that waits at the bell."""
         await self._connection.execute("XADD", self._connection.keys("bell"), "MAXLEN", 1, "*", "rung", "")
 
     async def wait_for_bell(self, heard: bytes) -> bytes:
-        """The name of a ring after that of `heard` (b"0": of any), or `heard` where none comes for a while."""
+        """Returns the name of a ring after that of `heard` (b"0": of any), or `heard` where none comes for a while."""
         bell = self._connection.keys("bell")
         rung = await self._connection.execute_alone("XREAD", "BLOCK", self._wait_ms, "STREAMS", bell, heard)
         if not rung:

@@ -1,6 +1,6 @@
 """Phases of a colocated run, whose learner and engines have the same devices in turns.
 
-    learner   generate ──(renewed while it waits for a batch)── train, until nobody is awake ── trains ──► generate
+    learner   generate ──(renewed while it waits for a batch)── train, until no worker is awake ── trains ──► generate
     worker    asleep ── may_generate: yes, it counts as awake ── may_generate: no ── engine sleeps ── fell_asleep
 
 Promised: once `train` has been answered no worker becomes awake before the next `generate`, and every one that was is
@@ -23,55 +23,56 @@ from broker.connection.connection import ANSWER_S, Connection
 from broker.owner import Owner
 
 RENEW_S = 3.0
-"""Between two renewals of a phase by the learner that waits for a batch."""
+"""A learner that waits for a batch renews the phase this often."""
 LENT_S = 10 * RENEW_S
-"""Engines may generate for so long after the learner was last heard of."""
+"""Engines may generate for so long after the learner's last renewal."""
 SAY_S = 1.0
-"""Between two signs of life of a worker that is awake, at most, where nothing fails."""
+"""The longest time between two signs of life of an awake worker, where nothing fails."""
 AWAKE_S = SAY_S + ANSWER_S + 4.0
-"""After so long a worker that was not heard of counts as asleep, and the learner takes the device: longer than an event
-loop ever stands still, too."""
+"""A silent worker counts as asleep after so long, and the learner takes the device. An event loop never stands still
+for that long."""
 OPENING_S = 2 * AWAKE_S
-"""The same for one whose engine starts, which may keep the whole process from saying anything. After an outage it has
-no longer than the others."""
+"""A silent worker whose engine starts counts as asleep after so long, as the start may block its whole process. After
+an outage it has no longer than the others."""
 LONGEST_WAIT_S = 10 * OPENING_S
-"""For engines to fall asleep: as long as one may take to start, or to answer."""
+"""The learner waits so long for engines to fall asleep: as long as one may take to start, or to answer."""
 
 
 class Phases:
-    """Engines may generate while the learner says so; else it trains, or nobody is there to say."""
+    """Engines may generate only while a learner says so; otherwise it trains, or there is none."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     async def generate(self, owner: Owner, ttl_s: float = LENT_S) -> None:
-        """Engines may generate for `ttl_s` seconds from now. Raises FencedError, ServerRestartedError."""
+        """Lets engines generate for `ttl_s` seconds from now. Raises FencedError, ServerRestartedError."""
         await self._connection.learner_script("phase", owner, ttl_s)
 
     async def train(self, owner: Owner) -> tuple[str, ...] | None:
-        """They may no more; the workers that are awake still. Ask until there are none. Raises as `generate` does.
+        """Stops engines, and returns the workers that are still awake; the learner asks until there are none. Raises as
+        `generate` does.
 
-        None: nobody can say yet, as the server was away.
+        None means that the server was away, and awake workers may not have reported since.
         """
         names = await self._connection.learner_script("phase", owner, 0)
         return tuple(name.decode(errors="backslashreplace") for name in names) if self._has_heard() else None
 
     async def may_generate(self, worker: str, ttl_s: float = AWAKE_S, *, is_awake: bool) -> bool:
-        """Whether engines may generate now; the worker then counts as awake for `ttl_s` seconds, and else as long as it
-        says that it is."""
+        """Returns whether engines may generate now. If so the worker counts as awake for `ttl_s` seconds, and otherwise
+        for as long as it says that it is."""
         session = self._connection.session
         return bool(await self._connection.script("awake", worker, session, ttl_s, int(is_awake), absent=0))
 
     async def fell_asleep(self, worker: str) -> None:
-        """It holds nothing on the device any more, or never did. Idempotent."""
+        """Reports that the worker holds nothing on the device. Idempotent."""
         await self._connection.script("asleep", worker, self._connection.session, absent=None)
 
     async def are_engines_awake(self) -> bool | None:
-        """For a learner that owns nothing yet: whether one before it lets engines generate, or some have not fallen
-        asleep since. None: as from `train`."""
+        """Tells a learner that owns nothing yet whether an earlier one lets engines generate, or some are still awake.
+        None means what it means in `train`."""
         are_awake = bool(await self._connection.script("engines", absent=0))
         return are_awake if self._has_heard() else None
 
     def _has_heard(self) -> bool:
-        """Whoever is awake has said so since the server was away."""
+        """True once every awake worker has had time to report since the server was away."""
         return time.monotonic() - self._connection.answered_since_s >= AWAKE_S

@@ -12,16 +12,16 @@ _UNREGISTERED_TTL_S = 600
 
 
 class PromptVerbs:
-    """What goes in at the front of the run."""
+    """The verbs by which a learner feeds prompts into the run."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     async def feed(self, prompts: Sequence[Prompt], owner: Owner) -> int:
-        """Registers the groups that the run does not know yet; how many those were. Idempotent.
+        """Registers the groups that the run does not know yet, and returns their number. Idempotent.
 
-        Feed again from the checkpoint's cursor after a claim and after a re-assertion: groups that are held,
-        trained or dropped are left alone. Groups are begun in the order of their ids.
+        The learner feeds again from the checkpoint's cursor after a claim and after a re-assertion: groups that are
+        held, trained or dropped are left alone. Groups are begun in the order of their ids.
         """
         if not prompts:
             return 0
@@ -36,11 +36,13 @@ class PromptVerbs:
         return int(new) + await self.feed([p for p in prompts if p.group in names], owner)
 
     async def close_feed(self, owner: Owner) -> None:
-        """No more prompts will come: the last, short batch may be taken. A claim opens the feed again."""
+        """Says that no more prompts will come, so that the last, short batch can be taken. A claim opens the feed
+        again."""
         await self._connection.learner_script("close_feed", owner)
 
     async def waiting(self) -> tuple[int, bool]:
-        """(groups fed and not yet admitted, whether prompts were damaged on the server and must be fed again)."""
+        """Returns the number of groups fed and not yet admitted, and whether prompts were damaged and must be fed
+        again."""
         keys = self._connection.keys
         ahead, has_lost = await self._connection.pipeline(
             [("ZCARD", keys.hidden("pool")), ("EXISTS", keys.hidden("lost"))]

@@ -1,4 +1,4 @@
-"""What a run says of itself: its state, its workers, its last steps, and which runs there are."""
+"""The status of a run: its state, its workers, its last steps, and which runs the server holds."""
 
 import asyncio
 import logging
@@ -29,32 +29,32 @@ from .versions import put_blob
 _KEPT_STEPS = 512
 _ERROR_CHARACTERS = 2000
 _WARNINGS = 100
-"""Of reports that cannot be read: whoever sends such may send many."""
+"""The most complaints about unreadable reports that a client keeps: a worker that sends one may send many."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
 
 
 class StatusBoard:
-    """Everything that is looked at and never decided by."""
+    """The facts that displays show and no decision rests on."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._unreadable: set[str] = set()
-        """What was complained about."""
+        """The reports that this client has complained about."""
         self._beats = set[asyncio.Task[Any]]()
-        """Heartbeats on their way, those that their callers gave up among them."""
+        """The heartbeats on their way, also those that their callers gave up."""
 
     async def config(self) -> bytes | None:
-        """The resolved recipe that the learner stored when it claimed the run; None: no learner whose functions can be
-        called has yet. Raises ForeignRunError."""
+        """Returns the resolved recipe that the learner stored when it claimed the run; None where no learner whose
+        functions this client can call has claimed it yet. Raises ForeignRunError."""
         keys = self._connection.keys
         identity, verbs, blob = await self._connection.execute("MGET", keys("identity"), keys.verbs, keys("config"))
         self._connection.check_identity(identity.decode() if identity else "")
         return bytes(blob) if verbs is not None and blob is not None else None
 
     async def heartbeat(self, info: WorkerInfo, ttl_s: float) -> None:
-        """Alive for so long, unless it beats again. Raises ForeignRunError, BrokerError where its name is none."""
+        """Reports that a worker is alive for so long. Raises ForeignRunError, and BrokerError for an invalid name."""
         check_worker_name(info.worker)
         if not self._connection.identity:
             await self._connection.join()
@@ -68,7 +68,7 @@ class StatusBoard:
             self._warn_once(f"name {info.worker}", f"Another worker {info.worker} is alive: this one is not listed.")
 
     async def leave(self, worker: str) -> None:
-        """Gone on purpose: at once no longer among the workers."""
+        """Takes a worker that leaves on purpose off the list of workers at once."""
         if self._beats:  # which would bring it back
             await asyncio.wait(self._beats)
         await self._connection.script("leave", worker, self._connection.session, absent=None)
@@ -76,10 +76,10 @@ class StatusBoard:
     def _forget(self, beat: asyncio.Task[Any]) -> None:
         self._beats.discard(beat)
         if not beat.cancelled():
-            beat.exception()  # whoever still waits for it has been told
+            beat.exception()  # a caller that still waits for it has been told
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
-        """Those alive, by name; without those of another schema version, and what is no worker's report."""
+        """Returns the live workers by name, without those of another schema version and without unreadable reports."""
         return self._heard(await self._connection.script("workers", absent=[]))
 
     def _heard(self, flat: Sequence[bytes]) -> tuple[WorkerInfo, ...]:
@@ -109,18 +109,18 @@ class StatusBoard:
         await put_blob(self._connection, owner, "steps", encode(metrics), keep=_KEPT_STEPS)
 
     async def state(self) -> str:
-        """Of the run; "absent" where no learner has claimed it yet."""
+        """Returns the state of the run; "absent" where no learner has claimed it yet."""
         state, *_ = await self._connection.script("glance", absent=[None])
         return state.decode() if state else "absent"
 
     async def set_state(self, owner: Owner, state: str) -> None:
-        """claimed, warming up, training, finished, stopped."""
+        """Sets the state: claimed, warming up, training, finished or stopped."""
         await self._connection.learner_script("state", owner, state)
 
     async def snapshot(self, *, whichever: bool = False) -> RunStatus:
-        """One look at everything. Raises RunNotFoundError, which lists the runs that there are.
+        """Returns everything in one look. Raises RunNotFoundError, which lists the server's runs.
 
-        `whichever` run has the name now: for a client that does nothing but look, and goes on when one is overwritten.
+        With `whichever` it shows the run that has the name now: for a display that goes on when a run is overwritten.
         """
         if whichever:
             self._connection.identity = ""
@@ -155,12 +155,12 @@ class StatusBoard:
         )
 
     async def runs(self) -> tuple[str, ...]:
-        """Names of all runs on this server."""
+        """Returns the names of all runs on this server."""
         names = map(run_of, await self._connection.scan(f"{PREFIX}{{*}}:verbs"))
         return tuple(sorted(filter(is_name, names)))
 
     async def runs_for_people(self) -> str:
-        """Their names; a worker's user may not ask for them."""
+        """Returns the names in one line; a worker's user may not ask for them."""
         try:
             return ", ".join(await self.runs()) or "none"
         except BrokerError as error:
@@ -169,7 +169,7 @@ class StatusBoard:
             raise
 
     async def delete_run(self) -> int:
-        """Removes everything of this run; how many keys that were."""
+        """Removes everything of this run, and returns the number of keys."""
         keys = self._connection.keys
         names = await self._connection.scan(f"{keys.prefix}*")
         names += await self._connection.scan(keys.blob("*/*"))
@@ -192,7 +192,7 @@ def _tallies(flat: Any) -> Tallies:
 
 
 def _storable(text: str) -> str:
-    """An error as UTF-8 has it: messages may hold halves of characters, such as those of file names."""
+    """Returns an error's text in UTF-8: messages may hold halves of characters, such as those of file names."""
     return text[:_ERROR_CHARACTERS].encode(errors="backslashreplace").decode()
 
 
@@ -201,7 +201,7 @@ def _letter(tid: str, worker: str, reason: str) -> DeadLetter:
 
 
 def _text(value: bytes) -> str:
-    """Of what a worker wrote."""
+    """Decodes text that a worker wrote, whatever its bytes are."""
     return value.decode(errors="backslashreplace")
 
 

@@ -1,4 +1,4 @@
-"""Keys that nobody needs: the learner sweeps them, or a hostile worker would keep the server's memory full.
+"""The learner sweeps keys that no process needs, or a hostile worker would keep the server's memory full.
 
 A worker's user may store blobs, say things in meetings, and write keys whose names contain a secret that it does not
 know: access control looks at names, not at sizes. So the learner looks through the server, once a minute and whenever
@@ -40,39 +40,40 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 60.0
 _LOOK_S = 5.0
-"""How often it is asked how full the server is."""
+"""The learner asks this often how full the server is."""
 _PAUSE_S = 2.0
-"""At the least between two sweeps; longer while they do not help."""
+"""The shortest time between two sweeps; it grows while they do not help."""
 _SHORT_OF_MEMORY = 0.85
-"""Of maxmemory."""
+"""The share of maxmemory above which memory counts as short."""
 _PATIENCE_S = 60.0
-"""With a worker that has stored a blob and not recorded it: it may have been stopped meanwhile."""
+"""The learner waits so long for a worker to record a blob that it stored: the worker may have been stopped
+meanwhile."""
 _SHORT_PATIENCE_S = 20.0
-"""The same where memory is short, on other shards: twice as long as a worker's request may take."""
+"""The learner waits only so long where memory is short, on other shards: twice what a worker's request may take."""
 _OWN_AT_A_TIME, _ON_A_SHARD_AT_A_TIME = 500, 100
 _KEY = re.compile(rb"headway:\{([^}]*)\}:(.*)", re.DOTALL)
 _BLOB_ON_A_SHARD = re.compile(rb"headway:\{[^}/]*/(\d+)\}:((?:payload|segment):[^}]+:\d+:\d+:[\w.-]+)", re.DOTALL)
 _SIGNS_OF_A_RUN = ("identity", "verbs", "config", "secret")
 _GONE, _NOT_RECORDED = -2, -1
 _OF_WORKERS = re.compile(rb"(hidden|payload|segment|joining):|durable$|.*\}", re.DOTALL)
-"""What a worker's user may write, by the patterns of its rights."""
+"""The keys that a worker's user may write, by the patterns of its rights."""
 
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep has freed."""
+    """The keys and bytes that a sweep has freed."""
 
     keys: int = 0
     bytes: int = 0
     foreign: int = 0
-    """Of the keys: such as no worker of ours leaves, even when it dies."""
+    """The keys among them that no worker of Headway leaves, even when it dies."""
 
     def __add__(self, other: "Swept") -> "Swept":
         return Swept(self.keys + other.keys, self.bytes + other.bytes, self.foreign + other.foreign)
 
 
 class Strays:
-    """The learner's broom."""
+    """The learner's sweeps through the server."""
 
     def __init__(self, connection: Connection, versions: Versions) -> None:
         self._connection = connection
@@ -81,7 +82,7 @@ class Strays:
         self._sweeping: asyncio.Task[None] | None = None
         self._said = ""
         self.storage = Storage()
-        """How workers store blobs; to be set before the first sweep."""
+        """How workers store blobs; the caller sets it before the first sweep."""
 
     async def begin(self, owner: Owner) -> None:
         """Sweeps from now on until `end`. Where memory is short already it returns after the first sweep."""
@@ -91,7 +92,7 @@ class Strays:
         self._sweeping = asyncio.create_task(self._sweep_on(owner))
 
     async def end(self) -> None:
-        """Whatever it was doing. Idempotent."""
+        """Stops sweeping at once. Idempotent."""
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.wait({self._sweeping})
@@ -110,7 +111,7 @@ class Strays:
         return swept
 
     async def is_short_of_memory(self) -> bool:
-        """Whether it has refused a write since the last sweep, or is about to."""
+        """True where the server has refused a write since the last sweep, or is about to."""
         if self._connection.lacks_memory.is_set():
             return True
         for info in map(fields_of, await self._connection.on_primaries(("INFO", "memory"))):
@@ -139,7 +140,7 @@ class Strays:
         return not is_short or swept.keys > 0
 
     async def _wait(self) -> None:
-        """For the next minute, or until memory runs short."""
+        """Waits for the next minute, or until memory runs short."""
         with suppress(TimeoutError):
             async with asyncio.timeout(EVERY_S):
                 while True:
@@ -224,7 +225,7 @@ class Strays:
         return await self._free(page, left_over, foreign=False) + await self._free(page, foreign, foreign=True)
 
     async def _bytes_said(self, request: "_Sweep", names: Sequence[bytes]) -> list[int]:
-        """How many bytes each blob was said to have when it was recorded."""
+        """Returns the bytes that each blob was said to have when it was recorded."""
         said = list[int]()
         while len(said) < len(names):
             said += await self._ask(request, "recorded", *names[len(said) :])
@@ -250,7 +251,7 @@ class Strays:
         return [key for key, name in of.items() if name not in runs]
 
     async def _ask(self, request: "_Sweep", verb: str, *arguments: Argument) -> list[int]:
-        """Of any server: one that has restarted may be too full to be told anything before it is swept."""
+        """Asks whatever server answers: a restarted one may be too full for a re-assertion before it is swept."""
         owner = request.owner
         reply: list[int] = await self._connection.script(verb, owner.incarnation, owner.token, "", *arguments)
         return reply
@@ -262,17 +263,17 @@ class Strays:
 
 @dataclass(frozen=True)
 class _Sweep:
-    """What a sweep is asked for."""
+    """The terms of one sweep."""
 
     owner: Owner
     meeting: str
-    """Of the broadcast group that there is; empty: none."""
+    """The meeting of the present broadcast group; empty where there is none."""
     is_short: bool
-    """Of memory."""
+    """True where memory is short."""
 
     @property
     def patience_s(self) -> float:
-        """Where age decides."""
+        """The age from which a key is freed where age decides."""
         return _SHORT_PATIENCE_S if self.is_short else _PATIENCE_S
 
 

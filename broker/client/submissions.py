@@ -1,4 +1,4 @@
-"""Finished samples, handed in: several in one call of the script, each kept until the server cannot lose it."""
+"""A worker hands in several finished samples in one call, and keeps each until the server cannot lose it."""
 
 import time
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from .blobs import Blobs
 from .unconfirmed import Submission, Unconfirmed
 
 ATTEMPTS = 3
-"""How often a blob is stored that is gone when the script looks for it."""
+"""A blob that is gone when the script looks for it is stored at most so often."""
 _DURABLE_TIMEOUT_MS = 2000
 _AT_A_TIME = 2
 """While the server works on one call, the next is prepared."""
 _SHARED_BY = 16
 _SHARED_BYTES = 1 << 20
-"""About the most that waits for the same reply."""
+"""About the most bytes that wait for the same reply."""
 
 
 class SubmitOutcome(StrEnum):
@@ -37,7 +37,7 @@ class SubmitOutcome(StrEnum):
 
 
 class Submissions:
-    """What one worker process hands in."""
+    """The submissions of one worker process."""
 
     def __init__(self, connection: Connection, blobs: Blobs) -> None:
         self._connection = connection
@@ -53,24 +53,24 @@ class Submissions:
         )
 
     def __len__(self) -> int:
-        """Those that the server may still forget."""
+        """The number of submissions that the server may still forget."""
         return len(self._unconfirmed)
 
     async def note_server(self) -> None:
-        """Before the first lease: which server it is that may forget."""
+        """Notes, before the first lease, which server may forget submissions."""
         if not self._server_id:
             self._server_id = await self._ask_server_id()
 
     async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
-        """Raises FrameError where its parts contradict each other."""
+        """Submits a finished sample. Raises FrameError where its parts contradict each other."""
         metadata = (len(trajectory.response_tokens), *steps(trajectory.spans))
         frame = encode_trajectory(replace(trajectory, identity=lease.identity))
         submission = Submission(lease, frame, metadata, time.monotonic())
         return await self._shared.send(submission)
 
     async def confirm(self) -> int:
-        """Forgets submissions that are durable now. After the server restarted, or a replica took over, submits
-        again what may have been lost; how many those were."""
+        """Forgets submissions that are durable now. After the server restarted, or a replica took over, it
+        submits again what may have been lost, and returns how many submissions those were."""
         if not len(self._unconfirmed):
             return 0
         submissions = self._unconfirmed.all()
@@ -87,7 +87,7 @@ class Submissions:
         return 0
 
     async def close(self) -> None:
-        """Whoever still waits is cancelled."""
+        """Cancels the submissions that callers still wait for."""
         await self._shared.close()
 
     async def _hand_in(self, submissions: Sequence[Submission], *, is_again: bool = False) -> list[SubmitOutcome]:
@@ -101,7 +101,8 @@ class Submissions:
     async def _try(
         self, submissions: Sequence[Submission], outcomes: dict[str, SubmitOutcome], is_again: bool
     ) -> list[Submission]:
-        """Adds what became of them to `outcomes`; those whose payload was gone before the script had recorded it."""
+        """Adds the outcomes to `outcomes`, and returns the submissions whose payload was gone before the script
+        recorded it."""
         stores, names, arguments = list[Command](), list[str](), list[Argument]([int(is_again)])
         for submission in submissions:
             lease, payload = submission.lease, submission.payload
@@ -134,7 +135,7 @@ class Submissions:
         return accepted
 
     async def _ask_server_id(self) -> str:
-        """Of the server that holds the run's metadata."""
+        """Returns the id of the server that holds the run's metadata."""
         (server_id,) = await self._connection.script("renew", 0, absent=[b""])
         return str(server_id.decode())
 

@@ -1,7 +1,7 @@
-"""What a worker has submitted and the server may still forget: kept here until it is known to be durable.
+"""A worker keeps its submissions here until the server is known to have made them durable.
 
-A server that fsyncs once a second, or a replica that takes over, can lose what it has acknowledged. Whoever
-submitted it submits it again; a trajectory that was not lost is then a duplicate, and free.
+A server that fsyncs once a second, or a replica that takes over, can lose what it has acknowledged. The
+worker submits it again; a trajectory that was not lost is then a duplicate, and free.
 """
 
 import time
@@ -14,7 +14,7 @@ from broker.schema import Lease
 KEPT_BYTES = 64 << 20
 """Beyond this the oldest is forgotten: if a server loses that, it is generated again."""
 KEPT_S = 10.0
-"""Where the server cannot say what is durable. Several times what `everysec` loses."""
+"""The age at which a submission counts as durable where the server cannot say: several times what `everysec` loses."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Submission:
     lease: Lease
     payload: bytes
     metadata: tuple[Argument, ...]
-    """What `submit.lua` wants to know: tokens, then after `is again` the versions."""
+    """Returns the arguments of `submit.lua`: tokens, then after `is again` the versions."""
     at: float
 
 
@@ -39,7 +39,7 @@ class Unconfirmed:
         return len(self._kept)
 
     def keep(self, submission: Submission) -> None:
-        """Accepted by the server. Repeating is harmless."""
+        """Keeps a submission that the server has accepted. Idempotent."""
         if submission.lease.token in self._kept:
             return
         self._kept[submission.lease.token] = submission
@@ -48,16 +48,16 @@ class Unconfirmed:
             self.forget([next(iter(self._kept.values()))])
 
     def all(self) -> list[Submission]:
-        """Oldest first."""
+        """Returns the submissions, oldest first."""
         return list(self._kept.values())
 
     def forget(self, submissions: Sequence[Submission]) -> None:
-        """Durable, or void."""
+        """Forgets a submission that is durable or void."""
         for submission in submissions:
             if self._kept.pop(submission.lease.token, None) is not None:
                 self._bytes -= len(submission.payload)
 
     def forget_old(self) -> None:
-        """All that the server has had ample time to make durable."""
+        """Forgets all that the server has had ample time to make durable."""
         latest = time.monotonic() - KEPT_S
         self.forget([submission for submission in self.all() if submission.at < latest])

@@ -1,4 +1,4 @@
-"""What a run holds on its server, and for how long nobody has used it. Asking does not count as use."""
+"""The bytes that a run holds on its server, and for how long no process has used it. Asking does not count as use."""
 
 from dataclasses import dataclass
 
@@ -17,22 +17,22 @@ class RunUsage:
     incarnation: int
     announced: WeightVersion | None
     last_step: StepMetrics | None
-    """None before the first, and where another schema version wrote it."""
+    """The last step; None before the first, and where another schema version wrote it."""
     workers: int
-    """Alive."""
+    """The number of live workers."""
     payload_bytes: int
     idle_s: int
-    """Since its learner, a worker or a status display last used it. Before Redis 7.2 asking is use, too."""
+    """The time since its learner, a worker or a status display last used it. Before Redis 7.2 asking is use, too."""
 
 
 class Usage:
-    """How much a run is used, and by how many."""
+    """Reads how much a run holds, and how many processes use it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     async def look(self) -> RunUsage | None:
-        """None where no learner has claimed the run yet."""
+        """Returns the line, or None where no learner has claimed the run yet."""
         reply = await self._connection.look("usage", absent=None)
         if reply is None:
             return None

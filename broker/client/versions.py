@@ -1,5 +1,5 @@
-"""Weight versions by compare-and-set, and the blobs that go with them: manifests, the broadcast group, the
-model's files."""
+"""The learner offers and announces weight versions by compare-and-set, and stores the blobs that go with them:
+manifests, the broadcast group, the model's files."""
 
 import asyncio
 import logging
@@ -22,36 +22,37 @@ T = TypeVar("T", WeightManifest, BroadcastGroup, ModelFiles)
 
 
 class Versions:
-    """What weights there are, and who is being sent them."""
+    """The run's weight versions, and the broadcast group that receives them."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._put: dict[str, bytes] = {}
-        """What this client stored, to restore after a server lost its last second."""
+        """The blobs that this client stored, to store again after a server lost its last second."""
         self._storing = asyncio.Lock()
-        """One at a time: what is restored must not replace what is stored meanwhile."""
+        """Stores one blob at a time: an old blob that is restored must not replace a newer one."""
 
     async def offer(self, owner: Owner, manifest: WeightManifest) -> None:
-        """Before the broadcast: those in the manifest's group epoch start receiving. Idempotent.
+        """Offers a version before its broadcast: the members of the manifest's group epoch start receiving. Idempotent.
 
         Raises VersionRegressionError unless newer than everything announced and offered, FencedError.
         """
         await self._swap("offered", owner, manifest)
 
     async def announce(self, owner: Owner, manifest: WeightManifest) -> None:
-        """The version is complete and may be used; admission follows it. Idempotent; errors as for
-        `offer`."""
+        """Announces that a version is complete and may be used; admission follows it. Idempotent; raises as `offer`
+        does."""
         await self._swap("announced", owner, manifest)
 
     async def offered(self) -> WeightManifest | None:
-        """Raises ForeignRunError, as do the two below: equal versions of two runs are different weights."""
+        """Returns the offered manifest. This and the next two raise ForeignRunError: equal versions of two runs are
+        different weights."""
         return await self._get("manifest:offered", WeightManifest)
 
     async def announced(self) -> WeightManifest | None:
         return await self._get("manifest:announced", WeightManifest)
 
     async def current(self) -> tuple[WeightVersion | None, WeightVersion | None]:
-        """(offered, announced), in one cheap round trip."""
+        """Returns (offered, announced), in one cheap round trip."""
         _, *held = await self._connection.script("glance", absent=[None] * 5)
         return _version(held[0], held[1]), _version(held[2], held[3])
 
@@ -68,7 +69,7 @@ class Versions:
         return await self._get("model", ModelFiles)
 
     def forget(self) -> None:
-        """What was stored under an earlier claim is not this owner's to restore."""
+        """Forgets what was stored under an earlier claim, which this owner may not restore."""
         self._put.clear()
 
     async def restore(self, owner: Owner) -> None:
@@ -117,15 +118,15 @@ class Versions:
                 self._connection.check_identity(held.identity)
             return held
         except SchemaMismatchError:
-            raise  # two versions of Headway in one run: somebody must act
+            raise  # two versions of Headway in one run: the operator must act
         except FrameError as error:
             log.warning("%s of run %s is passed over until it is written again: %s", key, self._connection.run, error)
             return None
 
 
 async def put_blob(connection: Connection, owner: Owner, key: str, blob: bytes, keep: int = 0) -> None:
-    """Stores a blob under a key of the run, or with `keep` at the end of a list of that length, if the owner
-    still is."""
+    """Stores a blob under a key of the run, or with `keep` at the end of a list of that length, while `owner` still
+    owns the run."""
     staged = f"stage:{secrets.token_hex(8)}"
     await connection.learner_script(
         "put",
