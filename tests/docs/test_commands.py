@@ -44,9 +44,9 @@ def blocks() -> list[Block]:
     return [block for block in found if block.language != "text"]
 
 
-def lines(program: str) -> Iterator[list[str]]:
-    """The words of every line of a block that calls the program, comments left out."""
-    for block in blocks():
+def lines(program: str, among: list[Block] | None = None) -> Iterator[list[str]]:
+    """The words of every line, of all blocks or of those `among`, that calls the program; comments left out."""
+    for block in among or blocks():
         if block.language != "sh":
             continue
         for line in block.text.replace("\\\n", " ").splitlines():
@@ -65,6 +65,16 @@ def test_every_test_that_a_block_names_exists() -> None:
     }
     assert len(named) > 5
     assert not [name for name in named if not (ROOT / name).is_file()]
+
+
+def test_the_tests_that_a_block_names_call_its_commands() -> None:
+    silent = []
+    for block in blocks():
+        if not block.mark.startswith("test: "):
+            continue
+        tests = "".join((ROOT / name.strip()).read_text() for name in block.mark[6:].split(","))
+        silent += [f"{block}: {words[0]}" for words in lines("headway", [block]) if not _calls(tests, words[0])]
+    assert not silent
 
 
 @pytest.mark.parametrize("block", [block for block in blocks() if block.mark == "recipe"], ids=str)
@@ -97,6 +107,11 @@ def test_every_make_line_names_a_target() -> None:
     found = list(lines("make"))
     assert len(found) > 5
     assert not [words for words in found if not TARGETS & set(words)]
+
+
+def _calls(tests: str, command: str) -> bool:
+    """Whether the text of tests has the command as a word of a command line, or calls what it runs."""
+    return re.search(rf"[\"' ]{command}[\"' ]|\b{command}\(", tests) is not None
 
 
 def _command(words: list[str]) -> tuple[click.Command, list[str]]:
