@@ -1,4 +1,4 @@
-"""What the broker can be told, with defaults."""
+"""The settings of the broker, with their defaults."""
 
 from typing import Annotated, Literal
 
@@ -7,7 +7,7 @@ from msgspec import Meta
 
 
 class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which server, and how long things live in it."""
+    """The server that the run uses, and how long its keys live there."""
 
     url: Annotated[
         str,

@@ -1,4 +1,4 @@
-"""What goes wrong, in words that carry the numbers and the remedy.
+"""Errors whose messages carry the numbers and the remedy.
 
 Everything that Headway raises for the world's faults (bad input, dead servers, full disks) is a HeadwayError;
 the command line prints its message as one paragraph. Our own bugs are assertions.
@@ -12,7 +12,7 @@ class HeadwayError(Exception):
     """Base of all errors that a user can mend. `str(error)` is one clear paragraph with the remedy."""
 
     exit_code = 1
-    """Of a process that ends with it."""
+    """The exit code of a process that ends with this error."""
 
 
 class ConfigError(HeadwayError):
@@ -53,7 +53,7 @@ class ServerRestartedError(BrokerError):
 
 
 class VersionRegressionError(BrokerError):
-    """Somebody tried to publish or load weights older than those already announced."""
+    """A process tried to publish or load weights older than those already announced."""
 
 
 class FrameError(HeadwayError):
@@ -61,7 +61,8 @@ class FrameError(HeadwayError):
 
 
 class DamagedFrameError(FrameError):
-    """Bytes that are not what was sent: a disk, a memory or a network may have changed them, and nobody is to blame."""
+    """Bytes that are not what was sent: a disk, a memory or a network may have changed them, and no worker is to
+    blame."""
 
 
 class SchemaMismatchError(FrameError):

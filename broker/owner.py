@@ -1,4 +1,4 @@
-"""Who trains a run: the learner that claimed it last. Every learner verb carries its Owner."""
+"""The learner that claimed a run last owns it, and every verb of a learner carries its Owner."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class CheckpointMark:
 
 @dataclass(frozen=True)
 class Contains:
-    """What a checkpoint has been trained on: all groups below the watermark, and these."""
+    """A checkpoint has been trained on all groups below the watermark, and on these."""
 
     watermark: str
     groups: tuple[str, ...]
@@ -30,11 +30,11 @@ class Contains:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a learner finds when it takes a run over."""
+    """The state in which a learner finds a run that it takes over."""
 
     owner: Owner
     identity: str
-    """Of the run."""
+    """The run's identity."""
     highest_announced: int | None
     """Step of the newest announced weights; None if nothing was ever announced."""
     committed_step: int = 0

@@ -1,7 +1,5 @@
-"""What a sample of a run can be at all.
-
-Workers are not believed: their samples are checked before they are trained, and their segments before another worker
-goes on after them.
+"""A learner checks every sample before it trains it, and a worker every segment before it goes on after it, as no
+worker is believed.
 
 The codec has checked by then that the parts of a frame agree with each other (`codec.check_trajectory`); this compares
 them with the run: its identity, the prompt, the model's vocabulary and experts, the longest response, the weights that
@@ -52,7 +50,7 @@ def check_possible(
 
 
 def check_lag(trajectory: Trajectory, step: int, max_lag: int) -> None:
-    """Raises FrameError where a token is older than the bound; whoever submitted it said otherwise."""
+    """Raises FrameError where a token is older than the bound; its worker said otherwise."""
     oldest = oldest_step(trajectory.spans)
     if step - oldest > max_lag:
         raise FrameError(f"{trajectory.tid}: tokens of step {oldest} at step {step}, with a bound of {max_lag}")

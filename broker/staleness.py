@@ -1,4 +1,4 @@
-"""Where lag is bounded. `algorithms/corrections` is where what remains of it is corrected.
+"""The broker bounds lag here; `algorithms/corrections` corrects for the lag that remains.
 
 The same rules stand in the Lua scripts; these functions are their definition in integers, and the tests hold
 the two against each other. Steps, never incarnations, make lag: a resumed learner replays the same steps with

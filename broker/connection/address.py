@@ -1,4 +1,4 @@
-"""Where the server is, and who we are there: a URL, and a password that need not stand in it."""
+"""A URL says where the server is and as which user a process logs in; the password may stand elsewhere."""
 
 import os
 import ssl
@@ -19,7 +19,7 @@ from .driver import open_pool
 PASSWORD = "HEADWAY_BROKER_PASSWORD"
 PASSWORD_FILE = "HEADWAY_BROKER_PASSWORD_FILE"
 PASSWORD_FILE_OPTION = "password_file"
-"""Of a URL: the file whose content is the password."""
+"""The option of a URL that names the file with the password."""
 _CLUSTER = "+cluster"
 _SCHEMES = ("redis", "rediss", "unix", f"redis{_CLUSTER}", f"rediss{_CLUSTER}")
 _SECRETS = ("password", "ssl_password")
@@ -70,14 +70,14 @@ class Address:
     """One server, or the first one of a cluster to ask."""
 
     url: str
-    """As the driver reads it."""
+    """Returns the URL as the driver reads it."""
     password: str | None
     """None where the URL has one, or none is needed."""
     is_cluster: bool
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Raises BrokerError for what is no broker URL, and for a password file that cannot be read.
+        """Reads a URL. Raises BrokerError for an invalid one, and for a password file that cannot be read.
 
         The password: the URL's, else the content of the file that the URL names as `password_file`, else
         $HEADWAY_BROKER_PASSWORD, else the content of the file that $HEADWAY_BROKER_PASSWORD_FILE names. A unix socket,
@@ -96,7 +96,7 @@ class Address:
         )
 
     def anonymous(self) -> Self:
-        """The same server, for somebody who gives neither a name nor a password."""
+        """Returns the address of the same server without a user and a password."""
         where = self.url.partition("?")[0]
         netloc = _split(where).netloc
         url = self.url.replace(netloc, netloc.rpartition("@")[2], 1) if "@" in netloc else self.url
@@ -105,15 +105,15 @@ class Address:
         return replace(self, url=url, password=None)
 
     def at(self, host: str, port: int) -> Self:
-        """The same credentials and options at another node; an empty host is this one's."""
+        """Returns the address of another node with the same credentials and options; an empty host is this one's."""
         parts = urlsplit(self.url)
         user = parts.netloc.rpartition("@")[0] + "@" if "@" in parts.netloc else ""
         where = _bracketed(host or parts.hostname or "localhost")
         return replace(self, url=urlunsplit(parts._replace(netloc=f"{user}{where}:{port}")))
 
     def pool(self, timeout_s: float) -> redis.ConnectionPool:
-        """Of connections, none of them made yet; it never retries by itself. Raises BrokerError for options that there
-        are not, and certificates that cannot be used."""
+        """Returns a pool that has made no connection yet and never retries by itself. Raises BrokerError for unknown
+        options, and for certificates that cannot be used."""
         _check_certificates(self.url)
         try:
             pool = open_pool(
@@ -126,7 +126,7 @@ class Address:
                 health_check_interval=30,
                 retry=Retry(NoBackoff(), 0),
             )
-            pool.connection_class(**pool.connection_kwargs)  # connects nobody yet, but reads the URL's options
+            pool.connection_class(**pool.connection_kwargs)  # makes no connection yet, but reads the URL's options
             return pool
         except (ValueError, TypeError) as error:
             raise _no_url(without_password(self.url), error) from error

@@ -73,15 +73,16 @@ class Connection:
         self.run = run
         self.url = without_password(url)
         self.identity = ""
-        """Of the run that this client belongs to; empty until it has met one (see `join`)."""
+        """The identity of the run that this client belongs to; empty until it has met one (see `join`)."""
         self.session = session or secrets.token_hex(16)
-        """Proves to the server which worker speaks: nobody else leases, reports, sleeps or leaves in its name."""
+        """Proves to the server which worker speaks: no other process leases, reports, sleeps or leaves in its name."""
         self.server_id = ""
         """The server that this client claimed the run on; learner verbs are refused by any other one."""
         self.answered_since_s = -math.inf
-        """On the monotonic clock: nothing has failed or been refused since. Infinite from then to the next answer."""
+        """The monotonic time since which no command has failed or been refused; infinite between a failure and the next
+        answer."""
         self.lacks_memory = asyncio.Event()
-        """Set whenever the server refuses a command for want of memory; whoever does something about it clears it."""
+        """Set whenever the server refuses a command for want of memory; the sweep that frees memory clears it."""
         self._timeout_s = timeout_s
         self._verbs: Verbs | None = None
         self._routes = open_routes(Address.parse(url), self.keys, timeout_s)
@@ -112,11 +113,11 @@ class Connection:
         return await self._as_member(lambda: self._run(name, arguments, before, absent))
 
     async def look(self, name: str, *, absent: object) -> Any:
-        """As `script`; does not count as use of what it reads, where the server can tell (from Redis 7.2 on)."""
+        """Calls a script as `script` does, without counting as use where the server can tell (from Redis 7.2 on)."""
         return await self._as_member(lambda: self._run(name, (), (), absent, is_untouched=True))
 
     async def _as_member(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Of the run that has the name now, for a client that has none yet."""
+        """Takes the identity of the run that has the name now, for a client that has none yet."""
         if not self.identity:
             await self.join()
         try:
@@ -141,15 +142,15 @@ class Connection:
         return self.identity
 
     def check_identity(self, identity: str) -> None:
-        """Whether what came from the server is of this client's run; one that has none yet joins it. Raises
+        """Checks that an answer is of this client's run; a client that has none yet joins it. Raises
         ForeignRunError."""
         self.identity = self.identity or identity
         if identity and identity != self.identity:
             raise foreign(self.run, self.url, identity)
 
     async def load_verbs(self) -> str:
-        """Before a claim: makes the run's secret, unless it has one, and its functions known to the server. The other
-        library that clients of the run have called until now, or nothing."""
+        """Loads, before a claim, the run's functions into the server, and makes its secret where it has none. Returns
+        the library that clients of the run have called until now, or nothing."""
         secret, held = await self.pipeline([("GET", self.keys("secret")), ("GET", self.keys.verbs)])
         if secret is None:
             made = self.keys.secret or new_secret()
@@ -167,7 +168,7 @@ class Connection:
         return "" if previous == current.library else previous
 
     async def unload_verbs(self, library: str) -> None:
-        """Whoever still calls these functions learns that they are gone. Idempotent."""
+        """Unloads functions; clients that still call them learn that they are gone. Idempotent."""
         await self._attempt(lambda: self._on_primaries(lambda _, server: _unloaded(server, library)))
 
     async def on_primaries(self, command: Command) -> list[Any]:
@@ -182,7 +183,8 @@ class Connection:
         return sorted(key for key in keys if "\N{REPLACEMENT CHARACTER}" not in key)
 
     async def pages(self, pattern: str) -> AsyncIterator["Page"]:
-        """All keys that match, of one server after the other; each looks at a few at a time, and so holds up nobody.
+        """Yields all keys that match, of one server after the other; each looks at a few at a time, and so delays no
+        client.
 
         Raises BrokerUnavailableError where one of them fails meanwhile.
         """
@@ -200,7 +202,7 @@ class Connection:
         return await self._attempt(lambda: _replied(page.server, *commands))
 
     async def make_durable(self, replicas: int, timeout_ms: int) -> bool:
-        """Whether all that was written up to now has reached the servers' disks, and so many replicas of each.
+        """Returns whether all that was written up to now has reached the servers' disks, and so many replicas of each.
 
         Waits at most `timeout_ms`. False where that has passed, and where a server without an append-only file has
         no replicas to ask for.
@@ -322,11 +324,11 @@ def pairs(flat: Any) -> list[tuple[str, str]]:
 
 
 class _NotLoadedError(LostConnectionError):
-    """As good as away: the learner loads the functions when it comes."""
+    """Returns the error for a server without the run's functions: the learner loads them when it comes."""
 
 
 def _is_lasting(error: BaseException) -> bool:
-    """Whether trying again meets the same: our password or the server's certificate is refused."""
+    """True where trying again cannot help, as a password or the server's certificate is refused."""
     return _is_caused_by(error, (AuthenticationError, ssl.SSLCertVerificationError))
 
 

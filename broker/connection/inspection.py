@@ -1,4 +1,4 @@
-"""What kind of server it is: whether it obeys strangers, throws keys away, and keeps what it holds on a disk."""
+"""Finds out whether a server obeys strangers, throws keys away, and keeps its keys on a disk."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ _NO_RUN = "headway-check"
 
 @dataclass(frozen=True)
 class ServerTraits:
-    """Of a server, or of all primaries of a cluster together. None: our user may not ask."""
+    """The settings of a server, or of all primaries of a cluster together; None where this user may not ask."""
 
     is_open: bool
     """It obeys who gives no password."""
@@ -26,7 +26,7 @@ class ServerTraits:
 
 
 async def inspect(url: str, *, timeout_s: float = ANSWER_S) -> ServerTraits:
-    """Raises BrokerUnavailableError where nobody answers, BrokerError for a URL that is none."""
+    """Asks the server. Raises BrokerUnavailableError where none answers, BrokerError for an invalid URL."""
     connection = Connection(url, _NO_RUN, timeout_s)
     try:
         await connection.execute("PING")
@@ -55,7 +55,7 @@ async def _info(connection: Connection) -> list[dict[str, str]] | None:
 
 
 def fields_of(info: bytes) -> dict[str, str]:
-    """What a server says of itself (INFO), by name."""
+    """Returns a server's own facts (INFO) by name."""
     lines = (line.partition(":") for line in info.decode(errors="replace").splitlines())
     return {name: value for name, colon, value in lines if colon}
 

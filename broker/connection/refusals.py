@@ -1,4 +1,4 @@
-"""What a server refuses, in our words: the scripts' own errors, and the server's."""
+"""Translates the refusals of scripts and servers into Headway's errors."""
 
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ResponseError
 
@@ -12,10 +12,10 @@ from broker.errors import (
 )
 
 _PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "NOREPLICAS", "MOVED", "ASK", "BUSY")
-"""Refusals that end once somebody has mended the server: a full disk, a failover."""
+"""Refusals that end once the server is mended: a full disk, a failover."""
 
 _NOT_ALLOWED_INSIDE = ("ACL failure in script", "The user executing the script can't")
-"""What a function did is not allowed to its caller; the latter is what Redis 7.0 says."""
+"""A function did what its caller may not; the second form is that of Redis 7.0."""
 
 
 def translated(error: ResponseError, *, run: str, url: str, server_id: str) -> BrokerError:
@@ -61,7 +61,7 @@ def translated(error: ResponseError, *, run: str, url: str, server_id: str) -> B
 
 
 def foreign(run: str, url: str, identity: str) -> ForeignRunError:
-    """For a client that belongs to the run which had the name before."""
+    """Returns the error for a client of the run that had the name before."""
     return ForeignRunError(
         f"Run {run} at {url} is another run by now (identity {identity}): the one before was deleted or overwritten,"
         " and begun anew under its name. What belongs to that one is of no use to the new one."

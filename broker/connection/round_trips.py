@@ -41,11 +41,11 @@ class RoundTrips:
         return await self._shared.send(commands)
 
     async def send_alone(self, commands: Commands) -> list[Any]:
-        """As `send`, but on a connection of its own: whatever the commands wait for holds up nobody else."""
+        """Sends as `send` does, but on a connection of its own, so that commands that wait delay no other caller."""
         return await self._alone.send(commands)
 
     async def close(self) -> None:
-        """Whoever still waits is cancelled."""
+        """Cancels the commands that callers still wait for."""
         await self._shared.close()
         await self._alone.close()
         await self._pool.aclose()

@@ -1,4 +1,4 @@
-"""Which server a command goes to: the only one, or the node of a cluster that holds its key.
+"""Routes take each command to the only server, or to the node of a cluster that holds its key.
 
 The driver's own cluster client is not used: every verb would cost a round trip of its own, and one node's failure
 would close the connections to all.
@@ -28,7 +28,7 @@ class Routes(Protocol):
     """The way to one server, or to several."""
 
     keeps_order: bool
-    """Whether the commands of one request are carried out in order."""
+    """True where the server carries out the commands of one request in order."""
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
         """The replies in order, refusals as exceptions among them. Raises what kept a server from answering."""
@@ -43,12 +43,12 @@ class Routes(Protocol):
         ...
 
     async def close(self) -> None:
-        """Whoever still waits is cancelled."""
+        """Cancels the commands that callers still wait for."""
         ...
 
 
 def open_routes(address: Address, keys: Keys, timeout_s: float) -> Routes:
-    """Not yet connected. Raises BrokerError for options of the URL that there are not."""
+    """Returns routes that are not connected yet. Raises BrokerError for unknown options of the URL."""
     return Cluster(address, keys, timeout_s) if address.is_cluster else OneServer(address, keys, timeout_s)
 
 

@@ -1,4 +1,4 @@
-"""What comes up while others are under way is carried out together, next: a few large steps, not many small ones."""
+"""Items that come up while others are under way share the next call: a few large calls replace many small ones."""
 
 import asyncio
 import math
@@ -43,7 +43,7 @@ class SharedCalls(Generic[Item, Result]):
         self._carrying = 0
 
     async def send(self, item: Item) -> Result:
-        """Its result. Raises what `carry_out` raised for it or, before its turn came, for others."""
+        """Returns the item's result. Raises what `carry_out` raised for it or, before its turn came, for others."""
         request: _Request[Item, Result] = _Request(item, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         if self._carrying < self._at_a_time:
@@ -52,7 +52,7 @@ class SharedCalls(Generic[Item, Result]):
         return await request.result
 
     async def close(self) -> None:
-        """Whoever still waits is cancelled."""
+        """Cancels the items that callers still wait for."""
         _cancel(self._take(len(self._waiting)))
         carriers = list(self._carriers)
         for carrier in carriers:
@@ -60,8 +60,8 @@ class SharedCalls(Generic[Item, Result]):
         await asyncio.gather(*carriers, return_exceptions=True)
 
     def _start(self, carrying: Coroutine[Any, Any, None]) -> None:
-        """In a task of its own: before Python 3.12 the driver, inside `asyncio.wait_for`, can swallow its caller's
-        cancellation."""
+        """Runs `carry_out` in a task of its own: before Python 3.12 the driver, inside `asyncio.wait_for`, can swallow
+        its caller's cancellation."""
         carrier = asyncio.get_running_loop().create_task(carrying)
         self._carriers.add(carrier)
         carrier.add_done_callback(self._carriers.discard)
@@ -71,7 +71,7 @@ class SharedCalls(Generic[Item, Result]):
             while requests := self._take(self._most, self._most_size):
                 await self._carry_together(requests)
         finally:
-            self._carrying -= 1  # in the same turn in which nothing was found: whoever comes next starts another one
+            self._carrying -= 1  # in the same turn in which nothing was found: the next caller starts another one
 
     async def _carry_together(self, requests: Sequence[_Request[Item, Result]]) -> None:
         try:
@@ -88,7 +88,7 @@ class SharedCalls(Generic[Item, Result]):
                     request.result.set_result(result)
 
     def _take(self, count: int, size: float = math.inf) -> list[_Request[Item, Result]]:
-        """The next ones that somebody still waits for."""
+        """Takes the next items that a caller still waits for."""
         taken = list[_Request[Item, Result]]()
         while self._waiting and len(taken) < count and size > 0:
             request = self._waiting.popleft()

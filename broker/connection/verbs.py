@@ -18,13 +18,13 @@ from broker.keys import Keys
 _SECRET_BYTES = 16
 _CALL = "lib_call"
 SHARED = tuple(f"lib_{name}" for name in ("base", "arguments", "samples", "tokens", "groups", "claim", "workers"))
-"""In this order, as each uses what stands before it."""
+"""The files that scripts include, in this order, as each uses the ones before it."""
 _STATE = "local call, KEYS, ARGV, IDENTITY, is_there, forks, highest, SERVER\n"
 _INCLUDE, _FLAGS = "-- include:", "-- flags:"
 
 
 def new_secret() -> str:
-    """What nobody guesses."""
+    """Returns a secret that no process can guess."""
     return secrets.token_hex(_SECRET_BYTES)
 
 
@@ -80,7 +80,7 @@ class Verbs:
         return found
 
     def call(self, name: str) -> tuple[str, str]:
-        """How the function is called, and its name."""
+        """Returns the command that calls the function, and the function's name."""
         return "FCALL_RO" if "no-writes" in flags_of(name) else "FCALL", f"{self.library}_{name}"
 
 

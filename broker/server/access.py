@@ -1,6 +1,6 @@
-"""Who may do what on the server: a user for each role, as access control lists say it (Redis 7, Valkey 7.2 or newer).
+"""Each role has a user of its own, whose access control list says what it may do (Redis 7, Valkey 7.2 or newer).
 
-    learner    everything of its runs, and nothing of anybody else's
+    learner    everything of its runs, and nothing of other runs
     worker     the run's functions, but those of its owner; payloads and segments whose names it knows; weights and the
                recipe only to read
     observer   to look: no weights, no payloads, no prompts
@@ -87,7 +87,7 @@ class User:
         return f"headway-{self.role}" + (f"-{self.run}" if self.run else "")
 
     def rules(self, *, is_for_7_0: bool = False) -> list[str]:
-        """What `ACL SETUSER NAME` is told; the password only by its digest."""
+        """Returns the arguments of `ACL SETUSER NAME`; the password stands there only as its digest."""
         rights = _RIGHTS[self.role]
         return [
             "reset",

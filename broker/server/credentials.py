@@ -27,7 +27,7 @@ class Credentials:
         self._folder = directory / _FOLDER
 
     def file(self, role: Role) -> Path:
-        """Where the role's password stands."""
+        """Returns the path of the file with the role's password."""
         return self._folder / role
 
     def url_of(self, role: Role, url: str) -> str:
@@ -50,13 +50,13 @@ class Credentials:
             ) from error
 
     def acl(self, *, is_for_7_0: bool) -> list[str]:
-        """Lines of the server's configuration: a user for each role, and nobody without a password."""
+        """Returns lines of the server's configuration: a user for each role, and none without a password."""
         passwords = {role.value: self.file(role).read_text().strip() for role in Role}
         lines = [f"user {user.name} {' '.join(user.rules(is_for_7_0=is_for_7_0))}" for user in users(None, passwords)]
         return ["user default off", *lines]
 
     def _write(self, role: Role) -> None:
-        """Never seen half-written, nor by anybody else."""
+        """Writes a file that no process sees half-written and no other user can read."""
         partial = self._folder / f".{role}.partial"
         partial.unlink(missing_ok=True)
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

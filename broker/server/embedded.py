@@ -1,7 +1,7 @@
 """The embedded server: a real Valkey (or Redis) process of our own, on a unix socket or on loopback only.
 
-Its data lie in one directory, so a restart there goes on. It outlives the terminal's Ctrl-C: whoever started
-it stops it.
+Its data lie in one directory, so a restart there goes on. It outlives the terminal's Ctrl-C: the process that
+started it stops it.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ class EmbeddedServer:
         has_users: bool = False,
         settings: Sequence[str] = (),
     ) -> None:
-        """`has_users`: it obeys nobody but a user for each role, whose passwords it keeps in `directory`. `settings`:
+        """With `has_users` it obeys only a user for each role, whose passwords it keeps in `directory`. `settings` are
         further lines of its configuration, for a replica or a cluster's node."""
         self._directory = directory.resolve()
         self._port = port
@@ -89,7 +89,7 @@ class EmbeddedServer:
         return f"unix://{self._socket}" if self._port is None else f"redis://127.0.0.1:{self._port}"
 
     def url_of(self, role: Role) -> str:
-        """As this role reaches it. Where there are no users it is `url`, for everybody."""
+        """Returns the URL by which this role reaches the server; without users it is `url` for every role."""
         return self._credentials.url_of(role, self.url) if self._credentials else self.url
 
     @property
@@ -98,7 +98,7 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int:
-        """Of the running server."""
+        """The process id of the running server."""
         if self._process is None:
             raise HeadwayError("The embedded server was not started.")
         return self._process.pid
@@ -155,7 +155,7 @@ class EmbeddedServer:
         self._directory.chmod(0o700)
         if self._short_directory is not None:
             self._short_directory.mkdir(exist_ok=True)
-            self._short_directory.chmod(0o700)  # fails where it is somebody else's
+            self._short_directory.chmod(0o700)  # fails where another user owns it
         if self._credentials is not None:
             self._credentials.make()
         if self._port is None:
@@ -239,7 +239,8 @@ def _is_redis_7_0(binary: Path) -> bool:
 
 
 def _short_directory(directory: Path) -> Path:
-    """The same for the same directory, so that a restarted server keeps its URL. $TMPDIR may be long too."""
+    """Returns the same path for the same directory, so that a restarted server keeps its URL. $TMPDIR may be long
+    too."""
     digest = hashlib.blake2s(os.fsencode(directory), digest_size=8).hexdigest()
     name = f"headway-{os.getuid()}-{digest}"
     usual = Path(tempfile.gettempdir()) / name

@@ -1,4 +1,4 @@
-"""The same for callers that have no event loop: one call after the other, each under a deadline."""
+"""Callers without an event loop call user code here, one call after the other, each under a deadline."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ class BlockingHost:
         self._run(self._host.start())
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What the method returns. Raises UserCodeError."""
+        """Returns the method's result. Raises UserCodeError."""
         try:
             return self._run(self._host.call(method, list(arguments), self._deadline_s))
         except UserCodeError as error:
@@ -39,7 +39,7 @@ class BlockingHost:
             raise UserCodeError(f"{self._program.name}: {asked} {error}.") from error
 
     def call_again(self, method: str, *arguments: Any) -> Any:
-        """The same of a method that may be repeated: once more, if need be in another process."""
+        """Returns the result of a method that may be repeated: once more, if need be in another process."""
         try:
             return self.call(method, *arguments)
         except UserCodeError as error:

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _channels() -> tuple[BinaryIO, BinaryIO]:
-    """Where calls come from and answers go, which nothing that user code starts has; what it prints goes to stderr."""
+    """Returns the channels of calls and answers, which no process of user code inherits; its output goes to stderr."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     for channel in (calls, answers):
         os.register_at_fork(after_in_child=channel.close)
@@ -78,7 +78,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         return await reader.readexactly(length)
     except asyncio.IncompleteReadError:
-        os._exit(0)  # nobody wants an answer any more, whatever still runs
+        os._exit(0)  # no caller waits for an answer any more, whatever still runs
 
 
 async def _answer(program: Any, call: Call, threads: ThreadPoolExecutor, answers: BinaryIO) -> None:

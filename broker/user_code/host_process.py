@@ -15,7 +15,7 @@ from broker.errors import ConfigError, UserCodeError
 from .wire import LENGTH, MAX_FRAME_BYTES, Answer, Call, Program, frame
 
 END_S = 5.0
-"""For a process to be gone after its channel is, before it is killed; and after it was killed."""
+"""A process may take so long to end after its channel has closed, and again after it was killed."""
 
 
 class HostLostError(UserCodeError):
@@ -36,7 +36,7 @@ class HostProcess:
         self._listening: asyncio.Task[None] | None = None
         self._end = ""
         self.places = asyncio.Semaphore(1)
-        """To be held during a call."""
+        """A caller holds it during a call."""
 
     @classmethod
     async def start(cls, program: Program, most_places: int) -> Self:
@@ -64,8 +64,8 @@ class HostProcess:
         return bool(self._end)
 
     async def call(self, method: str, arguments: list[Any], deadline_s: float) -> Any:
-        """What the method returns. Raises UserCodeError where it raises, HostLostError where the deadline passes, at
-        which the process is killed, or where it ends meanwhile."""
+        """Returns the method's result. Raises UserCodeError where the method raises, HostLostError where the deadline
+        passes, at which the process is killed, or where it ends meanwhile."""
         number = next(self._numbers)
         answered = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -97,7 +97,7 @@ class HostProcess:
                 answered.set_exception(HostLostError(self._end))
 
     async def _open(self, program: Program) -> int:
-        """How many calls it takes at once."""
+        """The number of calls that it takes at once."""
         try:
             async with asyncio.timeout(program.open_s):
                 await self._write(frame(program))

@@ -22,7 +22,7 @@ class Host:
         self._starting = asyncio.Lock()
         self._process: HostProcess | None = None
         self.calls = 0
-        """That are in it, or wait for a place."""
+        """The number of calls that are in it or wait for a place."""
 
     async def start(self) -> HostProcess:
         """The process, running. Raises ConfigError, UserCodeError."""
@@ -32,7 +32,8 @@ class Host:
             return self._process
 
     async def call(self, method: str, arguments: list[Any], deadline_s: float) -> Any:
-        """As HostProcess.call. The deadline begins when there is a place; one that was lost meanwhile is no place."""
+        """Calls as HostProcess.call does. The deadline begins when there is a place; a process that was lost is
+        none."""
         self.calls += 1
         try:
             while True:
@@ -70,7 +71,8 @@ class Pool:
         await asyncio.gather(*(host.start() for host in self._shared))
 
     async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
-        """What the method returns, called at most twice. Raises UserCodeError, which says how the second call ended."""
+        """Returns the result of a method that is called at most twice. Raises UserCodeError, which says how the second
+        call ended."""
         host = min(self._shared, key=lambda host: host.calls)
         try:
             return await host.call(method, list(arguments), deadline_s)

@@ -1,6 +1,6 @@
-"""Which import paths a process resolves: those below modules that its operator named.
+"""A process resolves only import paths below the modules that its operator named.
 
-A worker's configuration lies in the broker. Whoever can write there would run `subprocess:Popen`, or what somebody's
+A worker's configuration lies in the broker. A process that can write there would run `subprocess:Popen`, or what a
 reward module happens to have imported from it, in every worker, if workers resolved whatever path they are given.
 """
 
@@ -22,13 +22,13 @@ NEVER = sys.stdlib_module_names | set(sys.builtin_module_names) | {"__main__"}
 
 
 def import_directory() -> Path:
-    """Where the operator's own modules lie: the directory in which the command was given."""
+    """The directory of the operator's own modules, in which the command was given."""
     return Path(os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()))
 
 
 @dataclass(frozen=True)
 class ImportRoots:
-    """What may be imported: Headway's own modules, those in `directory`, and those that are named."""
+    """The modules that may be imported: Headway's own, those in `directory`, and those that the operator names."""
 
     named: tuple[str, ...] = ()
     """Modules, with all below them, and whole paths such as `my_rewards:score`."""
@@ -45,8 +45,8 @@ class ImportRoots:
             )
 
     def load(self, path: str, where: str) -> Any:
-        """What `path` names. Raises ConfigError where it may not be imported, cannot be, or is defined outside of the
-        roots: a module of one's own has much at hand that it imported from elsewhere."""
+        """Returns the object that `path` names. Raises ConfigError where it may not be imported, cannot be, or is
+        defined outside of the roots: a module of one's own has much at hand that it imported from elsewhere."""
         self.check(path, where)
         found = load(path, where)
         home = getattr(found, "__module__", None) or type(found).__module__
@@ -91,7 +91,7 @@ class ImportRoots:
 
 
 def load(path: str, where: str) -> Any:
-    """What `package.module:name` names. Raises ConfigError, whatever importing it does."""
+    """Returns the object that `package.module:name` names. Raises ConfigError, whatever importing it does."""
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
