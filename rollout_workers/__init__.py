@@ -9,12 +9,13 @@
        │                 ▼
        └───trajectory─ rewards (`rewards/`: built in, your function, a weighted sum)
 
-    worker.py       the loop: refresh weights -> lease -> generate -> score -> submit
+    worker.py       the loop: refresh weights -> lease -> generate, score and answer turns -> submit
     evaluate.py     the pass rate on held-out prompts
-    samples/        one sample: generated, recorded with version spans, saved in segments, held by a lease
+    samples/        one sample: played turn by turn, recorded with version spans, saved in segments, held by a lease
     swaps/          new weights in a running engine: when, how they are verified, who has the device
     engines/        what turns prompts into tokens; `engines/base.py` is the seam
     rewards/        what a response is worth; `rewards/base.py` is the seam
+    environments/   what comes after a turn: the end, or what the model reads next; `environments/base.py` is the seam
     outages.py, run_end.py      what a worker does while the broker is away, and when its run has ended
     config.py, model_files.py, decoding.py   what users choose; the model without its weights; tokens as text
 

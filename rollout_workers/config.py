@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+ENVIRONMENTS = ("single_turn", "second_try")
 REWARDS = ("arithmetic", "math_verify", "reasoning_gym")
 
 
@@ -32,7 +33,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How responses are sampled, for training and for evaluation alike."""
 
-    max_new_tokens: Annotated[int, Meta(ge=1, description="longest response, in tokens")] = 512
+    max_new_tokens: Annotated[
+        int,
+        Meta(ge=1, description="longest response, in tokens; of several turns: all of them and what is said between"),
+    ] = 512
     temperature: Annotated[float, Meta(gt=0, description="the learner divides logits by the same number")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="nucleus; 1: off (below 1 biases importance ratios)")] = 1.0
     top_k: Annotated[int, Meta(ge=0, description="keep the k likeliest tokens; 0: off")] = 0
@@ -59,6 +63,22 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     processes: Annotated[
         int,
         Meta(ge=1, le=256, description="processes of each worker in which your own function, or reasoning_gym, runs"),
+    ] = 1
+
+
+class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What comes after a turn: the end of the episode, or what the model reads before it goes on."""
+
+    kind: Annotated[
+        str,
+        Meta(description=f"{', '.join(ENVIRONMENTS)}, or your own as package.module:Class"),
+    ] = "single_turn"
+    options: Annotated[dict[str, object], Meta(description="of that kind, or for your own class")] = {}
+    deadline_s: Annotated[
+        float, Meta(gt=0, description="for one call of your own class; made once more if it passes that")
+    ] = 60.0
+    processes: Annotated[
+        int, Meta(ge=1, le=256, description="processes of each worker in which your own class runs")
     ] = 1
 
 

@@ -5,7 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from broker.errors import ConfigError
+from broker.errors import ConfigError, HeadwayError
+
+
+def _no_tokenizer(text: str) -> Sequence[int]:
+    raise HeadwayError(f"No tokenizer was given that could encode {text[:80]!r}.")
 
 
 class Decoding(NamedTuple):
@@ -13,6 +17,8 @@ class Decoding(NamedTuple):
 
     decode: Callable[[Sequence[int]], str]
     stop_token_ids: tuple[int, ...]
+    encode: Callable[[str], Sequence[int]] = _no_tokenizer
+    """What an environment says as tokens, none added before or after. Raises HeadwayError for text that has none."""
 
 
 def load_decoding(model: Path) -> Decoding:
@@ -24,7 +30,13 @@ def load_decoding(model: Path) -> Decoding:
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    return Decoding(decode, stop_token_ids(model, tokenizer.eos_token_id))
+    def encode(text: str) -> Sequence[int]:
+        try:
+            return list(tokenizer(text, add_special_tokens=False).input_ids)
+        except Exception as error:  # a tokenizer of characters raises a bare one for a character that it lacks
+            raise HeadwayError(f"The model's tokenizer cannot encode {text[:80]!r}: {error}.") from error
+
+    return Decoding(decode, stop_token_ids(model, tokenizer.eos_token_id), encode)
 
 
 def stop_token_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""Pass rate on held-out prompts, with the engine, sampling and rewards that training uses."""
+"""Pass rate on held-out prompts, with the engine, sampling, rewards and environment that training uses."""
 
 import asyncio
 import zlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -11,10 +11,13 @@ import msgspec
 from broker.schema import Prompt
 
 from .config import SamplingConfig
-from .decoding import Decoding, response_text
+from .decoding import Decoding
 from .engines.base import Engine, GenerationRequest
+from .environments.base import Environment
+from .environments.single_turn import SingleTurn
 from .rewards.base import Scorer
-from .samples.generation import generate
+from .samples.episode import Episodes
+from .samples.generation import generate, room
 from .samples.recorder import Recorder
 
 
@@ -36,26 +39,30 @@ async def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
     scorer: Scorer,
-    decode: Callable[[Sequence[int]], str],
+    decoding: Decoding,
     sampling: SamplingConfig,
-    stop_token_ids: Sequence[int],
     pass_reward: float,
+    environment: Environment | None = None,
 ) -> EvalResult:
-    """Sample each prompt once, as many at a time as the engine can batch.
+    """Sample each prompt once, as many at a time as the engine can batch. `environment`: a single turn by default.
 
     Seeds depend on a prompt and its place alone: the same weights give the same result, if the engine honours
     seeds.
     """
-    decoding = Decoding(decode, tuple(stop_token_ids))
+    episodes = Episodes(environment or SingleTurn(), scorer, decoding)
     places = asyncio.Semaphore(engine.capacity)
 
     async def one(index: int, prompt: Prompt) -> _Sample:
+        recorder, request = Recorder(), _request(index, prompt, sampling, decoding)
         async with places:
-            recorder = Recorder()
-            await generate(engine, _request(index, prompt, sampling, decoding), recorder)
-        text = response_text(decoding, recorder.tokens)
-        score = await scorer.score(prompt, text, recorder.finished())
-        return _Sample(score.total, len(recorder.tokens))
+            judged = await episodes.play(
+                prompt,
+                recorder,
+                lambda: generate(engine, request, recorder),
+                lambda: room(request, recorder, engine.max_model_len),
+            )
+        judged = judged or await episodes.judge(prompt, recorder, 0)
+        return _Sample(recorder.earned + judged.reward, len(recorder.tokens))
 
     return _summary(await _all([one(i, prompt) for i, prompt in enumerate(prompts)]), pass_reward)
 

@@ -1,4 +1,4 @@
-"""The rollout worker: refresh weights -> lease -> generate -> score -> submit, for many samples at once.
+"""The rollout worker: refresh weights -> lease -> generate, score and answer turns -> submit, for many samples at once.
 
 Its tasks share one event loop: the lease loop, one for every sample, heartbeat, confirmations and weights. The
 first that fails ends the worker with its error. A broker that is away never does; leases are handed back in any
@@ -19,12 +19,15 @@ from weightsync.config import WeightsConfig
 from weightsync.receive.subscriber import Subscriber
 
 from .config import SamplingConfig, WorkersConfig
-from .decoding import Decoding, response_text
+from .decoding import Decoding
 from .engines.base import Engine, GenerationRequest
+from .environments.base import Environment
+from .environments.single_turn import SingleTurn
 from .outages import Outages
 from .rewards.base import Scorer, UnscoredError
 from .run_end import RunEnd
-from .samples.generation import generate
+from .samples.episode import Episodes, Judged
+from .samples.generation import generate, room
 from .samples.held_leases import HeldLeases
 from .samples.recorder import Recorder
 from .samples.segments import SegmentLog
@@ -48,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Worker:
-    """One engine's worth of samples in flight. `run` closes engine, subscriber and scorer, not the broker."""
+    """One engine's worth of samples in flight. `run` closes all that it is given but the broker."""
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Worker:
         engine: Engine,
         subscriber: Subscriber,
         scorer: Scorer,
+        environment: Environment | None = None,
         decoding: Decoding,
         sampling: SamplingConfig,
         config: WorkersConfig,
@@ -67,13 +71,13 @@ class Worker:
         records_experts: bool = False,
         is_colocated: bool = False,
     ) -> None:
-        """`records_experts`: trajectories say which experts their tokens were given. `is_colocated`: the engine has its
-        device in turns with the learner."""
+        """`environment`: what answers turns; by default none does. `records_experts`: trajectories say which experts
+        their tokens were given. `is_colocated`: the engine has its device in turns with the learner."""
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
-        self._scorer = scorer
         self._decoding = decoding
+        self._episodes = Episodes(environment or SingleTurn(), scorer, decoding)
         self._sampling = sampling
         self._config = config
         self._lease_ttl_s = lease_ttl_s
@@ -154,19 +158,24 @@ class Worker:
         self._held.hold(lease, segments, tasks.create_task(self._sample(lease, recorder, segments)))
 
     async def _sample(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> None:
-        async with segments:
-            await self._generate(lease, recorder, segments)
-            self._held.mark_generated(lease)
-            self._wake.set()  # the engine has room from now on, not once this one is scored and submitted
-        # Tokens of weights that then fail their verification must not reach the learner.
-        await self._weights.reach(recorder.newest_version)
         try:
-            trajectory = await self._score(lease, recorder)
+            async with segments:
+                judged = await self._play(lease, recorder, segments)
+                self._mark_generated(lease)
+            # Tokens of weights that then fail their verification must not reach the learner.
+            await self._weights.reach(recorder.newest_version)
+            judged = judged or await self._episodes.judge(lease.prompt, recorder, 0)
         except UnscoredError as error:
+            self._mark_generated(lease)
             await self._give_up(lease, str(error))
         else:
-            await self._submit(lease, trajectory)
+            await self._submit(lease, recorder.to_trajectory(lease, judged.components, judged.reward, self._worker))
         self._held.forget(lease)
+        self._wake.set()
+
+    def _mark_generated(self, lease: Lease) -> None:
+        """The engine has room from now on, not once this one is scored and submitted."""
+        self._held.mark_generated(lease)
         self._wake.set()
 
     async def _set_aside(self) -> None:
@@ -186,11 +195,21 @@ class Worker:
             return reply.leases
         return ()
 
-    async def _generate(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> None:
+    async def _play(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> Judged | None:
         if recorder.tokens:
             log.info("%s goes on after %d tokens", lease.tid, len(recorder.tokens))
             self.resumed_tokens += len(recorder.tokens)
             await self._weights.reach(recorder.newest_version)  # versions never go back within a sample
+        request = self._request(lease)
+        return await self._episodes.play(
+            lease.prompt,
+            recorder,
+            lambda: self._generate(request, recorder, segments),
+            lambda: room(request, recorder, self._engine.max_model_len),
+        )
+
+    async def _generate(self, request: GenerationRequest, recorder: Recorder, segments: SegmentLog) -> None:
+        """One turn."""
 
         def note(count: int) -> None:
             self._generated.add(count)
@@ -198,7 +217,7 @@ class Worker:
 
         self._requests += 1
         try:
-            await generate(self._engine, self._request(lease), recorder, note)
+            await generate(self._engine, request, recorder, note)
         finally:
             self._requests -= 1
 
@@ -224,11 +243,6 @@ class Worker:
                 self._wake.set()
             return reply
         return None
-
-    async def _score(self, lease: Lease, recorder: Recorder) -> Trajectory:
-        text = response_text(self._decoding, recorder.tokens)
-        score = await self._scorer.score(lease.prompt, text, recorder.finished())
-        return recorder.to_trajectory(lease, dict(score.components), score.total, self._worker)
 
     async def _submit(self, lease: Lease, trajectory: Trajectory) -> None:
         """Repeated until the broker answers: work must not be lost."""
@@ -329,7 +343,7 @@ class Worker:
 
     async def _leave(self) -> None:
         async with AsyncExitStack() as closing:
-            for part in (self._scorer, self._subscriber):
+            for part in (self._episodes, self._subscriber):
                 closing.push_async_callback(part.close)
             if self._device is not None:
                 closing.push_async_callback(self._device.leave)

@@ -10,6 +10,7 @@ from learner.models.layout import check_ranks
 from rollout_workers.config import REWARDS, EngineConfig
 from rollout_workers.engines import ENGINES, abilities_of
 from rollout_workers.engines.gpus import shares
+from rollout_workers.environments import check_environment
 from weightsync.config import WeightsConfig
 from weightsync.transports.abilities import TRANSPORTS
 from weightsync.transports.abilities import abilities_of as transport_abilities
@@ -46,6 +47,7 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
     for reward in recipe.rewards:
         _check_kind(reward.kind, REWARDS, f"{source}: rewards.kind")
     check_sinks(recipe.metrics, source)
+    check_environment(recipe.environment, source)
 
 
 def _check_kind(kind: str, known: Collection[str], where: str) -> None:
@@ -85,10 +87,11 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"workers.heartbeat_s ({recipe.workers.heartbeat_s:g}) must be at most half of broker.lease_ttl_s"
             f" ({recipe.broker.lease_ttl_s:g}), or leases expire under healthy workers."
         )
-    for index, reward in enumerate(recipe.rewards):
-        if 2 * reward.deadline_s > recipe.broker.lease_hold_s:
+    deadlines = [(f"rewards[{index}].deadline_s", one.deadline_s) for index, one in enumerate(recipe.rewards)]
+    for key, deadline_s in (*deadlines, ("environment.deadline_s", recipe.environment.deadline_s)):
+        if 2 * deadline_s > recipe.broker.lease_hold_s:
             yield (
-                f"rewards[{index}].deadline_s ({reward.deadline_s:g}) must be at most half of broker.lease_hold_s"
+                f"{key} ({deadline_s:g}) must be at most half of broker.lease_hold_s"
                 f" ({recipe.broker.lease_hold_s:g}), or a sample goes to another worker while its call is repeated."
             )
     if recipe.broker.url != "embedded" and not recipe.broker.url.startswith(SCHEMES):

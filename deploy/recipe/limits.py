@@ -45,6 +45,7 @@ LIMITS = {
     "prompts.deadline_s": _DEADLINE,
     "rewards.weight": _FACTOR,
     "rewards.deadline_s": _DEADLINE,
+    "environment.deadline_s": _DEADLINE,
     "broker.lease_ttl_s": Limit(0.1, 30 * DAY_S, "a worker renews its leases over a network"),
     "broker.lease_hold_s": Limit(1, 30 * DAY_S, "a sample takes longer between two segments"),
     "broker.payload_ttl_s": Limit(1, 30 * DAY_S, "its submission follows over a network"),

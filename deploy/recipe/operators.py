@@ -65,6 +65,7 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, Any]]:
 
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(key, import path) of all that a worker imports."""
-    named = [("engine.kind", recipe.engine.kind), ("weights.transport", recipe.weights.transport)]
+    named = [("engine.kind", recipe.engine.kind), ("environment.kind", recipe.environment.kind)]
+    named.append(("weights.transport", recipe.weights.transport))
     named += [(f"rewards[{index}].kind", reward.kind) for index, reward in enumerate(recipe.rewards)]
     return ((key, path) for key, path in named if ":" in path)

@@ -19,7 +19,14 @@ from learner.config import (
     PromptsConfig,
     SftConfig,
 )
-from rollout_workers.config import EngineConfig, EvalConfig, RewardConfig, SamplingConfig, WorkersConfig
+from rollout_workers.config import (
+    EngineConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    RewardConfig,
+    SamplingConfig,
+    WorkersConfig,
+)
 from weightsync.config import WeightsConfig
 
 from .sinks import SinkConfig
@@ -69,6 +76,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tuple[RewardConfig, ...],
         Meta(min_length=1, description="reward functions; their weighted sum is optimized"),
     ]
+    environment: EnvironmentConfig = EnvironmentConfig()
     model: ModelConfig = ModelConfig()
     broker: BrokerConfig = BrokerConfig()
     staleness: StalenessConfig = StalenessConfig()

@@ -31,6 +31,7 @@ class Evaluator:
 
         from rollout_workers.decoding import load_decoding
         from rollout_workers.engines import open_engine
+        from rollout_workers.environments import open_environment
         from rollout_workers.model_files import write_model
         from rollout_workers.rewards import open_reward
 
@@ -49,6 +50,7 @@ class Evaluator:
         if not self._has_weights:
             self._runner.run(self._engine.sleep())
         self._scorer = self._runner.run(open_reward(recipe.rewards, roots_of(recipe)))
+        self._environment = self._runner.run(open_environment(recipe.environment, roots_of(recipe)))
 
     def measure(
         self, tensors: Iterable[tuple[str, "torch.Tensor"]] | None = None, prompts: int | None = None
@@ -83,10 +85,10 @@ class Evaluator:
             self._engine,
             prompts,
             self._scorer,
-            self._decoding.decode,
+            self._decoding,
             self._recipe.sampling,
-            self._decoding.stop_token_ids,
             self._recipe.evaluation.pass_reward,
+            self._environment,
         )
         if tensors is not None:  # the next ones bring their own
             await self._engine.sleep()
@@ -94,6 +96,7 @@ class Evaluator:
 
     async def _close(self) -> None:
         await self._engine.close()
+        await self._environment.close()
         await self._scorer.close()
 
 

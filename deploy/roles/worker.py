@@ -121,7 +121,15 @@ def _workers_part(stored: bytes) -> tuple[Any, ...]:
     recipe = recipe_from_bytes(stored)
     broker, parts = recipe.broker, (recipe.model, recipe.rewards, recipe.sampling, recipe.engine, recipe.workers)
     leases = broker.lease_ttl_s, broker.payload_ttl_s, broker.payload_shards, broker.replicas
-    return *parts, recipe.weights, recipe.algorithm.router_replay, recipe.run.seed, recipe.run.placement, leases
+    return (
+        *parts,
+        recipe.environment,
+        recipe.weights,
+        recipe.algorithm.router_replay,
+        recipe.run.seed,
+        recipe.run.placement,
+        leases,
+    )
 
 
 async def _work(
@@ -129,6 +137,7 @@ async def _work(
 ) -> None:
     from rollout_workers.decoding import load_decoding
     from rollout_workers.engines import open_engine
+    from rollout_workers.environments import open_environment
     from rollout_workers.model_files import fetch_model
     from rollout_workers.rewards import open_reward
     from rollout_workers.swaps.colocation import staying_awake
@@ -159,6 +168,7 @@ async def _work(
         engine=engine,
         subscriber=Subscriber(broker, worker, recipe.weights, roots),
         scorer=await open_reward(recipe.rewards, roots),
+        environment=await open_environment(recipe.environment, roots),
         decoding=load_decoding(model),
         sampling=recipe.sampling,
         config=recipe.workers,

@@ -58,6 +58,7 @@ FREE = frozenset(
         "broker": "url lease_ttl_s lease_hold_s payload_ttl_s max_bytes max_leases_per_worker payload_shards replicas",
         "staleness": "max_lag on_straggler min_group_size on_over_bound",
         "engine": "kind max_concurrent dtype device threads options",
+        "environment": "kind options deadline_s processes",
         "workers": "count devices heartbeat_s max_restarts patience_s probe_swaps segment_tokens segment_s",
         "evaluation": "prompts every_steps pass_reward",
         "algorithm": "preset corrections proximal dynamic_sampling",

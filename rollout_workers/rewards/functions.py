@@ -7,8 +7,6 @@ TRL   `reward(prompts, completions, **kwargs) -> list[float]`; kwargs are the da
 They run in processes of their own (`broker.user_code`), with `function_calls.py` around them, under a deadline.
 """
 
-import time
-
 from broker.errors import UserCodeError
 from broker.schema import Prompt
 from broker.user_code.pool import Pool
@@ -16,10 +14,8 @@ from broker.user_code.roots import ImportRoots
 from broker.user_code.wire import Program
 from rollout_workers.config import RewardConfig
 
-from .base import RewardError, Score, UnscoredError
-
-UNSCORED_IN_A_ROW = 3
-"""Samples of a worker that a function could not score, before it is the function that is at fault."""
+from .base import Score
+from .failures import Failures
 
 
 async def open_function(config: RewardConfig, roots: ImportRoots) -> "FunctionScorer":
@@ -50,13 +46,11 @@ class FunctionScorer:
     """Calls one function in processes that can be killed."""
 
     def __init__(self, path: str, pool: Pool, deadline_s: float) -> None:
-        self._path = path
         self._pool = pool
         self._deadline_s = deadline_s
-        self._unscored = 0
-        """In a row."""
-        self._worked_at: float | None = None
-        """The last time that it scored something; None: it never has."""
+        self._failures = Failures(
+            f"reward {path}", "Return a number for every response, within rewards.deadline_s.", deadline_s
+        )
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
         """Raises UnscoredError if the function raises, returns anything but finite numbers, runs past its deadline or
@@ -65,26 +59,10 @@ class FunctionScorer:
         try:
             total, parts = await self._pool.call("score", *arguments, deadline_s=self._deadline_s)
         except UserCodeError as error:
-            raise self._failure(prompt, error) from error
-        self._unscored, self._worked_at = 0, time.monotonic()
+            raise self._failures.note(prompt, error) from error
+        self._failures.note_success()
         return Score(total=total, components=parts)
 
     async def close(self) -> None:
         """Kill its processes."""
         await self._pool.close()
-
-    def _failure(self, prompt: Prompt, error: UserCodeError) -> RewardError:
-        self._unscored += 1
-        told = f"reward {self._path} failed twice on prompt {prompt.group!r} ({prompt.text[:80]!r}): it {error}."
-        if not self._has_failed():
-            return UnscoredError(f"{told} The sample is handed back, because a 0 in its place would be trained on.")
-        return RewardError(
-            f"{told} So it did on {self._unscored} samples in a row: the worker ends, because a 0 in their place would"
-            " be trained on. Return a number for every response, within rewards.deadline_s."
-        )
-
-    def _has_failed(self) -> bool:
-        """One that has worked may have met a few responses that it cannot take, or a judge that is away a while."""
-        if self._unscored < UNSCORED_IN_A_ROW:
-            return False
-        return self._worked_at is None or time.monotonic() - self._worked_at > self._deadline_s

@@ -65,6 +65,11 @@ class Recorder:
         return self.spans[-1].version
 
     @property
+    def earned(self) -> float:
+        """The rewards of the turns that were gone on from, together."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
     def turn_start(self) -> int:
         """Response position of the first token of the turn that is being sampled, or was last."""
         for back, is_sampled in enumerate(reversed(self.loss_mask)):
@@ -111,7 +116,7 @@ class Recorder:
             behavior_logprobs=np.asarray(self.logprobs, np.float32),
             loss_mask=np.asarray(self.loss_mask, np.uint8),
             spans=tuple(self.spans),
-            reward=sum(turn.reward for turn in self.turns) + reward,
+            reward=self.earned + reward,
             rewards=rewards,
             turns=(*self.turns, last) if self.turns else (),
             finish_reason=self.finished(),

@@ -42,6 +42,7 @@ VLLM = ("engine.kind=vllm", "engine.max_model_len=64")
         ("rewards=[{kind: arithmetic}, {kind: 'subprocess:Popen'}]", r"rewards\[1\]\.kind"),
         ("rewards=[{kind: 'torch.hub:load'}]", r"rewards\[0\]\.kind"),
         ("engine.kind='subprocess:Popen'", r"engine\.kind"),
+        ("environment.kind='subprocess:Popen'", r"environment\.kind"),
         ("weights.transport='subprocess:Popen'", r"weights\.transport"),
     ],
 )

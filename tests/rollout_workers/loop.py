@@ -179,6 +179,15 @@ def make_engine(
     return open_engine(config, save_config(make_model(architecture, 0), directory / "model"), seed=0)
 
 
+def decoding(stop_token_ids: Sequence[int]) -> Decoding:
+    """Texts are token ids, with spaces between."""
+    return Decoding(
+        lambda tokens: " ".join(map(str, tokens)),
+        tuple(stop_token_ids),
+        lambda text: [int(token) for token in text.split()],
+    )
+
+
 def make_worker(
     broker: Broker,
     engine: Any,
@@ -186,6 +195,7 @@ def make_worker(
     *,
     name: str = "worker-1",
     scorer: Any = None,
+    environment: Any = None,
     max_new_tokens: int = 16,
     lease_ttl_s: float = 1000.0,
     heartbeat_s: float = 0.05,
@@ -202,7 +212,8 @@ def make_worker(
         engine=engine,
         subscriber=subscriber,
         scorer=scorer or OneScorer(),
-        decoding=Decoding(lambda tokens: " ".join(map(str, tokens)), tuple(stop_token_ids)),
+        environment=environment,
+        decoding=decoding(stop_token_ids),
         sampling=SamplingConfig(max_new_tokens=max_new_tokens),
         config=WorkersConfig(heartbeat_s=heartbeat_s, patience_s=patience_s, segment_tokens=segment_tokens),
         weights=weights or WeightsConfig(),

@@ -7,6 +7,7 @@ import pytest
 
 from broker.schema import Prompt, WeightVersion
 from rollout_workers.config import EngineConfig, SamplingConfig
+from rollout_workers.decoding import Decoding
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Chunk, Engine, GenerationRequest
 from rollout_workers.evaluate import EvalResult, evaluate
@@ -79,7 +80,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[CountingEngine]:
 
 
 async def run(engine: CountingEngine, scorer: LengthScorer, pass_reward: float = 1.0) -> EvalResult:
-    return await evaluate(engine, PROMPTS, scorer, decode, SAMPLING, [STOP], pass_reward)
+    return await evaluate(engine, PROMPTS, scorer, Decoding(decode, (STOP,)), SAMPLING, pass_reward)
 
 
 async def test_means_are_those_of_what_was_sampled(engine: CountingEngine) -> None:
@@ -114,5 +115,5 @@ async def test_a_failing_reward_ends_it_and_leaves_no_request_behind(engine: Cou
 
 
 async def test_no_prompts_give_zeros(engine: CountingEngine) -> None:
-    empty = await evaluate(engine, [], LengthScorer(), decode, SAMPLING, [STOP], 1.0)
+    empty = await evaluate(engine, [], LengthScorer(), Decoding(decode, (STOP,)), SAMPLING, 1.0)
     assert empty == EvalResult(pass_rate=0.0, reward_mean=0.0, response_tokens_mean=0.0, prompts=0)

@@ -1,0 +1,112 @@
+"""An environment of your own by import path, `package.module:Class`, called as Class(**options).
+
+It has `max_turns` and `step(episode) -> Step`, plain or a coroutine, as `base.py` says, and is called from several
+threads at once. It runs in processes of its own (`broker.user_code`), under a deadline, as reward functions do.
+"""
+
+import inspect
+import math
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from broker.errors import UserCodeError
+from broker.user_code.pool import Pool
+from broker.user_code.roots import ImportRoots
+from broker.user_code.wire import Program
+from rollout_workers.config import EnvironmentConfig
+from rollout_workers.rewards.failures import Failures
+
+from .base import Episode, Step
+
+THREADS = 32
+COROUTINES = 1024
+
+
+async def open_own(config: EnvironmentConfig, roots: ImportRoots) -> "OwnEnvironment":
+    """`package.module:Class` in running processes. Raises ConfigError if it is not there, may not be imported or has no
+    `max_turns` of 1 or more, UserCodeError if opening it hangs or ends its process."""
+    roots.check(config.kind, "environment.kind")
+    program = Program(
+        name=f"environment {config.kind}",
+        factory=f"{__name__}:Opened",
+        arguments={
+            "path": config.kind,
+            "options": dict(config.options),
+            "named": roots.named,
+            "directory": str(roots.directory),
+        },
+        import_path=str(roots.directory),
+    )
+    pool = Pool(program, processes=config.processes)
+    try:
+        await pool.open()
+        max_turns = await pool.call("max_turns", deadline_s=config.deadline_s)
+    except BaseException:
+        await pool.close()
+        raise
+    return OwnEnvironment(config, pool, max_turns)
+
+
+class OwnEnvironment:
+    """Calls one class in processes that can be killed."""
+
+    def __init__(self, config: EnvironmentConfig, pool: Pool, max_turns: int) -> None:
+        self.max_turns = max_turns
+        self._pool = pool
+        self._deadline_s = config.deadline_s
+        self._failures = Failures(
+            f"environment {config.kind}",
+            "Return a Step for every episode, within environment.deadline_s.",
+            config.deadline_s,
+        )
+
+    async def step(self, episode: Episode) -> Step:
+        """Raises UnscoredError if `step` raises, returns no Step, runs past its deadline or ends its process, twice;
+        RewardError where it does so again and again."""
+        try:
+            answered = await self._pool.call("step", msgspec.to_builtins(episode), deadline_s=self._deadline_s)
+        except UserCodeError as error:
+            raise self._failures.note(episode.prompt, error) from error
+        self._failures.note_success()
+        return msgspec.convert(answered, Step)
+
+    async def close(self) -> None:
+        """Kill its processes."""
+        await self._pool.close()
+
+
+class Opened:
+    """The class where it runs; what it returns is checked there, and travels as plain data."""
+
+    def __init__(self, path: str, options: dict[str, Any], named: list[str], directory: str) -> None:
+        self._environment = ImportRoots(tuple(named), Path(directory)).load(path, "environment.kind")(**options)
+        self._most: int = self._environment.max_turns
+        if not isinstance(self._most, int) or self._most < 1:
+            raise ValueError(f"its max_turns is {self._most!r}, which is no number of turns")
+        self.places = COROUTINES if inspect.iscoroutinefunction(self._environment.step) else THREADS
+
+    def max_turns(self) -> int:
+        """See Environment."""
+        return self._most
+
+    def step(self, episode: Any) -> Any:
+        """See Environment. Raises whatever it raises, TypeError or ValueError for what is no Step."""
+        answered = self._environment.step(msgspec.convert(episode, Episode))
+        return _later(answered) if inspect.isawaitable(answered) else _plain(answered)
+
+
+async def _later(answered: Awaitable[Any]) -> Any:
+    return _plain(await answered)
+
+
+def _plain(step: Any) -> Any:
+    if not isinstance(step, Step):
+        raise TypeError(f"step returned {step!r:.200}, which is no rollout_workers.environments.Step")
+    if not all(math.isfinite(number) for number in (step.reward, *step.components.values())):
+        raise ValueError(f"step returned {step!r:.200}, with a number that is not finite")
+    plain = msgspec.to_builtins(step)
+    msgspec.convert(plain, Step)  # raises for what is none
+    return plain

@@ -1,0 +1,44 @@
+"""A second try after a wrong answer: does the model mend what it is told is wrong?"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from .base import Episode, Step
+
+
+class SecondTryOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said after a wrong answer, and what the next one is worth."""
+
+    hint: Annotated[str, Meta(min_length=1)] = "\nNot right. Try once more:\n"
+    """What the model reads after a wrong answer; `{prompt}` in it stands for the prompt's text."""
+    discount: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Factor of the second answer's score."""
+    right_from: float = 1.0
+    """A score from which on an answer is right."""
+
+
+class SecondTry:
+    """At most two turns. A right answer ends the episode; a wrong one is worth nothing where a second one follows.
+
+    `first_try` and `second_try` tell in how many episodes the first answer, or the second, was right.
+    """
+
+    max_turns = 2
+
+    def __init__(self, options: SecondTryOptions) -> None:
+        self._options = options
+
+    async def step(self, episode: Episode) -> Step:
+        """The hint after a first answer that is wrong, if it fits; else the end."""
+        is_first, is_right = len(episode.answers) == 1, episode.score >= self._options.right_from
+        if is_first and not is_right and episode.finish_reason == "stop":
+            return Step(reward=0.0, says=self._options.hint.replace("{prompt}", episode.prompt.text))
+        return Step(
+            reward=episode.score if is_first else self._options.discount * episode.score,
+            components={"first_try": float(is_first and is_right), "second_try": float(not is_first and is_right)},
+        )
+
+    async def close(self) -> None:
+        """Nothing to free."""

@@ -1,0 +1,83 @@
+"""One sample as an episode: turns are generated, scored and answered, until the environment says no more."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from broker.errors import HeadwayError
+from broker.schema import Prompt
+from rollout_workers.decoding import Decoding, response_text
+from rollout_workers.environments.base import Environment, Episode
+from rollout_workers.rewards.base import Scorer
+
+from .recorder import Recorder
+
+
+class Judged(NamedTuple):
+    """What became of a turn."""
+
+    reward: float
+    """For this turn alone."""
+    components: dict[str, float]
+    """Each reward function's own score of its answer, and what the environment measures."""
+    said: Sequence[int]
+    """Token ids that the model reads next; none where the episode has ended."""
+
+
+class Episodes:
+    """Plays samples: `scorer` scores each turn's answer, `environment` says what follows."""
+
+    def __init__(self, environment: Environment, scorer: Scorer, decoding: Decoding) -> None:
+        self._environment = environment
+        self._scorer = scorer
+        self._decoding = decoding
+
+    async def play(
+        self,
+        prompt: Prompt,
+        recorder: Recorder,
+        generate: Callable[[], Awaitable[None]],
+        room: Callable[[], int],
+    ) -> Judged | None:
+        """Until the sample needs its engine no more: what became of its last turn, None where that is still to be
+        judged. `generate` records a turn to its end; `room` says how many tokens may follow. Raises as `judge`."""
+        while True:
+            await generate()
+            if len(recorder.turns) + 1 >= self._environment.max_turns:
+                return None
+            judged = await self.judge(prompt, recorder, room())
+            if not judged.said:
+                return judged
+            recorder.hear(judged.said, judged.reward)
+
+    async def judge(self, prompt: Prompt, recorder: Recorder, room: int) -> Judged:
+        """Score the turn that was recorded last, and have it answered. Raises UnscoredError, RewardError."""
+        bounds = [*((turn.start, turn.end) for turn in recorder.turns), (recorder.turn_start, len(recorder.tokens))]
+        answers = tuple(response_text(self._decoding, recorder.tokens[start:end]) for start, end in bounds)
+        score = await self._scorer.score(prompt, answers[-1], recorder.finished())
+        episode = Episode(
+            prompt=prompt,
+            answers=answers,
+            rewards=tuple(turn.reward for turn in recorder.turns),
+            score=score.total,
+            finish_reason=recorder.finished(),
+            room=room,
+        )
+        step = await self._environment.step(episode)
+        said = self._tokens(step.says)
+        if said and len(said) >= room:  # the model must have room to answer
+            said, step = [], await self._environment.step(replace(episode, finish_reason="length", room=0))
+        return Judged(step.reward, {**score.components, **step.components}, said)
+
+    async def close(self) -> None:
+        """Close environment and scorer."""
+        await self._environment.close()
+        await self._scorer.close()
+
+    def _tokens(self, says: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(says, str) or not says:
+            return list(says) if says else ()
+        if tokens := self._decoding.encode(says):
+            return tokens
+        raise HeadwayError(f"The environment says {says[:80]!r}, of which the model's tokenizer makes no token.")
