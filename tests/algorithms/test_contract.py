@@ -1,3 +1,4 @@
+# mypy: disable-error-code="misc"
 """What all of the mathematics promises: masked places never matter, and float64 in is float64 out."""
 
 from collections.abc import Callable, Iterator

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="index"
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -5,24 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from algorithms.corrections import (
-    CORRECTIONS,
-    WEIGHTS,
-    age_weight,
+from algorithms.corrections import CORRECTIONS, WEIGHTS
+from algorithms.corrections.age import age_weight
+from algorithms.corrections.importance import (
     decoupled,
-    geometric_sequence_mask,
     geometric_truncated_is,
     icepop,
-    kl_rejection,
-    m2po,
-    opsm,
     self_normalized_is,
     sequence_truncated_is,
-    token_mask,
     truncated_is,
-    veto,
 )
-from algorithms.corrections.second_moment import m2po_threshold
+from algorithms.corrections.masks import geometric_sequence_mask, kl_rejection, opsm, token_mask, veto
+from algorithms.corrections.second_moment import m2po, m2po_threshold
 from algorithms.metrics import merge, summarize
 from algorithms.ratios import token_log_ratio
 from algorithms.tokens import Tokens
@@ -146,7 +141,7 @@ def test_geometric_sequence_mask_drops_whole_sequences(case: str, low: float, hi
 @pytest.mark.parametrize("kind", ESTIMATES)
 @pytest.mark.parametrize("level", ["token", *OVER_SEQUENCE])
 @pytest.mark.parametrize("threshold", [0.03, 0.4])
-def test_kl_rejection_is_the_equation(case: str, kind: str, level: str, threshold: float) -> None:
+def test_kl_rejection_is_the_equation(case: str, kind: Any, level: Any, threshold: float) -> None:
     def equation(b: Ragged) -> torch.Tensor:
         estimates = [float(ESTIMATES[kind](x)) for x in _log_ratios(b)]
         if level == "token":
@@ -246,7 +241,7 @@ def test_m2po_masks_equal_tokens_together() -> None:
 @every_case
 @pytest.mark.parametrize("kind", DECAYS)
 @pytest.mark.parametrize(("rate", "zero_above_lag"), [(0.5, None), (0.1, 2), (0.1, 0)])
-def test_age_weight_is_its_function_of_lag(case: str, kind: str, rate: float, zero_above_lag: int | None) -> None:
+def test_age_weight_is_its_function_of_lag(case: str, kind: Any, rate: float, zero_above_lag: int | None) -> None:
     def equation(b: Ragged) -> torch.Tensor:
         weights = []
         for lag, m in zip(b.lags_T.tolist(), b.mask_T.tolist(), strict=True):
@@ -259,7 +254,7 @@ def test_age_weight_is_its_function_of_lag(case: str, kind: str, rate: float, ze
 
 
 @pytest.mark.parametrize("kind", DECAYS)
-def test_age_weight_is_one_when_fresh_and_falls_with_age(kind: str) -> None:
+def test_age_weight_is_one_when_fresh_and_falls_with_age(kind: Any) -> None:
     lags_T = torch.arange(20)
     tokens = Tokens(torch.zeros(20), torch.ones(20), torch.ones(20), lags_T, torch.tensor([0, 20]))
     weights_T, _ = age_weight(torch.zeros(20), tokens, kind=kind, rate=0.01)

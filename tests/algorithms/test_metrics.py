@@ -1,3 +1,4 @@
+# mypy: disable-error-code="call-arg"
 import pytest
 import torch
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="call-arg"
 """What corrections must know of a whole batch adds up over its parts, and is what the equations ask for."""
 
 import pytest

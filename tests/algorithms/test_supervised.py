@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +29,9 @@ def test_sft_is_minus_the_logprob_of_trained_tokens(case: str) -> None:
 @every_kind
 @pytest.mark.parametrize(("beta", "label_smoothing"), [(0.1, 0.0), (0.7, 0.2)])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_dpo_is_the_equation(case: str, kind: str, beta: float, label_smoothing: float, seed: int) -> None:
+def test_dpo_is_the_equation(case: str, kind: Any, beta: float, label_smoothing: float, seed: int) -> None:
     def losses(b: Ragged) -> torch.Tensor:
-        options = {"beta": beta, "kind": kind, "label_smoothing": label_smoothing}
+        options: dict[str, Any] = {"beta": beta, "kind": kind, "label_smoothing": label_smoothing}
         return dpo(b.current_T, b.anchor_T, b.mask_T, b.cu_seqlens, **options)[0]
 
     def equation(b: Ragged) -> torch.Tensor:
@@ -41,7 +42,7 @@ def test_dpo_is_the_equation(case: str, kind: str, beta: float, label_smoothing:
 
 
 @every_kind
-def test_dpo_in_bfloat16_is_the_equation_of_the_rounded_logprobs(kind: str) -> None:
+def test_dpo_in_bfloat16_is_the_equation_of_the_rounded_logprobs(kind: Any) -> None:
     batch = _pairs("ragged")
     rounded = replace(batch, current_T=batch.current_T.bfloat16(), anchor_T=batch.anchor_T.bfloat16())
     losses_P, _ = dpo(rounded.current_T, rounded.anchor_T, rounded.mask_T, rounded.cu_seqlens, kind=kind)
@@ -50,7 +51,7 @@ def test_dpo_in_bfloat16_is_the_equation_of_the_rounded_logprobs(kind: str) -> N
 
 
 @every_kind
-def test_a_pair_alone_has_the_loss_that_it_has_inside_a_row(kind: str) -> None:
+def test_a_pair_alone_has_the_loss_that_it_has_inside_a_row(kind: Any) -> None:
     batch = _pairs("ragged")
     losses_P, _ = dpo(batch.current_T, batch.anchor_T, batch.mask_T, batch.cu_seqlens, kind=kind)
     for p in range(batch.num_sequences // 2):
@@ -62,7 +63,7 @@ def test_a_pair_alone_has_the_loss_that_it_has_inside_a_row(kind: str) -> None:
 
 @every_case
 @every_kind
-def test_dpo_reports_margin_and_accuracy(case: str, kind: str) -> None:
+def test_dpo_reports_margin_and_accuracy(case: str, kind: Any) -> None:
     batch = _pairs(case, 1)
     _, metrics = dpo(batch.current_T, batch.anchor_T, batch.mask_T, batch.cu_seqlens, beta=0.3, kind=kind)
     numbers, expected = _numbers(metrics), [float(gap) for gap in gaps(batch.double(), kind)]
@@ -72,7 +73,7 @@ def test_dpo_reports_margin_and_accuracy(case: str, kind: str) -> None:
 
 
 def test_ipo_does_not_depend_on_length_and_the_others_do() -> None:
-    def loss(length: int, kind: str) -> float:
+    def loss(length: int, kind: Any) -> float:
         current_T = torch.cat([torch.full((length,), -1.0), torch.full((length,), -1.3)])
         bounds = torch.tensor([0, length, 2 * length])
         return float(dpo(current_T, torch.full((2 * length,), -1.1), torch.ones(2 * length), bounds, kind=kind)[0])
@@ -181,7 +182,7 @@ def test_docstrings_name_their_source(function: Callable[..., object]) -> None:
     assert inspect.getmodule(function) is supervised
 
 
-def gaps(b: Ragged, kind: str) -> list[torch.Tensor]:
+def gaps(b: Ragged, kind: Any) -> list[torch.Tensor]:
     """h of every pair."""
     scores = []
     for _, row in b.trained():
@@ -190,7 +191,7 @@ def gaps(b: Ragged, kind: str) -> list[torch.Tensor]:
     return [scores[2 * p] - scores[2 * p + 1] for p in range(len(scores) // 2)]
 
 
-def preference_loss(gap: torch.Tensor, kind: str, beta: float, label_smoothing: float) -> torch.Tensor:
+def preference_loss(gap: torch.Tensor, kind: Any, beta: float, label_smoothing: float) -> torch.Tensor:
     if kind == "ipo":
         return (gap - 1 / (2 * beta)) ** 2
     if kind == "hinge":

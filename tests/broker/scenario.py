@@ -81,8 +81,9 @@ def manifest(incarnation: int, step: int) -> WeightManifest:
     )
 
 
-def of_no_run(struct: T) -> T:
+def of_no_run(struct: T | None) -> T:
     """As it was before the broker's client wrote the run's identity into it."""
+    assert struct is not None
     return replace(struct, identity="")
 
 

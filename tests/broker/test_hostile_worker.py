@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment, misc, union-attr, var-annotated"
 """A worker that has the worker's own password and is not ours: what it can spoil is its own samples and counters."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """A run that was deleted or overwritten is not the one that has its name now."""
 
 from collections.abc import AsyncIterator

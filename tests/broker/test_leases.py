@@ -227,10 +227,11 @@ async def test_feeding_again_changes_nothing(broker: Broker) -> None:
 async def test_a_payload_whose_reply_was_lost_lives_on(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
     (lease,) = (await run.lease(1, 0)).leases
-    routes, lost = broker._connection._routes, []
+    routes = broker._connection._routes
+    lost: list[Sequence[Command]] = []
 
     async def send(commands: Sequence[Command]) -> list[object]:
-        replies = await type(routes).send(routes, commands)  # type: ignore[arg-type]
+        replies = await type(routes).send(routes, commands)
         if commands[0][0] == "SET" and not lost:
             lost.append(commands)
             raise RedisConnectionError("cut")

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """A server that dies under a run is started again where it was, and ends with the run whatever happens."""
 
 import os

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """A worker notices that a learner has taken its run over with another configuration."""
 
 import asyncio

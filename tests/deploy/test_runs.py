@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, misc, union-attr"
 """`headway runs`: several runs on one server, and one of them taken away."""
 
 import json

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """The reference says something of everything that it lists."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """A worker as a process of its own, with an engine that is slow and says in every token who sampled it."""
 
 import asyncio
@@ -12,7 +13,7 @@ from rollout_workers.engines.base import Chunk, GenerationRequest, NamedTensors
 from rollout_workers.rewards.base import Score
 from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig
-from weightsync.receive.subscriber import Delivery
+from weightsync.receive.deliveries import Delivery
 from weightsync.tensors.landing import Landed
 
 VERSION = WeightVersion(1, 0)
@@ -103,7 +104,7 @@ async def work(url: str, run: str, name: str, base: int, capacity: int) -> None:
     worker = Worker(
         broker=broker,
         engine=engine,
-        subscriber=OneVersion(),  # type: ignore[arg-type]
+        subscriber=OneVersion(),
         scorer=OneScorer(),
         decoding=Decoding(lambda tokens: "", (0,)),
         sampling=SamplingConfig(max_new_tokens=LENGTH),

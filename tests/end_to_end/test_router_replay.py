@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return ModelConfig(path=str(directory))
 
 
-async def sampled(model: ModelConfig, dtype: str) -> list[Trajectory]:
+async def sampled(model: ModelConfig, dtype: Any) -> list[Trajectory]:
     """By an engine of this number format, as they reach the learner."""
     config = EngineConfig(max_concurrent=4, max_model_len=128, dtype=dtype)
     engine = open_engine(config, Path(model.path), seed=0)
@@ -86,7 +87,7 @@ def seen_by_the_learner(model: ModelConfig, batch: PackedBatch) -> tuple[float, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_replay_brings_the_learner_closer_to_an_engine_that_rounds(model: ModelConfig, dtype: str) -> None:
+async def test_replay_brings_the_learner_closer_to_an_engine_that_rounds(model: ModelConfig, dtype: Any) -> None:
     routing = routing_of(load_config(model))
     trajectories = await sampled(model, dtype)
     packable = [from_trajectory(one, advantages=1.0, step=0, max_lag=0, routing=routing) for one in trajectories]
@@ -103,7 +104,7 @@ async def test_replay_brings_the_learner_closer_to_an_engine_that_rounds(model: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_replays_and_reports(terminals: Terminals, dtype: str) -> None:
+def test_a_run_replays_and_reports(terminals: Terminals, dtype: Any) -> None:
     random = {**MODEL["random"], "config": MANY_EXPERTS}
     recipe = write_recipe(
         terminals.directory("run"),

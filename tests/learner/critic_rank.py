@@ -6,6 +6,7 @@ python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.critic_rank 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -37,7 +38,7 @@ class Result(msgspec.Struct):
     old_values: dict[int, list[float]]
 
 
-def open_values(architecture: str, *, seed: int = 3, dtype: str = "float32") -> ValueBackend:
+def open_values(architecture: str, *, seed: int = 3, dtype: Any = "float32") -> ValueBackend:
     return open_backend("fsdp", model_config(architecture, dtype=dtype), OPTIMIZER, seed=seed, head="value")
 
 

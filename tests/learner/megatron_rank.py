@@ -12,6 +12,7 @@ backend is opened in the process of the tests.
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -39,7 +40,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """What is opened; written as JSON on the command line."""
 
     architecture: str
-    dtype: str
+    dtype: Any
     model: str
     """Its Hugging Face directory, in fp32."""
     others: list[str]

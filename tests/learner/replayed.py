@@ -1,6 +1,8 @@
+# mypy: disable-error-code="operator"
 """Sequences with experts to be replayed, and what plain transformers in float64 makes of them."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ TEMPERATURE = 0.8
 LAYERS, CHOSEN, EXPERTS = 4, 2, 8
 
 
-def model(experts: int = EXPERTS, **config: object) -> ModelConfig:
+def model(experts: int = EXPERTS, **config: Any) -> ModelConfig:
     """Each token is given `CHOSEN` of so many experts in each of `LAYERS` layers."""
     return model_config("qwen3_moe", num_experts=experts, **({"num_hidden_layers": LAYERS} | config))
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="list-item"
 """The learner's side of turns: who is on the device when, and whom the learner waits for."""
 
 import threading

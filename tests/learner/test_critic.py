@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined, union-attr"
 from pathlib import Path
 
 import msgspec

@@ -63,7 +63,7 @@ def experience(
     replacement_rounds: int = 0,
 ) -> Iterator[tuple[Experience, BlockingBroker]]:
     kind = {"kind": "jsonl", "path": str(epochs_of), "epochs": 1} if epochs_of else {"kind": "arithmetic"}
-    prompts = open_prompts(PromptsConfig(**kind), TOKENIZER, seed=0)  # type: ignore[arg-type]
+    prompts = open_prompts(PromptsConfig(**kind), TOKENIZER, seed=0)
     cursor = PromptCursor(prompts, num_samples=2, seed=0, epochs=1 if epochs_of else 0)
     blocking = BlockingBroker(url, "run", timeout_s=2.0)
     claim = blocking.call(

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """The log on disk: what it gives back is what was trained, or nothing."""
 
 import logging

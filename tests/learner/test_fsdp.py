@@ -1,4 +1,6 @@
+# mypy: disable-error-code="union-attr"
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -103,7 +105,7 @@ def test_hidden_states_are_an_ordinary_forwards(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kept_weights_make_bit_equal_steps_and_are_never_stale(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_weights_make_bit_equal_steps_and_are_never_stale(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a large model are gathered for every layer; `logprobs` after anything that changes shards sees it."""
     config = model_config("qwen3", dtype=dtype)
     kept, follower = (open_backend("fsdp", config, OPTIMIZER, seed=3) for _ in range(2))

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 from pathlib import Path
 
 import pytest

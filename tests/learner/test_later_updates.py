@@ -1,3 +1,4 @@
+# mypy: disable-error-code="return-value"
 """With several updates a step, each is the published loss of the weights that it begins with, for every preset."""
 
 from collections.abc import Sequence

@@ -149,7 +149,7 @@ def test_the_vocabulary_is_padded_for_tensor_parallel_ranks() -> None:
 def test_recomputing_more_keeps_fewer_activations(backend: str) -> None:
     plan = planned(QWEN3_8B, backend, 2)
     kept = [
-        plan_memory(with_learner(plan, compute=ComputeConfig(recompute=how)))[0].activations  # type: ignore[arg-type]
+        plan_memory(with_learner(plan, compute=ComputeConfig(recompute=how)))[0].activations
         for how in ("none", "selective", "full")
     ]
     assert kept == sorted(kept, reverse=True)
@@ -188,9 +188,8 @@ def test_moments_in_cpu_memory_are_not_on_the_device() -> None:
 
 def test_other_models_are_counted() -> None:
     plan = planned(QWEN3_8B, processes=8)
-    held, with_reference, with_critic = (
-        plan_memory(replace(plan, **others))[0] for others in ({}, {"has_reference": True}, {"has_critic": True})
-    )
+    asked: list[dict[str, Any]] = [{}, {"has_reference": True}, {"has_critic": True}]
+    held, with_reference, with_critic = (plan_memory(replace(plan, **others))[0] for others in asked)
     assert held.other_models == 0
     assert with_reference.other_models == held.parameters
     assert with_critic.other_models == held.parameters + held.gradients + held.optimizer
@@ -214,6 +213,6 @@ def test_a_reference_of_megatron_is_its_parameters_and_masters() -> None:
         ("mine:Backend", 1, {}, "nothing is known of what `mine:Backend` holds"),
     ],
 )
-def test_what_cannot_be_is_refused(backend: str, processes: int, layout: dict[str, int], words: str) -> None:
+def test_what_cannot_be_is_refused(backend: str, processes: int, layout: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         plan_memory(planned(TINY_MOE, backend, processes, **layout))

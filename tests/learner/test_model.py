@@ -2,6 +2,7 @@ import socket
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from learner.models.model import encode, load_config, load_model, load_tokenizer
 from tests.learner.tiny import ALPHABET, model_config
 
 
-def random_model(**changes: object) -> ModelConfig:
-    given: dict[str, object] = {"architecture": "qwen3", "alphabet": ALPHABET} | changes
+def random_model(**changes: Any) -> ModelConfig:
+    given: dict[str, Any] = {"architecture": "qwen3", "alphabet": ALPHABET} | changes
     return ModelConfig(random=RandomModelConfig(**given))
 
 

@@ -5,6 +5,7 @@ Over several ranks, and with Megatron: `fsdp_rank.py` and `megatron_rank.py`.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def trained(backend: Backend, leaves: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_that_leaves_between_steps_ends_with_the_same_bits(dtype: str) -> None:
+def test_a_model_that_leaves_between_steps_ends_with_the_same_bits(dtype: Any) -> None:
     stays, leaves = (open_backend("fsdp", model_config("qwen3_moe", dtype=dtype), OPTIMIZER, seed=1) for _ in range(2))
     before = [tensor.clone() for _, tensor in stays.named_tensors()]
     expected, found = trained(stays, leaves=False), trained(leaves, leaves=True)

@@ -259,7 +259,7 @@ def test_reasoning_gym_held_out_entries_are_never_trained() -> None:
     assert not any(is_held_out(str(source.train(0, position).content)) for position in range(300))
 
 
-TWO_TASKS = {
+TWO_TASKS: dict[str, Any] = {
     "kind": "reasoning_gym",
     "path": "chain_sum, leg_counting",
     "options": {"chain_sum": {"min_digits": 2}, "leg_counting": {"max_animals": 4}},
@@ -490,7 +490,7 @@ def test_examples_from_files_are_repeated_in_new_orders(tmp_path: Path) -> None:
 
 def test_prompts_that_leave_no_room_are_passed_over(tmp_path: Path) -> None:
     rows = [{"prompt": "3" * (20 if i % 3 == 0 else 4), "ground_truth": "", "data_source": ""} for i in range(9)]
-    config = {"kind": "jsonl", "path": str(jsonl(tmp_path, rows)), "shuffle": False, "epochs": 1}
+    config: dict[str, Any] = {"kind": "jsonl", "path": str(jsonl(tmp_path, rows)), "shuffle": False, "epochs": 1}
     cursor = PromptCursor(prompts_of(**config), num_samples=1, seed=0, shuffle=False, epochs=1, max_prompt_tokens=10)
     groups = [prompt.group for prompt in cursor.next(9)]
     assert groups == [f"0000-{i:08d}" for i in (1, 2, 4, 5, 7, 8)]

@@ -1,6 +1,6 @@
 """Models of a few thousand parameters and sequences to train them on."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=
 
 
 def model_config(
-    architecture: str, *, dtype: Literal["float32", "bfloat16"] = "float32", tied: bool = True, **config: object
+    architecture: str, *, dtype: Literal["float32", "bfloat16"] = "float32", tied: bool = True, **config: Any
 ) -> ModelConfig:
     sizes = SIZES | (EXPERTS if architecture == "qwen3_moe" else {}) | {"tie_word_embeddings": tied} | config
     random = RandomModelConfig(architecture=architecture, config=sizes, alphabet=ALPHABET)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="type-var"
 """What the engine tests do with an engine: run one request and keep what came of it."""
 
 import asyncio
@@ -5,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -48,9 +50,9 @@ class Response:
             self.started.set()
 
 
-def request(prompt: Sequence[int], **changes: object) -> GenerationRequest:
+def request(prompt: Sequence[int], **changes: Any) -> GenerationRequest:
     """Greedy, at most 24 tokens, unless changed."""
-    settings = {"max_new_tokens": 24, "temperature": 0.0, "stop_token_ids": [STOP]} | changes
+    settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0, "stop_token_ids": [STOP]} | changes
     return GenerationRequest(request_id=f"r{next(_ids)}", prompt_tokens=list(prompt), **settings)
 
 
@@ -63,7 +65,7 @@ async def run(engine: Engine, asked: GenerationRequest, *, response: Response | 
     return response
 
 
-async def run_all(engine: Engine, prompts: Sequence[Sequence[int]], **changes: object) -> list[Response]:
+async def run_all(engine: Engine, prompts: Sequence[Sequence[int]], **changes: Any) -> list[Response]:
     """Concurrently."""
     return await asyncio.gather(*[run(engine, request(prompt, **changes)) for prompt in prompts])
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from broker.client.batches import CheckpointMark, TakenBatch
 from broker.client.broker import Broker
+from broker.owner import Owner
 from broker.schema import Group, Probe, Prompt, RunRules, TensorSpec, TrajectoryId, WeightManifest, WeightVersion
 from rollout_workers.config import EngineConfig, SamplingConfig, WorkersConfig
 from rollout_workers.decoding import Decoding
@@ -112,6 +113,14 @@ def prompts(count: int) -> list[Prompt]:
 class Learner:
     """The other side of the broker, moved by hand. Weights of step k: the random model with seed k."""
 
+    broker: Broker
+    owner: Owner
+    groups_per_step: int
+    pinned: dict[int, tuple[TrajectoryId, ...]]
+    announced: WeightVersion | None
+    models: dict[WeightVersion, PreTrainedModel]
+    architecture: Architecture
+
     @classmethod
     async def start(
         cls, broker: Broker, *, groups: int, max_lag: int = 8, architecture: Architecture = "dense"
@@ -129,10 +138,10 @@ class Learner:
         )
         claim = await broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=b"", resume=False)
         self.owner = claim.owner
-        self.pinned: dict[int, tuple[TrajectoryId, ...]] = {}
-        self.announced: WeightVersion | None = None
-        self.models: dict[WeightVersion, PreTrainedModel] = {}
-        self.architecture: Architecture = architecture
+        self.pinned = {}
+        self.announced = None
+        self.models = {}
+        self.architecture = architecture
         await self.feed(groups)
         return self
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="type-var"
 """Which experts a sample's tokens were given: as the engine's own passes chose them, over swaps and other workers."""
 
 import asyncio

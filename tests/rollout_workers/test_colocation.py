@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment, attr-defined"
 """A worker whose engine has the device in turns: real broker and engine; the learner's side is moved by hand."""
 
 import asyncio
@@ -175,7 +176,7 @@ async def test_samples_whose_leases_come_late_are_handed_back(brokers: tuple[Bro
         await answer.wait()
         return reply
 
-    leases.lease = slow  # type: ignore[method-assign]
+    leases.lease = slow
     async with at_work(brokers[1], engine, deliveries, max_new_tokens=TOKENS):
         await asked.wait()
         assert await learner.broker.phases.train(learner.owner) == ("worker-1",)

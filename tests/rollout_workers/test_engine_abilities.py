@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """Engines are asked for what they state, never for their names; one of the user's own states it too."""
 
 import subprocess

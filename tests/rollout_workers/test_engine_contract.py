@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, attr-defined, operator, type-var"
 """What every engine promises, held against a plain transformers forward."""
 
 import asyncio

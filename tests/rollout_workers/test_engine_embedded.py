@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """What only the embedded engine does, and how engines are opened."""
 
 import asyncio
@@ -164,7 +165,7 @@ def test_a_tied_head_may_be_sent_or_left_out() -> None:
 
 
 def test_unknown_engines_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean embedded"):
+    with pytest.raises(ConfigError, match="did you mean 'embedded'"):
         open_engine(EngineConfig(kind="embeded"), tmp_path, seed=0)
     with pytest.raises(ConfigError, match=r"no_such_module:Engine"):
         open_engine(EngineConfig(kind="no_such_module:Engine"), tmp_path, seed=0)

@@ -1,6 +1,8 @@
+# mypy: disable-error-code="arg-type"
 """A sample through several requests: interrupted, gone on with, finished without the engine; and streams that lie."""
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 STOP = 9
 
 
-def chunk(tokens: list[int], version: WeightVersion = V1, finish: str | None = None) -> Chunk:
+def chunk(tokens: list[int], version: WeightVersion = V1, finish: Any = None) -> Chunk:
     return Chunk(token_ids=tokens, logprobs=[-float(t) for t in tokens], version=version, finish_reason=finish)
 
 
@@ -39,9 +41,9 @@ class Scripted:
             self.open -= 1
 
 
-def request(**changes: object) -> GenerationRequest:
-    settings = {"prompt_tokens": [5, 6], "max_new_tokens": 8, "temperature": 1.0, "stop_token_ids": [STOP]} | changes
-    return GenerationRequest(request_id="r", **settings)
+def request(**changes: Any) -> GenerationRequest:
+    settings: dict[str, Any] = {"prompt_tokens": [5, 6], "max_new_tokens": 8, "temperature": 1.0} | changes
+    return GenerationRequest(request_id="r", **{"stop_token_ids": [STOP]} | settings)
 
 
 def recorded(*tokens: int) -> Recorder:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """Tokens, logprobs and version spans of one sample, its segments, and the engine output that is refused."""
 
 from itertools import pairwise

@@ -85,7 +85,7 @@ async def learner(server: EmbeddedServer) -> AsyncIterator[Publishing]:
 
 def member(broker: Broker, directory: Path, name: str = "worker-1") -> tuple[Worker, Any, Subscriber]:
     engine, subscriber = make_engine(directory / name, max_model_len=256), Subscriber(broker, name, CONFIG)
-    options = {"name": name, "max_new_tokens": LONG, "heartbeat_s": 0.3, "weights": CONFIG}
+    options: dict[str, Any] = {"name": name, "max_new_tokens": LONG, "heartbeat_s": 0.3, "weights": CONFIG}
     return make_worker(broker, engine, subscriber, **options), engine, subscriber
 
 

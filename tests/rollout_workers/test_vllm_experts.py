@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type, comparison-overlap, type-var"
 """vLLM's routed experts as a chunk's: which rows, of which layers; through its real front end, with a core that makes
 them up; and on a GPU against what a plain forward chooses."""
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ async def test_an_heir_has_the_chosen_experts_of_the_whole_sample(
     learner = await Learner.start(brokers[0], groups=2, architecture="moe")
     first, second = Deliveries(), Deliveries()
     await learner.publish(0, first, second)
-    options = {"max_new_tokens": LONG, "records_experts": True}
+    options: dict[str, Any] = {"max_new_tokens": LONG, "records_experts": True}
     drained = make_worker(brokers[1], make_engine(tmp_path / "1", architecture="moe"), first, **options)
     assert await work_a_while(drained) > 0
     engine = make_engine(tmp_path / "2", architecture="moe")

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment, unreachable"
 """How a worker comes to its weights and proves them: a real server and engine; the learner's side is moved by hand."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="union-attr"
 """A learner without training, and workers without engines, around the real broker."""
 
 import asyncio
@@ -22,7 +23,7 @@ from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker
 from weightsync.config import WeightsConfig
 from weightsync.publish.publisher import Publisher, PublishReport
 from weightsync.receive.subscriber import Subscriber
-from weightsync.transports.http.pull_server import Found
+from weightsync.transports.http.requests import Found
 from weightsync.transports.rendezvous import Board
 
 TIMEOUT_S = 2.0

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """Signals that a process sends to itself at a chosen place of a chosen transfer, on either side of it."""
 
 import signal
@@ -66,7 +67,7 @@ def interrupt_sending(interruptions: Interruptions) -> None:
 
             return super().send(version, one_by_one)
 
-    publisher.Sender = Interrupted  # type: ignore[misc]
+    publisher.Sender = Interrupted
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="misc"
 """Buckets carry tensors bit for bit, aligned and fingerprinted."""
 
 import threading

@@ -219,7 +219,7 @@ def _damage_next_delta(learner: Learner) -> threading.Event:
 
     def keep(version: WeightVersion, deltas: dict[WeightVersion, bytes]) -> None:
         keep_only(version, spoil(deltas))
-        del pulls.serve_deltas, pulls.keep_only  # type: ignore[method-assign]
+        del pulls.serve_deltas, pulls.keep_only
 
     pulls.serve_deltas = lambda deltas: serve_deltas(spoil(dict(deltas)))  # type: ignore[method-assign]
     pulls.keep_only = keep  # type: ignore[method-assign,assignment]

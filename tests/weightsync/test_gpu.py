@@ -93,11 +93,11 @@ def test_buckets_are_sent_as_they_were_gathered_while_training_goes_on() -> None
 
     def late() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in changed:
-            torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(10_000_000)
             yield name, tensor.cuda()
 
     def send() -> tuple[list[torch.Tensor], bool]:
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(torch.cuda.Stream()):
             first = [bucket.cpu() for bucket in gathering.buckets()]
             assert trains.wait(60)
             again = [bucket.cpu() for bucket in gathering.buckets()]
@@ -108,7 +108,7 @@ def test_buckets_are_sent_as_they_were_gathered_while_training_goes_on() -> None
     with ThreadPoolExecutor() as other_thread:
         sent = other_thread.submit(send)
         gathering.take()
-        torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # seconds
+        torch.cuda._sleep(4_000_000_000)  # seconds
         trains.set()
         data, is_training_over = sent.result()
     assert not is_training_over

@@ -1,5 +1,7 @@
 """Who is in the next broadcast group."""
 
+from typing import Any
+
 import msgspec
 
 from broker.schema import WeightVersion, WorkerInfo
@@ -9,7 +11,7 @@ from weightsync.publish.membership import Member, eligible, follows_by_pull, sti
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 
 
-def info(worker: str, version: WeightVersion | None = V1, **changes: object) -> WorkerInfo:
+def info(worker: str, version: WeightVersion | None = V1, **changes: Any) -> WorkerInfo:
     return msgspec.structs.replace(worker_info(worker, version, 0), pid=1, host="h", **changes)
 
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """A limit on bytes a second, counted on a clock of the test's own."""
 
 import math

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="func-returns-value"
 """What the learner's port does with people who are nobody's worker, or who do not read."""
 
 import asyncio

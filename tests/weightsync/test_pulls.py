@@ -1,3 +1,4 @@
+# mypy: disable-error-code="union-attr"
 """Pulls that are superseded by a broadcast while they are under way."""
 
 import asyncio

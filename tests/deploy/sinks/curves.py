@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-not-found"
 """Event files, as TensorBoard itself reads them."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="arg-type"
 """A worker without an engine that pulls when it is told to, and what it looks at.
 
 The learner does not answer it (`NoLearner`) where a test is about what the archive has.

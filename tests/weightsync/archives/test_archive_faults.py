@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment, attr-defined"
 """What becomes of full disks, damaged files and directories that are not there: the learner serves."""
 
 import asyncio
@@ -159,7 +160,7 @@ async def test_a_file_removed_in_mid_read_is_superseded_then_the_learners(
         read(name, *rest)  # type: ignore[arg-type]
         (folder / last).unlink(missing_ok=True)
 
-    follower.reader.read = vanishing  # type: ignore[method-assign]
+    follower.reader.read = vanishing
     with pytest.raises(SupersededError):
         await follower.pull(manifest)
     await follower.pull(manifest)
@@ -182,7 +183,7 @@ async def test_a_worker_whose_copy_of_the_archive_lags_asks_the_learner(
             raise SupersededError(f"{name} is not there yet")
         read(name, *rest)  # type: ignore[arg-type]
 
-    follower.reader.read = lagging  # type: ignore[method-assign]
+    follower.reader.read = lagging
     await publish(learner, 3)
     with pytest.raises(SupersededError):
         await follower.pull()

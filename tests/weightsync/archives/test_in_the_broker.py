@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """Weights in the memory of the server: in pieces, counted, and within limits."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """An archive ends with its last reader: nothing stays in it, nor in the learner's memory."""
 
 import asyncio

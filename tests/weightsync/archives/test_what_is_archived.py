@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined"
 """Workers that pull from an archive: what they find there, and what does not stay there."""
 
 import asyncio
