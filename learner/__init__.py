@@ -6,17 +6,17 @@
 
 `stages/loop.py` fits a screen: take -> pack -> proximal logprobs -> loss -> step -> publish -> commit.
 
-    stages/         what a learner does from beginning to end: reinforcement learning, the warm-up, a replay
+    stages/         whole runs of a learner: reinforcement learning, the warm-up, a replay
     data/           prompts for the workers, worked examples for the warm-up
     experience/     groups on their way to an update: fed, taken, logged, rewound
     rows/           sequences laid end to end: what a row costs, how a batch is packed
     objective/      one update: the loss composed of `algorithms`, the critic, shaped rewards
     models/         a causal language model as every backend sees it
-    backends/       what holds, shards and runs a model: FSDP2, Megatron Core
-    checkpoints/    what lies on the disk, and which of it a resumed learner loads
+    backends/       models in shards, trained over ranks: FSDP2, Megatron Core
+    checkpoints/    checkpoints on the disk, and the choice of one to resume from
     planning/       how much memory a recipe takes, before anything starts
-    config.py, choices.py   what users choose, and how a name becomes what it names
-    ranks.py        what the ranks tell each other; rank 0 alone talks to the broker
+    config.py, choices.py   the settings, and how their names are resolved
+    ranks.py        messages between ranks; rank 0 alone talks to the broker
 
 The invariant: given the same batches, the learner ends with the same weights, bit for bit, however often it was killed
 and resumed in between; and how sequences were packed or spread over ranks changes no result.

@@ -1,4 +1,4 @@
-"""What the learner's ranks tell each other: rank 0 talks to the broker, the others follow.
+"""The learner's ranks tell each other what rank 0 alone hears from the broker.
 
 Everything travels as CPU tensors over the default process group; nothing is pickled.
 """
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Placed(Protocol):
-    """What is spread over ranks, and says which of them this one is: see `learner.backends.base.Trained`."""
+    """A model that is spread over ranks, and knows which of them this one is; see `learner.backends.base.Trained`."""
 
     rank: int
     world_size: int
@@ -35,7 +35,7 @@ class Ranks:
 
     @classmethod
     def of(cls, backend: Placed) -> "Ranks":
-        """Those that hold the backend's model."""
+        """Returns the ranks that hold the backend's model."""
         return cls(backend.rank, backend.world_size, backend.replica, backend.replicas, backend.is_lead)
 
     @property
@@ -43,7 +43,7 @@ class Ranks:
         return self.rank == 0
 
     def share_bytes(self, payload: bytes) -> bytes:
-        """Rank 0's bytes, on every rank."""
+        """Returns rank 0's bytes on every rank."""
         if self.world_size == 1:
             return payload
         size = torch.tensor([len(payload)], dtype=torch.int64)
@@ -57,15 +57,15 @@ class Ranks:
         return buffer.numpy().tobytes()
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over the replicas, in float64."""
+        """Returns each value summed over the replicas, in float64."""
         return self._reduce(values if self._is_lead else [0.0] * len(values), dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Each value's maximum over the ranks."""
+        """Returns each value's maximum over the ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def any(self, claim: bool) -> bool:
-        """True on every rank if it is on one."""
+        """Returns True on every rank if `claim` is true on one."""
         return self.max([float(claim)])[0] > 0
 
     def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:

@@ -1,1 +1,1 @@
-"""What the learner trains on: prompts for the workers, and worked examples for the warm-up."""
+"""The learner reads prompts for the workers, and worked examples for the warm-up."""

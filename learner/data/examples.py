@@ -1,6 +1,6 @@
-"""Data of the supervised warm-up: {query, response} examples, without end and the same for the same seed.
+"""The supervised warm-up reads {query, response} examples, without end and the same for the same seed.
 
-Whoever tokenizes them renders the query as a prompt is and appends the stop token. Your own: `package.module:function`,
+The warm-up renders the query as a prompt is and appends the stop token. Your own: `package.module:function`,
 called as function(path=..., seed=..., **options) in a process of its own, which yields `Example`s.
 """
 

@@ -15,7 +15,7 @@ AT_ONCE = 16
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked, and what the model shall learn to say."""
+    """A question, and the answer that the model learns to give."""
 
     query: str
     response: str

@@ -40,7 +40,7 @@ Steps = Iterator[tuple[str, int]]
 
 
 def check_tasks(path: str) -> None:
-    """Raise ConfigError where `path` (names separated by commas) has a task that nobody works out here."""
+    """Raise ConfigError where `path` (names separated by commas) has a task that this module cannot work out."""
     for name in (part.strip() for part in path.split(",")):
         if name not in WORKED:
             raise ConfigError(

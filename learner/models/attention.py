@@ -29,7 +29,7 @@ LENGTH_STEP = 1024
 """The variable-length kernel is told the longest sequence in such steps, or each batch would be compiled anew."""
 
 KERNEL_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
-"""What the installed torch's kernel can be told."""
+"""The arguments that the installed torch's kernel takes."""
 
 
 class UnsupportedModelError(HeadwayError, NotImplementedError):
@@ -62,7 +62,7 @@ class HeadExchange(Protocol):
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where sequences begin and end, worked out once for all layers of a forward pass."""
+    """The bounds of sequences, computed once for all layers of a forward pass."""
 
     cu_seqlens: torch.Tensor
     max_seqlen: int

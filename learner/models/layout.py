@@ -1,4 +1,4 @@
-"""Which layouts can be: what the ranks, the backend and the model's sizes have to say before anything starts.
+"""Refuses layouts that the ranks, the backend or the model's sizes rule out, before any process starts.
 
     check_ranks     of the recipe alone
     check_layout    of the model too, whose sizes must divide
@@ -19,7 +19,7 @@ MEGATRON_ONLY = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_ten
 
 
 class Sizes(Protocol):
-    """Of a decoder: what a layout divides."""
+    """The sizes of a decoder that a layout divides."""
 
     @property
     def layers(self) -> int: ...
@@ -29,7 +29,7 @@ class Sizes(Protocol):
     def key_value_heads(self) -> int: ...
     @property
     def ffn_width(self) -> int:
-        """Of the dense block, or of one expert."""
+        """The width of the dense block, or of one expert."""
         ...
 
     @property
@@ -39,7 +39,7 @@ class Sizes(Protocol):
 
 
 def check_ranks(backend: str, layout: LayoutConfig, processes: int) -> None:
-    """Whether `processes` ranks, of all machines, can be laid out so by this backend."""
+    """Checks that this backend can lay out `processes` ranks, of all machines, in this way."""
     if backend == "fsdp":
         for key in MEGATRON_ONLY:
             if getattr(layout, key) > 1:
@@ -82,7 +82,7 @@ def check_layout(backend: str, layout: LayoutConfig, processes: int, sizes: Size
 
 
 def check_context(context: int, heads: int, key_value_heads: int) -> None:
-    """Whether so many ranks can share the heads; key/value heads may be repeated."""
+    """Checks that so many ranks can share the heads; key/value heads may be repeated."""
     if heads % context or (key_value_heads % context and context % key_value_heads):
         raise ConfigError(
             f"learner.layout.context={context} does not divide the model's {heads} attention heads, or neither divides"

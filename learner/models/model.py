@@ -42,7 +42,7 @@ def load_model(model: ModelConfig, seed: int = 0) -> "PreTrainedModel":
 
 @contextmanager
 def building(config: "PretrainedConfig") -> Iterator[None]:
-    """What transformers says of sizes that it cannot build a model of, as a ConfigError."""
+    """Turns transformers' errors about impossible sizes into a ConfigError."""
     try:
         yield
     except (RuntimeError, ArithmeticError, ValueError, TypeError) as error:
@@ -145,7 +145,7 @@ def _path_config(model: ModelConfig) -> "PretrainedConfig":
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """What transformers says of a bad path, with the path and the remedy."""
+    """Turns transformers' errors about a path into a ConfigError with the path and the remedy."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Part = Literal["embedding", "head", "column", "row", "experts", "whole"]
-"""How tensor parallelism treats a tensor: rows of the vocabulary, output features, input features, experts, not at all.
+"""The way in which tensor parallelism splits a tensor: vocabulary rows, output features, input features, experts, none.
 
 A column's bias is split with it; a row's is whole."""
 
@@ -69,11 +69,11 @@ class ModelShape:
 
     @cached_property
     def ffn_width(self) -> int:
-        """Of the first layer's dense block, or of one of its experts."""
+        """The width of the first layer's dense block, or of one of its experts."""
         return self._down(0).shape[-1]
 
     def feed_forward_width(self, layer: int) -> int:
-        """Of the dense block, or of all the experts that a token chooses together."""
+        """Returns the width of the dense block, or of all the experts that a token chooses together."""
         down = self._down(layer)
         return down.shape[-1] * (self.experts_per_token if down.part == "experts" else 1)
 
@@ -86,7 +86,7 @@ class ModelShape:
 
 
 def shape_of(config: "PretrainedConfig") -> ModelShape:
-    """Of the model that transformers would build, on torch's meta device."""
+    """Returns the shape of the model that transformers would build, on torch's meta device."""
     from transformers import AutoModelForCausalLM
 
     with building(config), torch.device("meta"):
@@ -110,7 +110,7 @@ def shape_of(config: "PretrainedConfig") -> ModelShape:
 
 
 def num_experts(config: "PretrainedConfig") -> int:
-    """Of a layer with experts, by whichever name the configuration has for it; 0: dense."""
+    """Returns the number of experts of a layer, by any of its names in configurations; 0 for a dense model."""
     return getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
 
 

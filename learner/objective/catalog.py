@@ -34,7 +34,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     part: str
-    """Where it stands in a composition."""
+    """The part of a composition in which it stands."""
     equation: str
     notes: str
     source: str
@@ -66,7 +66,7 @@ def compositions() -> Iterator[Composition]:
 
 
 def find(name: str) -> list[Function | Composition]:
-    """What has this name: a preset, a function, or both. Raises HeadwayError."""
+    """Returns the preset, the function, or both that have this name. Raises HeadwayError."""
     everything: list[Function | Composition] = [*compositions(), *functions()]
     found = [one for one in everything if one.name == name]
     if not found:

@@ -1,4 +1,4 @@
-"""Which functions of `algorithms` a recipe's names stand for, and which of them fit together."""
+"""Resolves a recipe's names to functions of `algorithms`, and refuses those that do not fit together."""
 
 import functools
 import inspect
@@ -68,8 +68,8 @@ class BoundCorrection:
     def for_batch(
         self, policy_logprobs: Sequence[torch.Tensor], batches: Sequence[Tokens], sum_over_ranks: OverRanks
     ) -> "BoundCorrection":
-        """With what it must know of the whole update; `policy_logprobs` are those that it will be given. Collective
-        where it `needs_batch`.
+        """Binds the statistics of the whole update; `policy_logprobs` are those that the correction will get.
+        Collective where it `needs_batch`.
         """
         if not self.needs_batch:
             return self
@@ -199,12 +199,12 @@ def open_aggregation(config: AlgorithmConfig, max_new_tokens: int | None = None)
 
 
 def open_proximal(config: AlgorithmConfig) -> Callable[..., torch.Tensor] | None:
-    """What stands in for a forward pass of the proximal policy; None: nothing does."""
+    """Returns the stand-in for a forward pass of the proximal policy; None where there is none."""
     return PROXIMAL.get(config.proximal)
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """What a recipe may set of a function: its keyword-only arguments."""
+    """Returns the options of a function that a recipe may set: its keyword-only arguments."""
     parameters = inspect.signature(function).parameters
     return {
         name: parameter

@@ -27,10 +27,10 @@ Sums = tuple[float, float, float]
 
 
 class Estimates(NamedTuple):
-    """What a critic makes of a batch's rewards."""
+    """A critic's estimates for one batch."""
 
     returns: list[torch.Tensor]
-    """What its values are fitted to."""
+    """The targets to which the critic's values are fitted."""
     advantages: list[torch.Tensor]
     """Whitened: mean 0 and variance 1 over the trained tokens of all micro-batches and ranks."""
     metrics: dict[str, float]
@@ -87,7 +87,7 @@ class Critic:
         return {**whole, "value_loss": total, "value_grad_norm": grad_norm}
 
     def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
-        """What a checkpoint holds of it."""
+        """Returns the snapshot of the critic that a checkpoint holds."""
         return self.backend.snapshot(directory, is_copied=is_copied)
 
     def load(self, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""From an AlgorithmConfig to the loss: picks functions of `algorithms` and puts them together, nothing more.
+"""Composes the loss of an AlgorithmConfig from functions of `algorithms`, and does nothing more.
 
     share = sum_t shares_t * (objective_t * weights_t + kl.coefficient * kl_t)
 
@@ -34,12 +34,12 @@ from .composition import (
 
 
 class Denominators(NamedTuple):
-    """What one update trains, over all its micro-batches and ranks."""
+    """The counts that one update trains, over all its micro-batches and ranks."""
 
     tokens: float
-    """With mask 1."""
+    """The tokens with mask 1."""
     sequences: float
-    """With at least one such token."""
+    """The sequences with at least one such token."""
 
 
 def local(values: Sequence[float]) -> Sequence[float]:
@@ -113,7 +113,7 @@ class Objective:
         return loss
 
     def _is_of_current(self, correction: BoundCorrection) -> bool:
-        """Whether it weighs the current policy: a trust region does, and all do without a proximal one."""
+        """True where it weighs the current policy: a trust region does, and all do without a proximal one."""
         return correction.is_trust_region or not self.needs_proximal
 
     def _proximal(

@@ -1,4 +1,4 @@
-"""From a batch's trajectories to an advantage for each: rewards shaped, then compared.
+"""Shapes the rewards of a batch's trajectories, and compares them to an advantage for each.
 
 rewards ─ length, overlong penalty, KL ─► shaped rewards ─ advantage function ─► advantages
 """
@@ -23,7 +23,7 @@ class RewardStats:
 
     mean: float
     std: float
-    """Of the whole batch, dividing by n."""
+    """The standard deviation over the whole batch, dividing by n."""
     flat_groups: float
     """Share of groups whose samples all got the same reward: in a comparison they teach nothing."""
     components: dict[str, float]
@@ -36,7 +36,7 @@ def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 def teaches(group: Group) -> bool:
-    """Whether its samples differ in reward, so that a comparison within the group says anything."""
+    """True where the group's samples differ in reward, so that comparing them teaches something."""
     return len({trajectory.reward for trajectory in group.trajectories}) > 1
 
 
@@ -62,7 +62,7 @@ def compared(groups: Sequence[Group], rewards_S: torch.Tensor, advantage: Advant
 
 
 def reward_stats(groups: Sequence[Group]) -> RewardStats:
-    """What the reward functions gave, before any shaping."""
+    """Returns statistics of the rewards before any shaping."""
     trajectories = trajectories_of(groups)
     rewards_S = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     names = sorted({name for trajectory in trajectories for name in trajectory.rewards})

@@ -40,7 +40,7 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What one batch did to the weights."""
+    """The outcome of one batch's updates."""
 
     loss: float
     """Mean over the batch's optimizer updates."""
@@ -48,20 +48,20 @@ class Update:
     """Largest of the updates, before clipping; not finite if one was skipped."""
     learning_rate: float
     micro_batches: int
-    """Of this rank."""
+    """The number of micro-batches of this rank."""
     algorithm: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """What one optimizer update is made of; lists have an entry for every micro-batch of this rank."""
+    """The inputs of one optimizer update; lists have an entry for every micro-batch of this rank."""
 
     batches: list[PackedBatch]
     reference: list[torch.Tensor] | None
     returns: list[torch.Tensor]
     values: list[torch.Tensor]
     estimates: dict[str, float]
-    """What the critic's values were worth, over the whole step."""
+    """How well the critic's values explain the returns, over the whole step."""
 
 
 class Updater:
@@ -114,7 +114,7 @@ class Updater:
 
     @property
     def beside(self) -> dict[str, Stored]:
-        """What a checkpoint holds beside the policy: models that the algorithm changes."""
+        """The models that a checkpoint holds beside the policy, as the algorithm changes them."""
         models: dict[str, Stored] = {}
         if self._critic is not None:
             models["critic"] = self._critic
@@ -123,7 +123,7 @@ class Updater:
         return models
 
     def load(self, checkpoint: Path) -> None:
-        """What is `beside` the policy in a checkpoint; what one of another algorithm lacks starts anew."""
+        """Loads the models `beside` the policy from a checkpoint; one that the checkpoint lacks starts anew."""
         for name, model in self.beside.items():
             if (checkpoint / name).is_dir():
                 model.load(checkpoint / name)
@@ -202,7 +202,7 @@ class Updater:
     def _estimated(
         self, critic: Critic, packed: Sequence[list[PackedBatch]], references: Sequence[list[torch.Tensor] | None]
     ) -> list[_Part]:
-        """With the critic's advantages, which are whitened over all updates of the step together."""
+        """Adds the critic's advantages, which are whitened over all updates of the step together."""
         batches = [batch for part in packed for batch in part]
         values = critic.values(batches)
         rewards = [outcome_rewards(batch) for batch in batches]
@@ -256,11 +256,11 @@ class Updater:
         return pack(sequences, self._ranks.replica, self._ranks.replicas, self._learner.micro_batch_tokens, self._cost)
 
     def _logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-        """Under the weights as they are."""
+        """Returns logprobs under the present weights."""
         return self._backend.logprobs(batches, self._temperature)
 
     def _reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
-        """Under the reference's own choice of experts: it is a policy that nobody sampled from."""
+        """Returns the reference's logprobs under its own choice of experts, as no engine sampled from it."""
         if self._reference is None:
             return None
         own = [dataclasses.replace(batch, experts_TLK=None) for batch in batches]

@@ -1,1 +1,1 @@
-"""How much memory a recipe takes, before anything is started."""
+"""Estimates the memory that a recipe takes, before any process starts."""

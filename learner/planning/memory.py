@@ -1,4 +1,4 @@
-"""What every rank of the learner will hold on its device, worked out from shapes before anything starts.
+"""Computes from shapes what every rank of the learner will hold on its device, before any process starts.
 
 Parameters, gradients and optimizer state are exact but for the padding of buffers; the rest is an estimate.
 
@@ -28,20 +28,20 @@ MOMENTS = 2 * FP32
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What one rank holds, in bytes."""
+    """The bytes that one rank holds on its device."""
 
     rank: int
     part: str
-    """Of the model, in words."""
+    """The rank's part of the model, in words."""
     parameters: int
     gradients: int
     optimizer: int
     gathered: int
-    """fsdp: what is not in shards while layers are computed."""
+    """The tensors that fsdp gathers while layers are computed."""
     activations: int
     """Kept for the backward pass."""
     head: int
-    """Of the output head: a chunk of logits, and the gradient of its weight while that is summed."""
+    """The output head: a chunk of logits, and the gradient of its weight while that is summed."""
     other_models: int
     """The reference of the KL penalty, and the critic of gae, which holds about what the policy holds."""
     published: int
@@ -55,7 +55,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What is planned for: a model, how it is split and trained, and which models there are besides."""
+    """The subject of a plan: a model, how it is split and trained, and the models besides it."""
 
     shape: ModelShape
     learner: LearnerConfig
@@ -64,11 +64,11 @@ class Planned:
     has_reference: bool = False
     has_critic: bool = False
     versions: Mapping[int, int] = field(default_factory=dict)
-    """How many whole versions of the weights lie on the device of which rank."""
+    """The number of whole versions of the weights on each rank's device."""
 
     @property
     def compute_bytes(self) -> int:
-        """Of one number in the forward and backward pass."""
+        """The bytes of one number in the forward and backward pass."""
         return 2 if self.dtype == "bfloat16" else FP32
 
     @property
@@ -78,12 +78,12 @@ class Planned:
 
     @property
     def row_tokens(self) -> int:
-        """Of a micro-batch, on one rank."""
+        """The tokens of a micro-batch on one rank."""
         return -(-self.learner.micro_batch_tokens // self.learner.layout.context)
 
     @cached_property
     def vocabulary_rows(self) -> int:
-        """On one rank; the last one's are padded."""
+        """The rows of the vocabulary on one rank; those of the last rank are padded."""
         return -(-self.shape.vocabulary // self.learner.layout.tensor)
 
 

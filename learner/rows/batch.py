@@ -36,7 +36,7 @@ class PackedBatch:
 
     @property
     def tokens(self) -> Tokens:
-        """What the mathematics looks at."""
+        """The tensors that `algorithms` gets."""
         return Tokens(self.behavior_logprobs_T, self.advantages_T, self.loss_mask_T, self.lags_T, self.cu_seqlens)
 
     @property

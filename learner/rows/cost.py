@@ -1,4 +1,4 @@
-"""What a micro-batch costs: a fixed part, a part for every token, and a part for every pair of tokens of a sequence.
+"""A micro-batch costs a fixed part, a part for every token, and a part for every pair of tokens of a sequence.
 
 A sequence of L tokens costs a * L in linear layers and b * L^2 in attention; a and b are counted from the model's
 shapes, or measured.
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
     from learner.models.shape import ModelShape
 
 FLOPS_PER_BYTE = 200
-"""What a GPU computes while it reads one byte of its memory: an H200 989 TFLOP/s in bfloat16, and 4.8 TB/s."""
+"""The operations that a GPU does while it reads one byte of its memory: an H200 989 TFLOP/s in bfloat16 at 4.8 TB/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """In any unit, the same for all three: FLOPs, seconds, or tokens' worth.
+    """Costs in one unit for all three parts: FLOPs, seconds, or tokens' worth.
 
     The defaults are a model of width 4096 with as wide attention: 24 W^2 FLOPs a token and layer, and 2 W a pair.
     """
 
     per_token: float = 1.0
     per_pair: float = 1 / 49152
-    """Of L^2: the causal half is in it."""
+    """The factor of L^2, with the causal half in it."""
     per_micro_batch: float = 0.0
 
     def of_sequences(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """[S] of each sequence alone, without the fixed part."""
+        """Returns the cost [S] of each sequence alone, without the fixed part."""
         lengths_S = np.asarray(lengths, np.float64)
         return lengths_S * (self.per_token + self.per_pair * lengths_S)
 
     def of_micro_batch(self, lengths: ArrayLike) -> float:
-        """Of sequences computed together."""
+        """Returns the cost of sequences that are computed together."""
         return self.per_micro_batch + float(self.of_sequences(lengths).sum())
 
     @classmethod
@@ -70,7 +70,7 @@ class CostModel:
 
 
 DEFAULT_COST = CostModel()
-"""For callers that know no model: it divides work well for all that are not far from it."""
+"""The cost model of callers that know no model: it divides work well for all models that are not far from it."""
 
 
 def _non_negative_fit(features: NDArray[np.float64], targets: NDArray[np.float64]) -> list[float]:

@@ -101,7 +101,7 @@ _Costs = NDArray[np.float64]
 
 
 def _few_bins(lengths: _Lengths, costs: _Costs, replicas: int, budget: int) -> Bins:
-    """As few for each replica as are needed, even ones where there is room to be even."""
+    """Returns as few micro-batches for each replica as are needed, of even cost where there is room."""
     fewest = max(1, math.ceil(_lower_bound(lengths, budget) / replicas))
     if even := _spread(lengths, costs, fewest, replicas, budget):
         return even
@@ -112,7 +112,7 @@ def _few_bins(lengths: _Lengths, costs: _Costs, replicas: int, budget: int) -> B
 
 
 def _lower_bound(lengths: _Lengths, budget: int) -> int:
-    """What no plan can do with less: a bin for every sequence over half the budget, and room for all tokens."""
+    """Returns the fewest bins of any plan: one for every sequence over half the budget, and room for all tokens."""
     within = lengths[lengths <= budget]
     by_tokens = math.ceil(int(within.sum()) / budget)
     return len(lengths) - len(within) + max(by_tokens, int((2 * within > budget).sum()))

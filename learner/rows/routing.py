@@ -26,10 +26,10 @@ class RoutingError(HeadwayError):
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What every token of a model is given."""
+    """The sizes of a model's expert choices for every token."""
 
     layers: int
-    """Those with experts."""
+    """The number of layers with experts."""
     experts: int
     per_token: int
 

@@ -1,4 +1,4 @@
-"""Where prompts come from, and how far they have been fed.
+"""Sources give prompts, and a cursor remembers how far the learner has fed them.
 
     source (arithmetic, files, hub, reasoning_gym, your own) ─ Item ─► rendering ─ Prompt ─► cursor ─► broker
 

@@ -19,9 +19,9 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any] = {}
-    """What reward functions may need besides; JSON-able."""
+    """Further facts for reward functions, as JSON holds them."""
     place: str = ""
-    """Where it was read, such as `train.jsonl:12`, for errors."""
+    """The place from which it was read, such as `train.jsonl:12`, for errors."""
 
 
 class PromptSource(Protocol):
@@ -42,5 +42,5 @@ class PromptSource(Protocol):
 
 
 def is_held_out(text: str) -> bool:
-    """Splits what can be generated in two: one text in 16 is for evaluation, whoever generates it."""
+    """Splits what can be generated in two: one text in 16 is for evaluation, whichever process generates it."""
     return zlib.crc32(text.encode()) % HELD_OUT_ONE_IN == 0

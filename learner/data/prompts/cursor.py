@@ -1,4 +1,4 @@
-"""Where the run stands in its prompts: what to feed next, and, for a resumed learner, what to feed again.
+"""The cursor knows which prompts to feed next, and which ones a resumed learner feeds again.
 
 A group's name is its place, `EPOCH-POSITION` in fixed width, so that names sort in feed order. Everything
 before the watermark has been trained; what was trained after it is remembered by name. A learner that starts

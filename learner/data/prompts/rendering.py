@@ -1,4 +1,4 @@
-"""From items to what the broker carries: chat templates and tokenization."""
+"""Renders items to prompts that the broker carries, by chat templates and tokenization."""
 
 from typing import TYPE_CHECKING
 

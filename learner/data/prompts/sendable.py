@@ -1,4 +1,4 @@
-"""What can go to the broker, and through a tokenizer: text in UTF-8, numbers of 64 bits, lists, mappings with names."""
+"""The broker and tokenizers take text in UTF-8, numbers of 64 bits, lists, and mappings with names."""
 
 import msgspec
 
