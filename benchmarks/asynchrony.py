@@ -41,7 +41,7 @@ from deploy.recipe.loading import load_recipe
 from deploy.run.directory import EXPERIENCE
 from deploy.run.figures import EDGE_STEPS
 from deploy.run.report import METRICS, lineage, read_lines, read_summary
-from deploy.run.sft_output import is_complete
+from deploy.run.stage_output import is_complete
 from learner.experience.log import ExperienceLog
 
 RECIPE = str(Path(__file__).with_name("long_tailed.yaml"))

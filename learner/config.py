@@ -9,6 +9,7 @@ from broker.errors import ConfigError
 
 PROMPTS = ("arithmetic", "jsonl", "parquet", "datasets", "reasoning_gym")
 EXAMPLES = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
+STAGES = ("sft", "rl")
 
 
 class RandomModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -219,6 +220,26 @@ class SftConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The supervised warm-up before reinforcement learning."""
 
     phases: Annotated[tuple[SftPhaseConfig, ...], Meta(description="run one after another; none: no warm-up")] = ()
+
+
+class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage of a run, which starts from the model that the one before left."""
+
+    kind: Annotated[str, Meta(description=f"{', '.join(STAGES)}, or your own as package.module:Class")]
+    phases: Annotated[
+        tuple[SftPhaseConfig, ...], Meta(description="of sft: run one after another; none: the stage is left out")
+    ] = ()
+    options: Annotated[dict[str, Any], Meta(description="of your own stage: what its Options declare")] = {}
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether workers generate what it trains: then it is the run's learner, and the last stage."""
+        return self.kind == "rl"
+
+    @property
+    def is_left_out(self) -> bool:
+        """Supervised training without a phase is none."""
+        return self.kind == "sft" and not self.phases
 
 
 class LayoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

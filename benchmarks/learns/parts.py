@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpus import gpu_names
-from deploy.run.sft_output import is_complete
+from deploy.run.stage_output import is_complete
 
 SFT, CONTROL = "sft", "control"
 ALGORITHMS = ("grpo", "gspo")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from broker.connection.address import PASSWORD_FILE, with_whole_paths
 from deploy.recipe.recipe import Recipe
-from deploy.run.directory import CONFIG, SFT
+from deploy.run.directory import CONFIG
+from deploy.run.stage_output import Planned
 from learner.experience.rewind import Rewind
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.gpus import gpus_of
@@ -27,9 +28,11 @@ def server_command(directory: Path) -> Command:
     return Command(name="server", argv=(*_plainly(), "broker", "--port", "0", "--directory", str(directory)), log=None)
 
 
-def warm_up_command(recipe: Recipe, directory: Path) -> Command:
-    """The warm-up of a run whose directory is prepared."""
-    return sft_command(recipe, (str(directory / CONFIG), "--output", str(directory / SFT)))
+def warm_up_command(recipe: Recipe, directory: Path, stage: Planned) -> Command:
+    """A stage without workers, such as the warm-up, of a run whose directory is prepared."""
+    output = directory / stage.directory.relative_to(recipe.run_directory)
+    which = ("--stage", f"{stage.number}") if stage.number else ()
+    return sft_command(recipe, (str(directory / CONFIG), "--output", str(output), *which))
 
 
 def sft_command(recipe: Recipe, arguments: Sequence[str]) -> Command:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.table import Table
 
 from broker.client.broker import BlockingBroker
@@ -23,11 +22,11 @@ from deploy.recipe.data_checks import check_data
 from deploy.recipe.operators import passed_on
 from deploy.recipe.packages import check_packages
 from deploy.recipe.recipe import Recipe
-from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SERVER, SFT, endpoint, held, prepare
+from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SERVER, endpoint, held, prepare
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.report import amend_summary, read_summary
 from deploy.run.resuming import check_resumable
-from deploy.run.sft_output import is_complete
+from deploy.run.stage_output import planned, starting_after
 from deploy.terminal import Terminal, styled
 from learner.experience.rewind import Rewind
 
@@ -48,6 +47,7 @@ from .supervisor import Supervisor
 
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""
+STAGE_STOPS = "the warm-up goes on from here next time"
 QUOTES = "'\""
 SHOWN = (
     ("held-out pass rate, before", "eval_before", ".3f"),
@@ -94,6 +94,9 @@ class Local:
             self.console.print(styled("Run ", (self.recipe.run.name, "bold"), f": {self.recipe.run_directory}"))
             if code := warm_up(self.recipe, directory, self._say, self.launcher):
                 return code
+            if not self.recipe.has_learner:
+                self._say(f"Finished. The model is in {after_warm_up(self.recipe).model.path}.")
+                return 0
             server = self._own_server(directory, stack)
             if self.overwrite:
                 forget(self._url_of(Role.LEARNER, server), self.recipe.run.name)
@@ -134,8 +137,11 @@ class Local:
         """Hand the launcher what a run would start, in that order, and write nothing."""
         directory = self.recipe.run_directory.resolve()
         self.launcher.start(prepare_command(self.recipe_name, self._shown_overrides(), self._manner()))
-        if self.recipe.sft.phases and (self.overwrite or not is_complete(directory / SFT)):
-            self.launcher.start(warm_up_command(self.recipe, directory))
+        for one in planned(self.recipe):
+            if self.overwrite or not one.is_complete:
+                self.launcher.start(warm_up_command(self.recipe, directory, one))
+        if not self.recipe.has_learner:
+            return 0
         server = None
         if self.recipe.broker.url == "embedded":
             server = KeptServer(directory / SERVER, self._say)
@@ -237,20 +243,23 @@ def _showable(override: str) -> str:
 
 
 def warm_up(recipe: Recipe, directory: Path, say: Callable[[str], None], launcher: Launcher | None = None) -> int:
-    """Run the recipe's supervised phases into directory/sft, unless that has been done; the exit code."""
-    if not recipe.sft.phases or is_complete(directory / SFT):
-        return 0
-    command, launcher = warm_up_command(recipe, directory), launcher or LocalLauncher()
-    notice = "the warm-up starts over next time"
-    return Supervisor((), command, drain_notice=notice, fails_when_stopped=True, say=say, launcher=launcher).run()
+    """Run the recipe's stages that need no workers, one after another, but for those that are done; the exit code."""
+    launcher = launcher or LocalLauncher()
+    for one in planned(recipe):
+        if one.is_complete:
+            continue
+        command = warm_up_command(recipe, directory, one)
+        supervisor = Supervisor(
+            (), command, drain_notice=STAGE_STOPS, fails_when_stopped=True, say=say, launcher=launcher
+        )
+        if code := supervisor.run():
+            return code
+    return 0
 
 
 def after_warm_up(recipe: Recipe) -> Recipe:
     """The recipe as the learner runs it: from the model that the warm-up left, if there is one."""
-    if not is_complete(recipe.run_directory / SFT):
-        return recipe
-    model = msgspec.structs.replace(recipe.model, path=str(recipe.run_directory / SFT), random=None)
-    return msgspec.structs.replace(recipe, model=model)
+    return starting_after(recipe, planned(recipe))
 
 
 def ping(url: str, run: str, say: Callable[[str], object]) -> None:

@@ -5,7 +5,8 @@ from itertools import chain
 
 from broker.errors import ConfigError
 from broker.user_code.kinds import unknown_kind
-from learner.config import EXAMPLES, PROMPTS, LearnerConfig
+from learner.choices import unknown_option
+from learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
 from learner.models.layout import check_ranks
 from rollout_workers.config import REWARDS, EngineConfig
 from rollout_workers.engines import ENGINES, abilities_of
@@ -44,10 +45,22 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
     _check_kind(recipe.launcher.kind, LAUNCHERS, f"{source}: launcher.kind")
     for phase in recipe.sft.phases:
         _check_kind(phase.kind, EXAMPLES, f"{source}: sft.phases.kind")
+    for index, stage in enumerate(recipe.stages):
+        _check_stage(stage, f"{source}: stages[{index}]")
     for reward in recipe.rewards:
         _check_kind(reward.kind, REWARDS, f"{source}: rewards.kind")
     check_sinks(recipe.metrics, source)
     check_environment(recipe.environment, source)
+
+
+def _check_stage(stage: StageConfig, where: str) -> None:
+    """Options of a user's own stage are checked where it is imported, which is where it runs."""
+    _check_kind(stage.kind, STAGES, f"{where}.kind")
+    if stage.kind in STAGES and stage.options:
+        known = ("phases",) if stage.kind == "sft" else ()
+        raise unknown_option(next(iter(stage.options)), known, where, of=f"kind={stage.kind}")
+    for phase in stage.phases:
+        _check_kind(phase.kind, EXAMPLES, f"{where}.phases.kind")
 
 
 def _check_kind(kind: str, known: Collection[str], where: str) -> None:
@@ -58,6 +71,7 @@ def _check_kind(kind: str, known: Collection[str], where: str) -> None:
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     learner, sampling, engine = recipe.learner, recipe.sampling, recipe.engine
     yield from _impossible_layouts(learner)
+    yield from _impossible_stages(recipe)
     yield from _missing_abilities(recipe)
     if not recipe.model.path and recipe.model.random is None:
         yield "no model: set model.path to a Hugging Face directory or id, or describe model.random."
@@ -109,6 +123,21 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"staleness.min_group_size ({recipe.staleness.min_group_size}) is above learner.group_size"
             f" ({learner.group_size}): no group could ever be trimmed."
         )
+
+
+def _impossible_stages(recipe: Recipe) -> Iterator[str]:
+    if recipe.stages and recipe.sft.phases:
+        yield "both sft.phases and stages say what the warm-up is. Move the phases to stages: [{kind: sft, phases}]."
+    for index, stage in enumerate(recipe.stages):
+        if stage.phases and stage.kind != "sft":
+            yield f"stages[{index}].phases are of kind=sft, and this stage is {stage.kind}. Remove them."
+        if stage.has_workers and index < len(recipe.stages) - 1:
+            yield (
+                f"stages[{index}] is {stage.kind}, which ends the run, and stages[{index + 1}] follows it. Move it to"
+                " the end, and train on in a run of its own, from model.path=CHECKPOINT."
+            )
+    if all(stage.is_left_out for stage in recipe.plan):
+        yield "no stage is left to run. Add one to stages, such as {kind: rl}, or give sft its phases."
 
 
 def _impossible_transfers(recipe: Recipe) -> Iterator[str]:

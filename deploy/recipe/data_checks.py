@@ -3,6 +3,8 @@
 What takes a tokenizer to know is told by the learner, with the same file and row.
 """
 
+from itertools import chain
+
 from learner.data.examples import open_examples
 from learner.data.prompts import open_source
 
@@ -18,6 +20,6 @@ def check_data(recipe: Recipe) -> None:
         source = open_source(recipe.prompts, recipe.run.seed)
         if recipe.evaluation.prompts:
             source.held_out(1)
-    for phase in recipe.sft.phases:
+    for phase in chain.from_iterable(stage.phases for stage in recipe.plan):
         if phase.kind in LOCAL:
             open_examples(phase, recipe.run.seed)

@@ -38,6 +38,15 @@ _RATE = Limit(0, 100, "an update moves each weight by about the learning rate")
 
 _DEADLINE = Limit(0.01, 30 * DAY_S, "a call into another process takes that long, and nobody waits longer than 30 days")
 
+_PHASES = {
+    "learning_rate": _RATE,
+    "deadline_s": _DEADLINE,
+    "batch_size": Limit(1, 1 << 16, "they are held in memory"),
+    "max_steps": _COUNT,
+    "gate_every_steps": _COUNT,
+    "gate_prompts": Limit(1, 1 << 16, "they are held in memory and sampled one after the other"),
+}
+
 LIMITS = {
     "model.random.config.num_hidden_layers": Limit(1, 1000, "each is built before anything else is known"),
     "run.seed": _COUNT,
@@ -89,12 +98,7 @@ LIMITS = {
     "learner.group_size": Limit(1, 4096, "a group's samples are one record in the server, and are trained together"),
     "learner.micro_batch_tokens": Limit(1, 1 << 24, "they go through the model at once"),
     "learner.updates_per_step": Limit(1, 1 << 16, "each has at least one group"),
-    "sft.phases.learning_rate": _RATE,
-    "sft.phases.deadline_s": _DEADLINE,
-    "sft.phases.batch_size": Limit(1, 1 << 16, "they are held in memory"),
-    "sft.phases.max_steps": _COUNT,
-    "sft.phases.gate_every_steps": _COUNT,
-    "sft.phases.gate_prompts": Limit(1, 1 << 16, "they are held in memory and sampled one after the other"),
+    **{f"{section}.phases.{name}": limit for section in ("sft", "stages") for name, limit in _PHASES.items()},
     "checkpoint.every_steps": _COUNT,
     "checkpoint.keep": Limit(1, 10_000, "each is a directory of several files"),
     "checkpoint.log_bytes": _BYTES,

@@ -2,6 +2,7 @@
 
 from broker.errors import ConfigError
 from broker.installation import is_installed
+from broker.user_code.roots import ImportRoots
 from rollout_workers.engines import abilities_of, check_asked, check_installed
 
 from .operators import check_paths, roots_of
@@ -15,6 +16,9 @@ def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
     """Raise ConfigError where the learner, or a worker if this machine has any, would find its package missing, would
     not import what the recipe names, or would have an engine that cannot do what the recipe asks of it."""
     check_paths(recipe)
+    for index, stage in enumerate(recipe.stages):
+        if ":" in stage.kind:
+            ImportRoots((stage.kind,)).check(stage.kind, f"stages[{index}].kind")
     if recipe.learner.backend == "megatron" and not is_installed("megatron.core"):
         raise ConfigError(f"learner.backend=megatron needs Megatron Core, which is not installed. {MEGATRON_REMEDY}")
     check_sink_packages(recipe.metrics)

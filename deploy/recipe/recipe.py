@@ -18,6 +18,7 @@ from learner.config import (
     OptimizerConfig,
     PromptsConfig,
     SftConfig,
+    StageConfig,
 )
 from rollout_workers.config import (
     EngineConfig,
@@ -88,6 +89,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()
     sft: SftConfig = SftConfig()
+    stages: Annotated[
+        tuple[StageConfig, ...],
+        Meta(description="what trains the model, in order: each starts from what the one before left; none: sft, rl"),
+    ] = ()
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     metrics: Annotated[
@@ -96,6 +101,21 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     launcher: LauncherConfig = LauncherConfig()
 
     @property
+    def plan(self) -> tuple[StageConfig, ...]:
+        """The run's stages, in order."""
+        return plan_of(self.sft, self.stages)
+
+    @property
+    def has_learner(self) -> bool:
+        """Whether one of its stages is trained from what workers generate."""
+        return any(stage.has_workers for stage in self.plan)
+
+    @property
     def run_directory(self) -> Path:
         """Where this run's report, logs and checkpoints are."""
         return Path(self.run.directory) / self.run.name
+
+
+def plan_of(sft: SftConfig, stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
+    """A recipe that names no stages has supervised training as its `sft` section says, and then `rl`."""
+    return stages or (StageConfig(kind="sft", phases=sft.phases), StageConfig(kind="rl"))

@@ -24,7 +24,7 @@ from broker.schema import RunStatus
 from deploy.launch.base import Launcher
 from deploy.launch.commands import learner_command, sft_command, worker_commands
 from deploy.launch.farewell import say_farewell
-from deploy.launch.local import after_warm_up, check_rewind, forget, ping, warm_up
+from deploy.launch.local import STAGE_STOPS, after_warm_up, check_rewind, forget, ping, warm_up
 from deploy.launch.server_traits import check_traits
 from deploy.launch.supervisor import Supervisor
 from deploy.observe.live import watch as watch_run
@@ -38,10 +38,10 @@ from deploy.recipe.packages import check_packages
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.values import check_plain
 from deploy.recipe.words import check_shape, explain
-from deploy.run.directory import SFT, endpoint, find_endpoint, held, prepare
+from deploy.run.directory import endpoint, find_endpoint, held, prepare
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.resuming import check_resumable
-from deploy.run.sft_output import is_complete, is_of, mark_complete
+from deploy.run.stage_output import is_complete, is_of, mark_complete, planned
 from deploy.terminal import Terminal
 from learner.experience.rewind import Rewind
 from rollout_workers.config import EngineConfig
@@ -88,6 +88,9 @@ def run_learner(
             stack.enter_context(endpoint(directory, url, recipe.run.name))
         if not prepared and not is_rank and (code := warm_up(recipe, recipe.run_directory.resolve(), say)):
             return code
+        if not recipe.has_learner:
+            say(f"Finished. The model is in {after_warm_up(recipe).model.path}.")
+            return 0
         recipe = after_warm_up(recipe)
         if recipe.learner.processes > 1 and not is_rank:
             return _run_ranks(recipe, url, resume, rewind)
@@ -101,12 +104,14 @@ def run_learner(
 
 def _check_warmed_up(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
     """The user's own torchrun gives us ranks, and the warm-up is the work of one process before them."""
-    directory = recipe.run_directory / SFT
-    is_there = is_complete(directory) if resume else is_of(directory, recipe) and not overwrite
-    if recipe.sft.phases and not is_there:
+    for one in planned(recipe):
+        directory = one.directory
+        if one.is_complete if resume else is_of(directory, recipe) and not overwrite:
+            continue
+        which = f" --stage {one.number}" if one.number else ""
         raise ConfigError(
             f"The recipe has a warm-up, and {directory} does not hold it yet. Under torchrun, run"
-            f" `headway sft RECIPE --output {directory}` first"
+            f" `headway sft RECIPE --output {directory}{which}` first"
             + (", and leave --overwrite out, which would remove it." if overwrite else ".")
         )
 
@@ -161,24 +166,27 @@ def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed:
     say_farewell()
 
 
-def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str]) -> int:
-    """This process is the warm-up or one rank of it; or it starts torchrun with `arguments`, where ranks are wanted.
+def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str], number: int = 0) -> int:
+    """This process is a stage without workers, or one rank of it; or it starts torchrun with `arguments`, where ranks
+    are wanted. `number`: which of the recipe's stages.
 
     The directory is marked complete at the very end.
     """
-    if not recipe.sft.phases:
-        raise ConfigError("The recipe has no warm-up: sft.phases is empty.")
+    if number not in [one.number for one in planned(recipe)]:
+        raise ConfigError(
+            "The recipe has no warm-up: sft.phases is empty, and its first stage is none without workers."
+        )
     if is_complete(output):
         raise ConfigError(f"{output} already holds a finished warm-up. Choose another --output, or remove it.")
     if recipe.learner.processes > 1 and "RANK" not in os.environ:
-        notice = "the warm-up starts over next time"
-        return Supervisor((), sft_command(recipe, arguments), drain_notice=notice, fails_when_stopped=True).run()
+        command = sft_command(recipe, arguments)
+        return Supervisor((), command, drain_notice=STAGE_STOPS, fails_when_stopped=True).run()
     from .warm_up import fine_tune
 
     is_first = os.environ.get("RANK", "0") == "0"
-    outcome = fine_tune(recipe, output, console=Terminal(quiet=not is_first))
+    outcome = fine_tune(recipe, output, console=Terminal(quiet=not is_first), number=number)
     if is_first:
-        mark_complete(output, recipe, outcome)
+        mark_complete(output, recipe, outcome, number)
         say(f"Warm-up done: {output}")
     return 0
 

@@ -51,6 +51,7 @@ from learner.stages.colocation import LentDevice, wait_for_device
 from learner.stages.loop import Learner, LoopConfig
 from learner.stages.probe import TOLERANCE
 from learner.stages.resuming import Claimed, Origin, Start, choose_origin, claim_run, identify, open_log
+from learner.stages.rl import RlStage
 from weightsync.publish.publisher import Publisher
 from weightsync.transports.listening import allow_many_files
 
@@ -96,7 +97,7 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
             experience.set_state("training")
         gc.collect()
         gc.freeze()  # what packages leave for good: to look at all of it takes a good part of a step
-        is_finished = learner.run()
+        is_finished = RlStage(learner).run()
         if experience is not None:
             status = experience.status()  # while the workers are there to be counted
             experience.set_state("finished" if is_finished else "stopped")

@@ -1,6 +1,8 @@
-"""The warm-up role: the learner's supervised stage, gated on a pass rate that the workers' room measures."""
+"""The role of a stage without workers, such as the warm-up: opened with a pass rate that the workers' room measures."""
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -8,14 +10,20 @@ import msgspec
 import torch
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from broker.schema import Prompt
 from deploy.recipe.recipe import Recipe
+from deploy.run.stage_output import origin, planned, starting_after
 from deploy.terminal import Terminal
+from learner.config import StageConfig
 from learner.data.prompts import open_prompts
 from learner.data.prompts.rendering import Renderer
 from learner.models.model import load_config, load_tokenizer, model_files
 from learner.objective.composition import check_algorithm
 from learner.ranks import Ranks
-from learner.stages.sft import SftProgress, SftStage, WarmUpError
+from learner.stages import base, open_stage
+from learner.stages.base import Gate, StageParts
+from learner.stages.sft import WarmUpError
+from learner.stages.stage_checkpoints import StageCheckpoints
 
 from .backend import recipe_backend
 from .evaluation import Evaluator
@@ -24,57 +32,79 @@ from .stop_request import StopRequest
 LINE_EVERY_STEPS = 50
 
 
-class SftOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What the warm-up left behind."""
+class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage left behind."""
 
     steps: int
-    loss: float
+    loss: float | None
     pass_rate: float
     """Of the model as it was saved, on the held-out prompts."""
 
 
-def fine_tune(recipe: Recipe, output: Path, *, console: Terminal) -> SftOutcome:
-    """Run all phases and write a model for `from_pretrained` to `output`. Raises WarmUpError when it is stopped."""
-    check_algorithm(recipe.algorithm)  # what follows the warm-up must not fail for a misspelt option
+def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 0) -> StageOutcome:
+    """Run this stage of the recipe from what the ones before left, and write a model for `from_pretrained` to `output`.
+
+    One that was stopped goes on where it was. Raises WarmUpError when it is stopped.
+    """
+    check_algorithm(recipe.algorithm)  # what follows must not fail for a misspelt option
+    config, identity = recipe.plan[number], stage_identity(recipe, number)
+    recipe = starting_after(recipe, [one for one in planned(recipe) if one.number < number])
     backend = recipe_backend(recipe)
     ranks = Ranks.of(backend)
     tokenizer = load_tokenizer(recipe.model)
     prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
     prompts.check()
-    gates = [phase.gate_prompts for phase in recipe.sft.phases if phase.until_pass_rate]
-    held_out = prompts.held_out(max(*gates, recipe.evaluation.prompts, 0))
-    with (
-        Evaluator(recipe, model_files(load_config(recipe.model), tokenizer), held_out) as evaluator,
-        ProgressBars(console) as bars,
-    ):
+    held_out = prompts.held_out(_measured(recipe, config))
+    with _gate(recipe, held_out, ranks) as gate, ProgressBars(console) as bars:
+        parts = StageParts(
+            backend=backend,
+            ranks=ranks,
+            tokenizer=tokenizer,
+            renderer=Renderer(tokenizer, recipe.prompts.system_prompt),
+            checkpoints=StageCheckpoints(backend, ranks, output, identity),
+            seed=recipe.run.seed,
+            micro_batch_tokens=recipe.learner.micro_batch_tokens,
+            gate=gate,
+            report=bars.show,
+            should_stop=StopRequest(),
+        )
+        stage = open_stage(config, parts, f"stages[{number}]")
+        if not stage.run():
+            raise WarmUpError("The warm-up was stopped before its end; it goes on from here next time.")
+        pass_rate = gate(backend.named_tensors(), len(held_out))
+    stage.save()
+    return StageOutcome(steps=stage.metrics.steps, loss=stage.metrics.loss, pass_rate=pass_rate)
 
-        def gate(tensors: Iterable[tuple[str, torch.Tensor]], count: int | None = None) -> float:
+
+def stage_identity(recipe: Recipe, number: int) -> str:
+    """Of all that decides what the stage makes, and in which form its checkpoints are."""
+    learner = recipe.learner
+    parts = (origin(recipe, number), recipe.optimizer, learner.backend, learner.layout, learner.processes)
+    return hashlib.blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
+
+
+def _measured(recipe: Recipe, stage: StageConfig) -> int:
+    """The most held-out prompts that anybody will ask for."""
+    return max([recipe.evaluation.prompts, *(phase.gate_prompts for phase in stage.phases if phase.until_pass_rate)])
+
+
+@contextmanager
+def _gate(recipe: Recipe, held_out: Sequence[Prompt], ranks: Ranks) -> Iterator[Gate]:
+    """Measures the pass rate of the tensors that it is given, on the first so many of the held-out prompts."""
+    files = model_files(load_config(recipe.model), load_tokenizer(recipe.model))
+    with Evaluator(recipe, files, held_out) as evaluator:
+
+        def gate(tensors: Iterable[tuple[str, torch.Tensor]], count: int) -> float:
             pass_rate = evaluator.measure(tensors, count).pass_rate if ranks.is_first else 0.0
             for _ in tensors:  # gathering is collective
                 pass
             return ranks.sum([pass_rate])[0]
 
-        stage = SftStage(
-            backend=backend,
-            ranks=ranks,
-            tokenizer=tokenizer,
-            renderer=Renderer(tokenizer, recipe.prompts.system_prompt),
-            config=recipe.sft,
-            gate=gate,
-            seed=recipe.run.seed,
-            micro_batch_tokens=recipe.learner.micro_batch_tokens,
-            report=bars.show,
-            should_stop=StopRequest(),
-        )
-        if not stage.run():
-            raise WarmUpError("The warm-up was stopped before its end; it starts over next time.")
-        outcome = SftOutcome(steps=bars.steps, loss=bars.loss, pass_rate=gate(backend.named_tensors()))
-    backend.save(output)
-    return outcome
+        yield gate
 
 
 class ProgressBars:
-    """One bar a phase on a terminal, a line now and then elsewhere."""
+    """One bar a part on a terminal, a line now and then elsewhere."""
 
     def __init__(self, console: Terminal) -> None:
         self._console = console
@@ -86,9 +116,7 @@ class ProgressBars:
             console=console,
             disable=not console.is_terminal,
         )
-        self._tasks: dict[int, TaskID] = {}
-        self.steps = 0
-        self.loss = 0.0
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -97,16 +125,14 @@ class ProgressBars:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def show(self, progress: SftProgress) -> None:
+    def show(self, progress: base.Progress) -> None:
         """After every step."""
-        self.steps += 1
-        self.loss = progress.loss
         passed = "" if progress.pass_rate is None else f"  pass rate {progress.pass_rate:.2f}"
-        name = f"warm-up {progress.phase}/{progress.phases}"
-        if progress.phase not in self._tasks:
-            self._tasks[progress.phase] = self._progress.add_task(
+        name = progress.part
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(
                 name, total=progress.max_steps, loss=progress.loss, passed=passed
             )
-        self._progress.update(self._tasks[progress.phase], completed=progress.step, loss=progress.loss, passed=passed)
+        self._progress.update(self._tasks[name], completed=progress.step, loss=progress.loss, passed=passed)
         if not self._console.is_terminal and progress.step % LINE_EVERY_STEPS == 0:
             self._console.print(f"{name}: step {progress.step}/{progress.max_steps}  loss {progress.loss:.3f}{passed}")

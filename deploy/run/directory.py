@@ -1,7 +1,7 @@
 """A run's directory: made once, never shared by two runs, found again by `headway status`.
 
 runs/NAME/        config.yaml  metrics.jsonl  trained.jsonl  evaluations.jsonl  summary.json
-                  plots/  checkpoints/  experience/  replays/  logs/  sft/  broker/
+                  plots/  checkpoints/  experience/  replays/  logs/  sft/  stages/  broker/
                   settings.json: the recipe once more, for --resume to compare
                   identity: which run it is, for a broker where another one may get its name
                   incarnation: the last that a learner was given here
@@ -29,7 +29,7 @@ from deploy.recipe.recipe import Recipe
 from learner.checkpoints.disk import FULL
 
 from .in_use import described
-from .sft_output import is_complete, is_of
+from .stage_output import SFT, STAGES, is_complete, is_of
 from .whole_files import UNFINISHED, replace_file
 
 CONFIG, SETTINGS, ENDPOINT, IDENTITY, INCARNATION = (
@@ -39,7 +39,7 @@ CONFIG, SETTINGS, ENDPOINT, IDENTITY, INCARNATION = (
     "identity",
     "incarnation",
 )
-SFT, SERVER, CHECKPOINTS, EXPERIENCE, REPLAYS = "sft", "broker", "checkpoints", "experience", "replays"
+SERVER, CHECKPOINTS, EXPERIENCE, REPLAYS = "broker", "checkpoints", "experience", "replays"
 BEFORE_TRAINING = {
     CONFIG,
     SETTINGS,
@@ -48,6 +48,8 @@ BEFORE_TRAINING = {
     INCARNATION,
     SFT,
     f".{SFT}.partial",
+    f".{SFT}.checkpoints",
+    STAGES,
     SERVER,
     EXPERIENCE,
     "logs",
@@ -95,14 +97,15 @@ def _clear(recipe: Recipe, overwrite: bool, say: Callable[[str], None]) -> None:
 
 
 def _clear_false_start(recipe: Recipe, say: Callable[[str], None]) -> None:
-    """Only a finished warm-up is worth keeping, and only if this recipe would make the same."""
+    """Only finished stages are worth keeping, and only if this recipe would make the same."""
     directory = recipe.run_directory
     for name in (SERVER, EXPERIENCE):
         shutil.rmtree(directory / name, ignore_errors=True)
     (directory / ENDPOINT).unlink(missing_ok=True)
-    if is_complete(directory / SFT) and not is_of(directory / SFT, recipe):
-        say(f"{directory / SFT} holds the warm-up of another recipe; it is removed.")
-        shutil.rmtree(directory / SFT)
+    for left in (directory / SFT, *sorted((directory / STAGES).glob("[0-9]*"))):
+        if is_complete(left) and not is_of(left, recipe):
+            say(f"{left} holds the warm-up of another recipe; it is removed.")
+            shutil.rmtree(left)
 
 
 @contextmanager

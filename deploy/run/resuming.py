@@ -17,7 +17,8 @@ import msgspec
 from broker.errors import ConfigError
 from deploy.recipe.files import read_yaml
 from deploy.recipe.loading import recipe_to_bytes
-from deploy.recipe.recipe import Recipe
+from deploy.recipe.recipe import Recipe, plan_of
+from learner.config import SftConfig, StageConfig
 from learner.experience.rewind import Rewind
 
 from .directory import CONFIG, SETTINGS
@@ -36,6 +37,7 @@ FIXED = {
     "model.random": _MODEL,
     "learner.backend": "checkpoints are written in a backend's own form",
     "sft.phases": "the warm-up is over",
+    "stages": "the stages before the learner are over, or it goes on from them",
 }
 _SAMPLED = "samples that wait to be trained were drawn with the old value, and their logprobs are of it"
 ANEW = {
@@ -86,7 +88,7 @@ def check_resumable(recipe: Recipe, rewind: Rewind | None) -> None:
     before = _last_settings(recipe.run_directory)
     now = msgspec.json.decode(recipe_to_bytes(recipe))
     is_anew = rewind is not None and rewind.regenerate
-    refusals = list(_refusals(before, now, is_anew=is_anew)) if before is not None else []
+    refusals = list(_refusals(*_alike(before, now), is_anew=is_anew)) if before is not None else []
     if refusals:
         raise ConfigError(f"--resume goes on with what the run in {recipe.run_directory} is. {' '.join(refusals)}")
 
@@ -112,6 +114,26 @@ def _refusals(before: Any, now: Any, *, is_anew: bool) -> Iterator[str]:
             yield f"{told}, and may only be raised: {RAISED[key]}. Keep it."
         elif key in ANEW and not is_anew:
             yield f"{told}: {ANEW[key]}. Keep it, or have them made anew (--rewind-to STEP --regenerate)."
+
+
+class _Stages(msgspec.Struct):
+    """The two sections of a recipe that say which stages there are."""
+
+    sft: SftConfig = SftConfig()
+    stages: tuple[StageConfig, ...] = ()
+
+
+def _alike(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`sft` told as `stages`, where only one of both does: the same run may be told in either way."""
+    if bool(before.get("stages")) == bool(now.get("stages")):
+        return before, now
+    return _with_stages(before), _with_stages(now)
+
+
+def _with_stages(settings: dict[str, Any]) -> dict[str, Any]:
+    told = msgspec.convert(settings, _Stages)
+    plan = [stage for stage in plan_of(told.sft, told.stages) if not stage.is_left_out]
+    return {**settings, "sft": {}, "stages": msgspec.to_builtins(plan)}
 
 
 _ABSENT = object()

@@ -1,1 +1,59 @@
-"""A learner runs one stage from its beginning to its end: reinforcement learning, the warm-up, or a replay."""
+"""A learner runs one stage from its beginning to its end: reinforcement learning, supervised training, or a replay.
+
+    base.py    what a stage is: open, run, save, and what the next one starts from
+    rl.py      the learner's loop (`loop.py`) as a stage: take -> pack -> step -> publish -> commit
+    sft.py     packed cross-entropy on examples, phase by phase
+    resuming.py            where a learner begins: checkpoint, identity, log, claim
+    checkpoint_writer.py   one checkpoint at a time, written while training goes on
+    stage_checkpoints.py   the same for stages without workers, and the model that they leave
+    colocation.py          learner and engines on the same devices in turns
+    replay.py              the learner over again from its log
+
+The invariant: a stage that was stopped or killed, and is opened again, ends with the weights that it would have had.
+"""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from broker.errors import ConfigError
+from broker.user_code.kinds import check_offers, unknown_kind
+from broker.user_code.roots import ImportRoots
+from learner.choices import typed_options
+from learner.config import STAGES, StageConfig
+
+if TYPE_CHECKING:
+    from .base import Stage, StageParts
+
+
+def open_stage(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
+    """A stage that trains without workers, where it was stopped if it was. Collective. `where`: its key in the recipe.
+
+    Raises ConfigError for a kind or an option that there is not.
+    """
+    assert not config.has_workers, "the learner's role opens it, with a broker besides"
+    match config.kind:
+        case "sft":
+            from .sft import SftStage
+
+            return SftStage(parts, config.phases)
+        case own if ":" in own:
+            return _open_own(config, parts, where)
+        case unknown:
+            raise unknown_kind(unknown, STAGES, f"{where}.kind")
+
+
+def _open_own(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
+    """The recipe was given to this very process, so what it names is trusted."""
+    from .base import Stage
+
+    own = ImportRoots((config.kind,)).load(config.kind, f"{where}.kind")
+    options = getattr(own, "Options", None)
+    if not (isinstance(options, type) and issubclass(options, msgspec.Struct)):
+        raise ConfigError(
+            f"{where}.kind: {config.kind!r} has no Options. A stage declares them as a msgspec.Struct of that name in"
+            " its class, without fields if it has none."
+        )
+    stage: Stage = own(parts, typed_options(config.options, options, f"{where}.options"))
+    check_offers(stage, Stage, config.kind, f"{where}.kind")
+    return stage

@@ -103,6 +103,8 @@ class Learner:
     """The device that engines use while the learner waits for a batch; None where they have others."""
 
     def __post_init__(self) -> None:
+        self.loss: float | None = None
+        """Of the last step that this process trained."""
         self._caught_up_at = self.config.caught_up_at
         self._saved_step = -1 if self.config.is_branch else self.version.step
         self._writer = CheckpointWriter(self.checkpoints, self.ranks, asynchronous=self.config.asynchronous)
@@ -148,6 +150,7 @@ class Learner:
             raise
         except Exception as error:
             raise UntrainableBatchError(self._way_out(error)) from error
+        self.loss = update.loss
         self.version = WeightVersion(before.incarnation, before.step + 1)
         self.cursor.mark_trained(group.prompt.group for group in groups)
         watch.lap("train")

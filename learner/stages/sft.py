@@ -1,29 +1,27 @@
-"""The supervised warm-up: packed cross-entropy on {query, response} examples, phase by phase.
+"""Supervised training: packed cross-entropy on {query, response} examples, phase by phase.
 
-A phase with a gate ends once held-out prompts pass at its rate. Generating and scoring are the workers' room, so the
-gate is passed in.
+A phase with a gate ends once held-out prompts pass at its rate. A stage that was stopped goes on at its last
+checkpoint, after the examples that were trained before it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 
+import msgspec
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from broker.errors import HeadwayError
-from learner.backends.base import Backend
-from learner.config import SftConfig, SftPhaseConfig
+from learner.config import SftPhaseConfig
 from learner.data.examples import Example, open_examples
 from learner.data.prompts.rendering import Renderer
 from learner.models.model import encode
 from learner.objective.objective import supervised_loss
-from learner.ranks import Ranks
 from learner.rows.packing import PackableSequence, pack
 
-Gate = Callable[[Iterable[tuple[str, torch.Tensor]], int], float]
-"""(named tensors, number of prompts) -> pass rate, the same on every rank. Collective: all iterate the tensors."""
+from .base import Progress, StageMetrics, StageParts
 
 RISE_STEPS = 20
 """The learning rate rises over so many steps: fresh Adam moments make the first ones too large."""
@@ -33,90 +31,107 @@ class WarmUpError(HeadwayError):
     """The warm-up ended without what it was for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SftProgress:
-    """What a progress bar shows."""
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the stage is; checkpoints hold it."""
 
-    phase: int
-    phases: int
-    step: int
-    max_steps: int
-    loss: float
-    pass_rate: float | None
+    phase: int = 0
+    step: int = 0
+    """Of the phase: so many are trained."""
+    steps: int = 0
+    """Of all phases."""
+    loss: float | None = None
+    pass_rate: float | None = None
+    """As the phase measured it last."""
 
 
 class SftStage:
     """The warm-up of one model, over all phases."""
 
-    def __init__(
-        self,
-        *,
-        backend: Backend,
-        ranks: Ranks,
-        tokenizer: PreTrainedTokenizerBase,
-        renderer: Renderer,
-        config: SftConfig,
-        gate: Gate,
-        seed: int,
-        micro_batch_tokens: int,
-        report: Callable[[SftProgress], None],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self._backend = backend
-        self._ranks = ranks
-        self._tokenizer = tokenizer
-        self._renderer = renderer
-        self._config = config
-        self._gate = gate
-        self._seed = seed
-        self._micro_batch_tokens = micro_batch_tokens
-        self._report = report
-        self._should_stop = should_stop
+    def __init__(self, parts: StageParts, phases: Sequence[SftPhaseConfig]) -> None:
+        self._parts = parts
+        self._phases = phases
+        self._place = msgspec.convert(parts.checkpoints.load(), Place)
+
+    @property
+    def metrics(self) -> StageMetrics:
+        """Over all phases."""
+        return StageMetrics(steps=self._place.steps, loss=self._place.loss)
 
     def run(self) -> bool:
-        """All phases in order; False when asked to stop before the end."""
-        return all(self._run_phase(number, phase) for number, phase in enumerate(self._config.phases))
+        """All phases in order; False when asked to stop before the end. Raises WarmUpError where a gate stays shut."""
+        return all(self._run_phase(self._phases[number]) for number in range(self._place.phase, len(self._phases)))
 
-    def _run_phase(self, number: int, phase: SftPhaseConfig) -> bool:
-        examples = open_examples(phase, seed=self._seed + number)
-        pass_rate = None
-        for step in range(1, phase.max_steps + 1):
+    def save(self) -> Path:
+        """The model as the last phase left it."""
+        return self._parts.checkpoints.leave(self._place.steps, msgspec.to_builtins(self._place))
+
+    def _run_phase(self, phase: SftPhaseConfig) -> bool:
+        """From where it is to the end of the phase."""
+        examples = self._examples(phase)
+        for step in range(self._place.step + 1, phase.max_steps + 1):
             batch = list(islice(examples, phase.batch_size))
             if not batch:
-                return True
-            loss = self._step(batch, phase.learning_rate * min(1.0, step / RISE_STEPS))
-            if phase.until_pass_rate and step % phase.gate_every_steps == 0:
-                pass_rate = self._gate(self._backend.named_tensors(), phase.gate_prompts)
-            self._report(
-                SftProgress(
-                    phase=number + 1,
-                    phases=len(self._config.phases),
-                    step=step,
-                    max_steps=phase.max_steps,
-                    loss=loss,
-                    pass_rate=pass_rate,
-                )
-            )
-            if self._ranks.any(self._should_stop()):
+                break
+            self._train(batch, phase, step)
+            if self._has_passed(phase):
+                break
+            if self._parts.ranks.any(self._parts.should_stop()):
+                self._parts.checkpoints.keep(self._place.steps, msgspec.to_builtins(self._place))
                 return False
-            if pass_rate is not None and pass_rate >= phase.until_pass_rate:
-                return True
-        if phase.until_pass_rate:
-            raise WarmUpError(
-                f"sft.phases[{number}] ended after {phase.max_steps} steps at a pass rate of {pass_rate or 0:.2f}, "
-                f"below until_pass_rate={phase.until_pass_rate:g}: raise max_steps or learning_rate, or lower the gate."
-            )
+            self._parts.checkpoints.keep_if_due(self._place.steps, msgspec.to_builtins(self._place))
+        else:
+            self._refuse_a_shut_gate(phase)
+        self._place = msgspec.structs.replace(self._place, phase=self._place.phase + 1, step=0, pass_rate=None)
         return True
 
-    def _step(self, examples: Sequence[Example], learning_rate: float) -> float:
-        batches = pack(
-            [tokenize(example, self._tokenizer, self._renderer) for example in examples],
-            replica=self._ranks.replica,
-            replicas=self._ranks.replicas,
-            micro_batch_tokens=self._micro_batch_tokens,
+    def _examples(self, phase: SftPhaseConfig) -> Iterator[Example]:
+        """Those that are not trained yet."""
+        examples = open_examples(phase, seed=self._parts.seed + self._place.phase)
+        deque(islice(examples, self._place.step * phase.batch_size), maxlen=0)
+        return examples
+
+    def _train(self, batch: Sequence[Example], phase: SftPhaseConfig, step: int) -> None:
+        """One step, which is then reported."""
+        loss = self._step(batch, phase.learning_rate * min(1.0, step / RISE_STEPS))
+        pass_rate = self._place.pass_rate
+        if phase.until_pass_rate and step % phase.gate_every_steps == 0:
+            pass_rate = self._parts.gate(self._parts.backend.named_tensors(), phase.gate_prompts)
+        self._place = Place(
+            phase=self._place.phase, step=step, steps=self._place.steps + 1, loss=loss, pass_rate=pass_rate
         )
-        token_loss = supervised_loss(batches, self._ranks.sum)
-        loss, _, _ = self._backend.step(batches, token_loss, temperature=1.0, learning_rate=learning_rate)
+        self._parts.report(
+            Progress(
+                part=f"warm-up {self._place.phase + 1}/{len(self._phases)}",
+                step=step,
+                max_steps=phase.max_steps,
+                loss=loss,
+                pass_rate=pass_rate,
+            )
+        )
+
+    def _has_passed(self, phase: SftPhaseConfig) -> bool:
+        pass_rate = self._place.pass_rate
+        return pass_rate is not None and pass_rate >= phase.until_pass_rate
+
+    def _refuse_a_shut_gate(self, phase: SftPhaseConfig) -> None:
+        """Raises WarmUpError where all steps were not enough."""
+        if phase.until_pass_rate:
+            raise WarmUpError(
+                f"sft.phases[{self._place.phase}] ended after {phase.max_steps} steps at a pass rate of"
+                f" {self._place.pass_rate or 0:.2f}, below until_pass_rate={phase.until_pass_rate:g}: raise max_steps"
+                " or learning_rate, or lower the gate."
+            )
+
+    def _step(self, examples: Sequence[Example], learning_rate: float) -> float:
+        parts = self._parts
+        batches = pack(
+            [tokenize(example, parts.tokenizer, parts.renderer) for example in examples],
+            replica=parts.ranks.replica,
+            replicas=parts.ranks.replicas,
+            micro_batch_tokens=parts.micro_batch_tokens,
+        )
+        token_loss = supervised_loss(batches, parts.ranks.sum)
+        loss, _, _ = parts.backend.step(batches, token_loss, temperature=1.0, learning_rate=learning_rate)
         return loss
 
 

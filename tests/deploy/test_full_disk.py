@@ -26,7 +26,7 @@ from deploy.run.report import (
     read_summary,
     summarize,
 )
-from deploy.run.sft_output import is_complete, mark_complete
+from deploy.run.stage_output import is_complete, mark_complete
 from tests.full_disk import small_disk
 
 from .runs import open_record, step_event

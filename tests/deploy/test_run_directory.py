@@ -18,7 +18,7 @@ from deploy.run.directory import (
     note_incarnation,
     prepare,
 )
-from deploy.run.sft_output import mark_complete
+from deploy.run.stage_output import mark_complete
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.recipe.loading import load_recipe
-from deploy.run.sft_output import mark_complete
+from deploy.run.stage_output import mark_complete
 from tests.end_to_end.recipes import MODEL
 from tests.learner.tiny import model_config
 

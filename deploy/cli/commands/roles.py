@@ -129,7 +129,8 @@ def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, .
 @click.argument("recipe")
 @overrides_argument
 @click.option("--output", type=click.Path(path_type=Path), help="Directory of the model.  [default: runs/NAME/sft]")
-def sft(recipe: str, overrides: tuple[str, ...], output: Path | None) -> int:
+@click.option("--stage", "number", type=click.IntRange(min=0), default=0, hidden=True, help="Which of its stages.")
+def sft(recipe: str, overrides: tuple[str, ...], output: Path | None, number: int) -> int:
     """Run the supervised warm-up of RECIPE alone."""
     from deploy.recipe.loading import load_recipe
 
@@ -137,7 +138,8 @@ def sft(recipe: str, overrides: tuple[str, ...], output: Path | None) -> int:
     from deploy.roles.alone import run_sft
 
     directory = output or loaded.run_directory / "sft"
-    return run_sft(loaded, directory, (recipe, *overrides, "--output", str(directory)))
+    arguments = (recipe, *overrides, "--output", str(directory), "--stage", f"{number}")
+    return run_sft(loaded, directory, arguments, number)
 
 
 @click.command("eval")

@@ -1,0 +1,95 @@
+"""What the stages that train without workers leave in a run's directory, whether that is complete, and of which recipe.
+
+    runs/NAME/sft/               of supervised training as the first stage
+              stages/2-NAME/     of any other, by its number and name
+
+sft.json, or stage.json, says that a directory is complete and is written last.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deploy.recipe.recipe import Recipe
+from learner.config import SftConfig, StageConfig
+
+from .whole_files import replace_file
+
+SFT, STAGES = "sft", "stages"
+OUTCOME, OWN_OUTCOME = "sft.json", "stage.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A stage that trains without workers, and where its model will be."""
+
+    number: int
+    """Its index among the recipe's stages."""
+    stage: StageConfig
+    directory: Path
+
+    @property
+    def is_complete(self) -> bool:
+        return is_complete(self.directory)
+
+
+def planned(recipe: Recipe) -> list[Planned]:
+    """In order; those that are left out are not among them."""
+    return [
+        Planned(number=number, stage=stage, directory=recipe.run_directory / _place(number, stage))
+        for number, stage in enumerate(recipe.plan)
+        if not (stage.has_workers or stage.is_left_out)
+    ]
+
+
+def starting_after(recipe: Recipe, stages: Sequence[Planned]) -> Recipe:
+    """The recipe as what follows these stages is given it: from the model that the last complete one left, if any."""
+    left = [one.directory for one in stages if one.is_complete]
+    if not left:
+        return recipe
+    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, path=str(left[-1]), random=None))
+
+
+def is_complete(directory: Path) -> bool:
+    """True once `mark_complete` has been called."""
+    return any((directory / name).exists() for name in (OUTCOME, OWN_OUTCOME))
+
+
+def is_of(directory: Path, recipe: Recipe) -> bool:
+    """True if the directory is complete and a stage of `recipe` would make the same model again."""
+    for name in (OUTCOME, OWN_OUTCOME):
+        try:
+            made_from = msgspec.json.decode((directory / name).read_bytes()).get("made_from")
+        except (OSError, msgspec.DecodeError, AttributeError):
+            continue
+        return any(made_from == origin(recipe, one.number) for one in planned(recipe)) or made_from == origin(recipe, 0)
+    return False
+
+
+def mark_complete(directory: Path, recipe: Recipe, outcome: Any, number: int = 0) -> None:
+    """Write the outcome, whole or not at all, after the model is on disk. Raises HeadwayError."""
+    content = {**msgspec.to_builtins(outcome), "made_from": origin(recipe, number)}
+    name = OUTCOME if _is_first_sft(number, recipe.plan[number]) else OWN_OUTCOME
+    replace_file(directory / name, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+
+
+def origin(recipe: Recipe, number: int) -> Any:
+    """What decides the model that this stage leaves; as JSON, so that it compares with what was read."""
+    stages = recipe.plan[: number + 1]
+    trains = {"sft": SftConfig(phases=stages[0].phases)} if _is_first_sft(number, stages[-1]) else {"stages": stages}
+    parts = {"model": recipe.model, **trains, "prompts": recipe.prompts, "seed": recipe.run.seed}
+    return msgspec.json.decode(msgspec.json.encode(parts))
+
+
+def _place(number: int, stage: StageConfig) -> Path:
+    if _is_first_sft(number, stage):
+        return Path(SFT)
+    return Path(STAGES, f"{number + 1}-{stage.kind.rpartition(':')[2]}")
+
+
+def _is_first_sft(number: int, stage: StageConfig) -> bool:
+    """Which runs had before there were stages: what it leaves is where and what it was then."""
+    return number == 0 and stage.kind == "sft"

@@ -1,0 +1,31 @@
+"""The learner's loop as a stage: it starts from a model, and each of its checkpoints is one."""
+
+from pathlib import Path
+
+from learner.checkpoints.checkpoint import CheckpointError
+
+from .base import StageMetrics
+from .loop import Learner
+
+
+class RlStage:
+    """One rank of it. Where it begins is decided in `resuming.py`, with the broker, before the loop is opened."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    @property
+    def metrics(self) -> StageMetrics:
+        """Steps of the whole run; the loss of the last step that this process trained."""
+        return StageMetrics(steps=self._learner.version.step, loss=self._learner.loss)
+
+    def run(self) -> bool:
+        """To the last step or the last prompt; False when asked to stop before. See `Learner.run`."""
+        return self._learner.run()
+
+    def save(self) -> Path:
+        """The checkpoint that `run` ended with. Raises CheckpointError where somebody has removed it."""
+        latest = self._learner.checkpoints.latest()
+        if latest is None:
+            raise CheckpointError("The run has ended, and its checkpoints are gone.")
+        return latest.path

@@ -1,0 +1,149 @@
+"""Stages in a recipe: what it may say of them, in which order they run, and what each starts from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from broker.errors import ConfigError, HeadwayError
+from deploy.launch.local import Local, after_warm_up
+from deploy.recipe.loading import dump_recipe, load_recipe
+from deploy.recipe.recipe import Recipe
+from deploy.run.directory import SETTINGS, prepare
+from deploy.run.resuming import check_resumable
+from deploy.run.stage_output import is_of, planned
+from deploy.terminal import Terminal
+from learner.config import ModelConfig
+from learner.models.model import load_model
+from tests.end_to_end.recipes import TINY
+
+PHASE = {"kind": "arithmetic", "batch_size": 4, "max_steps": 2, "learning_rate": 1e-2}
+SFT = {"kind": "sft", "phases": [PHASE]}
+RL = {"kind": "rl"}
+
+OWN_STAGE = '''
+"""A user's own stage: a few steps on one example."""
+
+import msgspec
+
+from learner.data.examples import Example
+from learner.objective.objective import supervised_loss
+from learner.rows.packing import pack
+from learner.stages.base import Progress, StageMetrics
+from learner.stages.sft import tokenize
+
+
+class Repeat:
+    class Options(msgspec.Struct, kw_only=True):
+        text: str
+        steps: int = 2
+
+    def __init__(self, parts, options):
+        self.parts, self.options = parts, options
+        self.step, self.loss = parts.checkpoints.load().get("step", 0), None
+
+    @property
+    def metrics(self):
+        return StageMetrics(steps=self.step, loss=self.loss)
+
+    def run(self):
+        parts = self.parts
+        example = Example(query="^1+1=", response=self.options.text)
+        while self.step < self.options.steps:
+            rows = [tokenize(example, parts.tokenizer, parts.renderer)]
+            batches = pack(rows, parts.ranks.replica, parts.ranks.replicas, parts.micro_batch_tokens)
+            loss = supervised_loss(batches, parts.ranks.sum)
+            self.loss, _, _ = parts.backend.step(batches, loss, temperature=1.0, learning_rate=1e-2)
+            self.step += 1
+            parts.report(Progress(part="repeat", step=self.step, max_steps=self.options.steps, loss=self.loss))
+        return True
+
+    def save(self):
+        return self.parts.checkpoints.leave(self.step, {"step": self.step})
+'''
+
+
+def load(tmp_path: Path, **sections: Any) -> Recipe:
+    path = tmp_path / "recipe.yaml"
+    run = {"name": "mine", "directory": str(tmp_path / "runs")}
+    path.write_text(json.dumps({**TINY, "rewards": [{"kind": "arithmetic"}], "run": run, **sections}))
+    return load_recipe(path)
+
+
+def test_the_sft_section_of_before_is_the_first_stage(tmp_path: Path) -> None:
+    old, new = load(tmp_path, sft={"phases": [PHASE]}), load(tmp_path, stages=[SFT, RL])
+    assert old.plan == new.plan
+    assert [one.directory for one in planned(old)] == [old.run_directory / "sft"]
+    assert planned(load(tmp_path)) == []
+    path = tmp_path / "resolved.yaml"
+    path.write_text(dump_recipe(new))
+    assert load_recipe(path) == new
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"stages": [{"kind": "slf"}, RL]}, r"stages\[0\]\.kind: there is no 'slf'; did you mean 'sft'\?"),
+        ({"stages": [{"kind": "rl", "options": {"steps": 3}}]}, r"stages\[0\]\.steps: kind=rl has no such option"),
+        ({"stages": [{"kind": "sft", "options": {"phase": 3}}]}, r"kind=sft has no such option; did you mean 'phases'"),
+        ({"stages": [{"kind": "sft", "phases": [{**PHASE, "max_stepz": 3}]}]}, r"stages\[0\]\.phases\[0\]\.max_stepz"),
+        ({"stages": [{"kind": "sft", "phases": [{**PHASE, "batch_size": 1 << 20}]}]}, r"batch_size is 1\.04858e\+06"),
+        ({"stages": [{"kind": "a:B", "phases": [PHASE]}]}, r"stages\[0\]\.phases are of kind=sft"),
+        ({"stages": [RL, SFT]}, r"stages\[0\] is rl, which ends the run, and stages\[1\] follows it"),
+        ({"stages": [{"kind": "sft"}]}, "no stage is left to run"),
+        ({"stages": [SFT, RL], "sft": {"phases": [PHASE]}}, "both sft.phases and stages"),
+    ],
+)
+def test_a_wrong_stage_is_named(sections: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load(tmp_path, **sections)
+
+
+@pytest.mark.parametrize("has_stages", [False, True])
+def test_a_run_of_before_resumes_in_either_form(has_stages: bool, tmp_path: Path) -> None:
+    before = load(tmp_path, sft={"phases": [PHASE]})
+    directory = prepare(before, resume=False, overwrite=False)
+    settings = msgspec.json.decode((directory / SETTINGS).read_bytes())
+    del settings["stages"]  # there were none
+    (directory / SETTINGS).write_bytes(msgspec.json.encode(settings))
+    check_resumable(load(tmp_path, stages=[SFT, RL]) if has_stages else before, None)
+    for other in ({"stages": [SFT, SFT, RL]}, {"stages": [RL]}, {"sft": {"phases": []}}):
+        with pytest.raises(ConfigError, match=r"the stages before the learner are over|the warm-up is over"):
+            check_resumable(load(tmp_path, **other), None)
+
+
+@pytest.mark.slow
+def test_each_stage_starts_from_what_the_one_before_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_stages.py").write_text(OWN_STAGE)
+    own = {"kind": "own_stages:Repeat", "options": {"text": "1+1=2#2"}}
+    recipe = load(tmp_path, stages=[own, SFT])
+    assert Local(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run() == 0
+    first, second = planned(recipe)
+    assert [one.directory.name for one in (first, second)] == ["1-Repeat", "2-sft"]
+    assert all(is_of(one.directory, recipe) for one in (first, second))
+    assert after_warm_up(recipe).model.path == str(second.directory)
+    assert str(second.directory.relative_to(tmp_path)) in capfd.readouterr().out.replace("\n", "")
+
+    outcome = json.loads((first.directory / "stage.json").read_text())
+    assert (outcome["steps"], outcome["loss"] > 0) == (2, True)
+    models = (recipe.model, *(ModelConfig(path=str(one.directory)) for one in (first, second)))
+    begin, between, end = (load_model(model, seed=recipe.run.seed).state_dict() for model in models)
+    distances = [sum(float((end[name] - start[name]).abs().sum()) for name in end) for start in (between, begin)]
+    assert 0 < distances[0] < distances[1]
+
+
+@pytest.mark.slow
+def test_a_wrong_option_of_ones_own_stage_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_stages.py").write_text(OWN_STAGE)
+    recipe = load(tmp_path, stages=[{"kind": "own_stages:Repeat", "options": {"txt": "2"}}])
+    with pytest.raises(HeadwayError, match="its error stands above"):
+        Local(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run()
+    assert "stages[0].options.txt: no such option; did you mean 'text'?" in capfd.readouterr().err.replace("\n", " ")
