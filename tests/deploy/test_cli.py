@@ -38,7 +38,9 @@ COMMANDS = [
     "doctor",
     "plan-memory",
     "worker",
+    "prepare",
 ]
+INTERNAL = {"worker", "prepare"}
 NOWHERE = "redis://127.0.0.1:1"
 
 
@@ -77,10 +79,10 @@ def test_help_imports_next_to_nothing(arguments: list[str], tmp_path: Path) -> N
     assert answer.stdout.endswith("[]\n")
 
 
-def test_help_names_every_command_but_the_internal_one(tmp_path: Path) -> None:
+def test_help_names_every_command_but_the_internal_ones(tmp_path: Path) -> None:
     text = headway("--help", cwd=tmp_path).stdout
     listed = [line.split()[0] for line in text.partition("Commands:\n")[2].splitlines()]
-    assert listed == sorted(set(COMMANDS) - {"worker"})
+    assert listed == sorted(set(COMMANDS) - INTERNAL)
 
 
 @pytest.mark.parametrize(
