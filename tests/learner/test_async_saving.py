@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -213,3 +214,19 @@ def test_the_broker_forgets_no_more_than_the_checkpoint_contains(url: str) -> No
         known = blocking.broker.batches._known
         assert known is not None
         assert known.watermark < learner._cursor.watermark
+
+
+def test_every_rank_does_what_rank_0_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without a broker hears each reason for waiting from rank 0, and then that nothing will come."""
+    learner = Story(tmp_path).learner
+    said = [*(wait.encode() for wait in (Wait.FOR_RANKS, Wait.FOR_COMMIT, Wait.FOR_RANKS, Wait.FOR_WEIGHTS)), b""]
+    no_groups = msgspec.msgpack.encode([])
+    heard, done = iter([*said, no_groups]), list[str]()
+    learner.experience = None
+    learner.ranks = SimpleNamespace(world_size=2, share_bytes=lambda _: next(heard))  # type: ignore[assignment]
+    monkeypatch.setattr(learner, "commit", lambda: done.append("commit"))
+    monkeypatch.setattr(learner, "publish", lambda: done.append("publish"))
+    monkeypatch.setattr(learner, "commit_durable", lambda step: done.append("look"))
+    assert learner.take() == []
+    assert done == ["look", "commit", "look", "publish"]
+    assert next(heard, None) is None
