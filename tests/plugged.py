@@ -87,7 +87,7 @@ class FileTransport:
         self._rank, self._others, self._count = rank, size - 1, 0
         try:
             if rank == 0:
-                store.set("directory", tempfile.mkdtemp(prefix="plugged-"))
+                store.set("directory", tempfile.mkdtemp(prefix="group-", dir=Path(__file__).parent))
             else:
                 while not store.check(["directory"]):
                     deadline.pause(0.01)

@@ -58,9 +58,7 @@ class ImportRoots:
         return found
 
     def _module(self, path: str, where: str) -> str:
-        if not PATH.fullmatch(path):
-            raise ConfigError(f"{where}: {path!r} is no import path; write package.module:name.")
-        module = path.partition(":")[0]
+        module, _ = _parts(path, where)
         if module.partition(".")[0] in NEVER:
             raise ConfigError(
                 f"{where}: {path!r} is not imported: {module!r} belongs to Python's standard library, which no"
@@ -91,8 +89,9 @@ class ImportRoots:
 
 
 def load(path: str, where: str) -> Any:
-    """Returns the object that `package.module:name` names. Raises ConfigError, whatever importing it does."""
-    module_name, _, name = path.partition(":")
+    """Returns the object that `package.module:name` names, for a process whose operator gave it the
+    recipe. Raises ConfigError, whatever importing it does."""
+    module_name, name = _parts(path, where)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -109,3 +108,11 @@ def load(path: str, where: str) -> Any:
     if not callable(found := getattr(module, name)):
         raise ConfigError(f"{where}: {path!r} is a {type(found).__name__}, and no function or class.")
     return found
+
+
+def _parts(path: str, where: str) -> tuple[str, str]:
+    """(module, name) of an import path. Raises ConfigError for what is none."""
+    if not PATH.fullmatch(path):
+        raise ConfigError(f"{where}: {path!r} is no import path; write package.module:name.")
+    module, _, name = path.partition(":")
+    return module, name

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from broker.errors import HeadwayError
 from broker.installation import TorchFacts, version_of
-from deploy.recipe.packages import MEGATRON_REMEDY
 from deploy.terminal import styled
+from learner.backends.abilities import BACKENDS
 from rollout_workers.engines import ENGINES
 from weightsync.transports.abilities import TRANSPORTS
 
@@ -158,23 +158,7 @@ def _finding(name: str, found: tuple[bool, str], remedy: str) -> Finding:
 
 
 def _backends(torch: TorchFacts) -> tuple[Finding, ...]:
-    works = bool({"gloo", "nccl"} & set(torch.collectives))
-    detail = f"torch {torch.version}" if torch.version else torch.problem
-    megatron = version_of("megatron-core")
-    return (
-        Finding(
-            name="fsdp",
-            works=works,
-            detail=detail,
-            remedy="A torch>=2.11 built with torch.distributed is needed.",
-        ),
-        Finding(
-            name="megatron",
-            works=works and megatron is not None,
-            detail=f"megatron-core {megatron}" if megatron else "not installed",
-            remedy=MEGATRON_REMEDY,
-        ),
-    )
+    return tuple(_finding(name, known.examine(torch), known.remedy) for name, known in BACKENDS.items())
 
 
 def _transports(torch: TorchFacts) -> tuple[Finding, ...]:

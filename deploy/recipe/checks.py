@@ -5,6 +5,7 @@ from itertools import chain
 
 from broker.errors import ConfigError
 from broker.user_code.kinds import unknown_kind
+from learner.backends import abilities_of as backend_abilities
 from learner.choices import unknown_option
 from learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
 from learner.models.layout import check_ranks
@@ -198,18 +199,13 @@ def _missing_abilities(recipe: Recipe) -> Iterator[str]:
     learner, compute = recipe.learner, recipe.learner.compute
     if compute.compile and learner.device == "cpu":
         yield "learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing."
-    if learner.backend != "megatron":
-        return
-    if compute.compile:
-        yield "learner.compute.compile=true needs learner.backend=fsdp: megatron's layers are not compiled."
-    if compute.offload_optimizer:
+    abilities = backend_abilities(learner.backend)
+    for switch, reason in abilities.lacks.items():
+        if getattr(compute, switch):
+            yield f"learner.compute.{switch}=true needs learner.backend=fsdp: {reason}"
+    if recipe.algorithm.advantage.kind == "gae" and not abilities.holds_critic:
         yield (
-            "learner.compute.offload_optimizer=true needs learner.backend=fsdp: megatron shards the optimizer's state"
-            " over replicas and context ranks; raise learner.processes."
-        )
-    if recipe.algorithm.advantage.kind == "gae":
-        yield (
-            "algorithm.advantage.kind=gae needs a critic, and learner.backend=megatron holds none. Set"
+            f"algorithm.advantage.kind=gae needs a critic, and learner.backend={learner.backend} holds none. Set"
             " learner.backend=fsdp, or take an advantage that compares the samples of a group."
         )
 

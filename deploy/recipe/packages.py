@@ -1,15 +1,12 @@
 """What a recipe takes that not every installation has: asked before the warm-up, not after it."""
 
-from broker.errors import ConfigError
-from broker.installation import is_installed
 from broker.user_code.roots import ImportRoots
+from learner.backends import check_installed as check_backend_installed
 from rollout_workers.engines import abilities_of, check_asked, check_installed
 
 from .operators import check_paths, roots_of
 from .recipe import Recipe
 from .sinks import check_sink_packages
-
-MEGATRON_REMEDY = "pip install 'headway[megatron]' (make install-megatron does it)."
 
 
 def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
@@ -19,8 +16,7 @@ def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
     for index, stage in enumerate(recipe.stages):
         if ":" in stage.kind:
             ImportRoots((stage.kind,)).check(stage.kind, f"stages[{index}].kind")
-    if recipe.learner.backend == "megatron" and not is_installed("megatron.core"):
-        raise ConfigError(f"learner.backend=megatron needs Megatron Core, which is not installed. {MEGATRON_REMEDY}")
+    check_backend_installed(recipe.learner.backend)
     check_sink_packages(recipe.metrics)
     if has_workers:
         check_installed(recipe.engine.kind)

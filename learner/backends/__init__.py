@@ -16,13 +16,18 @@ into micro-batches or spread over ranks, and how the model is laid out over them
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from broker.errors import ConfigError
+from broker.installation import is_installed
+from broker.user_code.kinds import check_offers, unknown_kind
 from broker.user_code.roots import load
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 
-from .base import Backend, ValueBackend
+from .abilities import BACKENDS, BackendAbilities
+
+if TYPE_CHECKING:
+    from .base import Backend, ValueBackend
 
 
 @overload
@@ -36,7 +41,7 @@ def open_backend(
     layout: LayoutConfig = LayoutConfig(),
     compute: ComputeConfig = ComputeConfig(),
     head: Literal["policy"] = "policy",
-) -> Backend: ...
+) -> "Backend": ...
 
 
 @overload
@@ -50,7 +55,7 @@ def open_backend(
     layout: LayoutConfig = LayoutConfig(),
     compute: ComputeConfig = ComputeConfig(),
     head: Literal["value"],
-) -> ValueBackend: ...
+) -> "ValueBackend": ...
 
 
 def open_backend(
@@ -63,43 +68,56 @@ def open_backend(
     layout: LayoutConfig = LayoutConfig(),
     compute: ComputeConfig = ComputeConfig(),
     head: Literal["policy", "value"] = "policy",
-) -> Backend | ValueBackend:
+) -> "Backend | ValueBackend":
     """The backend `kind` with its model and a fresh optimizer. Under torchrun every rank calls it.
 
     `head`: the model's own, or one of a single output, for a critic that starts from the same body.
     """
-    match kind:
-        case "fsdp":
-            from .fsdp.backend import FsdpBackend, FsdpValueBackend
+    opener = _opener(kind, head)
+    backend: Backend | ValueBackend = opener(model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
+    if kind not in BACKENDS:
+        from .base import Backend as PolicySeam
+        from .base import ValueBackend as ValueSeam
 
-            fsdp_class: type[FsdpBackend | FsdpValueBackend] = FsdpBackend if head == "policy" else FsdpValueBackend
-            return fsdp_class(model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
-        case "megatron":
-            from .megatron.backend import MegatronBackend
-
-            if head == "value":
-                raise ConfigError(
-                    "learner.backend: megatron holds no critic, which algorithm.advantage.kind=gae needs; use "
-                    "learner.backend=fsdp, or an advantage that compares the samples of a group."
-                )
-            return MegatronBackend(model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
-        case _ if ":" in kind:
-            own_class = _own_class(kind, head)
-            own: Backend | ValueBackend = own_class(
-                model, optimizer, device=device, seed=seed, layout=layout, compute=compute
-            )
-            return own
-        case _:
-            raise ConfigError(
-                f"learner.backend: there is no `{kind}`; use fsdp, megatron, or your own as package.module:Class."
-            )
+        check_offers(backend, PolicySeam if head == "policy" else ValueSeam, kind, "learner.backend")
+    return backend
 
 
-def _own_class(kind: str, head: str) -> Callable[..., Any]:
-    """A user's class, which takes the arguments that `FsdpBackend` takes, and for a critic `head`."""
-    backend_class: Callable[..., Any] = load(kind, "learner.backend")
+def abilities_of(kind: str) -> BackendAbilities:
+    """What `learner.backend` states; a class of the user's own is asked once it is opened."""
+    return BACKENDS[kind].abilities if kind in BACKENDS else BackendAbilities()
+
+
+def check_installed(kind: str) -> None:
+    """Raise ConfigError, with the remedy, where the package of the backend `kind` is missing."""
+    known = BACKENDS.get(kind)
+    if known is not None and known.package is not None and not is_installed(known.package[0]):
+        raise ConfigError(f"learner.backend={kind} needs {known.package[1]}, which is not installed. {known.remedy}")
+
+
+def _opener(kind: str, head: str) -> Callable[..., Any]:
+    """What is called with the arguments that `FsdpBackend` takes; a class of the user's own is told to hold a critic by
+    `head`."""
+    if known := BACKENDS.get(kind):
+        check_installed(kind)
+        path = known.policy if head == "policy" else known.critic
+        return _class(path) if path else _no_critic(kind)
+    if ":" not in kind:
+        raise unknown_kind(kind, BACKENDS, "learner.backend")
+    own = _class(kind)
     if head == "policy":
-        return backend_class
-    if "head" not in inspect.signature(backend_class).parameters:
-        raise ConfigError(f"learner.backend: `{kind}` takes no `head`, so it cannot hold a critic, which gae needs.")
-    return functools.partial(backend_class, head=head)
+        return own
+    takes_head = "head" in inspect.signature(own).parameters
+    return functools.partial(own, head=head) if takes_head else _no_critic(kind)
+
+
+def _class(path: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = load(path, "learner.backend")
+    return found
+
+
+def _no_critic(kind: str) -> NoReturn:
+    raise ConfigError(
+        f"learner.backend: {kind} holds no critic, which algorithm.advantage.kind=gae needs; use learner.backend=fsdp,"
+        " an advantage that compares the samples of a group, or let your own class take `head`."
+    )

@@ -9,9 +9,9 @@ could score none of several in a row ends with an error that names function and 
 """
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from broker.errors import ConfigError
+from broker.user_code.kinds import unknown_kind
 from broker.user_code.roots import ImportRoots
 from rollout_workers.config import REWARDS, RewardConfig
 
@@ -51,11 +51,7 @@ async def _open(config: RewardConfig, roots: ImportRoots) -> Scorer:
 
             return await open_function(config, roots)
         case unknown:
-            nearest = get_close_matches(unknown, REWARDS, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(REWARDS)}."
-            raise ConfigError(
-                f"rewards: no reward {unknown!r}; {hint} Your own function goes by package.module:function"
-            )
+            raise unknown_kind(unknown, REWARDS, "rewards.kind")
 
 
 def _names(kinds: Sequence[str]) -> list[str]:

@@ -32,7 +32,8 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_engines_and_transports_state_is_known_without_torch() -> None:
     program = (
-        "import sys, rollout_workers.engines.gpus, weightsync.transports.abilities;"
+        "import sys, rollout_workers.engines.gpus, weightsync.transports.abilities, learner.backends;"
+        "import deploy.recipe.checks;"
         "sys.exit(str({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -1,0 +1,69 @@
+"""What a backend states of itself before it is opened, so that nobody asks for it by its name; without torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from broker.installation import TorchFacts, version_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendAbilities:
+    """A class of the user's own may have them as its attribute `abilities`."""
+
+    holds_critic: bool = True
+    """It can hold a model of a single output, which `algorithm.advantage.kind=gae` needs."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """Switches of `learner.compute` that it cannot turn on, with the reason for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownBackend:
+    """A backend that comes with Headway."""
+
+    policy: str
+    """Import path of the class for a policy."""
+    critic: str = ""
+    """Import path of the class for a critic; empty: it holds none."""
+    abilities: BackendAbilities
+    package: tuple[str, str] | None = None
+    """(module, name) of what must be installed besides Headway."""
+    remedy: str
+    """How to install what it needs."""
+    examine: Callable[[TorchFacts], tuple[bool, str]]
+    """(whether it works on this machine, what was found), for `headway doctor`."""
+
+
+def _fsdp(torch: TorchFacts) -> tuple[bool, str]:
+    works = bool({"gloo", "nccl"} & set(torch.collectives))
+    return works, f"torch {torch.version}" if torch.version else torch.problem
+
+
+def _megatron(torch: TorchFacts) -> tuple[bool, str]:
+    version = version_of("megatron-core")
+    works, _ = _fsdp(torch)
+    return works and version is not None, f"megatron-core {version}" if version else "not installed"
+
+
+BACKENDS: dict[str, KnownBackend] = {
+    "fsdp": KnownBackend(
+        policy="learner.backends.fsdp.backend:FsdpBackend",
+        critic="learner.backends.fsdp.backend:FsdpValueBackend",
+        abilities=BackendAbilities(),
+        remedy="A torch>=2.11 built with torch.distributed is needed.",
+        examine=_fsdp,
+    ),
+    "megatron": KnownBackend(
+        policy="learner.backends.megatron.backend:MegatronBackend",
+        abilities=BackendAbilities(
+            holds_critic=False,
+            lacks={
+                "compile": "megatron's layers are not compiled.",
+                "offload_optimizer": "megatron shards the optimizer's state over replicas and context ranks; raise"
+                " learner.processes.",
+            },
+        ),
+        package=("megatron.core", "Megatron Core"),
+        remedy="pip install 'headway[megatron]' (make install-megatron does it).",
+        examine=_megatron,
+    ),
+}
