@@ -67,6 +67,10 @@ _KINDS: dict[type, int] = {
     WeightVersion: 11,
 }
 
+_READABLE_SINCE: dict[int, int] = {_KINDS[Prompt]: 7, _KINDS[StepMetrics]: 7}
+"""Kinds whose frames of an earlier schema number are read, and from which number on: their structs have not changed
+since, and a run that a later version of Headway resumes finds them on its server. All others are of this number."""
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -348,7 +352,9 @@ def _open(frame: bytes, expected: int, name: str) -> memoryview:
         raise DamagedFrameError(f"a frame that says {length} bytes and has {len(body)}: truncated or overlong")
     if zlib.crc32(body, _seed(schema, kind)) != crc:
         raise DamagedFrameError(f"a frame of {len(frame)} bytes whose checksum does not match: corrupt")
-    if schema != SCHEMA_VERSION:  # known only now that the number is no damage
+    if (
+        not _READABLE_SINCE.get(kind, SCHEMA_VERSION) <= schema <= SCHEMA_VERSION
+    ):  # known only now that the number is no damage
         raise SchemaMismatchError(
             f"a frame of schema {schema}, this is schema {SCHEMA_VERSION}: run the same version of Headway everywhere"
         )

@@ -22,6 +22,8 @@ class GroupFrames(msgspec.Struct, frozen=True, array_like=True):
 
     def check_schema(self) -> None:
         """Raises FrameError where another version of Headway wrote the group; all its frames are of one version."""
+        for frame in self.trajectories[:1]:
+            decode_trajectory(frame)
         decode(self.prompt, Prompt)
 
     def group(self) -> Group:

@@ -12,6 +12,7 @@ from broker.connection.driver import Command
 from broker.errors import SchemaMismatchError
 from broker.schema import TrajectoryId, WeightVersion
 from broker.staleness import may_admit
+from broker.wire import codec
 from broker.wire.codec import encode
 
 from .scenario import begin, group_id, groups, of_another_schema, prompt, rules, trajectory
@@ -103,6 +104,17 @@ async def test_a_worker_of_another_version_leaves_prompts_alone(broker: Broker) 
     with pytest.raises(SchemaMismatchError, match="run the same version of Headway everywhere"):
         await run.lease(4, 0)
     assert not (await broker.prompts.waiting())[1]
+
+
+async def test_prompts_that_an_earlier_version_fed_are_leased(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was resumed after an upgrade finds them on its server."""
+    run = await begin(broker, rules(0))
+    with monkeypatch.context() as before:
+        before.setattr(codec, "SCHEMA_VERSION", 7)
+        blob = encode(prompt(0))
+    await broker._connection.execute("SET", broker._connection.keys.prompt(group_id(0)), blob)
+    (lease,) = (await run.lease(1, 0)).leases
+    assert lease.prompt == prompt(0)
 
 
 async def test_every_lease_has_a_token_of_its_own_and_no_sample_twice(broker: Broker) -> None:
