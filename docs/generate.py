@@ -209,12 +209,12 @@ def algorithms() -> str:
         for one in functions():
             if one.part == part:
                 defaults = ", ".join(f"`{name}={value}`" for name, value in one.defaults.items())
-                facts = [
+                told = [
                     one.notes,
                     f"Defaults: {defaults}." if defaults else "",
                     f"Source: {one.source}" if one.source else "",
                 ]
-                below = "".join(f"\n\n    {' '.join(fact.split())}" for fact in facts if fact)
+                below = "".join(f"\n\n    {' '.join(fact.split())}" for fact in told if fact)
                 text += f"\n`{one.name}`\n:   `{one.equation}`{below}\n"
     return text
 
@@ -238,9 +238,14 @@ def wire_structs() -> dict[str, tuple[str, tuple[Field, ...]]]:
 def _fields(struct: ast.ClassDef) -> Iterator[Field]:
     for node, after in zip(struct.body, [*struct.body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            has_meaning = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            meaning = inspect.cleandoc(str(after.value.value)) if has_meaning else ""
-            yield Field(node.target.id, ast.unparse(node.annotation), " ".join(meaning.split()))
+            yield Field(node.target.id, ast.unparse(node.annotation), _docstring_in(after))
+
+
+def _docstring_in(node: ast.stmt | None) -> str:
+    match node:
+        case ast.Expr(value=ast.Constant(value=str(text))):
+            return " ".join(text.split())
+    return ""
 
 
 def _field_list(fields: tuple[Field, ...]) -> str:

@@ -59,7 +59,8 @@ def test_every_algorithm_has_its_equation_and_every_preset_its_source(generate: 
     assert not [one.name for one in functions() if not one.equation]
     assert not [one.name for one in compositions() if not (one.source or one.note)]
     page = generate.algorithms()
-    assert not [one.name for one in (*functions(), *compositions()) if f"\n`{one.name}`\n" not in page]
+    names = [one.name for one in functions()] + [one.name for one in compositions()]
+    assert not [name for name in names if f"\n`{name}`\n" not in page]
 
 
 def test_every_metric_has_its_sentence(generate: ModuleType) -> None:
