@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ async def test_an_episode_goes_on_after_its_worker_was_killed_in_a_later_turn(
     learner = await Learner.start(brokers[0], groups=2, architecture="moe")
     first, second = Deliveries(), Deliveries()
     await learner.publish(0, first)
-    options = {
+    options: dict[str, Any] = {
         "max_new_tokens": LONG,
         "stop_token_ids": STOPS,
         "environment": AsksOn(),
