@@ -1,3 +1,4 @@
+# mypy: disable-error-code="var-annotated"
 """Stages in a recipe: what it may say of them, in which order they run, and what each starts from."""
 
 import json

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="redundant-cast"
 """What every stage promises, whatever it trains: it leaves a model, and goes on where it was stopped or killed."""
 
 from collections.abc import Callable
