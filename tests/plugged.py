@@ -63,12 +63,6 @@ class ForwardEngine:
         logprobs = self._logprobs(token_ids[:-1], 1.0)
         return logprobs.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
-    async def sleep(self):
-        raise WeightSyncError("it does not sleep")
-
-    async def wake(self):
-        pass
-
     async def close(self):
         self._may_sample.clear()
 

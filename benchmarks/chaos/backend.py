@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.backends.base import Snapshot, TokenLoss
+from learner.backends.base import Backend, Snapshot, TokenLoss
 from learner.backends.saving import save
 from learner.checkpoints.checkpoint import read_checkpoint
 from learner.config import ModelConfig, OptimizerConfig
@@ -77,6 +77,10 @@ class TinyBackend:
         # Different batches always make different weights, even where the advantages cancel out.
         self._weights[sum(int(batch.token_ids_T.sum()) for batch in batches) % SIZE] += 1e-3
         return float(total.detach()), float(gradient.norm()), reports
+
+    def follow(self, policy: Backend, decay: float) -> None:
+        """No trial has a reference."""
+        raise NotImplementedError
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield self.weights_name, self._weights

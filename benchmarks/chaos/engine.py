@@ -8,9 +8,11 @@ from typing import ClassVar
 
 import torch
 
+from broker.errors import WeightSyncError
 from broker.schema import TrajectoryId, WeightVersion
 from rollout_workers.config import EngineConfig
-from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors
+from rollout_workers.engines.abilities import EngineAbilities
+from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
 from rollout_workers.engines.held import Held
 from weightsync.tensors.fingerprint import fingerprint
 
@@ -37,6 +39,7 @@ class Tally(ctypes.Structure):
 class SlowEngine:
     """Every request is as slow as every other."""
 
+    abilities = EngineAbilities(sleeps=False, tells_experts=False)
     tally: ClassVar[Tally] = Tally()
     """Of this process."""
 
@@ -76,6 +79,12 @@ class SlowEngine:
         if check is not None:
             check(Held.of({name: (fingerprint(self._weights), self._weights.numel())}))
         self._version = version
+
+    async def swap_in_parts(
+        self, version: WeightVersion, parts: Parts, *, keep_cache: bool = False, check: Check | None = None
+    ) -> None:
+        """No trial sends weights so."""
+        raise WeightSyncError("the engine's double takes whole versions")
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """As the learner's double computes it."""

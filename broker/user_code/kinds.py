@@ -1,6 +1,6 @@
 """What a recipe may name where there is a choice: a kind that comes with Headway, or one of the user's own."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 from broker.errors import ConfigError
@@ -21,10 +21,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def check_offers(made: object, seam: type, path: str, where: str) -> None:
-    """Raise ConfigError where what the user's own `path` made lacks something that the protocol `seam` promises."""
+def check_offers(made: object, seam: type, path: str, where: str, *, not_asked: Collection[str] = ()) -> None:
+    """Raise ConfigError where what the user's own `path` made lacks something that the protocol `seam` promises, but
+    for what it is `not_asked` to do, as it has stated that it cannot."""
     promised = {name for base in seam.__mro__ for name in (*vars(base), *getattr(base, "__annotations__", ()))}
-    if missing := sorted(name for name in promised if not name.startswith("_") and not hasattr(made, name)):
+    promised = {name for name in promised if not name.startswith("_") and name not in not_asked}
+    if missing := sorted(name for name in promised if not hasattr(made, name)):
         raise ConfigError(
             f"{where}: {path!r} makes a {type(made).__name__}, which lacks {', '.join(missing)}; what it must offer"
             f" stands in {seam.__module__}:{seam.__name__}."

@@ -8,7 +8,7 @@ from broker.installation import TorchFacts, version_of
 
 @dataclass(frozen=True, kw_only=True)
 class BackendAbilities:
-    """A class of the user's own may have them as its attribute `abilities`."""
+    """A class of the user's own counts as one that lacks nothing, until it is opened."""
 
     holds_critic: bool = True
     """It can hold a model of a single output, which `algorithm.advantage.kind=gae` needs."""

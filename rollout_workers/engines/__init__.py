@@ -27,6 +27,9 @@ from .vllm.abilities import VLLM
 if TYPE_CHECKING:
     from .base import Engine
 
+SLEEPING = ("sleep", "wake")
+"""What an engine need not offer that states that it does not sleep."""
+
 ENGINES: dict[str, KnownEngine] = {"embedded": EMBEDDED, "vllm": VLLM}
 
 
@@ -82,13 +85,14 @@ def open_engine(
     roots = roots or ImportRoots()
     opener = _opener(config.kind, roots)
     asked = {"tells_experts": tells_experts, "sleeps": sleeps}
-    check_asked(config.kind, abilities_of(config, roots), **asked)
+    abilities = abilities_of(config, roots)
+    check_asked(config.kind, abilities, **asked)
     told = inspect.signature(opener).parameters
     engine: Engine = opener(config, model_dir, seed=seed, **{name: asked[name] for name in asked if name in told})
     if config.kind not in ENGINES:
         from .base import Engine as Seam
 
-        check_offers(engine, Seam, config.kind, "engine.kind")
+        check_offers(engine, Seam, config.kind, "engine.kind", not_asked=() if abilities.sleeps else SLEEPING)
     return engine
 
 
