@@ -37,7 +37,11 @@ if call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(owner) then -- else a retry o
   commit_below(step)
   if is_anew then generate_anew() end
   settle_contained(mark, 10 + 2 * ARGV[9], #ARGV)
-  if number('incarnation') > 1 then fork(number('incarnation'), reproducible(step, tonumber(ARGV[6]), is_rewound, {})) end
+  if number('incarnation') > 1 then
+    local is_same_server = meta('adopted') == server_id()
+    fork(number('incarnation'), reproducible(step, tonumber(ARGV[6]), is_rewound, {}, is_same_server))
+  end
+  call('HSET', META, 'adopted', server_id())
   renumber(step)
 end
 return { number('incarnation'), server_id(), announced and tostring(announced) or '', committed, number('is_rewound'), call('HGETALL', FORKS) }

@@ -22,14 +22,16 @@ local function generate_anew()
   call('UNLINK', PINNED)
 end
 
--- The owner makes all weights up to these again, bit for bit: from the batches pinned from `step` on, those that it has
--- `taken` already among them, or from its log. Those above that an earlier incarnation has made it will make otherwise,
--- whether or not this server remembers that they were announced.
-local function reproducible(step, replayable_to, is_rewound, taken)
+-- The owner makes all weights up to these again, bit for bit: from the batches that it has `taken` since `step`, or from
+-- its log, or, where no learner was without a server since (`is_same_server`), from those that are pinned: a server that
+-- lost its last seconds may have pinned others in them. Weights above that an earlier incarnation has made the owner
+-- makes otherwise, whether or not this server remembers that they were announced.
+local function reproducible(step, replayable_to, is_rewound, taken, is_same_server)
   if is_rewound then return step end
   local reached = step
   local function is_pinned()
     if taken[reached] then return true end
+    if not is_same_server then return false end
     local names = call('LRANGE', batch_key(reached), 0, -1)
     for _, g in ipairs(names) do if not is_whole(g) then return false end end
     return #names >= number('groups_per_step')

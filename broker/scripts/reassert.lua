@@ -89,7 +89,7 @@ end
 if tonumber(ARGV[1]) > 1 then
   -- A server that knows the claim may have lost that this learner gave up since to reproduce a step.
   local forked = is_ours and tonumber(call('HGET', FORKS, ARGV[1]) or '')
-    or reproducible(step, tonumber(ARGV[8]), is_rewound, taken)
+    or reproducible(step, tonumber(ARGV[8]), is_rewound, taken, false)
   local known = forked
   for b = 1, #forks, 2 do
     if forks[b] == ARGV[1] then known = math.min(known, tonumber(forks[b + 1]))
@@ -103,5 +103,6 @@ for taken_step, groups in pairs(taken) do
 end
 for b = first_pinned, #ARGV, 4 do pin_again(ARGV[b], ARGV[b + 1], ARGV[b + 2], ARGV[b + 3]) end
 
+call('HSET', META, 'adopted', server_id())
 renumber(step)
 return server_id()

@@ -402,3 +402,24 @@ async def test_a_step_that_is_not_reproduced_stays_abandoned_though_the_server_f
     await reassert(resumed, 4, [], {1: [TrajectoryId(group_id(2), 0, 0)]})
     assert await resumed.submit(flying[3], 0, WeightVersion(1, 3)) is SubmitOutcome.FENCED
     assert await resumed.submit(flying[4], 0, WeightVersion(1, 1)) is SubmitOutcome.ACCEPTED
+
+
+async def test_what_a_rolled_back_server_has_pinned_is_not_believed_to_be_what_was_trained(
+    broker: Broker, rolled_back: RolledBack
+) -> None:
+    """Learner and server die together, and the server forgets that the batch was another one in the end."""
+    some = rules(4, groups_per_step=1)
+    run = await begin(broker, some, group_size=1)
+    flying = (await run.lease(5, 0)).leases
+    await run.submit_all(flying[:2], 0)
+    assert await run.take(0, 1) == groups(0)
+    rolled_back.remember()
+    await broker.batches.drop(run.owner, 0, [group_id(0)])
+    assert await run.take(0, 1) == groups(1)
+    await run.announce(1)
+    rolled_back.kill_and_restart()
+    resumed = await begin(broker, some, group_size=1, checkpoint=CheckpointMark(1, 0), resume=True)
+    assert await resumed.take(0, 1) == groups(0)  # weights 1 are others than those that were announced
+    await resumed.announce(1)
+    assert await resumed.submit(flying[2], 0, WeightVersion(1, 1)) is SubmitOutcome.FENCED
+    assert await resumed.submit(flying[3], 0) is SubmitOutcome.ACCEPTED
