@@ -2,7 +2,7 @@
 
     weights.archive   file:///DIRECTORY  shared with the workers, or copied to them by other means
                       broker             small weights, in the server's memory
-                      http               none: all that is pulled comes from the learner (`transports/pull_server.py`)
+                      http               none: what is pulled comes from the learner (`http/pull_server.py`)
 
     learner ──► archiver.py ──► Archive │ directory.py, broker.py │ ArchiveReader ──► pull.py ──► worker
 

@@ -154,7 +154,7 @@ class VllmEngine:
         return [float(entry[token].logprob) for entry, token in entries]
 
     async def sleep(self) -> None:
-        """See Engine. Addresses stay, and what is no weight is put back into them (`engines/sleeping.py`)."""
+        """See Engine. Addresses stay, and what is no weight is put back into them (`placing/sleeping.py`)."""
         async with self._swapping:
             self._version = None
             await sleep(self._llm)
