@@ -62,12 +62,14 @@ def _unknown(raw: Any, annotation: Any, path: str) -> Iterator[tuple[str, list[s
 
 
 def _nearest(path: str, fields: list[str], struct: type[msgspec.Struct]) -> str:
-    """A sibling spelled alike, else a key of that name elsewhere, else ''."""
+    """A key of just that name elsewhere, else a sibling spelled alike, else a key spelled alike elsewhere, else ''."""
     parent, _, leaf = path.rpartition(".")
     prefix = f"{parent}." if parent else ""
+    everywhere = {path.rpartition(".")[2]: path for path in _all_paths(struct, "")}
+    if leaf in everywhere:
+        return everywhere[leaf]
     if close := difflib.get_close_matches(leaf, fields, n=1, cutoff=0.6):
         return prefix + close[0]
-    everywhere = {path.rpartition(".")[2]: path for path in _all_paths(struct, "")}
     close = difflib.get_close_matches(leaf, everywhere, n=1, cutoff=0.75)
     return everywhere[close[0]] if close else ""
 

@@ -120,6 +120,7 @@ class Story:
 
     def update(self, sequences: object, step: int) -> Any:
         self.events.append(("trained", step))
+        return SimpleNamespace(loss=0.0)
 
     def take(self, step: int, meanwhile: object = None, *, may_wait: bool = True) -> TakenBatch | Wait:
         if step == self.asks_for_bytes_at:
@@ -143,13 +144,14 @@ def test_training_goes_on_and_the_commit_waits(tmp_path: Path) -> None:
     story.write = lambda step: _must(is_trained.wait(60))
     update = story.update
 
-    def update_and_tell(sequences: object, step: int) -> None:
-        update(sequences, step)
+    def update_and_tell(sequences: object, step: int) -> Any:
+        updated = update(sequences, step)
         if step == EVERY:  # while the checkpoint before it is being written
             assert story.happened("committed") == []
             is_trained.set()
+        return updated
 
-    story.learner.updater.update = update_and_tell  # type: ignore[assignment, method-assign]
+    story.learner.updater.update = update_and_tell  # type: ignore[method-assign]
     assert story.learner.run()
     assert story.happened("copied") == story.happened("committed") == [2, 4, 5]
     assert [event for event in story.events if event[0] != "trained"] == [

@@ -231,7 +231,7 @@ async def test_an_explicit_signature_needs_no_detection() -> None:
     ("kind", "message"),
     [
         ("aritmetic", "did you mean 'arithmetic'"),
-        ("zzz", "there are arithmetic, math_verify, reasoning_gym"),
+        ("zzz", "there is no 'zzz'. Known: arithmetic, math_verify, reasoning_gym"),
         ("no_such_package.rewards:score", "cannot import 'no_such_package.rewards'"),
         (f"{OWN}:verl_flaot", f"did you mean {OWN}:verl_float"),
         (f"{OWN}:asyncio", "is a module, and no function or class"),
