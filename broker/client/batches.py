@@ -89,8 +89,8 @@ class _Known:
     replayable_to: int
     is_rewound: bool
     is_anew: bool
-    forks: tuple[int, ...]
-    """{incarnation, the step that it went on from}..."""
+    forks: Mapping[int, int]
+    """The step that each incarnation went on from."""
 
 
 class Batches:
@@ -160,7 +160,7 @@ class Batches:
             replayable_to=replayable_to,
             is_rewound=bool(reply[4]),
             is_anew=regenerate,
-            forks=_numbers(reply[5]),
+            forks=_forks(reply[5]),
         )
         if previous:
             await self._connection.unload_verbs(previous)
@@ -236,7 +236,7 @@ class Batches:
         arguments += [announced.incarnation, announced.step] if announced else ["", ""]
         arguments += [known.watermark, known.committed_step, known.config]
         arguments += [known.replayable_to, int(known.is_rewound), int(known.is_anew)]
-        arguments += [len(rules) // 2, *rules, len(known.forks) // 2, *known.forks]
+        arguments += [len(rules) // 2, *rules, len(known.forks), *chain.from_iterable(known.forks.items())]
         settled = {*committed_groups, *(group for group in known.contained if group >= known.watermark)}
         arguments += [len(settled), *sorted(settled)]
         for step in sorted(pinned):
@@ -250,9 +250,8 @@ class Batches:
         """The learner that trains this batch knows by then from which step on it makes other weights than before. A
         server that loses its last second is told."""
         if self._known and forked_to:
-            forks = dict(zip(self._known.forks[::2], self._known.forks[1::2], strict=True))
-            forks[owner.incarnation] = min(int(forked_to), forks.get(owner.incarnation, int(forked_to)))
-            self._known = replace(self._known, forks=tuple(part for pair in forks.items() for part in pair))
+            step = min(int(forked_to), self._known.forks.get(owner.incarnation, int(forked_to)))
+            self._known = replace(self._known, forks={**self._known.forks, owner.incarnation: step})
 
     async def _refuse_another(self, identity: str) -> None:
         """Raises ForeignRunError where another run has the name, before this client touches anything of it."""
@@ -345,10 +344,10 @@ def _decode_as(tid: TrajectoryId, blob: bytes | None) -> Trajectory:
     return trajectory
 
 
-def _numbers(flat: Any) -> tuple[int, ...]:
-    """Returns the names and values of a hash, from either version of the protocol."""
+def _forks(flat: Any) -> dict[int, int]:
+    """Returns the hash of forks, from either version of the protocol."""
     pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
-    return tuple(int(part) for pair in pairs for part in pair)
+    return {int(incarnation): int(step) for incarnation, step in pairs}
 
 
 def _flat(rules: RunRules) -> list[Argument]:

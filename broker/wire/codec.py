@@ -135,9 +135,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             len(tokens),
         )
     )
-    logprobs = trajectory.behavior_logprobs.astype("<f4", copy=False).tobytes()
-    mask = np.packbits(trajectory.loss_mask).tobytes()
-    return _frame(_TRAJECTORY, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs, mask, experts)
+    return _enveloped(_TRAJECTORY, envelope, tokens, trajectory, experts)
 
 
 def decode_trajectory(frame: bytes) -> Trajectory:
@@ -186,9 +184,7 @@ def encode_segment(segment: Segment) -> bytes:
             len(tokens),
         )
     )
-    logprobs = segment.behavior_logprobs.astype("<f4", copy=False).tobytes()
-    mask = np.packbits(segment.loss_mask).tobytes()
-    return _frame(_SEGMENT, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs, mask, experts)
+    return _enveloped(_SEGMENT, envelope, tokens, segment, experts)
 
 
 def decode_segment(frame: bytes) -> Segment:
@@ -315,6 +311,13 @@ def _check_tokens(tid: TrajectoryId, tokens: NDArray[np.int32]) -> None:
 def _check_logprobs(tid: TrajectoryId, logprobs: NDArray[np.float32]) -> None:
     if not np.isfinite(logprobs).all():
         raise FrameError(f"{tid}: a behaviour logprob that is not finite")
+
+
+def _enveloped(kind: int, envelope: bytes, tokens: bytes, sampled: Trajectory | Segment, experts: bytes) -> bytes:
+    """The inverse of `_open_enveloped` and `_cut`."""
+    logprobs = sampled.behavior_logprobs.astype("<f4", copy=False).tobytes()
+    mask = np.packbits(sampled.loss_mask).tobytes()
+    return _frame(kind, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs, mask, experts)
 
 
 def _frame(kind: int, *parts: bytes) -> bytes:

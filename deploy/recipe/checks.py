@@ -5,8 +5,8 @@ from itertools import chain
 
 from broker.errors import ConfigError
 from broker.user_code.kinds import unknown_kind
+from broker.user_code.options import unknown_option
 from learner.backends import abilities_of as backend_abilities
-from learner.choices import unknown_option
 from learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
 from learner.models.layout import check_ranks
 from rollout_workers.config import REWARDS, EngineConfig

@@ -10,7 +10,7 @@ from msgspec import Meta
 from broker.errors import ConfigError
 from broker.installation import is_installed
 from broker.user_code.kinds import unknown_kind
-from learner.choices import typed_options
+from broker.user_code.options import typed_options
 
 
 class JsonlOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -173,9 +173,7 @@ def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str], number: int 
     The directory is marked complete at the very end.
     """
     if number not in [one.number for one in planned(recipe)]:
-        raise ConfigError(
-            "The recipe has no warm-up: sft.phases is empty, and its first stage is none without workers."
-        )
+        raise ConfigError("The recipe has no warm-up: sft.phases is empty, and its first stage needs workers.")
     if is_complete(output):
         raise ConfigError(f"{output} already holds a finished warm-up. Choose another --output, or remove it.")
     if recipe.learner.processes > 1 and "RANK" not in os.environ:

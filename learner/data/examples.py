@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from broker.errors import ConfigError
 from broker.user_code.kinds import unknown_kind
-from learner.choices import typed_options
+from broker.user_code.options import typed_options
 from learner.config import EXAMPLES, SftPhaseConfig
 
 from .own_examples import Example, own_examples

@@ -21,8 +21,8 @@ from algorithms.returns import gae
 from algorithms.tokens import Tokens
 from broker.errors import ConfigError
 from broker.user_code.kinds import unknown_kind
+from broker.user_code.options import unknown_option
 from broker.user_code.roots import load
-from learner.choices import unknown_option
 from learner.config import AlgorithmConfig
 
 log = logging.getLogger(__name__)

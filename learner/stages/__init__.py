@@ -18,8 +18,8 @@ import msgspec
 
 from broker.errors import ConfigError
 from broker.user_code.kinds import check_offers, unknown_kind
+from broker.user_code.options import typed_options
 from broker.user_code.roots import ImportRoots
-from learner.choices import typed_options
 from learner.config import STAGES, StageConfig
 
 if TYPE_CHECKING:

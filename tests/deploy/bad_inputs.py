@@ -91,7 +91,11 @@ VALUES = [
     ("weights.poll_s=1e-9", "expected at least 0.001"),
     ("weights.bucket_bytes=1", "weights.bucket_bytes is 1; expected an integer >= 1024"),
     ("weights.archive=ftp://x", "weights.archive is 'ftp://x'; expected a text"),
-    ("weights.transport=carrier-pigeon", "weights.transport: there is no 'carrier-pigeon'. Known: gloo, ipc, nccl"),
+    (
+        "weights.transport=carrier-pigeon",
+        "weights.transport: there is no 'carrier-pigeon'. Known: gloo, ipc, nccl, ucc;"
+        " your own as package.module:name.",
+    ),
     ("prompts.epochs=-1", "prompts.epochs is -1; expected an integer >= 0"),
     ("prompts.shuffle=maybe", "prompts.shuffle is 'maybe'; expected true or false"),
     ("prompts.options.held_out_rows=-1", "prompts.options"),

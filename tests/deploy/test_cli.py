@@ -137,7 +137,10 @@ def test_help_names_every_command_but_the_internal_ones(tmp_path: Path) -> None:
             ["eval", "arithmetic.yaml", "--checkpoint", "x"],
             "x holds no model: there is no config.json. Give one such as",
         ),
-        (["sft", "arithmetic.yaml", "sft.phases=[]"], "The recipe has no warm-up: sft.phases is empty"),
+        (
+            ["sft", "arithmetic.yaml", "sft.phases=[]"],
+            "The recipe has no warm-up: sft.phases is empty, and its first stage needs workers.",
+        ),
     ],
 )
 def test_errors_are_one_paragraph_and_exit_1(arguments: list[str], message: str, tmp_path: Path) -> None:

@@ -29,21 +29,33 @@ def connection(command: F) -> F:
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
 
 
-def going_back(command: F) -> F:
-    """--rewind-to and --regenerate, which `rewind_of` reads."""
-    command = click.option(
-        "--regenerate", is_flag=True, help="With --rewind-to: forget what was sampled since, and generate it anew."
-    )(command)
-    return click.option(
+_BEGINNING = (
+    click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint."),
+    click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds."),
+    click.option("--force", is_flag=True, help="With --overwrite: even if the run is in use."),
+    click.option(
         "--rewind-to",
         type=click.IntRange(min=0),
         metavar="STEP",
         help="With --resume: go back to this checkpoint and train the logged batches since once more.",
-    )(command)
+    ),
+    click.option(
+        "--regenerate", is_flag=True, help="With --rewind-to: forget what was sampled since, and generate it anew."
+    ),
+)
 
 
-def rewind_of(resume: bool, step: int | None, regenerate: bool) -> "Rewind | None":
-    """What --rewind-to asks for. Raises UsageError without the options that it needs."""
+def beginning(command: F) -> F:
+    """--resume, --overwrite, --force, --rewind-to and --regenerate: from where a run begins; see `rewind_of`."""
+    for option in reversed(_BEGINNING):
+        command = option(command)
+    return command
+
+
+def rewind_of(resume: bool, overwrite: bool, step: int | None, regenerate: bool) -> "Rewind | None":
+    """What --rewind-to asks for. Raises UsageError for options that exclude or need each other."""
+    if resume and overwrite:
+        raise click.UsageError("--resume and --overwrite exclude each other.")
     if step is None:
         if regenerate:
             raise click.UsageError("--regenerate needs --rewind-to.")
@@ -53,12 +65,6 @@ def rewind_of(resume: bool, step: int | None, regenerate: bool) -> "Rewind | Non
     from learner.experience.rewind import Rewind
 
     return Rewind(step=step, regenerate=regenerate)
-
-
-def refuse_both(resume: bool, overwrite: bool) -> None:
-    """Raise UsageError for --resume with --overwrite."""
-    if resume and overwrite:
-        raise click.UsageError("--resume and --overwrite exclude each other.")
 
 
 server_option = click.option(

@@ -9,11 +9,10 @@ from deploy.printing import OF_ROLES, log_to_stderr
 
 from .options import (
     allow_import_option,
+    beginning,
     connection,
     dry_run_option,
-    going_back,
     overrides_argument,
-    refuse_both,
     rewind_of,
 )
 
@@ -41,10 +40,7 @@ def broker(directory: Path, port: int, url: str | None) -> int:
 @click.argument("recipe")
 @overrides_argument
 @connection
-@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
-@click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds.")
-@click.option("--force", is_flag=True, help="With --overwrite: even if the run is in use.")
-@going_back
+@beginning
 @click.option("--processes", type=click.IntRange(min=1), help="Ranks on this machine: learner.processes.")
 @click.option("--prepared", is_flag=True, hidden=True, help="A supervisor has made the run's directory.")
 def learner(
@@ -66,8 +62,7 @@ def learner(
     """
     from deploy.recipe.loading import load_recipe
 
-    refuse_both(resume, overwrite)
-    rewind = rewind_of(resume, rewind_to, regenerate)
+    rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
     _log_to_stderr()
     ranks = (f"learner.processes={processes}",) if processes else ()
     loaded = load_recipe(recipe, (*overrides, f"run.name='{run}'", *ranks))

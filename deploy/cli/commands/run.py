@@ -4,16 +4,13 @@ import click
 
 from deploy.printing import say_json
 
-from .options import dry_run_option, going_back, overrides_argument, refuse_both, rewind_of
+from .options import beginning, dry_run_option, overrides_argument, rewind_of
 
 
 @click.command()
 @click.argument("recipe")
 @overrides_argument
-@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint.")
-@click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds.")
-@click.option("--force", is_flag=True, help="With --overwrite: even if the run is in use.")
-@going_back
+@beginning
 @dry_run_option
 @click.option(
     "--json",
@@ -37,8 +34,7 @@ def run(
     That is a server, the warm-up, the learner and its workers. RECIPE is a YAML file or the name of one that
     ships. Ctrl-C drains, writes a checkpoint and stops; a second one stops at once.
     """
-    refuse_both(resume, overwrite)
-    rewind = rewind_of(resume, rewind_to, regenerate)
+    rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
     from deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
@@ -63,10 +59,7 @@ def run(
 @click.command(hidden=True)
 @click.argument("recipe")
 @overrides_argument
-@click.option("--resume", is_flag=True)
-@click.option("--overwrite", is_flag=True)
-@click.option("--force", is_flag=True)
-@going_back
+@beginning
 def prepare(
     recipe: str,
     overrides: tuple[str, ...],
@@ -77,8 +70,7 @@ def prepare(
     regenerate: bool,
 ) -> None:
     """Make the run's directory, as `run` does before it starts anything."""
-    refuse_both(resume, overwrite)
-    rewind = rewind_of(resume, rewind_to, regenerate)
+    rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
     from deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from broker.errors import ConfigError
 from broker.user_code.kinds import check_offers, unknown_kind
+from broker.user_code.options import typed_options
 from broker.user_code.roots import ImportRoots
 from deploy.recipe.sinks import SINKS, JsonlOptions, SinkConfig, TensorBoardOptions, check_sink_packages
-from learner.choices import typed_options
 
 from .base import MetricSink, SinkRun
 from .delivery import Sinks

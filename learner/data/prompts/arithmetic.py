@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from broker.errors import ConfigError
-from learner.choices import typed_options
+from broker.user_code.options import typed_options
 
 from .base import Item, is_held_out
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from broker.errors import ConfigError
-from learner.choices import typed_options
+from broker.user_code.options import typed_options
 
 from .base import Item
 from .rows import RowFields, read_rows, to_items

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from broker.errors import ConfigError
-from learner.choices import typed_options
+from broker.user_code.options import typed_options
 
 from .files import ListedPrompts
 from .rows import Row, RowFields, to_items
