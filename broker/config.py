@@ -21,7 +21,7 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
     lease_hold_s: Annotated[
         float, Meta(gt=0, description="a lease whose sample gets no new segment for so long is renewed no more")
-    ] = 1800.0
+    ] = 600.0
     payload_ttl_s: Annotated[
         float, Meta(gt=0, description="a payload whose submission never followed is forgotten")
     ] = 600.0

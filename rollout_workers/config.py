@@ -110,7 +110,11 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 512
     segment_s: Annotated[
         float,
-        Meta(ge=0, description="store them also after so long, if there are new ones; both 0: a sample starts anew"),
+        Meta(
+            ge=0,
+            description="store them also after so long, if there are new ones; both 0: it starts anew elsewhere, also "
+            "after broker.lease_hold_s",
+        ),
     ] = 10.0
 
 

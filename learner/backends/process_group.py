@@ -18,7 +18,13 @@ def join_ranks(device: str) -> torch.device:
     if device == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("learner.device is cuda, but torch finds no CUDA device; set learner.device=cpu.")
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if rank >= (devices := torch.cuda.device_count()):
+            raise ConfigError(
+                f"learner.layout needs {ranks} CUDA devices on this machine, and torch finds {devices}."
+                " Lower its sizes, or set learner.device=cpu; CUDA_VISIBLE_DEVICES may hide devices."
+            )
+        torch.cuda.set_device(rank)
     if not dist.is_initialized():
         # Weights are sent through other groups. Once a worker in one of them dies, torch has the process's first group,
         # which this one is, write down what all did, and end the process eight minutes later.

@@ -73,16 +73,28 @@ class BorrowedDevice:
                 await self._phases.fell_asleep(self._worker)
 
     async def _ask(self) -> None:
-        """For the phase, again and again: it also says that we live."""
+        """For the phase, again and again: it also says that we live.
+
+        A worker that leaves waits for the answer: a question that reached the server after `leave` would say that the
+        engine is awake.
+        """
         while True:
             async with self._asking:
-                with self._outages:
-                    may = await self._phases.may_generate(self._worker, is_awake=self.is_awake)
-                    async with self._answered:
-                        self._may_generate = may
-                        self.is_awake = self.is_awake or may
-                        self._answered.notify_all()
+                question = asyncio.create_task(self._question())
+                try:
+                    await asyncio.shield(question)
+                except asyncio.CancelledError:
+                    await asyncio.wait({question})
+                    raise
             await asyncio.sleep(POLL_S)
+
+    async def _question(self) -> None:
+        with self._outages:
+            may = await self._phases.may_generate(self._worker, is_awake=self.is_awake)
+            async with self._answered:
+                self._may_generate = may
+                self.is_awake = self.is_awake or may
+                self._answered.notify_all()
 
     async def _tell(self) -> None:
         """Not while a question is under way: it would say that we are awake after this says that we are not."""

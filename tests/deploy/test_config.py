@@ -210,7 +210,7 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
         ),
         (
             ["rewards[0].deadline_s=1000"],
-            "rewards[0].deadline_s (1000) must be at most half of broker.lease_hold_s (1800), or a sample goes"
+            "rewards[0].deadline_s (1000) must be at most half of broker.lease_hold_s (600), or a sample goes"
             " to another worker while its call is repeated.",
         ),
         (

@@ -161,6 +161,33 @@ async def test_a_worker_that_leaves_has_left_the_device(brokers: tuple[Broker, B
     assert await learner.broker.phases.train(learner.owner) == ()
 
 
+async def test_a_worker_that_leaves_counts_as_asleep_though_its_last_question_is_under_way(
+    brokers: tuple[Broker, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = await Learner.start(brokers[0], groups=2)
+    deliveries, engine, phases = Deliveries(), watched(make_engine(tmp_path)), brokers[1].phases
+    await learner.broker.phases.generate(learner.owner, LONG_S)
+    await learner.publish(0, deliveries)
+    may_generate, questions = phases.may_generate, set[asyncio.Task[bool]]()
+
+    async def late(*arguments: Any, **options: Any) -> bool:
+        """Reaches the server although the asker was cancelled, as a request does that was written before."""
+
+        async def arrive() -> bool:
+            await asyncio.sleep(0.3)
+            return await may_generate(*arguments, **options)
+
+        question = asyncio.create_task(arrive())
+        questions.add(question)
+        return await asyncio.shield(question)
+
+    async with at_work(brokers[1], engine, deliveries, heartbeat_s=100.0) as worker:
+        monkeypatch.setattr(phases, "may_generate", late)
+        await until(lambda: bool(questions) and worker.info().generated_tokens > 0)
+    await asyncio.gather(*questions)
+    assert await learner.broker.phases.train(learner.owner) == ()
+
+
 async def test_samples_whose_leases_come_late_are_handed_back(brokers: tuple[Broker, Broker], tmp_path: Path) -> None:
     """The phase ends while the broker is answering."""
     learner = await Learner.start(brokers[0], groups=2)
