@@ -10,7 +10,7 @@ from deploy.roles import learner as training
 from deploy.roles.observer import RunObserver
 from learner.backends.base import Backend
 from learner.rows.packing import PackableSequence
-from learner.stages.loop import Step
+from learner.stages.loop import TrainedStep
 
 from .backend import TinyBackend
 from .pills import is_pill
@@ -49,7 +49,7 @@ class TrailObserver(RunObserver):
         )  # workers have them, whether they are trained or not
         super().on_weights(version, backend, is_last)
 
-    def on_step(self, step: Step) -> None:
+    def on_step(self, step: TrainedStep) -> None:
         pairs = [(group, trajectory) for group in step.groups for trajectory in group.trajectories]
         trained = (_trained(*pair, sequence) for pair, sequence in zip(pairs, step.judged.sequences, strict=True))
         self._backend.trail.append(StepRecord(step.version, self._digest, tuple(trained)))

@@ -18,7 +18,7 @@ from deploy.terminal import styled
 from learner.models.model import load_config
 from learner.models.shape import shape_of
 from learner.objective.composition import needs_critic, needs_reference
-from learner.planning.memory import Planned, RankMemory, plan_memory
+from learner.planning.memory import PlannedModel, RankMemory, plan_memory
 from rollout_workers.engines.gpus import gpus_of
 from weightsync.transports.abilities import abilities_of, broadcast_device
 
@@ -54,7 +54,7 @@ class Turns:
 class Report:
     """What is known before the learner starts."""
 
-    planned: Planned
+    planned: PlannedModel
     ranks: list[RankMemory]
     """Largest first."""
     activations: dict[str, int]
@@ -77,7 +77,7 @@ def is_enough(device_bytes: int, total: int) -> bool:
 
 def report(recipe: Recipe, device_gb: float | None = None) -> Report:
     """Raises ConfigError where the model cannot be read or the layout cannot be."""
-    planned = Planned(
+    planned = PlannedModel(
         shape=shape_of(load_config(recipe.model)),
         learner=recipe.learner,
         dtype=recipe.model.dtype,
@@ -111,12 +111,12 @@ def _turns(ranks: list[RankMemory]) -> Turns:
     )
 
 
-def _activations(recipe: Recipe, planned: Planned, recompute: str) -> int:
+def _activations(recipe: Recipe, planned: PlannedModel, recompute: str) -> int:
     learner = with_overrides(recipe, [f"learner.compute.recompute={recompute}"]).learner
     return max(held.activations for held in plan_memory(replace(planned, learner=learner)))
 
 
-def _changes(recipe: Recipe, planned: Planned, largest: int) -> Iterator[Change]:
+def _changes(recipe: Recipe, planned: PlannedModel, largest: int) -> Iterator[Change]:
     for setting in _settings(recipe):
         try:
             changed = with_overrides(recipe, setting.split())
@@ -183,7 +183,7 @@ def _headline(found: Report) -> str:
     return ", ".join(parts)
 
 
-def _sizes(planned: Planned) -> dict[str, int]:
+def _sizes(planned: PlannedModel) -> dict[str, int]:
     layout = planned.learner.layout
     return {name: getattr(layout, name) for name in layout.__struct_fields__}
 

@@ -12,7 +12,7 @@ from deploy.recipe.recipe import Recipe
 from deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
 from learner.backends.base import Backend
 from learner.experience.stream import Experience
-from learner.stages.loop import Step
+from learner.stages.loop import TrainedStep
 
 from .evaluation import Evaluator
 
@@ -53,7 +53,7 @@ class RunObserver:
         for _ in tensors:  # gathering is collective
             pass
 
-    def on_step(self, step: Step) -> None:
+    def on_step(self, step: TrainedStep) -> None:
         """Tell sinks and broker."""
         if self._sinks is None or self._experience is None:
             return
@@ -86,14 +86,14 @@ class RunObserver:
         return is_last or is_before_run or is_in_turn
 
 
-def step_event(step: Step, total_steps: int, time_s: float) -> StepEvent:
+def step_event(step: TrainedStep, total_steps: int, time_s: float) -> StepEvent:
     """One step of a run or of a replay, with what it trained; `time_s` since its loop started."""
     trajectories = [trajectory for group in step.groups for trajectory in group.trajectories]
     metrics = _metrics(step, trajectories, total_steps, time_s)
     return StepEvent(metrics=metrics, tids=tuple(str(trajectory.tid) for trajectory in trajectories))
 
 
-def _metrics(step: Step, trajectories: Sequence[Trajectory], total_steps: int, time_s: float) -> StepMetrics:
+def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps: int, time_s: float) -> StepMetrics:
     lags = [int((s.lags * s.loss_mask).max(initial=0)) for s in step.judged.sequences]
     responses = [len(t.response_tokens) for t in trajectories]
     seconds = step.seconds

@@ -29,7 +29,7 @@ from learner.checkpoints.weights_digest import saved_tensors, weights_digest
 from learner.config import AlgorithmConfig, preset_defaults
 from learner.experience.log import ExperienceLog
 from learner.ranks import Ranks
-from learner.stages.loop import Step
+from learner.stages.loop import TrainedStep
 from learner.stages.replay import ReplayError, replay
 
 from .backend import recipe_backend
@@ -150,7 +150,7 @@ class Replay:
         )
 
 
-def _write(record: JsonlSink, step: Step, total_steps: int, time_s: float) -> StepMetrics:
+def _write(record: JsonlSink, step: TrainedStep, total_steps: int, time_s: float) -> StepMetrics:
     event = step_event(step, total_steps, time_s)
     record.write(event)
     metrics = event.metrics

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class JudgedBatch:
     """A batch with its advantages, the same on every rank; for a critic the rewards are in their place."""
 
     sequences: tuple[PackableSequence, ...]
@@ -130,7 +130,7 @@ class Updater:
             else:
                 log.warning("%s has no %s: it starts from the first weights", checkpoint, name)
 
-    def judge(self, groups: Sequence[Group], step: int) -> Judged:
+    def judge(self, groups: Sequence[Group], step: int) -> JudgedBatch:
         """Advantages within each group; tokens over the staleness bound become context."""
         rewards_S = shaped_rewards(groups, self._shaping, self._max_new_tokens)
         if self._advantage is None:
@@ -139,7 +139,7 @@ class Updater:
             if self._reward_kl is not None:
                 rewards_S = self._less_kl(rewards_S, self._sequences(groups, [0.0] * len(rewards_S), step))
             advantages = compared(groups, rewards_S, self._advantage)
-        return Judged(sequences=self._sequences(groups, advantages, step), rewards=reward_stats(groups))
+        return JudgedBatch(sequences=self._sequences(groups, advantages, step), rewards=reward_stats(groups))
 
     def update(self, sequences: Sequence[PackableSequence], step: int) -> Update:
         """`updates_per_step` optimizer updates; proximal logprobs are those before the first of them."""

@@ -54,7 +54,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlannedModel:
     """The subject of a plan: a model, how it is split and trained, and the models besides it."""
 
     shape: ModelShape
@@ -87,7 +87,7 @@ class Planned:
         return -(-self.shape.vocabulary // self.learner.layout.tensor)
 
 
-def plan_memory(planned: Planned) -> list[RankMemory]:
+def plan_memory(planned: PlannedModel) -> list[RankMemory]:
     """Every rank, largest first. Raises ConfigError for a layout that cannot be, or a backend that is not ours."""
     learner = planned.learner
     if learner.backend not in ("fsdp", "megatron"):
@@ -98,7 +98,7 @@ def plan_memory(planned: Planned) -> list[RankMemory]:
     return sorted(ranks, key=lambda held: (-held.total, held.rank))
 
 
-def _fsdp_rank(planned: Planned, rank: int) -> RankMemory:
+def _fsdp_rank(planned: PlannedModel, rank: int) -> RankMemory:
     """Every tensor is cut along its first dimension, the first ranks have a row more (`torch.chunk`)."""
     ranks = planned.learner.processes
     elements = sum(_rows(p.shape[0], ranks, rank) * (p.size // p.shape[0]) for p in planned.shape.parameters)
@@ -124,7 +124,7 @@ def _rows(count: int, ranks: int, rank: int) -> int:
     return min(max(count - rank * chunk, 0), chunk)
 
 
-def _gathered_bytes(planned: Planned) -> int:
+def _gathered_bytes(planned: PlannedModel) -> int:
     """What FSDP2 holds whole while layers are computed, at its most, in the backward pass.
 
     In `model.dtype` the embedding, head and last norm all the time, the layer at work, and the next one that is being
@@ -148,7 +148,7 @@ def _size(shape: ModelShape, layer: int | None) -> int:
     return sum(parameter.size for parameter in shape.parameters if parameter.layer == layer)
 
 
-def _megatron_rank(planned: Planned, rank: int) -> RankMemory:
+def _megatron_rank(planned: PlannedModel, rank: int) -> RankMemory:
     """Ranks are numbered with tensor innermost, then context and replicas, and pipeline stages outermost."""
     layout = planned.learner.layout
     stage_ranks = planned.learner.processes // layout.pipeline
@@ -176,14 +176,14 @@ def _megatron_rank(planned: Planned, rank: int) -> RankMemory:
     )
 
 
-def _stage_of(planned: Planned, layer: int) -> int:
+def _stage_of(planned: PlannedModel, layer: int) -> int:
     """Each stage has `virtual_pipeline` runs of consecutive layers, dealt out in turn."""
     layout = planned.learner.layout
     run = planned.shape.layers // (layout.pipeline * layout.virtual_pipeline)
     return layer // run % layout.pipeline
 
 
-def _stage_elements(planned: Planned, stage: int) -> tuple[int, int]:
+def _stage_elements(planned: PlannedModel, stage: int) -> tuple[int, int]:
     """(shared, of experts) on one rank of the stage. A tied embedding stands in the last stage once more."""
     last = planned.learner.layout.pipeline - 1
     dense = experts = 0
@@ -199,7 +199,7 @@ def _stage_elements(planned: Planned, stage: int) -> tuple[int, int]:
     return dense, experts
 
 
-def _megatron_elements(planned: Planned, parameter: Parameter) -> int:
+def _megatron_elements(planned: PlannedModel, parameter: Parameter) -> int:
     layout = planned.learner.layout
     match parameter.part:
         case "embedding" | "head":
@@ -216,13 +216,13 @@ def _share(count: int, parts: int, index: int) -> int:
     return count // parts + (index < count % parts)
 
 
-def _stage_name(planned: Planned, stage: int, layers: list[int]) -> str:
+def _stage_name(planned: PlannedModel, stage: int, layers: list[int]) -> str:
     names = [f"stage {stage}", f"{len(layers)} layers"]
     names += ["embedding"] if stage == 0 else []
     return ", ".join(names + (["head"] if stage == planned.learner.layout.pipeline - 1 else []))
 
 
-def _in_flight(planned: Planned, stage: int) -> float:
+def _in_flight(planned: PlannedModel, stage: int) -> float:
     """Micro-batches whose activations a stage holds at once, at most, if an update has so many.
 
     One forward, one backward: as many as there are stages from this one to the last. Interleaved: Megatron's warm-up of
@@ -233,11 +233,11 @@ def _in_flight(planned: Planned, stage: int) -> float:
     return after + 1 if runs == 1 else (2 * after + (runs - 1) * pipeline + 1) / runs
 
 
-def _published_bytes(planned: Planned, rank: int) -> int:
+def _published_bytes(planned: PlannedModel, rank: int) -> int:
     return planned.versions.get(rank, 0) * planned.compute_bytes * planned.shape.num_parameters
 
 
-def _activation_bytes(planned: Planned, layers: Sequence[int], in_flight: float) -> int:
+def _activation_bytes(planned: PlannedModel, layers: Sequence[int], in_flight: float) -> int:
     """After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.
 
     Theirs is s*b*h * 34 bytes a layer with dropout, GELU and 4h wide blocks, and 5*a*s/h more for the attention matrix.
@@ -252,7 +252,7 @@ def _activation_bytes(planned: Planned, layers: Sequence[int], in_flight: float)
     return int(planned.compute_bytes * planned.row_tokens * (in_flight * sum(kept) + made_again) / tensor)
 
 
-def _kept_numbers(planned: Planned, layer: int) -> int:
+def _kept_numbers(planned: PlannedModel, layer: int) -> int:
     """A token, of one layer: all of them; what `recompute: selective` keeps; or the layer's input.
 
     fsdp's selective keeps what matrices and attention put out; megatron's makes a dense feed-forward again, and
@@ -288,7 +288,7 @@ def _attention_numbers(shape: ModelShape) -> int:
     return 2 * (shape.heads + shape.key_value_heads) * shape.head_width
 
 
-def _head_bytes(planned: Planned) -> int:
+def _head_bytes(planned: PlannedModel) -> int:
     """Of `token_logprobs`: a chunk of logits and their gradient, the weight's gradient summed in fp32 and rounded."""
     from learner.backends.token_logprobs import LOGITS_PER_CHUNK
 

@@ -20,7 +20,7 @@ from learner.experience.frames import share_groups
 from learner.experience.outages import Interrupted
 from learner.experience.stream import Experience
 from learner.experience.waits import Wait
-from learner.objective.update import Judged, Update, Updater
+from learner.objective.update import JudgedBatch, Update, Updater
 from learner.ranks import Ranks
 
 from .checkpoint_writer import CheckpointWriter
@@ -29,13 +29,13 @@ from .probe import measure_probe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class TrainedStep:
     """One step that was trained, as observers are told of it."""
 
     version: WeightVersion
     """The version of the weights that the step turned into the next one."""
     groups: Sequence[Group]
-    judged: Judged
+    judged: JudgedBatch
     update: Update
     seconds: dict[str, float]
     """Seconds by phase: checkpoint (of the steps before), evaluate, take, train, publish."""
@@ -62,7 +62,7 @@ class Observer(Protocol):
         """These weights are about to be trained, or are the last. May call the backend, collectively."""
         ...
 
-    def on_step(self, step: Step) -> None:
+    def on_step(self, step: TrainedStep) -> None:
         """A step is done and its weights are on their way."""
         ...
 
@@ -157,7 +157,9 @@ class Learner:
         self.publish()
         watch.lap("publish")
         # Before the checkpoint: a crash between the two repeats a line, which the record copes with, and loses none.
-        self.observer.on_step(Step(version=before, groups=groups, judged=judged, update=update, seconds=watch.seconds))
+        self.observer.on_step(
+            TrainedStep(version=before, groups=groups, judged=judged, update=update, seconds=watch.seconds)
+        )
 
     def _way_out(self, error: Exception) -> str:
         """Says how to go on after a step that failed: its batch stays pinned, so a resumed learner trains it again."""

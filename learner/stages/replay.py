@@ -7,14 +7,14 @@ from broker.schema import WeightVersion
 from learner.experience.log import ExperienceLog
 from learner.objective.update import Updater
 
-from .loop import Step, Stopwatch
+from .loop import Stopwatch, TrainedStep
 
 
 class ReplayError(HeadwayError):
     """The run cannot be replayed as asked; the message says what can."""
 
 
-def replay(updater: Updater, experience_log: ExperienceLog, steps: range) -> Iterator[Step]:
+def replay(updater: Updater, experience_log: ExperienceLog, steps: range) -> Iterator[TrainedStep]:
     """Train these steps; after each yield the backend holds the weights that the step led to.
 
     With the settings, the rank count and the first weights of the run, every bit is as it was. Raises ReplayError.
@@ -33,4 +33,4 @@ def replay(updater: Updater, experience_log: ExperienceLog, steps: range) -> Ite
         for phase in ("publish", "checkpoint"):
             watch.lap(phase)
         version = WeightVersion(0, step)
-        yield Step(version=version, groups=groups, judged=judged, update=update, seconds=watch.seconds)
+        yield TrainedStep(version=version, groups=groups, judged=judged, update=update, seconds=watch.seconds)

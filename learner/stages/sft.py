@@ -31,7 +31,7 @@ class WarmUpError(HeadwayError):
     """The warm-up ended without what it was for."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class SftProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Where the stage is; checkpoints hold it."""
 
     phase: int = 0
@@ -50,25 +50,25 @@ class SftStage:
     def __init__(self, parts: StageParts, phases: Sequence[SftPhaseConfig]) -> None:
         self._parts = parts
         self._phases = phases
-        self._place = msgspec.convert(parts.checkpoints.load(), Place)
+        self._progress = msgspec.convert(parts.checkpoints.load(), SftProgress)
 
     @property
     def metrics(self) -> StageMetrics:
         """Over all phases."""
-        return StageMetrics(steps=self._place.steps, loss=self._place.loss)
+        return StageMetrics(steps=self._progress.steps, loss=self._progress.loss)
 
     def run(self) -> bool:
         """All phases in order; False when asked to stop before the end. Raises WarmUpError where a gate stays shut."""
-        return all(self._run_phase(self._phases[number]) for number in range(self._place.phase, len(self._phases)))
+        return all(self._run_phase(self._phases[number]) for number in range(self._progress.phase, len(self._phases)))
 
     def save(self) -> Path:
         """The model as the last phase left it."""
-        return self._parts.checkpoints.leave(self._place.steps, msgspec.to_builtins(self._place))
+        return self._parts.checkpoints.leave(self._progress.steps, msgspec.to_builtins(self._progress))
 
     def _run_phase(self, phase: SftPhaseConfig) -> bool:
         """From where it is to the end of the phase."""
         examples = self._examples(phase)
-        for step in range(self._place.step + 1, phase.max_steps + 1):
+        for step in range(self._progress.step + 1, phase.max_steps + 1):
             batch = list(islice(examples, phase.batch_size))
             if not batch:
                 break
@@ -76,32 +76,32 @@ class SftStage:
             if self._has_passed(phase):
                 break
             if self._parts.ranks.any(self._parts.should_stop()):
-                self._parts.checkpoints.keep(self._place.steps, msgspec.to_builtins(self._place))
+                self._parts.checkpoints.keep(self._progress.steps, msgspec.to_builtins(self._progress))
                 return False
-            self._parts.checkpoints.keep_if_due(self._place.steps, msgspec.to_builtins(self._place))
+            self._parts.checkpoints.keep_if_due(self._progress.steps, msgspec.to_builtins(self._progress))
         else:
             self._refuse_a_shut_gate(phase)
-        self._place = msgspec.structs.replace(self._place, phase=self._place.phase + 1, step=0, pass_rate=None)
+        self._progress = msgspec.structs.replace(self._progress, phase=self._progress.phase + 1, step=0, pass_rate=None)
         return True
 
     def _examples(self, phase: SftPhaseConfig) -> Iterator[Example]:
         """Those that are not trained yet."""
-        examples = open_examples(phase, seed=self._parts.seed + self._place.phase)
-        deque(islice(examples, self._place.step * phase.batch_size), maxlen=0)
+        examples = open_examples(phase, seed=self._parts.seed + self._progress.phase)
+        deque(islice(examples, self._progress.step * phase.batch_size), maxlen=0)
         return examples
 
     def _train(self, batch: Sequence[Example], phase: SftPhaseConfig, step: int) -> None:
         """One step, which is then reported."""
         loss = self._step(batch, phase.learning_rate * min(1.0, step / RISE_STEPS))
-        pass_rate = self._place.pass_rate
+        pass_rate = self._progress.pass_rate
         if phase.until_pass_rate and step % phase.gate_every_steps == 0:
             pass_rate = self._parts.gate(self._parts.backend.named_tensors(), phase.gate_prompts)
-        self._place = Place(
-            phase=self._place.phase, step=step, steps=self._place.steps + 1, loss=loss, pass_rate=pass_rate
+        self._progress = SftProgress(
+            phase=self._progress.phase, step=step, steps=self._progress.steps + 1, loss=loss, pass_rate=pass_rate
         )
         self._parts.report(
             Progress(
-                part=f"warm-up {self._place.phase + 1}/{len(self._phases)}",
+                part=f"warm-up {self._progress.phase + 1}/{len(self._phases)}",
                 step=step,
                 max_steps=phase.max_steps,
                 loss=loss,
@@ -110,16 +110,16 @@ class SftStage:
         )
 
     def _has_passed(self, phase: SftPhaseConfig) -> bool:
-        pass_rate = self._place.pass_rate
+        pass_rate = self._progress.pass_rate
         return pass_rate is not None and pass_rate >= phase.until_pass_rate
 
     def _refuse_a_shut_gate(self, phase: SftPhaseConfig) -> None:
         """Raises WarmUpError where all steps were not enough."""
         if phase.until_pass_rate:
             raise WarmUpError(
-                f"sft.phases[{self._place.phase}] ended after {phase.max_steps} steps at a pass rate of"
-                f" {self._place.pass_rate or 0:.2f}, below until_pass_rate={phase.until_pass_rate:g}: raise max_steps"
-                " or learning_rate, or lower the gate."
+                f"sft.phases[{self._progress.phase}] ended after {phase.max_steps} steps at a pass rate of"
+                f" {self._progress.pass_rate or 0:.2f}, below until_pass_rate={phase.until_pass_rate:g}:"
+                " raise max_steps or learning_rate, or lower the gate."
             )
 
     def _step(self, examples: Sequence[Example], learning_rate: float) -> float:

@@ -11,7 +11,7 @@ from learner.backends import open_backend
 from learner.config import ComputeConfig, LayoutConfig, LearnerConfig
 from learner.models.model import load_config
 from learner.models.shape import shape_of
-from learner.planning.memory import Planned, RankMemory, plan_memory
+from learner.planning.memory import PlannedModel, RankMemory, plan_memory
 from tests.learner.tiny import OPTIMIZER, model_config
 
 QWEN3_8B = Qwen3Config(
@@ -59,16 +59,16 @@ TINY_MOE = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_inte
 
 def planned(
     config: PretrainedConfig, backend: str = "fsdp", processes: int = 1, dtype: str = "bfloat16", **layout: int
-) -> Planned:
+) -> PlannedModel:
     learner = LearnerConfig(backend=backend, processes=processes, layout=LayoutConfig(**layout))
-    return Planned(shape=shape_of(config), learner=learner, dtype=dtype)  # type: ignore[arg-type]
+    return PlannedModel(shape=shape_of(config), learner=learner, dtype=dtype)  # type: ignore[arg-type]
 
 
 def total(ranks: list[RankMemory], name: str) -> int:
     return sum(getattr(held, name) for held in ranks)
 
 
-def with_learner(plan: Planned, **changes: Any) -> Planned:
+def with_learner(plan: PlannedModel, **changes: Any) -> PlannedModel:
     fields = {name: getattr(plan.learner, name) for name in plan.learner.__struct_fields__}
     return replace(plan, learner=LearnerConfig(**(fields | changes)))
 

@@ -27,7 +27,7 @@ from learner.objective.update import Updater
 from learner.ranks import Ranks
 from learner.stages import open_stage
 from learner.stages.base import Progress, Stage, StageMetrics, StageParts
-from learner.stages.loop import Learner, LoopConfig, Step
+from learner.stages.loop import Learner, LoopConfig, TrainedStep
 from learner.stages.resuming import choose_origin
 from learner.stages.rl import RlStage
 from learner.stages.stage_checkpoints import StageCheckpoints
@@ -91,7 +91,7 @@ def open_rl(directory: Path, watcher: Watcher) -> tuple[Stage, Backend]:
     checkpoints = CheckpointStore(directory / "checkpoints", keep=2)
     origin = choose_origin(checkpoints, updater_and_model(backend, updater), ranks, resume=True, rewind=None)
 
-    def on_step(step: Step) -> None:
+    def on_step(step: TrainedStep) -> None:
         watcher.saw(step.update.loss)
 
     learner = Learner(

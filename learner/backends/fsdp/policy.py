@@ -19,7 +19,7 @@ from .context import ContextGroup
 from .experts import experts_implementation
 from .layers import fuse_norms
 from .replayed_router import replay, replayable_routers
-from .row import Row
+from .row import FsdpRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,12 +66,12 @@ class PackedModel(nn.Module):
         kinds = set(self.model._no_split_modules or ())
         return [part for part in self.model.modules() if type(part).__name__ in kinds]
 
-    def row(self, batch: PackedBatch) -> Row:
+    def row(self, batch: PackedBatch) -> FsdpRow:
         """The batch on the parameters' device, this rank's part of it."""
         device = next(self.parameters()).device
-        return Row.of(batch, self.context, device, varlen=self._varlen)
+        return FsdpRow.of(batch, self.context, device, varlen=self._varlen)
 
-    def hidden(self, row: Row) -> torch.Tensor:
+    def hidden(self, row: FsdpRow) -> torch.Tensor:
         """[N, H] the last layer's output at this rank's tokens."""
         replay(self._routers, None if row.experts_NLK is None else self._recorded(row.experts_NLK))
         hidden_NH: torch.Tensor = self.model.base_model(

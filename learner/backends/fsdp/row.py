@@ -15,7 +15,7 @@ from .context import ContextGroup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class FsdpRow:
     """What this rank computes of a micro-batch. With several ranks the row ends in a dummy sequence, if it must."""
 
     token_ids_N: torch.Tensor
@@ -30,7 +30,7 @@ class Row:
     """To be replayed; see `PackedBatch`."""
 
     @classmethod
-    def of(cls, batch: PackedBatch, context: ContextGroup, device: torch.device, *, varlen: bool) -> "Row":
+    def of(cls, batch: PackedBatch, context: ContextGroup, device: torch.device, *, varlen: bool) -> "FsdpRow":
         """`varlen`: see `PackedLayout`."""
         padding = -batch.num_tokens % context.size
         token_ids_T = F.pad(batch.token_ids_T, (0, padding))

@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from . import groups
 from .model import PackedGpt
-from .shards import Place
+from .shards import HeldBinding
 
 
 class Exporter:
     """Knows which rank speaks for each part of the model."""
 
-    def __init__(self, chunks: Sequence[PackedGpt], all_places: Sequence[Place]) -> None:
+    def __init__(self, chunks: Sequence[PackedGpt], all_places: Sequence[HeldBinding]) -> None:
         self._chunks = chunks
         self._places = [place for place in all_places if not place.is_copy]
         self._holders = _coordinates(next(chunks[0].parameters()).device)
@@ -28,7 +28,7 @@ class Exporter:
             yield from zip(names, self._sent(held, self._speaker(stage, expert_rank)), strict=True)
 
     @torch.no_grad()
-    def _sent(self, held: Sequence[Place], speaker: int) -> list[torch.Tensor]:
+    def _sent(self, held: Sequence[HeldBinding], speaker: int) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
         if held[0].is_here:
             for place in held:

@@ -32,7 +32,7 @@ from . import groups
 from .architecture import Architecture
 from .modules import ExpertLayer, GroupedExperts, PackedAttention, RmsNorm, permute, unpermute
 from .replayed_router import ReplayingLayer
-from .row import Row
+from .row import MegatronRow
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -59,7 +59,7 @@ class PackedGpt(GPTModel):
             embedded = embedded.detach().where(is_padding_p[:, None, None], embedded)
         return embedded, *rest
 
-    def _postprocess(self, hidden_states: torch.Tensor, packed_seq_params: Row, **_: Any) -> torch.Tensor:
+    def _postprocess(self, hidden_states: torch.Tensor, packed_seq_params: MegatronRow, **_: Any) -> torch.Tensor:
         if not self.post_process:
             return hidden_states
         hidden_pW = hidden_states[:, 0]
@@ -68,7 +68,7 @@ class PackedGpt(GPTModel):
             hidden_pW = gather_from_sequence_parallel_region(hidden_pW, tensor_parallel_output_grad=False)
         return self.head(hidden_pW, packed_seq_params)
 
-    def head(self, hidden_pW: torch.Tensor, row: Row) -> torch.Tensor:
+    def head(self, hidden_pW: torch.Tensor, row: MegatronRow) -> torch.Tensor:
         """[T] logprobs of the row's tokens, 0 for the first of a sequence; the same on every rank of the stage."""
         context = groups.context()
         if row.wants_hidden:

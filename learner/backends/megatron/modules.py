@@ -26,7 +26,7 @@ from learner.backends.expert_rows import (
 )
 from learner.models.attention import bucketed_attention, varlen_attention
 
-from .row import Row
+from .row import MegatronRow
 
 
 class RmsNorm(nn.Module):
@@ -67,7 +67,7 @@ class PackedAttention(MegatronModule):
         key_pKD: torch.Tensor,
         value_pKD: torch.Tensor,
         attention_mask: None = None,
-        packed_seq_params: Row | None = None,
+        packed_seq_params: MegatronRow | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """[p, H * D]"""

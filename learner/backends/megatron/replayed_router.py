@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from learner.backends.replayed_choice import Recorded
 
 from . import groups
-from .row import Row
+from .row import MegatronRow
 
 
 class RouterReplay:
@@ -48,14 +48,14 @@ class ReplayingLayer(TransformerLayer):
         super().__init__(*args, **options)
         self.mlp.router.router_replay = self.replay = RouterReplay()
 
-    def forward(self, *args: Any, packed_seq_params: Row, **options: Any) -> tuple[torch.Tensor, Any]:
+    def forward(self, *args: Any, packed_seq_params: MegatronRow, **options: Any) -> tuple[torch.Tensor, Any]:
         """See Megatron's."""
         recorded = packed_seq_params.recorded
         self.replay.recorded = None if recorded is None else self._own(recorded, packed_seq_params)
         output: tuple[torch.Tensor, Any] = super().forward(*args, packed_seq_params=packed_seq_params, **options)
         return output
 
-    def _own(self, recorded: Recorded, row: Row) -> Recorded:
+    def _own(self, recorded: Recorded, row: MegatronRow) -> Recorded:
         """Of this layer, and of the tokens that this rank's router sees."""
         splits = [groups.context()] + ([groups.tensor()] if self.config.sequence_parallel else [])
         for group in splits:

@@ -17,7 +17,7 @@ from learner.rows.batch import PackedBatch
 
 
 @dataclass
-class Row(PackedSeqParams):
+class MegatronRow(PackedSeqParams):
     """Travels through the layers in the place of Megatron's own packing, which it extends."""
 
     num_tokens: int = 0
@@ -46,7 +46,7 @@ def padded_length(num_tokens: int, multiple: int) -> int:
 
 def make_row(
     batch: PackedBatch, rotary: Any, length: int, tally_2: torch.Tensor, *, device: torch.device, varlen: bool
-) -> Row:
+) -> MegatronRow:
     """A row of P = `length` tokens. `rotary`: transformers' own module, so that every kind of scaling is its own.
 
     The padding is a sequence of its own at the row's end; nobody looks at what comes out of it. `tally_2`: where
@@ -62,7 +62,7 @@ def make_row(
     layout = PackedLayout.of(ends, varlen=varlen)
     positions = positions.to(device, non_blocking=True)
     cos, sin = rotary(torch.empty((), device=device), positions[None])
-    return Row(
+    return MegatronRow(
         qkv_format="thd",
         num_tokens=batch.num_tokens,
         token_ids_P=token_ids.to(device, non_blocking=True),

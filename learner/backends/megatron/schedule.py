@@ -18,7 +18,7 @@ from learner.config import LayoutConfig
 from learner.rows.batch import PackedBatch
 
 from . import groups
-from .row import Row, make_row, padded_length
+from .row import MegatronRow, make_row, padded_length
 
 Reports = list[dict[str, float]]
 
@@ -43,7 +43,7 @@ class Schedule:
         """Gradients summed into their buffers and over replicas: (loss over all replicas, reports of this one)."""
         shares, reports = [torch.zeros((), dtype=torch.float64, device=self._device)], Reports()
 
-        def finish(row: Row, logprobs_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        def finish(row: MegatronRow, logprobs_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             logprobs_T = logprobs_T.to(batches[0].token_ids_T.device)
             nothing = (logprobs_T * 0.0).sum()
             share, report = loss(row.number, logprobs_T) if row.num_tokens else (nothing, {})
@@ -64,7 +64,7 @@ class Schedule:
         """[T] logprobs of every micro-batch where it lies, or [T, W] final hidden states; the same on all stages."""
         outputs: list[torch.Tensor] = []
 
-        def finish(row: Row, output: torch.Tensor, non_loss_data: bool) -> None:
+        def finish(row: MegatronRow, output: torch.Tensor, non_loss_data: bool) -> None:
             outputs.append(output)
 
         self._run(batches, temperature, finish, is_training=False, wants_hidden=wants_hidden)
@@ -92,7 +92,7 @@ class Schedule:
             collect_non_loss_data=not is_training,
         )
 
-    def _rows(self, batches: Sequence[PackedBatch], temperature: float, wants_hidden: bool) -> list[Row]:
+    def _rows(self, batches: Sequence[PackedBatch], temperature: float, wants_hidden: bool) -> list[MegatronRow]:
         """Interleaved stages take micro-batches by rounds of as many as there are stages, all of one length."""
         missing = -len(batches) % self._num_stages if self._is_interleaved else 0
         all_batches = [*batches, *[_nothing(batches[0])] * missing]
@@ -104,7 +104,7 @@ class Schedule:
             row.number, row.temperature, row.wants_hidden = number, temperature, wants_hidden
         return rows
 
-    def _row(self, batch: PackedBatch, length: int) -> Row:
+    def _row(self, batch: PackedBatch, length: int) -> MegatronRow:
         uses_kernel = self._device.type == "cuda" and self._dtype is torch.bfloat16
         return make_row(batch, self._rotary, length, self._tally_2, device=self._device, varlen=uses_kernel)
 
@@ -157,7 +157,7 @@ class Schedule:
         return sum_over_ranks(float(total) if is_counted else 0.0, self._device)
 
 
-def _forward(finish: Callable[..., Any], rows: Iterator[Row], model: nn.Module) -> tuple[torch.Tensor, Any]:
+def _forward(finish: Callable[..., Any], rows: Iterator[MegatronRow], model: nn.Module) -> tuple[torch.Tensor, Any]:
     """One micro-batch through one stage, and what to do with it at the last."""
     row = next(rows)
     group = groups.context()

@@ -19,7 +19,7 @@ from .mapping import HEAD, Binding, embedding, last_bindings, layer_bindings
 
 
 @dataclass(frozen=True)
-class Place:
+class HeldBinding:
     """A binding with the ranks that hold it."""
 
     binding: Binding
@@ -71,10 +71,10 @@ def _read_as(read: Read, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor
 
 
-def places(architecture: Architecture, layout: LayoutConfig) -> Iterator[Place]:
+def places(architecture: Architecture, layout: LayoutConfig) -> Iterator[HeldBinding]:
     """All of the model, in the order of its layers; the same on every rank."""
     last_stage, last_chunk = layout.pipeline - 1, layout.virtual_pipeline - 1
-    yield Place(embedding(architecture), 0, 0)
+    yield HeldBinding(embedding(architecture), 0, 0)
     per_part = architecture.layers // (layout.pipeline * layout.virtual_pipeline)
     per_rank = architecture.experts // layout.expert
     for layer in range(architecture.layers):
@@ -82,8 +82,8 @@ def places(architecture: Architecture, layout: LayoutConfig) -> Iterator[Place]:
         chunk, stage = divmod(part, layout.pipeline)
         for binding in layer_bindings(architecture, layer, local):
             rank, slot = (None, None) if binding.expert is None else divmod(binding.expert, per_rank)
-            yield Place(binding, stage, chunk, rank, slot)
+            yield HeldBinding(binding, stage, chunk, rank, slot)
     for binding in last_bindings(architecture):
-        yield Place(binding, last_stage, last_chunk)
+        yield HeldBinding(binding, last_stage, last_chunk)
     if architecture.has_tied_head and layout.pipeline > 1:
-        yield Place(embedding(architecture, HEAD), last_stage, last_chunk, is_copy=True)
+        yield HeldBinding(embedding(architecture, HEAD), last_stage, last_chunk, is_copy=True)

@@ -22,7 +22,7 @@ from learner.checkpoints.checkpoint import CheckpointError
 
 from .model import PackedGpt
 from .optimizer import MASTER, MOMENTS, MasterState, ShardedAdam, replicas_of
-from .shards import Place
+from .shards import HeldBinding
 
 OPTIMIZER_FILE = "optimizer.json"
 
@@ -36,7 +36,7 @@ class OptimizerProgress(msgspec.Struct, frozen=True):
 class TrainingState:
     """The whole of what an update changes."""
 
-    def __init__(self, chunks: Sequence[PackedGpt], all_places: Sequence[Place], adam: ShardedAdam) -> None:
+    def __init__(self, chunks: Sequence[PackedGpt], all_places: Sequence[HeldBinding], adam: ShardedAdam) -> None:
         self._adam = adam
         self._masters = MasterState(adam)
         self._names = {name for place in all_places for name in place.binding.names}
@@ -105,7 +105,9 @@ def _turn(sharing: dist.ProcessGroup, replicas: dist.ProcessGroup, number: int) 
     return own == number % (replicas.size() * sharing.size())
 
 
-def _by_parameter(chunks: Sequence[PackedGpt], here: Sequence[Place]) -> list[tuple[torch.nn.Parameter, list[Place]]]:
+def _by_parameter(
+    chunks: Sequence[PackedGpt], here: Sequence[HeldBinding]
+) -> list[tuple[torch.nn.Parameter, list[HeldBinding]]]:
     """Each parameter of this rank with the bindings that fill it: an expert's weights share theirs with others'."""
     key = lambda place: (place.chunk, place.binding.parameter)  # noqa: E731
     return [

@@ -35,7 +35,7 @@ class Nothing(WeightTransferInitInfo):
 
 
 @dataclass
-class Update(WeightTransferUpdateInfo):
+class ArrivedWeights(WeightTransferUpdateInfo):
     """A version, or some tensors of it."""
 
     shared: bytes
@@ -43,11 +43,11 @@ class Update(WeightTransferUpdateInfo):
     is_whole: bool
 
 
-class HeadwayTransfer(WeightTransferEngine[Nothing, Update]):
+class HeadwayTransfer(WeightTransferEngine[Nothing, ArrivedWeights]):
     """Of one of vLLM's processes: its parts of every tensor that `Handover` speaks of, by checkpoint name."""
 
     init_info_cls = Nothing
-    update_info_cls = Update
+    update_info_cls = ArrivedWeights
     supports_draft_weight_update = False
 
     def __init__(self, *arguments: Any) -> None:
@@ -79,7 +79,7 @@ class HeadwayTransfer(WeightTransferEngine[Nothing, Update]):
         """See `failure`. In place of vLLM's, which waits for a GPU even where there is none."""
         self._noting_failure(lambda: self.receive_weights(self.parse_update_info(update_info)))
 
-    def receive_weights(self, update_info: Update) -> None:
+    def receive_weights(self, update_info: ArrivedWeights) -> None:
         """Generation must be paused. Afterwards the memory may be written to."""
         tensors = self._mapped.tensors(update_info.shared)
         if update_info.is_whole:
