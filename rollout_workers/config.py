@@ -1,4 +1,4 @@
-"""What a worker can be told, with defaults."""
+"""What a user configures of the rollout workers, with defaults."""
 
 from typing import Annotated, Literal
 
@@ -14,10 +14,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     kind: Annotated[
         str,
-        Meta(description="embedded (CPU or one GPU), vllm, or your own as package.module:Class"),
+        Meta(description="embedded (CPU or one GPU), vllm, or your own engine as package.module:Class"),
     ] = "embedded"
     max_concurrent: Annotated[
-        int, Meta(ge=1, description="requests batched together; a worker leases as many, and more as samples end")
+        int, Meta(ge=1, description="requests that one engine runs at a time; a worker leases as many samples")
     ] = 64
     max_model_len: Annotated[int, Meta(ge=2, description="longest prompt plus response, in tokens")] = 2048
     dtype: Annotated[
@@ -26,60 +26,75 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Annotated[str, Meta(description="torch device of the embedded engine")] = "cpu"
     threads: Annotated[int, Meta(ge=1, description="CPU threads of one engine")] = 1
     options: Annotated[
-        dict[str, object], Meta(description="passed to the engine as they are (vLLM engine arguments)")
+        dict[str, object], Meta(description="engine arguments, passed to vLLM or to your own engine as they are")
     ] = {}
 
 
 class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How responses are sampled, for training and for evaluation alike."""
+    """How an engine samples responses, in training and in evaluation."""
 
     max_new_tokens: Annotated[
         int,
-        Meta(ge=1, description="longest response, in tokens; of several turns: all of them and what is said between"),
+        Meta(
+            ge=1,
+            description="longest response, in tokens; an episode's turns and what its environment says count together",
+        ),
     ] = 512
-    temperature: Annotated[float, Meta(gt=0, description="the learner divides logits by the same number")] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1, description="nucleus; 1: off (below 1 biases importance ratios)")] = 1.0
-    top_k: Annotated[int, Meta(ge=0, description="keep the k likeliest tokens; 0: off")] = 0
+    temperature: Annotated[float, Meta(gt=0, description="divisor of the logits, for engine and learner")] = 1.0
+    top_p: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="probability mass that is sampled from; 1: all of it (less biases importance ratios)",
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int, Meta(ge=0, description="number of likeliest tokens that are sampled from; 0: all of them")
+    ] = 0
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One reward function and its weight in the sum that is optimized."""
+    """One reward function, and its weight in the sum that training optimizes."""
 
     kind: Annotated[
         str,
         Meta(description=f"{', '.join(REWARDS)}, or your own as package.module:function"),
     ]
-    weight: Annotated[float, Meta(description="factor in the sum")] = 1.0
+    weight: Annotated[float, Meta(description="factor of this function's score in the sum")] = 1.0
     signature: Annotated[
         Literal["auto", "verl", "trl"],
-        Meta(description="how your function is called: compute_score(...) as in verl, or lists as in TRL"),
+        Meta(description="how your function is called: as verl calls compute_score, or with lists as TRL does"),
     ] = "auto"
     deadline_s: Annotated[
         float,
         Meta(
-            gt=0, description="for one call of your own function, or of reasoning_gym; made once more if it passes that"
+            gt=0,
+            description="seconds for one call of your own function or of reasoning_gym; a longer call is repeated once",
         ),
     ] = 60.0
     processes: Annotated[
         int,
-        Meta(ge=1, le=256, description="processes of each worker in which your own function, or reasoning_gym, runs"),
+        Meta(ge=1, le=256, description="processes of each worker that run your own function, or reasoning_gym"),
     ] = 1
 
 
 class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What comes after a turn: the end of the episode, or what the model reads before it goes on."""
+    """Which environment ends an episode after a turn, or says what the model reads before it goes on."""
 
     kind: Annotated[
         str,
         Meta(description=f"{', '.join(ENVIRONMENTS)}, or your own as package.module:Class"),
     ] = "single_turn"
-    options: Annotated[dict[str, object], Meta(description="of that kind, or for your own class")] = {}
+    options: Annotated[dict[str, object], Meta(description="options of that kind, or arguments of your own class")] = {}
     deadline_s: Annotated[
-        float, Meta(gt=0, description="for one call of your own class; made once more if it passes that")
+        float,
+        Meta(
+            gt=0,
+            description="seconds for one call of your own class; a longer call is repeated once",
+        ),
     ] = 60.0
-    processes: Annotated[
-        int, Meta(ge=1, le=256, description="processes of each worker in which your own class runs")
-    ] = 1
+    processes: Annotated[int, Meta(ge=1, le=256, description="processes of each worker that run your own class")] = 1
 
 
 class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,39 +105,43 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         tuple[int | str, ...],
         Meta(
             description="GPUs as CUDA_VISIBLE_DEVICES names them; each worker in turn gets the next one, or as many as "
-            "vLLM's tensor_parallel_size * pipeline_parallel_size; '2,3': both to one worker; none: every worker sees "
-            "all"
+            "vLLM's tensor_parallel_size * pipeline_parallel_size; '2,3' gives both to one worker; without any, every "
+            "worker sees all GPUs"
         ),
     ] = ()
-    heartbeat_s: Annotated[float, Meta(gt=0, description="how often a worker reports and renews its leases")] = 1.0
+    heartbeat_s: Annotated[
+        float, Meta(gt=0, description="seconds between two reports of a worker, which renew its leases too")
+    ] = 1.0
     max_restarts: Annotated[int, Meta(ge=0, description="restarts of one worker before the run is stopped")] = 5
     patience_s: Annotated[
         float,
-        Meta(ge=0, description="how long a worker that finds its run ended waits for a learner to resume it"),
+        Meta(ge=0, description="seconds that a worker which finds its run ended waits for a learner to resume it"),
     ] = 60.0
-    probe_swaps: Annotated[bool, Meta(description="verify the engine's logprobs after every weight swap")] = True
+    probe_swaps: Annotated[
+        bool, Meta(description="whether a worker verifies the engine's tensors and logprobs at every weight swap")
+    ] = True
     segment_tokens: Annotated[
         int,
         Meta(
             ge=0,
-            description="store a running sample's tokens every so many, so that a crash loses no more; 0: by time only",
+            description="new tokens of a running sample after which a worker stores them; 0: by time only",
         ),
     ] = 512
     segment_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="store them also after so long, if there are new ones; both 0: it starts anew elsewhere, also "
-            "after broker.lease_hold_s",
+            description="seconds after which a worker stores new tokens at the latest; 0: by number; both 0: never "
+            "(then a sample starts anew elsewhere, also after broker.lease_hold_s)",
         ),
     ] = 10.0
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pass rate on held-out prompts."""
+    """The evaluation on held-out prompts."""
 
     prompts: Annotated[int, Meta(ge=0, description="held-out prompts, one sample each; 0: no evaluation")] = 256
     every_steps: Annotated[
-        int, Meta(ge=0, description="evaluate also every so many steps; 0: before and after only")
+        int, Meta(ge=0, description="steps between two evaluations; 0: only before and after training")
     ] = 0
     pass_reward: Annotated[float, Meta(description="a response passes with at least this reward")] = 1.0

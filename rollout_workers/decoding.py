@@ -1,4 +1,4 @@
-"""Tokens to text: what a worker needs of a tokenizer, and which tokens end a response."""
+"""Tokens to text and back: the part of a tokenizer that a worker uses, and the tokens that end a response."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -13,16 +13,17 @@ def _no_tokenizer(text: str) -> Sequence[int]:
 
 
 class Decoding(NamedTuple):
-    """How a model's tokens are read."""
+    """Translates a model's tokens to text, and an environment's text to tokens."""
 
     decode: Callable[[Sequence[int]], str]
     stop_token_ids: tuple[int, ...]
     encode: Callable[[str], Sequence[int]] = _no_tokenizer
-    """What an environment says as tokens, none added before or after. Raises HeadwayError for text that has none."""
+    """Return an environment's text as tokens, with no special tokens around it. Raises HeadwayError for text that has
+    no tokens."""
 
 
 def load_decoding(model: Path) -> Decoding:
-    """The tokenizer and stop tokens of a model directory (its weights need not be there)."""
+    """Read the tokenizer and the stop tokens from a model directory. It needs no weights."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
@@ -33,16 +34,16 @@ def load_decoding(model: Path) -> Decoding:
     def encode(text: str) -> Sequence[int]:
         try:
             return list(tokenizer(text, add_special_tokens=False).input_ids)
-        except Exception as error:  # a tokenizer of characters raises a bare one for a character that it lacks
+        except Exception as error:  # a character-level tokenizer raises a bare exception for a character that it lacks
             raise HeadwayError(f"The model's tokenizer cannot encode {text[:80]!r}: {error}.") from error
 
     return Decoding(decode, stop_token_ids(model, tokenizer.eos_token_id), encode)
 
 
 def stop_token_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """The tokenizer's end token and those of the generation config, or else of the model's config.
+    """Return the tokenizer's end token and those of the generation config, or else those of the model's config.
 
-    Chat models end a turn with another token than the one that ends a document; both must stop the engine.
+    A chat model ends a turn with another token than the one that ends a document. Both must stop the engine.
     """
     configured = _eos_in(model / "generation_config.json") or _eos_in(model / "config.json")
     stops = sorted({*configured, *([] if tokenizer_eos is None else [tokenizer_eos])})
@@ -55,7 +56,7 @@ def stop_token_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
 
 
 def response_text(decoding: Decoding, response_tokens: Sequence[int]) -> str:
-    """The response as reward functions read it: without the token that ended it."""
+    """Return the text that reward functions read: the response without the token that ended it."""
     ended = bool(response_tokens) and response_tokens[-1] in decoding.stop_token_ids
     return decoding.decode(response_tokens[:-1] if ended else response_tokens)
 

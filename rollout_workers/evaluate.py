@@ -1,4 +1,4 @@
-"""Pass rate on held-out prompts, with the engine, sampling, rewards and environment that training uses."""
+"""The pass rate on held-out prompts, with the engine, sampling, rewards and environment that training uses."""
 
 import asyncio
 import zlib
@@ -22,7 +22,7 @@ from .samples.recorder import Recorder
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over one sample of each prompt; all 0 where there were none."""
+    """Means over one sample of each prompt; all are 0 if there were no prompts."""
 
     pass_rate: float
     reward_mean: float
@@ -44,10 +44,11 @@ async def evaluate(
     pass_reward: float,
     environment: Environment | None = None,
 ) -> EvalResult:
-    """Sample each prompt once, as many at a time as the engine can batch. `environment`: a single turn by default.
+    """Sample each prompt once, as many at a time as the engine can batch. Without `environment` an episode has one
+    turn.
 
-    Seeds depend on a prompt and its place alone: the same weights give the same result, if the engine honours
-    seeds.
+    A seed depends only on its prompt and the prompt's place, so the same weights give the same result on an engine that
+    honours seeds.
     """
     episodes = Episodes(environment or SingleTurn(), scorer, decoding)
     places = asyncio.Semaphore(engine.capacity)
@@ -82,7 +83,7 @@ def _request(index: int, prompt: Prompt, sampling: SamplingConfig, decoding: Dec
 
 
 async def _all(samples: Sequence[Coroutine[Any, Any, _Sample]]) -> list[_Sample]:
-    """All results in order; the first error cancels the rest, so that no request outlives the call."""
+    """Return all results in order. The first error cancels the rest, so that no request outlives the call."""
     tasks = [asyncio.ensure_future(sample) for sample in samples]
     try:
         return await asyncio.gather(*tasks)

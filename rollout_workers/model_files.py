@@ -1,4 +1,4 @@
-"""The model's config and tokenizer, fetched from the broker: a worker needs no file system but its own."""
+"""The model's config and tokenizer, fetched from the broker, so that a worker needs no shared file system."""
 
 import asyncio
 import logging
@@ -12,18 +12,18 @@ from .outages import Outages
 
 POLL_S = 0.2
 SUFFIXES = frozenset({".bpe", ".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab"})
-"""Of what tokenizers and configurations consist: data, of which nothing runs."""
+"""The suffixes of files that tokenizers and configs consist of. They are data: nothing executes them."""
 
 log = logging.getLogger(__name__)
 
 
 class ModelFilesError(HeadwayError):
-    """The learner stored files that a worker will not write."""
+    """The learner stored a file that a worker refuses to write."""
 
 
 async def fetch_model(broker: Broker, directory: Path) -> Path:
-    """Wait for the run's model files and write them to a new `directory/model` that only this user reads. Segments that
-    cannot be of this model are refused from then on."""
+    """Wait for the run's model files and write them to a new `directory/model` that only this user can read. From then
+    on the broker's client refuses segments that cannot be of this model."""
     outages = Outages(broker.url)
     files = await outages.ride_out(broker.versions.model)
     if files is None:
@@ -36,7 +36,8 @@ async def fetch_model(broker: Broker, directory: Path) -> Path:
 
 
 def write_model(files: ModelFiles, directory: Path) -> Path:
-    """Refuses names that could leave `directory`, and kinds of files that could run: they come over the network."""
+    """Write the files. They come over the network, so it raises ModelFilesError for a name that could leave `directory`
+    and for a file that could be executed."""
     for name in files.files:
         if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
             raise ModelFilesError(

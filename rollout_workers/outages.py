@@ -1,4 +1,5 @@
-"""Riding out a broker that does not answer: generation goes on, calls are repeated, the log says it once."""
+"""What a worker does while the broker does not answer: it keeps generating, repeats its calls, and logs the outage
+once."""
 
 import asyncio
 import logging
@@ -13,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Outages:
-    """What one process knows of its broker's health."""
+    """Tracks whether the broker answers this process."""
 
     def __init__(self, url: str, *, shortest_s: float = 0.1, longest_s: float = 2.0) -> None:
         self._url = without_password(url)
@@ -23,7 +24,7 @@ class Outages:
         self.last_error = ""
 
     async def ride_out(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The call's result, however long the broker is away; only cancelling ends it."""
+        """Repeat the call until the broker answers, and return its result. Only cancelling ends the wait."""
         wait_s = self._shortest_s
         while True:
             with self:
@@ -32,8 +33,8 @@ class Outages:
             wait_s = min(2 * wait_s, self._longest_s)
 
     def __enter__(self) -> None:
-        """`with outages:` swallows a broker's error, and logs when an outage begins and when it ends. What no waiting
-        mends ends the worker."""
+        """Inside `with outages:` an error of an absent broker is swallowed, and the log says when an outage begins and
+        ends. An error that no waiting can cure is raised, and ends the worker."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         is_outage = isinstance(error, BrokerError) and not isinstance(error, (FencedError, QuarantinedError))

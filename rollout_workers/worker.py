@@ -38,20 +38,23 @@ from .swaps.turns import SwapTurns
 from .swaps.weights import HeldWeights
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.2
-"""Between two requests for leases, after one that was refused."""
+"""Seconds between two requests for leases: the shortest after a success, up to the longest after refusals."""
 CONFIRM_S = 1.0
-"""How often a worker asks which of its submissions are durable."""
+"""Seconds between two questions for which submissions are durable."""
 FAREWELL_S = 5.0
-"""What a leaving worker gives each of these: handing back, submitting what is finished, its goodbye."""
+"""Seconds that a leaving worker spends at most on each step: handing back leases, submitting finished samples, and
+saying goodbye."""
 MISSED_HEARTBEATS = 5
-"""After so many a worker no longer counts as alive, and its turn to swap goes to another one."""
+"""Heartbeats that a worker may miss before it counts as dead and its turn to swap goes to another worker."""
 MOST_UNSUBMITTED = 2
-"""Leases that a worker holds at most, in multiples of what its engine batches: slow rewards must not pile up."""
+"""Leases that a worker holds at most, as a multiple of the engine's capacity, so that slow rewards cannot pile up
+samples."""
 log = logging.getLogger(__name__)
 
 
 class Worker:
-    """One engine's worth of samples in flight. `run` closes all that it is given but the broker."""
+    """Runs one engine on as many samples as it can batch. `run` closes everything that the worker is given, except the
+    broker."""
 
     def __init__(
         self,
@@ -71,8 +74,9 @@ class Worker:
         records_experts: bool = False,
         is_colocated: bool = False,
     ) -> None:
-        """`environment`: what answers turns; by default none does. `records_experts`: trajectories say which experts
-        their tokens were given. `is_colocated`: the engine has its device in turns with the learner."""
+        """`environment` answers turns; without one an episode has one turn. With `records_experts` trajectories carry
+        the experts that their tokens were given. With `is_colocated` the engine shares its device with the learner, in
+        turns."""
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
@@ -103,20 +107,21 @@ class Worker:
         self._admitting = asyncio.Lock()
         self._generated = Throughput()
         self._requests = 0
-        """That the engine has."""
+        """Requests that the engine runs now."""
         self._stalls = StallWatch(config.heartbeat_s)
         self._run_end = RunEnd(config.patience_s)
         self._end = ""
         self.outcomes = dict.fromkeys(SubmitOutcome, 0)
-        """How submissions ended: a duplicate was accepted before, its reply lost; a fenced one is void."""
+        """Submissions by outcome. A duplicate was accepted before and its reply was lost; a fenced one is void."""
         self.resumed_tokens = 0
-        """Of segments that this worker went on after: it did not have to generate them."""
+        """Tokens of segments that other workers generated and this worker continued."""
         self.unscored = 0
-        """Samples that were handed back because no reward could be had for them."""
+        """Samples that the worker gave up because no reward function could score them."""
         self._last_unscored = ""
 
     async def run(self) -> str:
-        """Work until drained ("drained") or the run is over (its state). Raises any part's first error."""
+        """Work until the worker is drained (returns "drained") or the run is over (returns its state). Raises the first
+        error of any task."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 parts = [self._beat(), self._confirm(), self._weights.follow()]
@@ -125,7 +130,7 @@ class Worker:
                 background = [tasks.create_task(part) for part in parts]
                 await self._keep_engine_full(tasks)
                 await self._wind_down()
-                # Neither waits by itself for a broker that is away, nor for weights that nobody follows any more.
+                # No background task ends by itself; a sample might wait for a broker that is away, or for weights.
                 for task in background:
                     task.cancel()
                 self._held.cancel_all()
@@ -136,11 +141,11 @@ class Worker:
         return self._end
 
     def request_drain(self) -> None:
-        """Hand unfinished samples back, submit the finished ones, return from `run`. Idempotent."""
+        """Ask the worker to hand back unfinished samples, submit finished ones and return from `run`. Idempotent."""
         self._stop("drained")
 
     async def _keep_engine_full(self, tasks: asyncio.TaskGroup) -> None:
-        """Ask for as many leases as the engine has room for, whenever there is room or something changed."""
+        """Lease as many samples as the engine has room for, whenever there is room or something has changed."""
         wait_s = SHORTEST_WAIT_S
         while not self._end:
             self._wake.clear()
@@ -162,7 +167,7 @@ class Worker:
             async with segments:
                 judged = await self._play(lease, recorder, segments)
                 self._mark_generated(lease)
-            # Tokens of weights that then fail their verification must not reach the learner.
+            # Tokens of weights that fail their verification later must not reach the learner.
             await self._weights.reach(recorder.newest_version)
             judged = judged or await self._episodes.judge(lease.prompt, recorder, 0)
         except UnscoredError as error:
@@ -174,13 +179,14 @@ class Worker:
         self._wake.set()
 
     def _mark_generated(self, lease: Lease) -> None:
-        """The engine has room from now on, not once this one is scored and submitted."""
+        """Note that the engine has room already, before this sample is scored and submitted."""
         self._held.mark_generated(lease)
         self._wake.set()
 
     async def _set_aside(self) -> None:
-        """All that is being generated goes on later, here or elsewhere. The engine's weights are not usable, so that no
-        lease is asked for any more; those that were asked for before have come when this begins."""
+        """Hand back every sample that is being generated; this worker or another one continues it later. The engine's
+        weights are not usable now, so the worker asks for no more leases. The lock waits for leases that it had asked
+        for before."""
         async with self._admitting:
             pass
         await self._outages.ride_out(self._held.hand_back_unfinished)
@@ -199,7 +205,7 @@ class Worker:
         if recorder.tokens:
             log.info("%s goes on after %d tokens", lease.tid, len(recorder.tokens))
             self.resumed_tokens += len(recorder.tokens)
-            await self._weights.reach(recorder.newest_version)  # versions never go back within a sample
+            await self._weights.reach(recorder.newest_version)  # within a sample versions never go back
         request = self._request(lease)
         return await self._episodes.play(
             lease.prompt,
@@ -209,7 +215,7 @@ class Worker:
         )
 
     async def _generate(self, request: GenerationRequest, recorder: Recorder, segments: SegmentLog) -> None:
-        """One turn."""
+        """Generate one turn."""
 
         def note(count: int) -> None:
             self._generated.add(count)
@@ -233,8 +239,9 @@ class Worker:
         )
 
     async def _append(self, lease: Lease, segment: Segment) -> AppendReply | None:
-        """None if the broker is away: generation goes on, and a later segment has it all."""
-        # As for a whole sample: what failing weights sampled must not be gone on from.
+        """Append a segment. Returns None while the broker is away: generation goes on, and a later segment has the
+        tokens."""
+        # As for a whole sample: no worker may continue what failing weights sampled.
         await self._weights.reach(segment.spans[-1].version)
         with self._outages:
             reply = await self._broker.leases.append(lease, segment, self._lease_ttl_s)
@@ -245,22 +252,23 @@ class Worker:
         return None
 
     async def _submit(self, lease: Lease, trajectory: Trajectory) -> None:
-        """Repeated until the broker answers: work must not be lost."""
+        """Submit the sample, again and again until the broker answers, so that no work is lost."""
         outcome = await self._outages.ride_out(lambda: self._broker.leases.submit(lease, trajectory))
         self.outcomes[outcome] += 1
 
     async def _give_up(self, lease: Lease, reason: str) -> None:
-        """The sample is generated anew, here or elsewhere: what it says now may be what cannot be scored."""
+        """Give the sample up, so that a worker generates it anew: its present text may be what the reward function
+        cannot score."""
         self.unscored += 1
         self._last_unscored = f"{self.unscored} samples could not be scored; the last one: {reason}"
         log.warning("%s: %s", lease.tid, reason)
         await self._outages.ride_out(lambda: self._broker.leases.give_up(lease, reason))
 
     async def _beat(self) -> None:
-        """Keep the leases, report, learn whether the run goes on. Raises HeadwayError for an engine that hangs."""
+        """Renew the leases, report, and learn whether the run goes on. Raises HeadwayError if the engine hangs."""
         while True:
             with self._outages:
-                await self._held.renew()  # first: a report that the server does not take must cost no lease
+                await self._held.renew()  # first: if the server refuses the report, no lease may be lost
                 await self._broker.status.heartbeat(self.info(), self._alive_s)
                 self._note_state(await self._broker.status.state())
             self._wake.set()
@@ -268,7 +276,7 @@ class Worker:
             await asyncio.sleep(self._config.heartbeat_s)
 
     async def _confirm(self) -> None:
-        """Have the server make submissions durable, which takes it up to a second: hence not with the heartbeat."""
+        """Have the server make submissions durable. That takes up to a second, hence not with the heartbeat."""
         while True:
             await asyncio.sleep(CONFIRM_S)
             with self._outages:
@@ -276,7 +284,7 @@ class Worker:
                     log.warning("the server had lost %d submissions that it gets again", again)
 
     def info(self) -> WorkerInfo:
-        """What this worker says of itself."""
+        """Return what this worker reports of itself."""
         version = None if self._weights.is_paused else self._weights.version
         return WorkerInfo(
             worker=self._worker,
@@ -321,7 +329,7 @@ class Worker:
             self._wake.set()
 
     def _is_full(self) -> bool:
-        """Nothing to ask for until a sample ends or weights arrive."""
+        """Whether the worker has nothing to lease until a sample ends or weights arrive."""
         return self._weights.usable is None or self._room() <= 0
 
     def _room(self) -> int:
@@ -329,7 +337,7 @@ class Worker:
         return min(capacity - self._held.generating, MOST_UNSUBMITTED * capacity - len(self._held))
 
     async def _wait(self, timeout_s: float | None) -> bool:
-        """True if woken before the time was up."""
+        """Wait for a wake-up. Returns False if `timeout_s` seconds passed first."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 return await self._wake.wait()
@@ -347,7 +355,7 @@ class Worker:
                 closing.push_async_callback(part.close)
             if self._device is not None:
                 closing.push_async_callback(self._device.leave)
-            closing.push_async_callback(self._engine.close)  # first: a colocated learner waits for its memory
+            closing.push_async_callback(self._engine.close)  # closed first: a colocated learner waits for its memory
             with suppress(TimeoutError), self._outages:
                 async with asyncio.timeout(FAREWELL_S):
                     await self._held.hand_back_all()
@@ -356,6 +364,6 @@ class Worker:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended the others."""
+    """Return the error that ended the other tasks."""
     first = group.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first

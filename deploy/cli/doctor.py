@@ -46,7 +46,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str = ""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that `headway doctor` says."""
 
     machine: tuple[Finding, ...]
@@ -59,11 +59,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """`headway run arithmetic.yaml` will work."""
 
 
-def examine() -> Report:
+def examine() -> MachineReport:
     """Look at this machine. Never raises on a broken installation: that is a finding."""
     torch = _ask_torch()
     servers, engines, backends = _servers(), _engines(torch), _backends(torch)
-    return Report(
+    return MachineReport(
         machine=_machine(torch),
         servers=servers,
         engines=engines,
@@ -77,7 +77,7 @@ def examine() -> Report:
     )
 
 
-def report_tables(report: Report) -> RenderableType:
+def report_tables(report: MachineReport) -> RenderableType:
     """The report for people."""
     table = Table(box=None, padding=(0, 2), show_header=False)
     for column in ("name", "works", "detail"):

@@ -51,7 +51,7 @@ class Turns:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class MemoryReport:
     """What is known before the learner starts."""
 
     planned: PlannedModel
@@ -75,7 +75,7 @@ def is_enough(device_bytes: int, total: int) -> bool:
     return total <= USABLE * device_bytes
 
 
-def report(recipe: Recipe, device_gb: float | None = None) -> Report:
+def report(recipe: Recipe, device_gb: float | None = None) -> MemoryReport:
     """Raises ConfigError where the model cannot be read or the layout cannot be."""
     planned = PlannedModel(
         shape=shape_of(load_config(recipe.model)),
@@ -86,7 +86,7 @@ def report(recipe: Recipe, device_gb: float | None = None) -> Report:
         versions=_versions(recipe),
     )
     ranks = plan_memory(planned)
-    return Report(
+    return MemoryReport(
         planned=planned,
         ranks=ranks,
         activations={how: _activations(recipe, planned, how) for how in ("none", "selective", "full")},
@@ -139,7 +139,7 @@ def _settings(recipe: Recipe) -> Iterator[str]:
         yield f"learner.layout.{size}={2 * getattr(learner.layout, size)}"
 
 
-def as_builtins(found: Report) -> dict[str, Any]:
+def as_builtins(found: MemoryReport) -> dict[str, Any]:
     """For JSON: all numbers in bytes."""
     planned, learner = found.planned, found.planned.learner
     return {
@@ -159,7 +159,7 @@ def as_builtins(found: Report) -> dict[str, Any]:
     }
 
 
-def page(found: Report) -> RenderableType:
+def page(found: MemoryReport) -> RenderableType:
     """Largest ranks first; those that hold the same in one line."""
     return Group(
         styled(_headline(found)),
@@ -171,7 +171,7 @@ def page(found: Report) -> RenderableType:
     )
 
 
-def _headline(found: Report) -> str:
+def _headline(found: MemoryReport) -> str:
     planned, learner = found.planned, found.planned.learner
     sizes = [f"{key} {size}" for key, size in _sizes(planned).items() if size > 1]
     parts = [
@@ -208,13 +208,13 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _activations_line(found: Report) -> Text:
+def _activations_line(found: MemoryReport) -> Text:
     now = found.planned.learner.compute.recompute
     parts = [f"{how} {_amount(number)}" for how, number in found.activations.items()]
     return styled(f"Activations by learner.compute.recompute: {', '.join(parts)}. The recipe's is {now}.")
 
 
-def _turns_line(found: Report) -> Iterator[Text]:
+def _turns_line(found: MemoryReport) -> Iterator[Text]:
     if found.turns is None:
         return
     kept = found.turns.device
@@ -228,7 +228,7 @@ def _turns_line(found: Report) -> Iterator[Text]:
         yield styled(f"That leaves an engine {_amount(left)} of {_amount(found.device_bytes)}.")
 
 
-def _verdict(found: Report) -> Iterator[Text | Table]:
+def _verdict(found: MemoryReport) -> Iterator[Text | Table]:
     if found.device_bytes is not None:
         does, style = ("fits", "green") if found.fits else ("does not fit", "red")
         device = f"a device of {_amount(found.device_bytes)}, of which {USABLE:.0%} can be used"
@@ -237,7 +237,7 @@ def _verdict(found: Report) -> Iterator[Text | Table]:
         yield _changes_table(found)
 
 
-def _changes_table(found: Report) -> Table:
+def _changes_table(found: MemoryReport) -> Table:
     table = Table("one change at a time", "largest rank", "saved", box=SIMPLE_HEAD)
     for change in found.changes:
         fits = found.device_bytes is not None and is_enough(found.device_bytes, change.largest_bytes)

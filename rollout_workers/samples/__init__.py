@@ -1,1 +1,1 @@
-"""One sample in a worker: generated, recorded token by token, kept in segments, held by a lease."""
+"""One sample in a worker: generated, recorded token by token, saved in segments, held by a lease."""

@@ -1,4 +1,4 @@
-"""The experts that one sample's tokens were given, as it grows: for the learner to replay (Ma et al. 2025, R3)."""
+"""The experts that the router gave one sample's tokens, for the learner to replay (Ma et al. 2025, R3)."""
 
 import numpy as np
 
@@ -7,11 +7,12 @@ from broker.schema import Experts, Segment
 
 
 class MissingExpertsError(HeadwayError):
-    """A sample cannot be gone on with: what was generated of it lacks the chosen experts."""
+    """A worker cannot continue this sample: its segments lack the chosen experts."""
 
 
 class ChosenExperts:
-    """Rows for the first tokens of prompt and response; once something was sampled, for all but the newest token."""
+    """Collects one row of experts per token of prompt and response. The newest sampled token has no row yet: it was not
+    fed."""
 
     def __init__(self, prompt_length: int) -> None:
         self.count = 0
@@ -20,7 +21,7 @@ class ChosenExperts:
         self._parts: list[Experts] = []
 
     def add(self, experts: Experts | None, response_length: int) -> str:
-        """Append the rows that are new with a response of so many tokens; else what is wrong with them."""
+        """Append the new rows of a response of `response_length` tokens. Returns what is wrong with them, or ""."""
         expected = self._prompt_length + response_length - 1 - self.count
         if experts is None or experts.ndim != 3 or len(experts) != expected:
             rows = "no" if experts is None else len(experts)
@@ -35,7 +36,8 @@ class ChosenExperts:
         return ""
 
     def add_segment(self, segment: Segment) -> None:
-        """Raises MissingExpertsError where it has none: it was generated before they were asked for."""
+        """Append a segment's rows. Raises MissingExpertsError if it has none: it was generated before the run recorded
+        experts."""
         if wrong := self.add(segment.experts, segment.start + len(segment.tokens)):
             raise MissingExpertsError(
                 f"{segment.tid}: its segment {segment.index} has {wrong}, and algorithm.router_replay=true needs them."
@@ -43,6 +45,7 @@ class ChosenExperts:
             )
 
     def after(self, response_position: int) -> Experts:
-        """Rows of the tokens that were fed to sample the response from this position on; at 0, of the prompt too."""
+        """Return the rows of the tokens that were fed to sample the response from this position on; at 0, the prompt's
+        rows too."""
         first = self._prompt_length + response_position - 1 if response_position else 0
         return np.concatenate(self._parts)[first:]

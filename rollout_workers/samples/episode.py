@@ -1,4 +1,4 @@
-"""One sample as an episode: turns are generated, scored and answered, until the environment says no more."""
+"""One sample as an episode: turns are generated, scored and answered until the environment ends it."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
@@ -15,18 +15,18 @@ from .recorder import Recorder
 
 
 class Judged(NamedTuple):
-    """What became of a turn."""
+    """A scored and answered turn."""
 
     reward: float
-    """For this turn alone."""
+    """The reward of this turn alone."""
     components: dict[str, float]
-    """Each reward function's own score of its answer, and what the environment measures."""
+    """Each reward function's own score of the answer, and the environment's measures."""
     said: Sequence[int]
-    """Token ids that the model reads next; none where the episode has ended."""
+    """Token ids that the model reads next; empty if the episode has ended."""
 
 
 class Episodes:
-    """Plays samples: `scorer` scores each turn's answer, `environment` says what follows."""
+    """Plays episodes: `scorer` scores each turn's answer, and `environment` says what follows."""
 
     def __init__(self, environment: Environment, scorer: Scorer, decoding: Decoding) -> None:
         self._environment = environment
@@ -40,8 +40,9 @@ class Episodes:
         generate: Callable[[], Awaitable[None]],
         room: Callable[[], int],
     ) -> Judged | None:
-        """Until the sample needs its engine no more: what became of its last turn, None where that is still to be
-        judged. `generate` records a turn to its end; `room` says how many tokens may follow. Raises as `judge`."""
+        """Play turns until the sample needs the engine no more. Returns the judgement of its last turn, or None if that
+        turn is still to be judged. `generate` records a turn to its end; `room` returns how many tokens may follow.
+        Raises as `judge` does."""
         while True:
             await generate()
             if len(recorder.turns) + 1 >= self._environment.max_turns:
@@ -52,7 +53,8 @@ class Episodes:
             recorder.hear(judged.said, judged.reward)
 
     async def judge(self, prompt: Prompt, recorder: Recorder, room: int) -> Judged:
-        """Score the turn that was recorded last, and have it answered. Raises UnscoredError, RewardError."""
+        """Score the turn that was recorded last, and let the environment answer it. Raises UnscoredError or
+        RewardError."""
         bounds = [*((turn.start, turn.end) for turn in recorder.turns), (recorder.turn_start, len(recorder.tokens))]
         answers = tuple(response_text(self._decoding, recorder.tokens[start:end]) for start, end in bounds)
         score = await self._scorer.score(prompt, answers[-1], recorder.finished())
@@ -66,7 +68,7 @@ class Episodes:
         )
         step = await self._environment.step(episode)
         said = self._tokens(step.says)
-        if said and len(said) >= room:  # the model must have room to answer
+        if said and len(said) >= room:  # the model needs room to answer
             said, step = [], await self._environment.step(replace(episode, finish_reason="length", room=0))
         return Judged(step.reward, {**score.components, **step.components}, said)
 

@@ -1,5 +1,5 @@
-"""One turn of a sample from an engine, to its end: over interruptions, and on from what another worker has generated of
-it."""
+"""Generates one turn of a sample to its end: it repeats interrupted requests, and continues what another worker
+generated."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -13,22 +13,24 @@ from rollout_workers.engines.base import Chunk, Engine, FinishReason, Generation
 from .recorder import EngineOutputError, Recorder
 
 PAUSE_S = 0.1
-"""After an interruption without a new token: the engine may be busy with what interrupted it."""
+"""Seconds to wait after a request that was interrupted before a new token: the engine may be busy with the cause."""
 MOST_IN_VAIN = 3000
-"""Requests in a row that were interrupted before their first token: five minutes, as for a swap."""
+"""Requests in a row that may be interrupted before their first token. With `PAUSE_S` they take five minutes, as long as
+a swap may."""
 
 
 def _nobody(count: int) -> None:
-    """Is told of new tokens."""
+    """Ignore new tokens."""
 
 
 async def generate(
     engine: Engine, request: GenerationRequest, recorder: Recorder, on_tokens: Callable[[int], None] = _nobody
 ) -> None:
-    """Record until the turn is finished, after what is recorded and heard already; `on_tokens` is told of every chunk.
+    """Record one turn to its end, after the tokens that are recorded and heard already. `on_tokens` gets the number of
+    tokens of every chunk.
 
-    An error or cancelling ends the request. Raises EngineOutputError for output that cannot be, and where no
-    request gets as far as a token.
+    An error or a cancellation ends the request. Raises EngineOutputError for impossible output, and if no request gets
+    as far as a token.
     """
     requests = in_vain = 0
     recorder.finish_reason = _ending(request, recorder, engine.max_model_len)
@@ -45,7 +47,7 @@ async def generate(
 
 
 async def _record(chunks: object, recorder: Recorder, on_tokens: Callable[[int], None]) -> None:
-    """Drain one request's stream, which must say how it ended."""
+    """Record one request's stream. Its last chunk must say how it ended."""
     reason = None
     async with aclosing(cast(AsyncGenerator[Chunk, None], chunks)) as stream:
         async for chunk in stream:
@@ -57,13 +59,13 @@ async def _record(chunks: object, recorder: Recorder, on_tokens: Callable[[int],
 
 
 def room(request: GenerationRequest, recorder: Recorder, max_model_len: int) -> int:
-    """Tokens that the response may still get, sampled or said."""
+    """Return how many tokens the response may still get, sampled by the model or said by the environment."""
     longest = min(request.max_new_tokens, max_model_len - len(request.prompt_tokens))
     return longest - len(recorder.tokens) - len(recorder.heard)
 
 
 def _ending(request: GenerationRequest, recorder: Recorder, max_model_len: int) -> FinishReason | None:
-    """Why the turn is finished; None if it may go on. One without tokens may."""
+    """Return why the turn is finished, or None if it may go on. A turn without tokens may go on."""
     if not recorder.tokens or recorder.heard:
         return None
     if recorder.tokens[-1] in request.stop_token_ids:
@@ -72,7 +74,7 @@ def _ending(request: GenerationRequest, recorder: Recorder, max_model_len: int) 
 
 
 def _rest_of(request: GenerationRequest, recorder: Recorder, requests: int) -> GenerationRequest:
-    """The request for what follows what is recorded and heard, named apart from those before it."""
+    """Return the request for what follows the recorded and heard tokens, under a name of its own."""
     tokens, turn = [*recorder.tokens, *recorder.heard], len(recorder.turns) + bool(recorder.heard)
     name = ":".join([request.request_id, *([f"turn-{turn}"] if turn else []), *([str(requests)] if requests else [])])
     return msgspec.structs.replace(
@@ -80,6 +82,6 @@ def _rest_of(request: GenerationRequest, recorder: Recorder, requests: int) -> G
         request_id=name,
         prompt_tokens=[*request.prompt_tokens, *tokens],
         max_new_tokens=request.max_new_tokens - len(tokens),
-        seed=None if request.seed is None else request.seed + len(tokens),  # other noise than the first tokens had
+        seed=None if request.seed is None else request.seed + len(tokens),  # not the noise of the first tokens again
         experts_from=recorder.experts_from,
     )

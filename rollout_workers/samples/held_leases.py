@@ -1,4 +1,4 @@
-"""The leases that a worker holds: renewed during work, dropped when lost, handed back at the end."""
+"""The leases that a worker holds. It renews them while it works, drops lost ones and hands the rest back at the end."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ class _Held(msgspec.Struct, eq=False):
 
 
 class HeldLeases:
-    """Keyed by the lease's token: a lost sample may be leased anew while its old task still ends."""
+    """The leases by token: a worker may lease a lost sample anew while the sample's old task still ends."""
 
     def __init__(self, leases: Leases, ttl_s: float) -> None:
         self._leases = leases
@@ -34,24 +34,24 @@ class HeldLeases:
 
     @property
     def generating(self) -> int:
-        """Those that the engine still works on; the others are being scored or submitted."""
+        """Leases whose samples the engine still generates; the others are being scored or submitted."""
         return sum(held.is_generating for held in self._held.values())
 
     def hold(self, lease: Lease, segments: SegmentLog, task: asyncio.Task[None]) -> None:
-        """`task` generates, scores and submits the sample."""
+        """Add a lease. `task` generates, scores and submits its sample."""
         self._held[lease.token] = _Held(lease, segments, task)
 
     def mark_generated(self, lease: Lease) -> None:
-        """From now on a drain waits for the sample instead of cancelling it."""
+        """Note that the sample is generated: a drain waits for it from now on instead of cancelling it."""
         if held := self._held.get(lease.token):
             held.is_generating = False
 
     def forget(self, lease: Lease) -> None:
-        """Submitted, in whatever way that ended."""
+        """Drop a lease whose submission has ended, whatever its outcome."""
         self._held.pop(lease.token, None)
 
     def lose(self, lease: Lease) -> None:
-        """The lease is another's: stop generating. Submitting will tell about a finished sample."""
+        """Stop generating a sample whose lease another worker has. A finished sample learns it when it is submitted."""
         held = self._held.get(lease.token)
         if held is not None and held.is_generating:
             log.info("lease of %s was lost; its generation is cancelled", lease.tid)
@@ -60,7 +60,7 @@ class HeldLeases:
             self.forget(lease)
 
     async def renew(self) -> None:
-        """Renew all; stop generating those that were lost."""
+        """Renew all leases, and stop generating the samples of lost ones."""
         asked = [held.lease for held in self._held.values()]
         if not asked:
             return
@@ -70,8 +70,8 @@ class HeldLeases:
                 self.lose(lease)
 
     async def hand_back_unfinished(self) -> None:
-        """Cancel what is still generating, store what there is of it and release it: another worker can go on with
-        it at once."""
+        """Cancel the samples that are being generated, append their newest tokens and release them, so that another
+        worker can continue them at once."""
         unfinished = [held for held in self._held.values() if held.is_generating]
         if not unfinished:
             return
@@ -82,17 +82,17 @@ class HeldLeases:
         await self._release(unfinished)
 
     def cancel_all(self) -> None:
-        """Give up what is still being scored or submitted, too; its leases are still held."""
+        """Cancel every task, also those that score or submit. The leases stay held."""
         for held in self._held.values():
             held.task.cancel()
 
     async def hand_back_all(self) -> None:
-        """Give up and release whatever is left."""
+        """Cancel every task and release every lease."""
         self.cancel_all()
         await self._release(list(self._held.values()))
 
     async def wait_submitted(self, timeout_s: float) -> None:
-        """Until no finished sample is left, or the time is up."""
+        """Wait until every finished sample is submitted, or `timeout_s` seconds have passed."""
         if tasks := [held.task for held in self._held.values()]:
             await asyncio.wait(tasks, timeout=timeout_s)
 

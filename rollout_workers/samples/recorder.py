@@ -1,10 +1,11 @@
-"""Turns the engine's chunks of one sample into a trajectory: tokens, logprobs, which weights sampled what.
+"""Turns the engine's chunks of one sample into a trajectory: tokens, logprobs, and the version that sampled each token.
 
-What an environment says after a turn is read by the model, not sampled by it: loss mask 0, logprob 0, the version of
-the token before. It becomes part of the sample together with the first token that is sampled after it: by then it was
-fed, and its chosen experts are known. So no segment ends with it, and who goes on at a turn's end asks anew.
+The model reads what an environment says after a turn, but did not sample it: these tokens have loss mask 0, logprob 0
+and the version of the token before. They become part of the sample together with the first token that is sampled after
+them, when they have been fed and their chosen experts are known. So no segment ends with them, and a worker that
+continues a sample at a turn's end asks its environment anew.
 
-It trusts no engine: output that cannot be right is refused here, before the learner would train on it.
+The recorder trusts no engine: it refuses impossible output before the learner would train on it.
 """
 
 import math
@@ -21,26 +22,26 @@ from .chosen_experts import ChosenExperts
 
 
 class EngineOutputError(HeadwayError):
-    """The engine returned something that cannot be: a bug in the engine or its adapter."""
+    """The engine returned impossible output: the engine or its adapter has a bug."""
 
 
 class Recorder:
-    """One sample as it grows, from its segments on. Spans always cover [0, R); adjacent tokens of one version share
-    a span."""
+    """One sample as it grows, beginning with its segments. Spans always cover [0, R), R response tokens; adjacent
+    tokens of one version share a span."""
 
     def __init__(self, segments: Sequence[Segment] = (), *, prompt_length: int | None = None) -> None:
-        """`prompt_length` where chosen experts are recorded, None where they are not.
+        """`prompt_length`: tokens of the prompt if chosen experts are recorded, else None.
 
-        Raises MissingExpertsError for segments without them where they are.
+        Raises MissingExpertsError if they are recorded and a segment has none.
         """
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.loss_mask: list[int] = []
         self.spans: list[VersionSpan] = []
         self.turns: list[Turn] = []
-        """Those that were gone on from."""
+        """The finished turns that another turn followed."""
         self.heard: list[int] = []
-        """What the environment has said after the last turn, until a token is sampled after it."""
+        """Tokens that the environment said after the last turn; empty once a token is sampled after them."""
         self._heard_after: Turn | None = None
         self.finish_reason: FinishReason | None = None
         self._experts = None if prompt_length is None else ChosenExperts(prompt_length)
@@ -56,29 +57,29 @@ class Recorder:
 
     @property
     def experts_from(self) -> int | None:
-        """From which token of prompt and response on an engine's choices are needed; None: they are not."""
+        """First token of prompt and response whose experts the engine must report; None if experts are not recorded."""
         return self._experts.count if self._experts else None
 
     @property
     def newest_version(self) -> WeightVersion:
-        """Of the last token; there must be one."""
+        """The version of the last token. The sample must have one."""
         return self.spans[-1].version
 
     @property
     def earned(self) -> float:
-        """The rewards of the turns that were gone on from, together."""
+        """The sum of the rewards of the turns that another turn followed."""
         return sum(turn.reward for turn in self.turns)
 
     @property
     def turn_start(self) -> int:
-        """Response position of the first token of the turn that is being sampled, or was last."""
+        """Response position of the first token of the current turn."""
         for back, is_sampled in enumerate(reversed(self.loss_mask)):
             if not is_sampled:
                 return len(self.loss_mask) - back
         return 0
 
     def hear(self, said: Sequence[int], reward: float) -> None:
-        """The environment goes on after the turn that has ended: it gave `reward` for it and says these tokens."""
+        """Note that the environment gave `reward` for the turn that has ended and says these tokens before the next."""
         assert said
         self._heard_after = Turn(self.turn_start, len(self.tokens), reward)
         self.heard = list(said)
@@ -98,7 +99,7 @@ class Recorder:
             self.finish_reason = chunk.finish_reason
 
     def finished(self) -> FinishReason:
-        """Why the last turn ended. Raises EngineOutputError if it did not, or has no token."""
+        """Return why the last turn ended. Raises EngineOutputError if it did not end or has no token."""
         if self.finish_reason is None or not self.tokens or self.heard:
             raise EngineOutputError(
                 f"the engine's stream ended after {len(self.tokens)} tokens with finish reason "
@@ -107,7 +108,8 @@ class Recorder:
         return self.finish_reason
 
     def to_trajectory(self, lease: Lease, rewards: dict[str, float], reward: float, worker: str) -> Trajectory:
-        """The finished sample, every sampled token trained. `reward`: of its last turn; an episode's is the sum."""
+        """Return the finished sample, whose sampled tokens are all trained. `reward` is the last turn's; an episode's
+        is the sum."""
         last = Turn(self.turn_start, len(self.tokens), reward)
         return Trajectory(
             tid=lease.tid,
@@ -125,7 +127,7 @@ class Recorder:
         )
 
     def segment(self, tid: TrajectoryId, index: int, start: int) -> Segment:
-        """What was recorded from `start` on, as the sample's segment `index`."""
+        """Return the tokens from `start` on as the sample's segment `index`."""
         return Segment(
             tid=tid,
             index=index,

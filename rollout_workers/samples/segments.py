@@ -1,10 +1,10 @@
-"""Keeps what a running sample has generated so far in the broker, so that another worker can go on from there.
+"""Appends what a running sample has generated to the broker, so that another worker can continue it.
 
-Segments are appended in order, one at a time, while generation goes on. A segment that was sent keeps its bounds
-until the broker has answered: had the answer been lost, another cut would not fit what is stored.
+A worker appends segments in order, one at a time, while generation goes on. A segment keeps its bounds until the broker
+has answered: if the answer was lost, a segment with other bounds would not fit what the broker stores.
 
-An append takes 0.3 to 0.5 ms of a worker's CPU, whether it has 16 or 512 tokens. Beside a model of 100k parameters,
-whose 1000 tokens take 120 ms, that is 4% with segments of 64 tokens and 1% with 512; beside a real one it is nothing.
+An append takes 0.3 to 0.5 ms of a worker's CPU, with 16 tokens as with 512. For a model of 100k parameters, whose 1000
+tokens take 120 ms, that is 4% with segments of 64 tokens and 1% with 512. For a real model it is negligible.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ from rollout_workers.config import WorkersConfig
 from .recorder import Recorder
 
 RETRY_S = 1.0
-"""After an append that the broker was not there for."""
+"""Seconds to wait after an append that the broker did not answer."""
 
 Append = Callable[[Lease, Segment], Awaitable[AppendReply | None]]
-"""The broker's verb; None while it is away."""
+"""Appends a segment to the broker; returns None while the broker is away."""
 
 log = logging.getLogger(__name__)
 
 
 class SegmentLog:
-    """One sample's segments. As a context it owns what it sends in the background: leaving it ends that."""
+    """One sample's segments. It is a context manager: leaving it ends the append that runs in the background."""
 
     def __init__(self, lease: Lease, recorder: Recorder, append: Append, config: WorkersConfig) -> None:
         self._lease = lease
@@ -59,7 +59,7 @@ class SegmentLog:
             await asyncio.wait([self._sending])
 
     def note(self) -> None:
-        """Tokens were recorded: send a segment if one is due. Returns at once; raises what the last one raised."""
+        """Send a segment if one is due. Returns at once. Raises the error of the append before."""
         if self._sending is not None and self._sending.done():
             self._sending.result()
             self._sending = None
@@ -67,7 +67,7 @@ class SegmentLog:
             self._sending = asyncio.create_task(self._send_next())
 
     async def append_rest(self) -> None:
-        """Append all that is recorded, if the broker is there and the lease is still held. Generation has ended."""
+        """Append all recorded tokens, if the broker answers and the lease is held. Generation must have ended."""
         while self._has_more() and await self._send():
             pass
 
@@ -85,7 +85,7 @@ class SegmentLog:
         await self._send()
 
     async def _send(self) -> bool:
-        """Send the segment that was not answered yet, or else the next. False if it makes no sense to go on now."""
+        """Send the unanswered segment, or else the next one. Returns False if it makes no sense to go on now."""
         if self._sent is None:
             index = len(self._cuts) - 1
             self._sent = self._recorder.segment(self._lease.tid, index, self._cuts[index])
@@ -104,10 +104,10 @@ class SegmentLog:
         return not self._is_off
 
     def _follow(self, expected: int, segment: Segment) -> None:
-        """The broker has other segments than we thought."""
-        if expected == segment.index + 1:  # it has this one: its answer was lost
+        """Adapt to the segments that the broker has, where they differ from ours."""
+        if expected == segment.index + 1:  # the broker has this segment: its answer was lost
             self._cuts.append(segment.start + len(segment.tokens))
-        elif expected < segment.index:  # it restarted and lost its last second: what is missing is cut anew
+        elif expected < segment.index:  # the broker lost its last second in a restart: cut those segments anew
             del self._cuts[expected + 1 :]
         else:
             log.warning(

@@ -1,27 +1,27 @@
-"""Notices an engine that hangs: one that has requests and samples nothing. Its worker lives, and would renew the leases
-of what it holds for as long as it does, with the learner waiting for these samples.
-"""
+"""Notices an engine that hangs: it has requests and samples nothing. Its worker is alive, so without this it would
+renew the leases of those samples for ever while the learner waits for them."""
 
 import math
 
 from broker.errors import HeadwayError
 
 PATIENCE_S = 600.0
-"""Many times what an engine that works takes from one token to the next, prompts and compiling included."""
+"""Seconds without a token after which an engine counts as hanging: many times what a working engine takes from one
+token to the next, prompts and compiling included."""
 
 
 class StallWatch:
-    """Counts looks, not time: a worker that was stopped has not looked."""
+    """Counts looks instead of time: a worker process that was stopped has not looked meanwhile."""
 
     def __init__(self, look_s: float) -> None:
-        """`look_s`: about the time between two looks."""
+        """`look_s`: about the seconds between two looks."""
         self._most = math.ceil(PATIENCE_S / look_s)
         self._looks = 0
         self._tokens = 0
 
     def look(self, requests: int, tokens: int) -> None:
-        """`requests`: those that the engine has and may sample for; `tokens`: all that it has sampled until now. Raises
-        HeadwayError."""
+        """Compare with the last look. `requests`: those for which the engine may sample; `tokens`: all that it has
+        sampled until now. Raises HeadwayError if the engine hangs."""
         if not requests or tokens != self._tokens:
             self._looks, self._tokens = 0, tokens
             return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Throughput:
-    """A sliding window over counts."""
+    """Counts tokens in a sliding window."""
 
     def __init__(self, window_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.total = 0
@@ -16,13 +16,13 @@ class Throughput:
         self._counts: deque[tuple[float, int]] = deque()
 
     def add(self, count: int) -> None:
-        """Count now."""
+        """Count tokens that were sampled now."""
         self.total += count
         self._counts.append((self._clock(), count))
         self._forget()
 
     def per_second(self) -> float:
-        """0 where nothing was counted within the window."""
+        """Return tokens per second; 0 if none were counted within the window."""
         self._forget()
         seconds = min(self._window_s, self._clock() - self._began)
         return sum(count for _, count in self._counts) / seconds if seconds > 0 else 0.0

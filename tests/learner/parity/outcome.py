@@ -18,7 +18,7 @@ OF_SEQUENCES = ("logits", "logprobs")
 REFUSED = "refused: "
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank says of its job."""
 
     undone: str = ""
@@ -48,12 +48,12 @@ def error_path(job: Job, rank: int) -> Path:
     return job.directory / f"rank_{rank}.error"
 
 
-def reports(job: Job) -> list[Report]:
+def reports(job: Job) -> list[RankReport]:
     """Of all ranks; empty if one of them did not come to the end."""
     paths = [report_path(job, rank) for rank in range(job.case.processes)]
     if not all(path.exists() for path in paths):
         return []
-    return [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
+    return [msgspec.json.decode(path.read_bytes(), type=RankReport) for path in paths]
 
 
 def outcomes(job: Job) -> Iterator[Outcome]:

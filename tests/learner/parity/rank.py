@@ -28,7 +28,7 @@ from .cases import LEARNING_RATE, OPTIMIZER, TEMPERATURE, Job, read_jobs
 from .data import denominator, step_sequences
 from .models import SHAPES
 from .moments import Tensors
-from .outcome import REFUSED, Report, error_path, report_path
+from .outcome import REFUSED, RankReport, error_path, report_path
 
 JOB_DEADLINE_S = 120
 
@@ -56,13 +56,13 @@ def run(job: Job) -> None:
     partial.rename(report_path(job, rank))
 
 
-def _carried_out(job: Job) -> Report:
+def _carried_out(job: Job) -> RankReport:
     if job.resume is not None and not job.resume.exists():
-        return Report(undone=f"there is no {job.resume}")
+        return RankReport(undone=f"there is no {job.resume}")
     try:
         backend = _opened(job)
     except ConfigError as error:
-        return Report(undone=f"{REFUSED}{error}")
+        return RankReport(undone=f"{REFUSED}{error}")
     report = _trained(backend, job)
     _close(backend)
     return report
@@ -86,7 +86,7 @@ def _close(backend: Backend) -> None:
         close()
 
 
-def _trained(backend: Backend, job: Job) -> Report:
+def _trained(backend: Backend, job: Job) -> RankReport:
     if job.resume is None:
         _export(backend, job.directory / "before.safetensors")
         save_file(_computed(backend, job), job.directory / f"rank_{backend.rank}.safetensors")
@@ -95,7 +95,7 @@ def _trained(backend: Backend, job: Job) -> Report:
     results = [_step(backend, job, step) for step in job.steps]
     _export(backend, job.directory / "after.safetensors")
     losses, norms = map(list, zip(*results, strict=True))
-    return Report(replicas=backend.replicas, losses=losses, norms=norms)
+    return RankReport(replicas=backend.replicas, losses=losses, norms=norms)
 
 
 def _step(backend: Backend, job: Job, step: int) -> tuple[float, float]:
