@@ -18,7 +18,8 @@ from deploy.terminal import styled
 from learner.models.model import load_config
 from learner.models.shape import shape_of
 from learner.objective.composition import needs_critic, needs_reference
-from learner.planning.memory import PlannedModel, RankMemory, plan_memory
+from learner.planning.memory import plan_memory
+from learner.planning.planned import PlannedModel, RankMemory
 from rollout_workers.engines.gpus import gpus_of
 from weightsync.transports.abilities import abilities_of, broadcast_device
 

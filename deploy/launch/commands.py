@@ -11,6 +11,7 @@ from deploy.run.directory import CONFIG
 from deploy.run.stage_output import Planned
 from learner.experience.rewind import Rewind
 from rollout_workers.config import EngineConfig
+from rollout_workers.engines import abilities_of
 from rollout_workers.engines.gpus import gpus_of
 
 from .base import BROKER, Command, Resources
@@ -136,4 +137,4 @@ def learner_resources(recipe: Recipe) -> Resources:
 
 def engine_gpus(engine: EngineConfig) -> int:
     """Of one worker."""
-    return 0 if engine.kind == "embedded" and engine.device == "cpu" else gpus_of(engine)
+    return 0 if abilities_of(engine).follows_device and engine.device == "cpu" else gpus_of(engine)

@@ -8,7 +8,7 @@ from broker.user_code.kinds import unknown_kind
 from broker.user_code.options import unknown_option
 from learner.backends import abilities_of as backend_abilities
 from learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
-from learner.models.layout import check_ranks
+from learner.models.layout import check_ranks, check_splits
 from rollout_workers.config import REWARDS, EngineConfig
 from rollout_workers.engines import ENGINES, abilities_of
 from rollout_workers.engines.gpus import shares
@@ -189,7 +189,8 @@ def _useless_archives(weights: WeightsConfig) -> Iterator[str]:
 def _impossible_layouts(learner: LearnerConfig) -> Iterator[str]:
     """What the model's sizes have to say is known once it is opened."""
     try:
-        check_ranks(learner.backend, learner.layout, learner.processes)
+        check_splits(learner.backend, backend_abilities(learner.backend).splits, learner.layout)
+        check_ranks(learner.layout, learner.processes)
     except ConfigError as error:
         yield str(error)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from broker.installation import TorchFacts, version_of
+from learner.config import LayoutConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +13,8 @@ class BackendAbilities:
 
     holds_critic: bool = True
     """It can hold a model of a single output, which `algorithm.advantage.kind=gae` needs."""
+    splits: tuple[str, ...] = LayoutConfig.__struct_fields__
+    """Keys of `learner.layout` that it can split a model by."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """Switches of `learner.compute` that it cannot turn on, with the reason for each."""
 
@@ -24,6 +27,8 @@ class KnownBackend:
     """Import path of the class for a policy."""
     critic: str = ""
     """Import path of the class for a critic; empty: it holds none."""
+    plan: str
+    """Import path of what reckons each rank's memory, `plan(PlannedModel) -> list[RankMemory]`."""
     abilities: BackendAbilities
     package: tuple[str, str] | None = None
     """(module, name) of what must be installed besides Headway."""
@@ -48,12 +53,14 @@ BACKENDS: dict[str, KnownBackend] = {
     "fsdp": KnownBackend(
         policy="learner.backends.fsdp.backend:FsdpBackend",
         critic="learner.backends.fsdp.backend:FsdpValueBackend",
-        abilities=BackendAbilities(),
+        plan="learner.planning.fsdp:plan",
+        abilities=BackendAbilities(splits=("context",)),
         remedy="A torch>=2.11 built with torch.distributed is needed.",
         examine=_fsdp,
     ),
     "megatron": KnownBackend(
         policy="learner.backends.megatron.backend:MegatronBackend",
+        plan="learner.planning.megatron:plan",
         abilities=BackendAbilities(
             holds_critic=False,
             lacks={

@@ -1,21 +1,22 @@
 """Refuses layouts that the ranks, the backend or the model's sizes rule out, before any process starts.
 
+    check_splits    of the backend and the recipe
     check_ranks     of the recipe alone
-    check_layout    of the model too, whose sizes must divide
+    check_layout    of the model too, whose sizes must divide; of a model split by context alone: check_context
 
-Both raise ConfigError with the numbers that do not fit.
+All raise ConfigError with the numbers that do not fit.
 """
 
+from collections.abc import Collection
 from typing import Protocol
+
+import msgspec
 
 from broker.errors import ConfigError
 from learner.config import LayoutConfig
 
 GROUPED_BYTES = 16
 """Rows of a grouped matrix multiplication begin at multiples of so many."""
-
-MEGATRON_ONLY = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
-"""Keys of `learner.layout` that the fsdp backend has no use for."""
 
 
 class Sizes(Protocol):
@@ -38,15 +39,19 @@ class Sizes(Protocol):
         ...
 
 
-def check_ranks(backend: str, layout: LayoutConfig, processes: int) -> None:
-    """Checks that this backend can lay out `processes` ranks, of all machines, in this way."""
-    if backend == "fsdp":
-        for key in MEGATRON_ONLY:
-            if getattr(layout, key) > 1:
-                raise ConfigError(
-                    f"learner.layout.{key} is {getattr(layout, key)}, and learner.backend=fsdp splits by context alone."
-                    " Set learner.backend=megatron, or raise learner.processes: fsdp shards the model over all of them."
-                )
+def check_splits(backend: str, splits: Collection[str], layout: LayoutConfig) -> None:
+    """Checks that the backend can split a model in this way. `splits`: the keys of `learner.layout` that it has a use
+    for."""
+    for key, size in msgspec.structs.asdict(layout).items():
+        if size > 1 and key not in splits:
+            raise ConfigError(
+                f"learner.layout.{key} is {size}, and learner.backend={backend} splits by {', '.join(splits)} alone."
+                f" Set learner.layout.{key}=1 and raise learner.processes, or take another backend, such as megatron."
+            )
+
+
+def check_ranks(layout: LayoutConfig, processes: int) -> None:
+    """Checks that `processes` ranks, of all machines, can be laid out in this way."""
     replica = layout.tensor * layout.pipeline * layout.context
     if processes % replica:
         raise ConfigError(
@@ -61,12 +66,10 @@ def check_ranks(backend: str, layout: LayoutConfig, processes: int) -> None:
         )
 
 
-def check_layout(backend: str, layout: LayoutConfig, processes: int, sizes: Sizes, number_bytes: int) -> None:
-    """`number_bytes`: of one weight in the forward pass."""
-    check_ranks(backend, layout, processes)
-    if backend == "fsdp":
-        check_context(layout.context, sizes.heads, sizes.key_value_heads)
-        return
+def check_layout(layout: LayoutConfig, processes: int, sizes: Sizes, number_bytes: int) -> None:
+    """Checks that every dimension of the layout divides what it splits. `number_bytes`: of one weight in the forward
+    pass."""
+    check_ranks(layout, processes)
     _divides("attention heads", sizes.heads, "tensor * context", layout.tensor * layout.context)
     _divides("key/value heads", sizes.key_value_heads, "tensor", layout.tensor)
     _divides("hidden layers", sizes.layers, "pipeline * virtual_pipeline", layout.pipeline * layout.virtual_pipeline)

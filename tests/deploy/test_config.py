@@ -228,7 +228,7 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
             (
                 ["learner.processes=8", f"learner.layout.{key}=2"],
                 f"learner.layout.{key} is 2, and learner.backend=fsdp splits by context alone. Set"
-                " learner.backend=megatron, or raise learner.processes: fsdp shards the model over all of them.",
+                f" learner.layout.{key}=1 and raise learner.processes, or take another backend, such as megatron.",
             )
             for key in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
         ],

@@ -161,15 +161,15 @@ def test_a_layout_that_cannot_be_is_refused(
 ) -> None:
     model = known("qwen3", intermediate_size=47) if architecture == "odd" else known(architecture)
     with pytest.raises(ConfigError) as caught:
-        check_layout("megatron", LayoutConfig(**layout), processes, model, number_bytes=4)
+        check_layout(LayoutConfig(**layout), processes, model, number_bytes=4)
     assert str(caught.value).startswith("learner.layout")
     assert message in str(caught.value)
 
 
 def test_layouts_that_can_be() -> None:
     every = LayoutConfig(tensor=2, pipeline=2, context=2, expert=2, expert_tensor=2)
-    check_layout("megatron", every, 16, known("qwen3_moe"), number_bytes=4)
-    check_layout("megatron", LayoutConfig(context=4), 8, known("qwen3"), number_bytes=4)
+    check_layout(every, 16, known("qwen3_moe"), number_bytes=4)
+    check_layout(LayoutConfig(context=4), 8, known("qwen3"), number_bytes=4)
 
 
 @pytest.mark.parametrize(

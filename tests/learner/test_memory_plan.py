@@ -11,7 +11,8 @@ from learner.backends import open_backend
 from learner.config import ComputeConfig, LayoutConfig, LearnerConfig
 from learner.models.model import load_config
 from learner.models.shape import shape_of
-from learner.planning.memory import PlannedModel, RankMemory, plan_memory
+from learner.planning.memory import plan_memory
+from learner.planning.planned import PlannedModel, RankMemory
 from tests.learner.tiny import OPTIMIZER, model_config
 
 QWEN3_8B = Qwen3Config(

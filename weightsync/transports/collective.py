@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,6 @@ from broker.errors import WeightSyncError
 from weightsync.deadline import Deadline
 from weightsync.transports.deafness import Port
 
-COLLECTIVES = ("gloo", "nccl", "ucc")
 _WAIT_S = 0.0005
 _OVERDUE_S = 0.5
 _SETTINGS = {
@@ -45,6 +45,7 @@ class ProcessGroupTransport:
     """A formed group; constructing it blocks until all ranks are there, or the deadline is over."""
 
     def __init__(self, name: str, store: Store, rank: int, size: int, interface: str, deadline: Deadline) -> None:
+        self._kind = COLLECTIVES[name]
         self._device = _device_of(name)
         self._rank = rank
         self._name = name
@@ -54,12 +55,12 @@ class ProcessGroupTransport:
         self._aborting = threading.Lock()
         try:
             self._backend = _open(name, PrefixStore("group", store), rank, size, interface, deadline)
-            if name != "gloo":
+            if self._kind.is_on_gpu:
                 self._connect(deadline)
         except RuntimeError as error:  # torch raises nothing finer; DistStoreError is one too
             raise WeightSyncError(
                 f"the {name} group of {size} processes could not be formed within {deadline.seconds:g} s: "
-                f"{_first_line(error)}{_REMEDY if name == 'nccl' else ''}"
+                f"{_first_line(error)}{self._kind.remedy}"
             ) from error
 
     def start(self, bucket: torch.Tensor, deadline: Deadline) -> Callable[[], None]:
@@ -90,7 +91,7 @@ class ProcessGroupTransport:
     def close(self) -> None:
         """Drop the connections: gloo closes them with the last reference, NCCL when told to."""
         backend, self._backend = self._backend, None
-        if backend is not None and self._name != "gloo":
+        if backend is not None and self._kind.is_on_gpu:
             self._abort(backend)
 
     def _connect(self, deadline: Deadline) -> None:
@@ -118,7 +119,7 @@ class ProcessGroupTransport:
             raise failed[0]
 
     def _begin(self, backend: Any, deadline: Deadline) -> None:
-        if self._name == "nccl" and not self._under_way:
+        if self._kind.ends_by_abort and not self._under_way:
             self._alarm = threading.Timer(deadline.remaining(), self._abort, [backend])
             self._alarm.daemon = True
             self._alarm.start()
@@ -132,9 +133,9 @@ class ProcessGroupTransport:
     def _wait(self, work: Any, backend: Any, deadline: Deadline) -> None:
         """Until the operation ended. The interpreter is free, and polling keeps Ctrl-C alive."""
         while not work.is_completed():
-            if self._name == "nccl" and deadline.is_over():
+            if self._kind.ends_by_abort and deadline.is_over():
                 self._abort(backend)
-                raise WeightSyncError(f"nccl broadcast not done within {deadline.seconds:g} s")
+                raise WeightSyncError(f"{self._name} broadcast not done within {deadline.seconds:g} s")
             time.sleep(_WAIT_S)
         work.wait()
 
@@ -144,7 +145,7 @@ class ProcessGroupTransport:
 
 
 def _device_of(name: str) -> torch.device:
-    return torch.device("cpu" if name == "gloo" else "cuda")
+    return torch.device("cuda" if COLLECTIVES[name].is_on_gpu else "cpu")
 
 
 def _open(
@@ -153,10 +154,14 @@ def _open(
     timeout = timedelta(seconds=max(0.001, deadline.remaining()))
     kind = backend_class(name)
     store.set_timeout(timeout)
-    if name == "ucc":
-        return kind(store, rank, size, timeout)
-    if name == "gloo":
-        return _open_gloo(kind, store, rank, size, interface, timeout)
+    return COLLECTIVES[name].open(kind, store, rank, size, interface, timeout)
+
+
+def _open_ucc(kind: Any, store: Store, rank: int, size: int, interface: str, timeout: timedelta) -> Any:
+    return kind(store, rank, size, timeout)
+
+
+def _open_nccl(kind: Any, store: Store, rank: int, size: int, interface: str, timeout: timedelta) -> Any:
     options = kind.Options()
     options._timeout = _NEVER
     with _indulgent():
@@ -172,6 +177,29 @@ def _open_gloo(kind: Any, store: Store, rank: int, size: int, interface: str, ti
     group = kind(store, rank, size, options)
     port.deafen()
     return group
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Collective:
+    """What torch's process groups differ in."""
+
+    class_name: str
+    """In torch.distributed."""
+    open: Callable[[Any, Store, int, int, str, timedelta], Any]
+    """(class, store, rank, size, interface, timeout) -> the group."""
+    is_on_gpu: bool = True
+    """It moves GPU memory, connects in its first operation, and must be told to drop its connections."""
+    ends_by_abort: bool = False
+    """No timeout of its own ends an operation."""
+    remedy: str = ""
+    """What a user may look into where no group forms."""
+
+
+COLLECTIVES = {
+    "gloo": _Collective(class_name="ProcessGroupGloo", open=_open_gloo, is_on_gpu=False),
+    "nccl": _Collective(class_name="ProcessGroupNCCL", open=_open_nccl, ends_by_abort=True, remedy=_REMEDY),
+    "ucc": _Collective(class_name="ProcessGroupUCC", open=_open_ucc),
+}
 
 
 @contextmanager
@@ -191,13 +219,13 @@ def _indulgent() -> Iterator[None]:
 
 def backend_class(name: str) -> Any:
     """torch's class. Raises WeightSyncError with the remedy where this process cannot use it."""
-    kind = getattr(torch.distributed, f"ProcessGroup{name.capitalize() if name == 'gloo' else name.upper()}", None)
+    kind = getattr(torch.distributed, COLLECTIVES[name].class_name, None)
     if kind is None:
         raise WeightSyncError(
             f"weights.transport is {name}, but torch {torch.__version__} was built without it; "
             "use weights.transport=gloo, or a torch build that has it"
         )
-    if name != "gloo" and not torch.cuda.is_available():
+    if COLLECTIVES[name].is_on_gpu and not torch.cuda.is_available():
         raise WeightSyncError(
             f"weights.transport is {name}, which needs a GPU, and torch sees none; use weights.transport=gloo"
         )

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from broker.errors import ConfigError
+from learner.backends.abilities import BACKENDS
 from learner.backends.base import Snapshot, TokenLoss
 from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
 from learner.backends.replayed_choice import disagreement
 from learner.backends.saving import save
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from learner.models.layout import check_ranks
+from learner.models.layout import check_ranks, check_splits
 from learner.models.model import load_model
 from learner.rows.batch import PackedBatch
 
@@ -46,7 +47,8 @@ class ShardedModel:
         layout: LayoutConfig,
         compute: ComputeConfig,
     ) -> None:
-        check_ranks("fsdp", layout, count_ranks())
+        check_splits("fsdp", BACKENDS["fsdp"].abilities.splits, layout)
+        check_ranks(layout, count_ranks())
         _check_compute(device, compute)
         self._device = join_ranks(device)
         mesh = init_device_mesh(device, (dist.get_world_size(),))

@@ -52,7 +52,7 @@ class MegatronBackend:
         self._tokenizer = load_tokenizer(model)
         self._architecture = architecture_of(self._hugging_face)
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-        check_layout("megatron", layout, count_ranks(), self._architecture, self._dtype.itemsize)
+        check_layout(layout, count_ranks(), self._architecture, self._dtype.itemsize)
         self._device = join_ranks(device)
         self._layout = layout
         here = join(layout)

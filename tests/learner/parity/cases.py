@@ -95,7 +95,7 @@ def all_layouts(backend: str, model: str, processes: int, shape: str) -> list[La
 
 def _fits(layout: LayoutConfig, architecture: Architecture, processes: int) -> bool:
     try:
-        check_layout("megatron", layout, processes, architecture, number_bytes=4)
+        check_layout(layout, processes, architecture, number_bytes=4)
     except ConfigError:
         return False
     return True

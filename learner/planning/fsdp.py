@@ -1,0 +1,71 @@
+"""What an fsdp rank holds."""
+
+from learner.models.layout import check_context, check_ranks
+from learner.models.shape import ModelShape
+
+from .estimates import activation_bytes, attention_numbers, head_bytes, published_bytes
+from .planned import FP32, MOMENTS, PlannedModel, RankMemory
+
+
+def plan(planned: PlannedModel) -> list[RankMemory]:
+    """Every rank. Raises ConfigError for a layout that cannot be."""
+    learner, shape = planned.learner, planned.shape
+    check_ranks(learner.layout, learner.processes)
+    check_context(learner.layout.context, shape.heads, shape.key_value_heads)
+    return [_rank(planned, rank) for rank in range(learner.processes)]
+
+
+def _rank(planned: PlannedModel, rank: int) -> RankMemory:
+    """Every tensor is cut along its first dimension, the first ranks have a row more (`torch.chunk`)."""
+    ranks = planned.learner.processes
+    elements = sum(_rows(p.shape[0], ranks, rank) * (p.size // p.shape[0]) for p in planned.shape.parameters)
+    on_device = 0 if planned.learner.compute.offload_optimizer else MOMENTS * elements
+    reference = FP32 * elements if planned.has_reference else 0
+    critic = 2 * FP32 * elements + on_device if planned.has_critic else 0
+    return RankMemory(
+        rank=rank,
+        part=f"1/{ranks} of every tensor",
+        parameters=FP32 * elements,
+        gradients=FP32 * elements,
+        optimizer=on_device,
+        gathered=_gathered_bytes(planned),
+        activations=activation_bytes(planned, range(planned.shape.layers), in_flight=1.0, selective=_selective),
+        head=head_bytes(planned),
+        other_models=reference + critic,
+        published=published_bytes(planned, rank),
+    )
+
+
+def _rows(count: int, ranks: int, rank: int) -> int:
+    chunk = -(-count // ranks)
+    return min(max(count - rank * chunk, 0), chunk)
+
+
+def _gathered_bytes(planned: PlannedModel) -> int:
+    """What FSDP2 holds whole while layers are computed, at its most, in the backward pass.
+
+    In `model.dtype` the embedding, head and last norm all the time, the layer at work, and the next one that is being
+    gathered, or of a small model everything; of one of these its gradients, and in fp32 those that are being reduced.
+    Of a small model besides, with several ranks, the fp32 sums of all gradients: they are reduced after the last
+    micro-batch.
+    """
+    from learner.backends.fsdp.sharding import GATHERED_GRADIENT_BYTES, GATHERED_WEIGHT_BYTES
+
+    shape, number = planned.shape, planned.compute_bytes
+    layer = max(_size(shape, index) for index in range(shape.layers))
+    outside = _size(shape, None)
+    whole = number * shape.num_parameters
+    weights = whole if whole <= GATHERED_WEIGHT_BYTES else number * (outside + 2 * layer)
+    sums = FP32 * shape.num_parameters if planned.learner.processes > 1 else 0
+    working = weights + (number + FP32) * max(layer, outside)
+    return working + (sums if sums <= GATHERED_GRADIENT_BYTES else 0)
+
+
+def _size(shape: ModelShape, layer: int | None) -> int:
+    return sum(parameter.size for parameter in shape.parameters if parameter.layer == layer)
+
+
+def _selective(shape: ModelShape, layer: int) -> int:
+    """What matrices and attention put out."""
+    rows = shape.experts_per_token if shape.has_experts(layer) else 1
+    return (2 + rows) * shape.width + attention_numbers(shape) + 2 * shape.feed_forward_width(layer)

@@ -1,0 +1,105 @@
+"""What a Megatron rank holds."""
+
+from learner.models.layout import check_layout
+from learner.models.shape import ModelShape, Parameter
+
+from .estimates import activation_bytes, all_numbers, head_bytes, published_bytes
+from .planned import FP32, MOMENTS, PlannedModel, RankMemory
+
+
+def plan(planned: PlannedModel) -> list[RankMemory]:
+    """Every rank. Raises ConfigError for a layout that cannot be."""
+    learner = planned.learner
+    check_layout(learner.layout, learner.processes, planned.shape, planned.compute_bytes)
+    return [_rank(planned, rank) for rank in range(learner.processes)]
+
+
+def _rank(planned: PlannedModel, rank: int) -> RankMemory:
+    """Ranks are numbered with tensor innermost, then context and replicas, and pipeline stages outermost."""
+    layout = planned.learner.layout
+    stage_ranks = planned.learner.processes // layout.pipeline
+    stage, place = divmod(rank, stage_ranks)
+    layers = [layer for layer in range(planned.shape.layers) if _stage_of(planned, layer) == stage]
+    dense, experts = _stage_elements(planned, stage)
+    copies, expert_copies = layout.tensor, layout.expert * layout.expert_tensor
+    shard = _share(dense, stage_ranks // copies, place // copies)
+    shard += _share(experts, stage_ranks // expert_copies, place // expert_copies)
+    parameters, gradients = planned.compute_bytes * (dense + experts), FP32 * (dense + experts)
+    master = FP32 * shard if planned.dtype == "bfloat16" else 0
+    reference = parameters + master if planned.has_reference else 0
+    critic = parameters + gradients + master + MOMENTS * shard if planned.has_critic else 0
+    return RankMemory(
+        rank=rank,
+        part=_stage_name(planned, stage, layers),
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=master + MOMENTS * shard,
+        gathered=0,
+        activations=activation_bytes(planned, layers, _in_flight(planned, stage), _selective),
+        head=head_bytes(planned) if stage == layout.pipeline - 1 else 0,
+        other_models=reference + critic,
+        published=published_bytes(planned, rank),
+    )
+
+
+def _stage_of(planned: PlannedModel, layer: int) -> int:
+    """Each stage has `virtual_pipeline` runs of consecutive layers, dealt out in turn."""
+    layout = planned.learner.layout
+    run = planned.shape.layers // (layout.pipeline * layout.virtual_pipeline)
+    return layer // run % layout.pipeline
+
+
+def _stage_elements(planned: PlannedModel, stage: int) -> tuple[int, int]:
+    """(shared, of experts) on one rank of the stage. A tied embedding stands in the last stage once more."""
+    last = planned.learner.layout.pipeline - 1
+    dense = experts = 0
+    for parameter in planned.shape.parameters:
+        size = _elements(planned, parameter)
+        outside = 0 if parameter.part == "embedding" else last
+        home = outside if parameter.layer is None else _stage_of(planned, parameter.layer)
+        is_copied = parameter.part == "embedding" and planned.shape.is_tied and stage == last
+        if parameter.part == "experts":
+            experts += size * (home == stage)
+        else:
+            dense += size * (home == stage or is_copied)
+    return dense, experts
+
+
+def _elements(planned: PlannedModel, parameter: Parameter) -> int:
+    layout = planned.learner.layout
+    match parameter.part:
+        case "embedding" | "head":
+            return planned.vocabulary_rows * planned.shape.width
+        case "column" | "row":
+            return parameter.size // layout.tensor
+        case "experts":
+            return parameter.size // (layout.expert * layout.expert_tensor)
+        case "whole":
+            return parameter.size
+
+
+def _share(count: int, parts: int, index: int) -> int:
+    return count // parts + (index < count % parts)
+
+
+def _stage_name(planned: PlannedModel, stage: int, layers: list[int]) -> str:
+    names = [f"stage {stage}", f"{len(layers)} layers"]
+    names += ["embedding"] if stage == 0 else []
+    return ", ".join(names + (["head"] if stage == planned.learner.layout.pipeline - 1 else []))
+
+
+def _in_flight(planned: PlannedModel, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once, at most, if an update has so many.
+
+    One forward, one backward: as many as there are stages from this one to the last. Interleaved: Megatron's warm-up of
+    2 * (stages after this one) + (virtual_pipeline - 1) * pipeline runs of layers, and the one at work.
+    """
+    pipeline, runs = planned.learner.layout.pipeline, planned.learner.layout.virtual_pipeline
+    after = pipeline - stage - 1
+    return after + 1 if runs == 1 else (2 * after + (runs - 1) * pipeline + 1) / runs
+
+
+def _selective(shape: ModelShape, layer: int) -> int:
+    """All numbers but those of a dense feed-forward, or of experts those of the activation, which are made again."""
+    again = 1 if shape.has_experts(layer) else 4
+    return all_numbers(shape, layer) - again * shape.feed_forward_width(layer)

@@ -1,0 +1,73 @@
+"""What is planned: a model, how it is trained, and the bytes of each rank that come of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from learner.config import LearnerConfig
+from learner.models.shape import ModelShape
+
+FP32 = 4
+MOMENTS = 2 * FP32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The bytes that one rank holds on its device."""
+
+    rank: int
+    part: str
+    """The rank's part of the model, in words."""
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """The tensors that fsdp gathers while layers are computed."""
+    activations: int
+    """Kept for the backward pass."""
+    head: int
+    """The output head: a chunk of logits, and the gradient of its weight while that is summed."""
+    other_models: int
+    """The reference of the KL penalty, and the critic of gae, which holds about what the policy holds."""
+    published: int
+    """Whole versions of the weights that lie beside it, for engines."""
+
+    @property
+    def total(self) -> int:
+        states = self.parameters + self.gradients + self.optimizer
+        return states + self.gathered + self.activations + self.head + self.other_models + self.published
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """The subject of a plan: a model, how it is split and trained, and the models besides it."""
+
+    shape: ModelShape
+    learner: LearnerConfig
+    dtype: Literal["float32", "bfloat16"]
+    """`model.dtype`, of the forward and backward pass."""
+    has_reference: bool = False
+    has_critic: bool = False
+    versions: Mapping[int, int] = field(default_factory=dict)
+    """The number of whole versions of the weights on each rank's device."""
+
+    @property
+    def compute_bytes(self) -> int:
+        """The bytes of one number in the forward and backward pass."""
+        return 2 if self.dtype == "bfloat16" else FP32
+
+    @property
+    def replicas(self) -> int:
+        layout = self.learner.layout
+        return self.learner.processes // (layout.tensor * layout.pipeline * layout.context)
+
+    @property
+    def row_tokens(self) -> int:
+        """The tokens of a micro-batch on one rank."""
+        return -(-self.learner.micro_batch_tokens // self.learner.layout.context)
+
+    @cached_property
+    def vocabulary_rows(self) -> int:
+        """The rows of the vocabulary on one rank; those of the last rank are padded."""
+        return -(-self.shape.vocabulary // self.learner.layout.tensor)
