@@ -1,9 +1,9 @@
 -- include: lib_base lib_arguments lib_samples
 -- append(member, token, index, segment, bytes, tokens, ttl_s, oldest step, {incarnation, its newest step}...)
 --   -> {outcome, segments held}
--- The segment was SET (with a TTL) just before, under a key of its own. Recorded for the holder of the lease only, in order;
--- that renews the lease. One that is older than its lease's weights is a strike. Touches: meta, leases, retry, open, group:*,
--- segments:*, segment:* (PERSIST, UNLINK), strikes, quarantined, dead.
+-- Records a segment that the worker has SET (with a TTL) just before, under a key of its own, and renews the lease.
+-- Only the lease's holder may append, and in order. A segment with tokens older than the lease's weights is a strike.
+-- Touches: meta, leases, retry, open, group:*, segments:*, segment:* (PERSIST, UNLINK), strikes, quarantined, dead.
 local g, round, i = sample(1)
 local index, name, bytes = whole(3, 'index', 0, 1000000), blob(4, 'segment', ARGV[1]), whole(5, 'bytes', 1, 2147483647)
 whole(6, 'tokens', 0, 2147483647)

@@ -1,8 +1,8 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
 -- archive(incarnation, owner, server, ttl in s, bytes, blob...) -> {1 where the blob is there, else 0, ...}
--- The archive of weights is these blobs and no others, so many bytes together, whether or not they are there yet: what
--- was listed before and is not now is freed, what stays gets a new time to live. Blobs come by SET, after they are listed.
+-- Lists the blobs of the weight archive, `bytes` together, whether or not they are stored yet: the learner SETs a blob
+-- after it has listed it. Frees blobs that were listed before and are not now; renews the time to live of the others.
 -- Touches: meta, archive, archive:*.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end

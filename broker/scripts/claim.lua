@@ -3,10 +3,11 @@
 -- claim(checkpoint incarnation, checkpoint step, resume, new owner, config, replayable to, regenerate,
 --       watermark, n rules, {rule, value} * n, group...)
 --   -> {incarnation, server id, announced step | '', committed step, is rewound, {incarnation, forked to}...}
--- Takes the run over from whoever owned it. What the checkpoint contains (all groups below its watermark, and those
--- named) is settled; batches after it stay pinned. Where more was committed than it contains, the claimant trains that
--- again by itself (`replayable to`), or the run forgets it: it is fed and generated anew; with `regenerate` all of it.
--- Touches: meta, identity, owner, verbs, config, broadcast, model, manifest:*, archive, archive:*, and what commit touches.
+-- Makes the caller the run's owner. The groups that its checkpoint contains (all below the watermark, and those named)
+-- are settled; batches of later steps stay pinned. Where more was committed than the checkpoint contains, the claimant
+-- trains those steps again from its own log (`replayable to`), or else the run forgets them: their groups are fed and
+-- generated anew. With `regenerate`, all groups that are not in the checkpoint are generated anew.
+-- Touches: meta, identity, owner, verbs, config, broadcast, model, manifest:*, archive, archive:*; what commit does.
 local step, owner, mark = tonumber(ARGV[2]), ARGV[4], ARGV[8]
 local announced, committed = announced_step(), number('committed_step')
 local reached = math.max(announced or 0, committed)
@@ -15,8 +16,8 @@ if last then reached = math.max(reached, tonumber(last) + 1) end
 local is_anew = ARGV[7] == '1'
 local is_rewound = is_anew or (step < committed and tonumber(ARGV[6]) < committed)
 
-if call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(owner) then -- else a retry of a claim whose reply was lost
-  -- Resuming without a checkpoint is a fresh start too, once something was trained for good.
+if call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(owner) then -- else this repeats a claim whose reply was lost
+  -- Resuming without a checkpoint starts from the first step, too, so it is refused once something was committed.
   if step == 0 and reached > 0 and (ARGV[3] ~= '1' or committed > 0) and ARGV[6] == '0' then
     return redis.error_reply('ADVANCED ' .. reached)
   end
@@ -27,9 +28,11 @@ if call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(owner) then -- else a retry o
   call('HSETNX', META, 'started', now())
   for a = 10, 8 + 2 * ARGV[9], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end
   call('SET', PUBLIC .. 'config', ARGV[5])
-  -- What another version of Headway stored for everybody nobody of this one can read.
+  -- Another version of Headway stored these for all roles; this version cannot read them.
   if string.match(call('GET', PUBLIC .. 'verbs') or '', '^%S+') ~= string.match(VERBS, '^%S+') then
-    for _, name in ipairs({ 'broadcast', 'model', 'manifest:offered', 'manifest:announced' }) do call('UNLINK', PUBLIC .. name) end
+    for _, name in ipairs({ 'broadcast', 'model', 'manifest:offered', 'manifest:announced' }) do
+      call('UNLINK', PUBLIC .. name)
+    end
   end
   call('SET', PUBLIC .. 'verbs', VERBS)
   forget_archive()
@@ -44,4 +47,5 @@ if call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(owner) then -- else a retry o
   call('HSET', META, 'adopted', server_id())
   renumber(step)
 end
-return { number('incarnation'), server_id(), announced and tostring(announced) or '', committed, number('is_rewound'), call('HGETALL', FORKS) }
+return { number('incarnation'), server_id(), announced and tostring(announced) or '', committed, number('is_rewound'),
+  call('HGETALL', FORKS) }

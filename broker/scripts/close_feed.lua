@@ -1,5 +1,5 @@
 -- include: lib_base lib_samples lib_groups
--- close_feed(incarnation, owner, server) -> OK. No more prompts will come: the last, short batch may be taken.
+-- close_feed(incarnation, owner, server) -> OK. The learner feeds no more prompts: it may take a last, short batch.
 -- Touches: meta.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end

@@ -1,9 +1,9 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
 -- commit(incarnation, owner, server, step, watermark, group...) -> {groups settled by this call, blobs to be swept}
--- Every batch pinned to a step below `step` is trained for good, and so are the groups named. Groups below the
--- watermark will never be fed again, so their names are forgotten.
--- Touches: everything that a group has (see settle), pinned, batch:*, settled, dropped.
+-- Settles the batches pinned to steps below `step`, and the groups named: a durable checkpoint contains them. The
+-- learner never feeds groups below the watermark again, so their names are forgotten.
+-- Touches: all keys of a group (see settle), pinned, batch:*, settled, dropped.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local n = commit_below(ARGV[4])

@@ -1,9 +1,9 @@
 -- include: lib_base lib_arguments
 -- flags: allow-oom
 -- discard(member, token, index of a segment or -1, reason, first bytes) -> 1, or 0 if the lease is no longer held.
--- The segments of a sample cannot be gone on from (-1: nor from what its holder has made of them): its holder begins anew, the
--- bytes go to the dead-letter stream, with the worker that appended them. Nobody but their reader says so, hence nobody is
--- blamed for it.
+-- Frees all segments of a sample after which its holder cannot go on (-1: it cannot go on after its own continuation
+-- either); the holder begins anew. The first bytes go to the dead-letter stream, with the name of the worker that
+-- appended the segment. Only the reader says that a segment is bad, so no worker is blamed for it.
 -- Touches: meta, group:*, segments:*, segment:*, dead.
 local g, round, i = sample(1)
 local index = whole(3, 'index', -1, 1000000)

@@ -1,8 +1,8 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
 -- drop(incarnation, owner, server, step, group...) -> how many were dropped
--- The learner cannot learn from these groups of the step's batch: they are gone for good, and the next take fills their
--- places. Touches: everything that a group has (see settle), batch:*, dropped.
+-- Drops groups of the step's batch from which the learner cannot learn. The next take of this step fills their places.
+-- Touches: all keys of a group (see settle), batch:*, dropped.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local n = 0

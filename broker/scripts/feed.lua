@@ -1,6 +1,8 @@
 -- include: lib_base lib_samples lib_groups
--- feed(incarnation, owner, server, {group, size, prompt tokens}...) -> {groups new or lost before, groups whose blob is missing...}
--- Registers unknown groups in the pool; their blobs were SET (with a TTL) just before. Idempotent.
+-- feed(incarnation, owner, server, {group, size, prompt tokens}...)
+--   -> {how many groups were new or lost before, group whose blob is missing...}
+-- Adds groups that the run does not know to the pool. The learner has SET their prompts (with a TTL) just before.
+-- Idempotent.
 -- Touches: meta, pool, lost, settled, dropped, group:*, prompt:* (PERSIST, UNLINK).
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end

@@ -1,6 +1,7 @@
 -- include:
 -- flags: no-writes allow-oom
--- glance() -> {state, offered incarnation, offered step, announced incarnation, announced step}, nil where there is none
--- Asked for all the time, so without the libraries, which cost more than it does. Reads: meta.
+-- glance() -> {state, offered incarnation, offered step, announced incarnation, announced step}, nil where not set
+-- Workers call it all the time, so it includes none of the shared files, whose set-up costs more than this call.
+-- Reads: meta.
 return redis.call('HMGET', P .. 'meta', 'state', 'offered_incarnation', 'offered_step', 'announced_incarnation',
   'announced_step')

@@ -1,14 +1,15 @@
 -- include: lib_base lib_arguments
 -- flags: allow-oom
--- heartbeat(worker, session, ttl in ms, frame, is serving) -> 1, or 0 where the name is another session's
--- The worker is alive for so long, two minutes at most, and among those that generate or not. Its name stays its own for two
--- minutes, lest somebody takes it from a worker that is held up. Touches: worker:*, session:*, workers, serving.
+-- heartbeat(worker, session, ttl in ms, frame, is serving) -> 1, or 0 where the name belongs to another session
+-- The worker counts as alive for `ttl`, two minutes at most, and as serving or not. Its name stays its own for two
+-- minutes, so that no other process takes it from a worker that is held up.
+-- Touches: worker:*, session:*, workers, serving.
 local worker, session, LONGEST_MS = worker_name(1), text(2, 'session', 64), 120000
 local ttl_ms = math.min(whole(3, 'ttl', 1, 1000000000), LONGEST_MS)
-local frame = text(4, 'frame', 16384) -- all of them come in one answer
+local frame = text(4, 'frame', 16384) -- the frames of all workers go into one answer
 local WORKERS, SERVING, MOST = P .. 'workers', P .. 'serving', 4096
 
--- Names that are nobody's any more make room for others.
+-- Forgets the workers whose session has expired, to make room for others.
 local function forget_dead()
   for _, name in ipairs(call('SMEMBERS', WORKERS)) do
     if call('EXISTS', P .. 'session:' .. name) == 0 then

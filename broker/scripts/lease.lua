@@ -1,22 +1,24 @@
 -- include: lib_base lib_arguments lib_samples lib_tokens
 -- lease(incarnation, step, count, ttl_s, nonce, holder, 'member token' held...)
---   -> {state, reason, 'incarnation.highest step', {member, token}, or {member, token, segments' oldest step, segment...}...}
--- Admitted samples without a lease (expired, handed back, never begun) in the order of their deadlines, then new groups as
--- far as admission allows. Who uses another's name is told apart from it, not refused: else whoever takes a name first could
--- keep its worker from working. Touches: meta, tally, pool, retry, leases, open, group:*, segments:*; reads session:*.
+--   -> {state, reason, 'incarnation.highest step', {member, token} or {member, token, oldest step, segment...}...}
+-- Leases admitted samples that have no lease (expired, handed back, never begun), those due first, then newly admitted
+-- groups. A process that uses the name of another worker is told apart by its session and not refused: otherwise a
+-- process that takes a name first could keep the worker of that name from working.
+-- Touches: meta, tally, pool, retry, leases, open, group:*, segments:*; reads session:*.
 local incarnation, step = whole(1, 'incarnation', 0, 2147483647), whole(2, 'step', 0, 2147483647)
 local wanted, nonce, holder = whole(3, 'count', 0, 1000000), text(5, 'nonce', 64), text(6, 'holder', 200)
 if not string.match(nonce, '^%w+$') then refuse('nonce') end
 local worker, session = string.match(holder, '^(%w[%w._-]*) (%w+)$')
 if not worker then refuse('holder') end
 if is_of_another(worker, session) then holder = worker .. '? ' .. session end
-local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'announced_incarnation', 'announced_step', 'max_lag',
-  'groups_per_step', 'max_leases_per_worker', 'admitted', 'dropped', 'payload_bytes', 'max_bytes',
+local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'announced_incarnation', 'announced_step',
+  'max_lag', 'groups_per_step', 'max_leases_per_worker', 'admitted', 'dropped', 'payload_bytes', 'max_bytes',
   'archive_bytes', 'highest_step', 'lease_ttl_s')
 local state, on_over_bound = known[1] or 'absent', known[2]
 for a = 3, #known do known[a] = tonumber(known[a] or '') end
 local newest_incarnation, announced_incarnation, announced, lag, groups_per_step = unpack(known, 3, 7)
-local reply, given, time, held, n_held = { state, '', (newest_incarnation or 0) .. '.' .. (known[14] or 0) }, 0, now(), {}, #ARGV - 6
+local reply, given, time = { state, '', (newest_incarnation or 0) .. '.' .. (known[14] or 0) }, 0, now()
+local held, n_held = {}, #ARGV - 6
 local ttl = seconds(4, known[15] or 3600)
 for a = 7, #ARGV do held[ARGV[a]] = true end
 
@@ -26,18 +28,20 @@ if state == 'finished' then return refuse('finished') end
 if call('SISMEMBER', P .. 'quarantined', holder) == 1 then return refuse('quarantined') end
 if not announced or state == 'stopped' or incarnation > newest_incarnation then return refuse('paused') end
 if step > (known[14] or 0) + FORGOTTEN then return refuse('paused') end
--- Weights of an abandoned branch, or too old for the step that comes next: nothing begun with them could be trained.
-if step + lag < announced or (incarnation < announced_incarnation and step > announced) or is_abandoned(incarnation, step) then
+-- A sample begun with weights of an abandoned branch, or with weights too old for the next step, could not be trained.
+if step + lag < announced or (incarnation < announced_incarnation and step > announced)
+  or is_abandoned(incarnation, step) then
   return refuse('stale weights')
 end
 local limit = known[8] or 0
-wanted = math.min(wanted, 1000) -- a command has so many arguments and no more
+wanted = math.min(wanted, 1000) -- bounds the arguments of one command
 if limit > 0 then wanted = math.min(wanted, limit - n_held) end
 if wanted <= 0 then return refuse('worker limit') end
 
 local function may(index) return math.floor(index / groups_per_step) <= step + lag end
 
--- The names of what is kept of a sample, to go on after, and its oldest step. Too old to be trained, it is thrown away.
+-- Returns the names of a sample's segments, after which the worker goes on, and their oldest step. Frees segments that
+-- are too old to be trained, and returns none.
 local function usable_segments(g, m, i, oldest)
   if announced - oldest > lag and on_over_bound ~= 'mask' then discard_segments(g, m, i) return {} end
   local names = {}
@@ -49,8 +53,9 @@ local function usable_segments(g, m, i, oldest)
   return names, oldest
 end
 
--- Leases samples of one group, {member, number}..., but those that the caller may be generating still: it renews what it
--- holds, and never gets the same sample twice. Adds to `handed`, and to `leased` as ZADD wants it.
+-- Leases samples of one group, except those that the caller itself may still be generating: it renews the leases that
+-- it holds, and never gets the same sample twice. Adds members to `handed`, and deadlines and members to `leased` (as
+-- ZADD takes them).
 local function hand(g, samples, handed, leased)
   local names, set, n, lowest, is_raised = { 'floor' }, {}, 1, nil, false
   for _, i in ipairs(samples.numbers) do
@@ -84,7 +89,8 @@ local function hand(g, samples, handed, leased)
   if not floor or lowest < floor then set_floor(g, lowest, 'open') elseif is_raised then refloor(g) end
 end
 
--- An expired lease is anybody's, yet stays its holder's until somebody takes it.
+-- Offers samples with expired leases to all workers. The holder keeps its token, and the sample, until another worker
+-- leases it.
 local function collect_expired()
   for _, m in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', time, 'LIMIT', 0, 1000)) do
     call('ZREM', LEASES, m)
@@ -93,7 +99,7 @@ local function collect_expired()
   end
 end
 
--- The samples of one group that stand next to each other in the queue from `a` on, and where the next group's begin.
+-- Returns the group whose samples stand at place `a` of the queue, those samples, and the place after them.
 local function next_group(queue, a)
   local g, samples, n = nil, { numbers = {} }, 0
   while queue[a] and n < 1000 do
@@ -125,7 +131,7 @@ end
 local index, stored_bytes = (known[9] or 0) - (known[10] or 0), (known[11] or 0) + (known[13] or 0)
 local max_bytes = known[12]
 
--- nil, or why no new group may be begun now.
+-- Returns nil, or the reason why no new group may be admitted now.
 local function refusal()
   if math.floor(index / groups_per_step) > announced + lag then return 'capacity' end
   if not may(index) then return 'stale weights' end

@@ -1,7 +1,7 @@
 -- include: lib_base lib_arguments
 -- flags: allow-oom
--- leave(worker, session) -> OK. It is gone on purpose: at once no longer among the workers; others' names it cannot take away.
--- Touches: worker:*, session:*, workers, serving.
+-- leave(worker, session) -> OK. The worker stops on purpose and is at once no longer listed. A process cannot remove a
+-- worker of another session. Touches: worker:*, session:*, workers, serving.
 local worker = worker_name(1)
 if not is_of_another(worker, ARGV[2]) then
   call('UNLINK', P .. 'worker:' .. worker, P .. 'session:' .. worker)

@@ -1,8 +1,9 @@
--- What workers say, checked before anything is written: their programs need not be ours.
+-- Checks of the arguments of verbs that workers call, before anything is written: any program may hold a worker's
+-- password, so no argument is trusted. Each function raises the error ARGUMENT for a value out of bounds.
 
 local function refuse(what) error({ err = 'ARGUMENT ' .. what }) end
 
--- ARGV[a], where it is a whole number within bounds.
+-- Returns ARGV[a] as a whole number from `least` to `most`.
 local function whole(a, what, least, most)
   local text = ARGV[a] or ''
   local n = #text < 16 and string.match(text, '^%-?%d+$') and tonumber(text)
@@ -10,7 +11,7 @@ local function whole(a, what, least, most)
   return n
 end
 
--- ARGV[a], where it is a time above 0; at most so many.
+-- Returns ARGV[a] as a time in seconds, which is not negative, cut to `most`.
 local function seconds(a, most)
   local text = ARGV[a] or ''
   local n = #text < 32 and string.match(text, '^%d+%.?%d*e?%-?%d*$') and tonumber(text)
@@ -18,30 +19,31 @@ local function seconds(a, most)
   return math.min(n, most)
 end
 
--- ARGV[a], of at most so many bytes.
+-- Returns ARGV[a], a text of at most `most` bytes.
 local function text(a, what, most)
   local value = ARGV[a]
   if not value or #value > most then refuse(what) end
   return value
 end
 
--- ARGV[a], which names a worker as `keys.is_name` has it.
+-- Returns ARGV[a], the name of a worker: the same rule as `is_name` in broker/keys.py.
 local function worker_name(a)
   if not string.match(text(a, 'worker', 100), '^%w[%w._-]*$') then refuse('worker') end
   return ARGV[a]
 end
 
--- A rule of the run that bounds what a worker may ask for.
+-- Returns a rule of the run that bounds what a worker may ask for, or `otherwise` where the run has none.
 local function limit(rule, otherwise) return tonumber(meta(rule) or '') or otherwise end
 
--- The parts of ARGV[a], a member.
+-- Returns group, round and sample number of ARGV[a], a member (GROUP:ROUND:SAMPLE).
 local function sample(a)
   local g, round, i = parse(text(a, 'sample', 300))
   if not g then refuse('sample') end
   return g, round, i
 end
 
--- ARGV[a], the name of a blob of this member, on whichever shard; nobody can name another's.
+-- Returns ARGV[a], the name of a blob of member `m`, on any shard. The name contains its member, so no worker can name
+-- the blob of another sample.
 local function blob(a, kind, m, nonce)
   local name = text(a, kind, 500)
   local start = kind .. ':' .. m .. ':'
@@ -53,11 +55,11 @@ local function blob(a, kind, m, nonce)
   return name
 end
 
--- ARGV[a] to ARGV[last]: the oldest step, then {incarnation, its newest step}...
+-- Checks ARGV[a] to ARGV[last]: the oldest step, then {incarnation, its newest step}...
 local function versions(a, last)
   if last > #ARGV or last - a < 2 or (last - a) % 2 == 1 then refuse('versions') end
   for b = a, last do whole(b, 'versions', 0, 2147483647) end
 end
 
--- What a worker quotes, cut to what a dead letter holds.
+-- Returns ARGV[a], which goes into a dead letter, cut to `most` bytes.
 local function quoted(a, most) return string.sub(ARGV[a] or '', 1, most) end

@@ -1,21 +1,21 @@
--- What all scripts share: keys, counters, fields, blobs. Scripts begin with `-- include: FILE...` and see what those define.
--- broker/connection/verbs.py makes each script a function of the run's library, which begins with three prefixes of keys (see
--- broker/keys.py): P of those that only scripts write, PUBLIC of those that clients name, too, and PROMPT of prompts. Then
--- come these files, once for all functions, so what changes from call to call is set by lib_call. Payloads and segments
--- never pass through here: scripts see only their names.
+-- Shared by all scripts: keys, counters, fields, blobs. A script begins with `-- include: FILE...` and may use what
+-- those files define. broker/connection/verbs.py makes each script a function of the run's library, which begins with
+-- three prefixes of keys (see broker/keys.py): P of keys that only scripts write, PUBLIC of keys that clients write,
+-- too, and PROMPT of prompts. The shared files follow once, for all functions; lib_call sets what changes from call to
+-- call. Scripts see only the names of payloads and segments, never their bytes.
 local META = P .. 'meta'
 local RETRY, LEASES, OPEN, READY = P .. 'retry', P .. 'leases', P .. 'open', P .. 'ready'
 
 local function now() local t = call('TIME') return t[1] + t[2] / 1e6 end
 local function meta(field) return call('HGET', META, field) end
 local function number(field) return tonumber(meta(field) or '') or 0 end
--- Counters never bring back the meta hash of a run that was deleted.
+-- Adds to a counter of the meta hash, but never creates that hash: a deleted run would come back with it.
 local function count(field, n)
   if is_there == nil then is_there = call('EXISTS', META) == 1 end
   if is_there then call('HINCRBY', META, field, n or 1) end
 end
 local function tally(what, key, n) call('HINCRBY', P .. 'tally', what .. ':' .. key, n or 1) end
--- It stays the same as long as the process, and so the library in its memory, does.
+-- Returns the id of the server's process. The library keeps it, and its memory lasts as long as that process.
 local function server_id()
   SERVER = SERVER or string.match(call('INFO', 'server'), 'run_id:(%x+)')
   return SERVER
@@ -27,7 +27,7 @@ local function parse(m) return string.match(m, '^(.+):(%d+):(%d+)$') end
 local function segments_key(m) return P .. 'segments:' .. m end
 local function field(g, name) return call('HGET', group_key(g), name) end
 local function fields(g, ...) return unpack(call('HMGET', group_key(g), ...)) end
--- {value of `name:I` or false} for the samples I = 0, 1, ... of a group.
+-- Returns {value of the field `name:I`, or false} for the samples I = 0, 1, ... of a group.
 local function by_sample(g, name, size)
   local names = {}
   for i = 1, size do names[i] = name .. ':' .. (i - 1) end
@@ -39,8 +39,9 @@ local function members(g, round, size)
   return all
 end
 
--- A blob is named by its key below the run's prefix. One that begins with a number and a slash lies on another shard of
--- a cluster, where only clients reach: it goes through the garbage list.
+-- A blob's name is its key without the run's prefix. A name that begins with a number and a slash lies on another
+-- shard of the cluster. Scripts cannot reach that shard, so they put the name on the garbage list, and the learner
+-- frees the blob.
 local function is_blob(name) return string.find(name, '^%d*/?payload:') or string.find(name, '^%d*/?segment:') end
 local function is_remote(name) return string.find(name, '^%d+/') end
 local function free_blobs(names)
@@ -53,26 +54,26 @@ local function free_blobs(names)
   if #here > 0 then call('UNLINK', unpack(here)) end
 end
 local function free_blob(name) free_blobs({ name }) end
--- Takes the time to live off a blob; false if it is gone, or not of so many bytes.
+-- Takes the time to live off a blob. Returns false if the blob is gone, or has not `bytes` bytes.
 local function keep_blob(name, bytes)
   if bytes and not is_remote(name) and call('STRLEN', PUBLIC .. name) ~= tonumber(bytes) then return false end
   return is_remote(name) or call('PERSIST', PUBLIC .. name) == 1 or call('EXISTS', PUBLIC .. name) == 1
 end
 
--- `blamed`: the holder whose fault it is, told apart by a digest, as sessions are secret.
+-- Adds a dead letter. `blamed` is the holder at fault, if any; only a digest is stored, as its session is secret.
 local function to_dead_letters(tid, worker, reason, head, blamed)
   count('rejected')
   call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'tid', tid, 'worker', worker, 'reason', reason, 'head', head,
     'blamed', blamed and string.sub(redis.sha1hex(blamed), 1, 8) or '')
 end
 
--- Does the name belong to a process that is not this session's?
+-- Returns true if a worker with this name but another session is alive.
 local function is_of_another(worker, session) return (call('GET', P .. 'session:' .. worker) or session) ~= session end
 
--- A sample of this holder could not be what it was said to be. Three of them, and it gets no more leases. A holder is
--- `name session`: sessions are secret, so that nobody is blamed for another's samples. `name? session` is one that uses
--- another's name.
+-- A holder is `name session`, where `name` is the worker's name. Sessions are secret, so no worker can have another
+-- one blamed for its samples. A process that uses the name of a living worker is the holder `name? session`.
 local function name_of(holder) return string.match(holder or '', '^%S*') end
+-- Counts a sample that cannot be what its holder said it was. After three strikes the holder gets no more leases.
 local function strike(holder)
   if holder and call('HINCRBY', P .. 'strikes', holder, 1) >= 3 then call('SADD', P .. 'quarantined', holder) end
 end
@@ -82,7 +83,7 @@ local function set_floor(g, floor, state)
   if state == 'open' then call('ZADD', OPEN, floor, g) end
 end
 
--- The floor of a group, anew: the lowest weight step among its leases and its submissions in this round.
+-- Computes the floor of a group anew: the lowest weight step among its leases and its submissions in this round.
 local function refloor(g)
   local size, state = fields(g, 'size', 'state')
   local floor
@@ -98,12 +99,12 @@ local function refloor(g)
   return floor
 end
 
--- Its name, bytes and tokens, and the name of the worker that appended it.
+-- Returns name, bytes and tokens of a segment, and the name of the worker that appended it.
 local function parse_segment(entry) return string.match(entry, '^(%S+) (%d+) (%d+) ?(%S*)$') end
 
--- {bytes that each segment of a sample was said to have, by name}; more than so many no sample has, and what stands behind
--- them is not looked for, as that would hold up everybody else.
+-- How many segments of one sample are looked at. No honest sample has more, and more would hold up all other clients.
 local MOST_SEGMENTS = 10000
+-- Returns {name of a segment = bytes that its worker recorded for it} of a sample.
 local function said_of_segments(m)
   local said = {}
   for _, entry in ipairs(call('LRANGE', segments_key(m), 0, MOST_SEGMENTS - 1)) do
@@ -114,9 +115,8 @@ local function said_of_segments(m)
 end
 
 local MOST_ENTRIES = MOST_SEGMENTS
--- How many bytes a blob was said to have when it was recorded; nil where no group holds it. `seen` keeps the segments of
--- samples for the next blob of the same call;
--- once `seen.entries` of them were looked at, the call had better end.
+-- Returns the bytes that were recorded for a blob, or nil where no group holds it. `seen` keeps the segments of
+-- samples for the next blob of the same call; a caller ends once `seen.entries` is above MOST_ENTRIES.
 local function recorded_bytes(name, seen)
   local kind, m = string.match(name, '^%d*/?(%a+):(.+):[%w._-]+$')
   local g, _, i = parse(m or '')
@@ -132,7 +132,7 @@ local function recorded_bytes(name, seen)
   return held == name and tonumber(bytes) or nil
 end
 
--- Frees the segments of sample i, which has some; how many tokens they had.
+-- Frees the segments of sample i, which must have some. Returns how many tokens they had.
 local function free_segments(g, m, i)
   local names, bytes, tokens = {}, 0, 0
   for _, entry in ipairs(call('LRANGE', segments_key(m), 0, -1)) do
@@ -150,5 +150,5 @@ local function free_segments(g, m, i)
   return tokens
 end
 
--- The same for segments that nobody can use any more.
+-- Frees the segments of sample i and counts their tokens as discarded: no worker can go on after them.
 local function discard_segments(g, m, i) count('discarded_tokens', free_segments(g, m, i)) end

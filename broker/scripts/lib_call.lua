@@ -1,9 +1,11 @@
--- With this begins every function that includes lib_base. KEYS[1] ends with `of:IDENTITY`, which tells to which run of that
--- name the caller belongs. What the files keep for one call is forgotten (`_STATE` in broker/connection/verbs.py declares it).
+-- The beginning of every function that includes lib_base. KEYS[1] ends with `of:IDENTITY`, the identity of the run to
+-- which the caller belongs. Values that the shared files keep during one call are reset here; `_STATE` in
+-- broker/connection/verbs.py declares them.
 call, KEYS, ARGV, is_there, forks, highest = redis.call, keys, arguments, nil, nil, nil
 IDENTITY = string.match(KEYS[1], ':of:(%x*)$')
 
--- A run that was deleted or overwritten is not the one that has its name now: nothing of it may reach that one. (While a
--- cluster moves the run to another node, a script fails at the first key that is not there: here, before it has written.)
+-- A caller of a run that was deleted or overwritten must not reach the run that has its name now. This is also the
+-- first key that is read: while a cluster moves the run to another node, a script fails here, before it has written
+-- anything.
 local held_identity = call('GET', PUBLIC .. 'identity')
 if held_identity and held_identity ~= IDENTITY then return redis.error_reply('FOREIGN ' .. held_identity) end

@@ -1,19 +1,19 @@
--- What a claim does to the run, and a re-assertion does once more where the server has lost the claim.
+-- The effects of a claim on the run. A re-assertion has them once more where the server has lost the claim.
 
--- The archived weights are of the learner before.
+-- Frees the archived weights, which are those of the previous learner.
 local function forget_archive()
   for _, name in ipairs(call('SMEMBERS', P .. 'archive')) do call('UNLINK', PUBLIC .. name) end
   call('UNLINK', P .. 'archive')
   call('HDEL', META, 'archive_bytes')
 end
 
--- Nothing that was trained after the checkpoint counts: it is fed and generated again.
+-- Forgets all that was trained after the checkpoint: those groups are fed and generated again.
 local function forget(mark, step)
   call('UNLINK', SETTLED, DROPPED)
   call('HSET', META, 'watermark', mark, 'committed_step', step)
 end
 
--- All that was sampled and not trained by the checkpoint.
+-- Sends back all groups that were sampled and are not in the checkpoint.
 local function generate_anew()
   for g in pairs(held_groups()) do
     local state = field(g, 'state')
@@ -22,10 +22,11 @@ local function generate_anew()
   call('UNLINK', PINNED)
 end
 
--- The owner makes all weights up to these again, bit for bit: from the batches that it has `taken` since `step`, or from
--- its log, or, where no learner was without a server since (`is_same_server`), from those that are pinned: a server that
--- lost its last seconds may have pinned others in them. Weights above that an earlier incarnation has made the owner
--- makes otherwise, whether or not this server remembers that they were announced.
+-- Returns the last step whose weights the owner makes again, bit for bit, from the checkpoint of `step`. It trains the
+-- batches that it has `taken` since, those of its log (up to `replayable_to`), or those that are pinned. Pinned
+-- batches count only where no learner has lost its server since (`is_same_server`): a server that lost its last
+-- seconds may have pinned other ones in them. Later weights the owner makes from other batches than an earlier
+-- incarnation did, whether or not this server remembers that they were announced.
 local function reproducible(step, replayable_to, is_rewound, taken, is_same_server)
   if is_rewound then return step end
   local reached = step

@@ -1,8 +1,8 @@
--- What happens to whole groups: requeued, forked, settled, counted anew.
+-- Transitions of whole groups: requeue, fork, settle, renumber.
 local POOL, PINNED, SETTLED, DROPPED = P .. 'pool', P .. 'pinned', P .. 'settled', P .. 'dropped'
 local LOST, FORKS = P .. 'lost', P .. 'forks'
 
--- What workers may ever have been sent.
+-- Raises the highest step whose weights workers may have received.
 local function raise_highest(step)
   if step > number('highest_step') then call('HSET', META, 'highest_step', step) end
 end
@@ -10,7 +10,8 @@ end
 local function batch_key(step) return P .. 'batch:' .. step end
 local function size_of(g) return tonumber(field(g, 'size')) end
 
--- nil, or the error to return: the server is another one than the caller knew, or the caller no longer owns the run.
+-- Returns nil, or the error that the script must return: RESTARTED where the server is another one than the caller
+-- knew, FENCED where the caller does not own the run any more.
 local function fence(incarnation, token, server)
   if server and server ~= '' and server ~= server_id() then return redis.error_reply('RESTARTED ' .. server_id()) end
   local held = meta('incarnation')
@@ -21,7 +22,8 @@ end
 
 local function announced_step() return tonumber(meta('announced_step') or '') end
 
--- Frees what the current round of a group has produced, and takes its samples from every queue: leases are fenced.
+-- Frees the blobs of a group's current round and takes its samples from every queue, which fences their leases.
+-- Returns the group's size.
 local function free_round(g)
   local size, round, pin, state = fields(g, 'size', 'round', 'pin', 'state')
   local all = members(g, round, size)
@@ -29,7 +31,7 @@ local function free_round(g)
     if oldest then discard_segments(g, all[i], i - 1) end
   end
   free_blobs(by_sample(g, 'payload', size))
-  if state ~= 'pinned' then -- a pinned one is in no queue
+  if state ~= 'pinned' then -- a pinned group is in no queue
     for _, queue in ipairs({ LEASES, RETRY }) do call('ZREM', queue, unpack(all)) end
     for _, queue in ipairs({ OPEN, READY }) do call('ZREM', queue, g) end
   end
@@ -39,22 +41,25 @@ local function free_round(g)
   return size
 end
 
--- The same for a group that goes on: its hash knows no more of the round.
+-- Frees the current round of a group that stays in the run, and removes the round's fields from its hash.
 local function clear_round(g)
   local names = { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed' }
   for i = 0, free_round(g) - 1 do
-    for _, name in ipairs({ 'token:', 'step:', 'by:', 'since:', 'under:', 'bytes:', 'payload:' }) do names[#names + 1] = name .. i end
+    for _, name in ipairs({ 'token:', 'step:', 'by:', 'since:', 'under:', 'bytes:', 'payload:' }) do
+      names[#names + 1] = name .. i
+    end
   end
   call('HDEL', group_key(g), unpack(names))
 end
 
--- Are all samples there that the group is to be trained with?
+-- Returns true if all samples are there with which the group is to be trained.
 local function is_whole(g)
   local done, size, trimmed = fields(g, 'done', 'size', 'trimmed')
   return done == size or trimmed == '1'
 end
 
--- A group's next round: all of it is generated anew under the same index. Without its prompt it waits to be fed again.
+-- Begins a group's next round: all of its samples are generated anew under the same index. A group whose prompt is
+-- gone waits until the learner feeds it again.
 local function requeue(g)
   clear_round(g)
   call('HINCRBY', group_key(g), 'round', 1)
@@ -67,22 +72,22 @@ local function requeue(g)
   enqueue(g)
 end
 
--- A sample of a pinned group is generated anew under the same round, and the group is open until it is there.
+-- Has sample i of a pinned group generated anew in the same round. The group is open until that sample is submitted.
 local function redo(g, i)
   local round, pin, index, payload, bytes = fields(g, 'round', 'pin', 'index', 'payload:' .. i, 'bytes:' .. i)
   call('LREM', batch_key(pin), 0, g)
   free_blob(payload)
   call('HINCRBY', group_key(g), 'bytes', -bytes)
   count('payload_bytes', -bytes)
-  call('HDEL', group_key(g), 'pin', 'token:' .. i, 'step:' .. i, 'by:' .. i, 'since:' .. i, 'under:' .. i, 'bytes:' .. i,
-    'payload:' .. i)
+  call('HDEL', group_key(g), 'pin', 'token:' .. i, 'step:' .. i, 'by:' .. i, 'since:' .. i, 'under:' .. i,
+    'bytes:' .. i, 'payload:' .. i)
   call('HSET', group_key(g), 'state', 'open')
   call('HINCRBY', group_key(g), 'done', -1)
   call('ZADD', RETRY, index, member(g, round, i))
   refloor(g)
 end
 
--- Ready again, if it is whole: no step is sure of it any more.
+-- Takes a pinned group out of its step's batch: it is ready again if it is whole, and is generated anew otherwise.
 local function unpin(g)
   if not is_whole(g) then return requeue(g) end
   local pin, floor = fields(g, 'pin', 'floor')
@@ -92,12 +97,13 @@ local function unpin(g)
   call('ZADD', READY, floor, g)
 end
 
--- The incarnation goes on from the weights of `step`, below those announced before. What was sampled by weights above
--- them is generated anew; what is still being generated by them is refused when it is submitted.
+-- Records that the incarnation goes on from the weights of `step`, which are older than those announced before. Groups
+-- that were sampled with newer weights are generated anew; samples that workers still generate with those weights are
+-- refused when they are submitted.
 local function fork(incarnation, step)
   local forks = call('HGETALL', FORKS)
   for a = 1, #forks, 2 do
-    if tonumber(forks[a + 1]) >= step then call('HDEL', FORKS, forks[a]) end -- this fork says more
+    if tonumber(forks[a + 1]) >= step then call('HDEL', FORKS, forks[a]) end -- the new fork covers that one
   end
   call('HSET', FORKS, incarnation, step)
   for _, s in ipairs(call('ZRANGEBYSCORE', PINNED, step, '+inf')) do
@@ -111,14 +117,14 @@ local function fork(incarnation, step)
   end
 end
 
--- The batch of `step` will not be the one that an earlier incarnation trained: what its weights above `step` have sampled
--- is abandoned after all.
+-- Records that the batch of `step` will not be the one that an earlier incarnation trained: samples of that
+-- incarnation's weights above `step` are abandoned.
 local function give_up_reproducing(step)
   local incarnation = meta('incarnation')
   if (tonumber(call('HGET', FORKS, incarnation) or '') or -1) > step then fork(incarnation, step) end
 end
 
--- Trained or dropped: nothing of the group stays but its name, and that only while a feed could name it again.
+-- Removes a group that was trained or dropped. Its name stays in `names` as long as a feed could name it again.
 local function settle(g, names)
   free_round(g)
   call('UNLINK', PROMPT .. g, group_key(g))
@@ -128,10 +134,12 @@ local function settle(g, names)
 end
 
 local function is_settled(g)
-  return call('ZSCORE', SETTLED, g) or call('ZSCORE', DROPPED, g) or (call('EXISTS', group_key(g)) == 0 and g < (meta('watermark') or ''))
+  return call('ZSCORE', SETTLED, g) or call('ZSCORE', DROPPED, g)
+    or (call('EXISTS', group_key(g)) == 0 and g < (meta('watermark') or ''))
 end
 
--- Trained for good, as the learner remembers it, whatever a rolled back server does.
+-- Settles a group that the learner has trained for good, even where a server that lost writes has another state of it.
+-- Returns 1, or 0 if the group was settled already.
 local function settle_trained(g)
   local had = call('HMGET', group_key(g), 'state', 'length', 'pin', 'floor')
   if not had[1] and is_settled(g) then return 0 end
@@ -149,10 +157,12 @@ local function raise_watermark(mark)
   for _, names in ipairs({ SETTLED, DROPPED }) do call('ZREMRANGEBYLEX', names, '-', '(' .. mark) end
 end
 
--- All groups that the run holds.
+-- Returns all groups that the run holds: {group = true}.
 local function held_groups()
   local held = {}
-  for _, queue in ipairs({ POOL, OPEN, READY }) do for _, g in ipairs(call('ZRANGE', queue, 0, -1)) do held[g] = true end end
+  for _, queue in ipairs({ POOL, OPEN, READY }) do
+    for _, g in ipairs(call('ZRANGE', queue, 0, -1)) do held[g] = true end
+  end
   for _, m in ipairs(call('ZRANGE', RETRY, 0, -1)) do held[(parse(m))] = true end
   for _, g in ipairs(call('SMEMBERS', LOST)) do held[g] = true end
   for _, s in ipairs(call('ZRANGE', PINNED, 0, -1)) do
@@ -161,7 +171,8 @@ local function held_groups()
   return held
 end
 
--- What a checkpoint contains is settled, whatever the server remembers: all below its watermark and ARGV[a] to ARGV[last].
+-- Settles all groups that a checkpoint contains, whatever state the server has them in: those below the checkpoint's
+-- watermark, and ARGV[a] to ARGV[last].
 local function settle_contained(mark, a, last)
   raise_watermark(mark)
   for g in pairs(held_groups()) do if g < mark then settle_trained(g) end end
@@ -179,9 +190,10 @@ local function commit_below(step)
   return n
 end
 
--- Admission numbers counted anew from the first step not yet trained: after a rewind, a lost server, or new rules.
+-- Gives groups new indices, counted from the first step that is not trained yet: after a claim, a rewind or a
+-- re-assertion.
 local function renumber(step)
-  step = math.max(step, number('committed_step')) -- what a learner replays by itself is settled here
+  step = math.max(step, number('committed_step')) -- the steps that the learner replays from its own log are settled
   local held, pinned = {}, 0
   for _, s in ipairs(call('ZRANGEBYSCORE', PINNED, step, '+inf')) do pinned = pinned + call('LLEN', batch_key(s)) end
   local function hold(g) held[g] = tonumber(field(g, 'index')) end

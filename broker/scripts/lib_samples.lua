@@ -1,4 +1,4 @@
--- Samples between two hands: leased, handed back, written by abandoned weights.
+-- Transitions of single samples: queued, handed back, refused for the weights that sampled them.
 
 local function enqueue(g)
   local round, index, size = fields(g, 'round', 'index', 'size')
@@ -10,7 +10,7 @@ local function enqueue(g)
   call('ZADD', RETRY, unpack(scored))
 end
 
--- A sample without its lease again: others may take it, and go on after its segments.
+-- Ends a sample's lease. Any worker may lease the sample next and go on after its segments.
 local function hand_back(m)
   local g, _, i = parse(m)
   local oldest = field(g, 'oldest:' .. i)
@@ -21,13 +21,14 @@ local function hand_back(m)
   refloor(g)
 end
 
--- The same for a void sample. Its segments, which may be why, go: whoever went on after them would be fenced again.
+-- Ends the lease of a void sample and frees its segments. They may be what makes it void: a worker that went on after
+-- them would be fenced again.
 local function hand_back_anew(g, m, i, has_segments)
   if has_segments then discard_segments(g, m, i) end
   hand_back(m)
 end
 
--- Are these weights of a branch that a rewind left behind?
+-- Returns true if the weights belong to a branch that a rewind has abandoned.
 local function is_abandoned(incarnation, step)
   forks = forks or call('HGETALL', P .. 'forks')
   for a = 1, #forks, 2 do
@@ -36,8 +37,8 @@ local function is_abandoned(incarnation, step)
   return false
 end
 
--- Weights that nobody can have: newer than all that were ever sent out, by more than what a server forgets that loses its
--- last second.
+-- A server that loses its last second forgets fewer announcements than this. No worker can have weights that are newer
+-- by more steps than the newest that this server remembers.
 local FORGOTTEN = 64
 local function highest_step()
   highest = highest or number('highest_step')
@@ -45,8 +46,8 @@ local function highest_step()
 end
 local function is_impossible(newest) return newest > highest_step() + FORGOTTEN end
 
--- {incarnation, its newest step}... in ARGV[a] to ARGV[last]: the newest step of all, and whether any was abandoned by a
--- rewind, or is newer than what the server knows of.
+-- Reads {incarnation, its newest step}... in ARGV[a] to ARGV[last]. Returns the newest step of all, and true if a
+-- rewind has abandoned any of these weights, or if any is newer than all that the server knows.
 local function newest_of(a, last)
   local newest, is_void = -1, false
   for b = a, last, 2 do
@@ -56,8 +57,9 @@ local function newest_of(a, last)
   return newest, is_void or newest > highest_step()
 end
 
--- Older than the weights that its lease was given for (`from`, of incarnation `under`): a worker never goes back to such but
--- to those of a later incarnation, {incarnation, its newest step}... in ARGV[a] to ARGV[last].
+-- Returns true if a sample has tokens of older weights (`oldest`) than its lease was given for (`from`, in incarnation
+-- `under`). A worker's weights become older only with a later incarnation; the sample's weights are
+-- {incarnation, its newest step}... in ARGV[a] to ARGV[last].
 local function is_older_than_lease(oldest, from, under, a, last)
   if not from or not under or oldest >= tonumber(from) then return false end
   for b = a, last, 2 do
@@ -67,13 +69,13 @@ local function is_older_than_lease(oldest, from, under, a, last)
   return true
 end
 
--- Too old for the step that comes next: nothing of it could be trained.
+-- Returns true if a sample with tokens of step `oldest` is too old for the next step. With `mask` no sample is.
 local function is_over_bound(oldest)
   local announced, lag, on_over_bound = unpack(call('HMGET', META, 'announced_step', 'max_lag', 'on_over_bound'))
   return announced and on_over_bound ~= 'mask' and announced - oldest > tonumber(lag)
 end
 
--- The holder's fault, whatever its sample is.
+-- Adds a dead letter and a strike against the holder `by`.
 local function blame(m, by, reason)
   to_dead_letters(m, name_of(by), reason, '', by)
   strike(by)

@@ -1,4 +1,4 @@
--- Who was heard of lately: {name, frame...}, by name.
+-- Returns {name, heartbeat frame...} of all workers whose last heartbeat has not expired, sorted by name.
 local function alive_workers()
   local names, alive = call('SMEMBERS', P .. 'workers'), {}
   table.sort(names)

@@ -1,8 +1,8 @@
 -- include: lib_base lib_arguments lib_samples lib_groups
 -- flags: allow-oom
--- lose(member, token, reason, first bytes) -> 1, or 0 if the lease is no longer held, or its prompt is as it was fed.
--- The prompt of a group is damaged: the learner feeds it again, what it has produced is void.
--- Touches: everything that a group has, lost, dead.
+-- lose(member, token, reason, first bytes) -> 1, or 0 if the lease is no longer held, or the prompt is as it was fed.
+-- Reports a damaged prompt. The learner feeds the group again, and the samples of its current round are void.
+-- Touches: all keys of a group (see requeue), lost, dead.
 local g, round, i = sample(1)
 local had_round, token, state, digest = fields(g, 'round', 'token:' .. i, 'state', 'prompt')
 local prompt = call('GET', PROMPT .. g)

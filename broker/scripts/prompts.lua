@@ -1,6 +1,6 @@
 -- include: lib_base lib_arguments
 -- flags: no-writes allow-oom
--- prompts({member, token}...) -> {prompt frame, or nil where the lease is not held, or the prompt is lost...}
+-- prompts({member, token}...) -> {prompt frame, or nil where the caller has no lease or the prompt is lost...}
 -- Reads: group:*, prompt:*.
 local frames = {}
 for a = 1, #ARGV, 2 do

@@ -1,8 +1,8 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
 -- put(incarnation, owner, server, key, staged key, keep) -> OK
--- Stores a blob that was SET under the staged key (with a TTL): as the key itself, or with keep > 0 at the end of a list
--- of at most `keep`. Touches: the key, stage:*.
+-- Moves a blob that the learner has SET under the staged key (with a TTL) to `key`. With keep > 0, `key` is a list of
+-- at most `keep` entries, and the blob becomes its last one. Touches: the key, stage:*.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then call('UNLINK', PUBLIC .. ARGV[5]) return fenced end
 local keep = tonumber(ARGV[6])

@@ -3,8 +3,9 @@
 -- reassert(incarnation, owner, announced incarnation | '', announced step, watermark, committed step, config,
 --          replayable to, is rewound, regenerate, n rules, {rule, value} * n, n forks, {incarnation, step} * n,
 --          n settled, group * n, {step, group, round, size}...) -> server id
--- The server came back, perhaps without its last second: what the learner knows is put in force again.
--- Touches: meta, identity, owner, verbs, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*, forks.
+-- Restores all that the learner knows of the run on a server that has restarted, perhaps without its last second.
+-- Touches: meta, identity, owner, verbs, config, pool, open, ready, pinned, batch:*, settled, group:*, payload:*,
+-- forks.
 local owner = redis.sha1hex(ARGV[2])
 local is_ours = call('GET', PUBLIC .. 'owner') == owner and meta('incarnation') == ARGV[1]
 if not is_ours and number('incarnation') >= tonumber(ARGV[1]) then
@@ -34,7 +35,7 @@ local first_settled = a + 1
 next_list(1)
 local first_pinned = a
 
-if not is_ours then -- whatever the server remembers was there before the claim
+if not is_ours then -- the server has lost the claim, so its state is older than that
   if is_rewound then forget(mark, step) end
   if is_anew then generate_anew() end
 end
@@ -44,7 +45,8 @@ settle_contained(mark, first_settled, first_pinned - 1)
 local function at_least(name, incarnation, step)
   local held_incarnation, held_step = number(name .. '_incarnation'), tonumber(meta(name .. '_step') or '') or -1
   if incarnation < held_incarnation or (incarnation == held_incarnation and step <= held_step) then return end
-  -- A rewind that was forgotten; it may have been to a lower step, but not by more than the second that was lost.
+  -- The server has lost a rewind. The rewind may have gone to a lower step than this, but the steps between were made
+  -- within the second that was lost.
   if name == 'announced' and step < held_step then fork(incarnation, step) end
   call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', owner)
   raise_highest(step)
@@ -61,7 +63,8 @@ local function has_payloads(g, round)
   return true
 end
 
--- Trained in memory and not yet in a checkpoint: whatever the server remembers of it, nobody may generate it now.
+-- Pins a group that the learner has trained and not yet committed, so that no worker generates it now, whatever state
+-- the server has it in.
 local function pin_again(step, g, round, size)
   if is_settled(g) then return end
   local state = field(g, 'state')
@@ -80,14 +83,14 @@ local function pin_again(step, g, round, size)
   call('RPUSH', batch_key(step), g)
   call('ZADD', PINNED, step, step)
 end
-local taken = {} -- step -> the groups that it was taken with
+local taken = {} -- step -> {group of its batch = true}
 for b = first_pinned, #ARGV, 4 do
   local taken_step = tonumber(ARGV[b])
   taken[taken_step] = taken[taken_step] or {}
   taken[taken_step][ARGV[b + 1]] = true
 end
 if tonumber(ARGV[1]) > 1 then
-  -- A server that knows the claim may have lost that this learner gave up since to reproduce a step.
+  -- A server that remembers the claim may have lost that this learner has since given up reproducing a step.
   local forked = is_ours and tonumber(call('HGET', FORKS, ARGV[1]) or '')
     or reproducible(step, tonumber(ARGV[8]), is_rewound, taken, false)
   local known = forked
@@ -97,7 +100,7 @@ if tonumber(ARGV[1]) > 1 then
   end
   if not is_ours or known < forked then fork(ARGV[1], known) end
 end
--- What the server remembers of a batch from before it changed for the last time.
+-- The server may remember groups that have left a batch since.
 for taken_step, groups in pairs(taken) do
   for _, g in ipairs(call('LRANGE', batch_key(taken_step), 0, -1)) do if not groups[g] then unpin(g) end end
 end

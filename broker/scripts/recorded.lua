@@ -1,7 +1,8 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
--- recorded(incarnation, owner, server | '', blob...) -> {bytes that it was said to have, or -1 where nobody recorded it, ...}
--- The answer may end early, not to hold up others. For blobs on other shards, where scripts do not reach. Reads: group:*, segments:*.
+-- recorded(incarnation, owner, server | '', blob...) -> {bytes recorded for the blob, or -1 where there is none...}
+-- For blobs on other shards, which scripts cannot reach. The answer may be shorter than the question, so that one call
+-- does not hold up other clients. Reads: group:*, segments:*.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local reply, seen = {}, {}

@@ -1,10 +1,11 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
 -- reject(incarnation, owner, server, step, group, round, member, reason, first bytes, 'prompt' | 'damaged' | 'sample')
---   -> 1, or 0 if not pinned.
--- A payload of a pinned group cannot be trained: that sample is generated anew, and its worker blamed unless it is
--- missing or damaged. Or the group's prompt is damaged: it is fed again, and all of the group generated anew. The first bytes go to
--- the dead-letter stream. Touches: meta, pinned groups' queues (see redo, requeue), prompt:*, lost, dead, strikes, quarantined.
+--   -> 1, or 0 if the group is not pinned to this step in this round.
+-- 'sample': the payload cannot be trained; the sample is generated anew, and its worker is blamed. 'damaged': the
+-- payload is missing or damaged; the sample is generated anew. 'prompt': the prompt is damaged; the learner feeds it
+-- again, and the whole group is generated anew. The first bytes go to the dead-letter stream.
+-- Touches: meta, all keys of a group (see redo, requeue), prompt:*, lost, dead, strikes, quarantined.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local g = ARGV[5]
@@ -14,7 +15,7 @@ local by = i and field(g, 'by:' .. i)
 if ARGV[10] == 'prompt' then
   call('UNLINK', PROMPT .. g)
   requeue(g)
-elseif field(g, 'trimmed') == '1' then -- the samples that it went without are not there to wait for
+elseif field(g, 'trimmed') == '1' then -- its trimmed samples are in no queue, so the group could not become whole
   requeue(g)
 else
   redo(g, i)

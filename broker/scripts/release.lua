@@ -1,6 +1,7 @@
 -- include: lib_base lib_arguments lib_samples
 -- flags: allow-oom
--- release({member, token}...) -> how many were handed back, with their segments. Touches: retry, leases, open, group:*.
+-- release({member, token}...) -> how many leases were given back. The samples keep their segments.
+-- Touches: retry, leases, open, group:*.
 local n = 0
 for a = 1, #ARGV, 2 do
   local g, round, i = sample(a)

@@ -1,7 +1,8 @@
 -- include: lib_base lib_arguments
 -- flags: allow-oom
--- renew(ttl_s, {member, token}...) -> {server id, token no longer held: its writer must stop...}
--- An expired lease that nobody else took is held again; not so one without a new segment for `lease_hold_s`.
+-- renew(ttl_s, {member, token}...) -> {server id, token of a lease that the caller has lost...}
+-- Renews leases, also expired ones that no other worker has taken, but none that had no new segment for
+-- `lease_hold_s`.
 -- Touches: leases, retry; reads group:*.
 local time, reply = now(), { server_id() }
 local deadline, earliest = time + seconds(1, limit('lease_ttl_s', 3600)), time - limit('lease_hold_s', 86400)
@@ -9,7 +10,8 @@ for a = 2, #ARGV, 2 do
   local m, token = ARGV[a], text(a + 1, 'token', 200)
   local g, round, i = sample(a)
   local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'payload:' .. i, 'state', 'since:' .. i)
-  if had[1] == round and had[2] == token and not had[3] and had[4] == 'open' and tonumber(had[5] or time) >= earliest then
+  if had[1] == round and had[2] == token and not had[3] and had[4] == 'open'
+    and tonumber(had[5] or time) >= earliest then
     call('ZADD', LEASES, deadline, m)
     call('ZREM', RETRY, m)
   else

@@ -2,14 +2,14 @@
 -- flags: no-writes allow-oom
 -- snapshot() -> {meta, tally, {pool, retry, leases, ready, pinned groups}, {StepMetrics frame...}, {worker, frame...},
 --   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...},
---   {samples refused in the last minute for their workers' fault, from so many workers}}
+--   {samples refused in the last minute by a worker's fault, how many workers these came from}}
 -- Reads: meta, tally, pool, retry, leases, ready, pinned, batch:*, steps, workers, worker:*, quarantined, dead.
 local sizes, pinned = {}, 0
 for i, queue in ipairs({ 'pool', 'retry', 'leases', 'ready' }) do sizes[i] = call('ZCARD', P .. queue) end
 for _, step in ipairs(call('ZRANGE', P .. 'pinned', 0, -1)) do pinned = pinned + call('LLEN', P .. 'batch:' .. step) end
 sizes[5] = pinned
 
--- Workers' users may not read it: reasons quote others' samples.
+-- Returns nothing to a worker's user: it may not read dead letters, whose reasons quote samples of other workers.
 local function letters_since(start, most)
   local entries, letters = redis.pcall('XREVRANGE', P .. 'dead', '+', start, 'COUNT', most), {}
   if entries.err then return letters end
@@ -37,7 +37,7 @@ local function refused_lately()
   return { samples, workers }
 end
 
--- Without their sessions, which nobody else is to know.
+-- Names without sessions, which are secret.
 local quarantined = {}
 for n, holder in ipairs(call('SMEMBERS', P .. 'quarantined')) do quarantined[n] = name_of(holder) end
 

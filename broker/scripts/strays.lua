@@ -1,15 +1,16 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
 -- strays(incarnation, owner, server | '', payload TTL in ms, patience in ms, current meeting | '', name...)
---   -> {keys, bytes, keys that no worker of ours leaves, how many names were judged, not to hold up others}
--- Frees of these keys what the run does not need: hidden ones without its secret; blobs that were not recorded within
--- `patience`, or are larger than they were said to be; words of meetings that are over. Nothing that is recorded is touched.
+--   -> {keys freed, bytes freed, keys among them that no Headway worker leaves, how many names were judged}
+-- Frees those of the named keys that the run does not need: hidden keys without the run's secret; blobs that were not
+-- recorded within `patience`, or are larger than recorded; words of meetings that are over. Recorded blobs of the
+-- right size stay. Fewer names than given may be judged, so that one call does not hold up other clients.
 -- Touches: hidden:*, payload:*, segment:*, joining:*, durable.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local ttl, patience = tonumber(ARGV[4]), tonumber(ARGV[5])
-local MOST_WORDS, MOST_BYTES = 100000, 2 ^ 24 -- of a meeting
-local LEFT_OVER, FOREIGN = 1, 2 -- by a worker that died or came too late, or by nobody who runs our program
+local MOST_WORDS, MOST_BYTES = 100000, 2 ^ 24 -- in one meeting
+local LEFT_OVER, FOREIGN = 1, 2 -- left by a worker that died or came too late; written by another program
 
 local seen = {}
 
@@ -19,12 +20,14 @@ local function judge_blob(name)
   local bytes = recorded_bytes(name, seen)
   if not bytes then return left >= 0 and left <= ttl and LEFT_OVER or FOREIGN end
   if call('STRLEN', PUBLIC .. name) > bytes then return FOREIGN end
-  if left >= 0 then call('PERSIST', PUBLIC .. name) end -- stored once more by a worker that died before it said so
+  if left >= 0 then call('PERSIST', PUBLIC .. name) end -- a worker stored it once more and died before it submitted
 end
 
 local function judge_words(name)
   local key = PUBLIC .. name
-  if call('HLEN', key) > MOST_WORDS or (call('MEMORY', 'USAGE', key, 'SAMPLES', 0) or 0) > MOST_BYTES then return FOREIGN end
+  if call('HLEN', key) > MOST_WORDS or (call('MEMORY', 'USAGE', key, 'SAMPLES', 0) or 0) > MOST_BYTES then
+    return FOREIGN
+  end
   local meeting = string.sub(name, #'joining:' + 1)
   if meeting ~= ARGV[6] and call('EXISTS', PUBLIC .. 'meeting:' .. meeting) == 0 then return LEFT_OVER end
 end

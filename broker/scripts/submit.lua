@@ -2,13 +2,16 @@
 -- flags: allow-oom
 -- submit(is again, {member, token, payload, bytes, n, tokens, oldest step, {incarnation, its newest step}...}...)
 --   -> {outcome...}; n is how many arguments follow it.
--- The payloads were SET (with a TTL) just before, under keys of their own. The first finished sample of a round wins; whoever
--- lost the lease, writes for an earlier round, or used weights of an abandoned branch is fenced, its payload freed. What is
--- submitted again (1) was accepted once by a server that may have forgotten it, lease and all: there the round decides, if
--- the token is one that the run gave for this sample, and it is not too old: one such would have all of its group generated
--- anew. It takes a sample from another holder only on a server that has restarted.
--- Weights that nobody can have are a strike against the holder, and so are older ones than those of its lease.
--- Touches: meta, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK), strikes, quarantined, dead.
+-- Accepts finished samples, whose payloads the worker has SET (with a TTL) just before, under keys of their own. The
+-- first finished sample of a round wins. A worker that lost the lease, writes for an earlier round, or used weights of
+-- an abandoned branch is fenced, and its payload freed.
+-- A sample that is submitted again (`is again` = 1) was accepted once by a server that may since have lost it and its
+-- lease. It is accepted in its round if the run gave its token for this sample and its tokens are within the bound: an
+-- older one would have its whole group generated anew. It takes a sample from another holder only on a server that has
+-- restarted.
+-- Weights that no worker can have are a strike against the holder, and so are weights older than those of its lease.
+-- Touches: meta, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK), strikes, quarantined,
+-- dead.
 local is_again = ARGV[1] == '1'
 local accepted, bytes_accepted, tokens_accepted = {}, 0, 0
 
@@ -17,18 +20,19 @@ local function may_take(m, token)
   return is_before or (is_before == false and not call('ZSCORE', LEASES, m))
 end
 
--- The submission whose arguments are ARGV[a] to ARGV[last].
+-- Carries out the submission whose arguments are ARGV[a] to ARGV[last], and returns its outcome.
 local function submit(a, last)
-  local m, token, payload, bytes, tokens, from = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3], ARGV[a + 5], ARGV[a + 6]
+  local m, token, payload, bytes = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3]
+  local tokens, from = ARGV[a + 5], ARGV[a + 6]
   local newest_now, is_void = newest_of(a + 7, last)
   local g, round, i = parse(m)
   local key = group_key(g)
-  local had_round, state, had_token, had_payload, had_from, under, oldest, newest, size, done, had_bytes, floor = fields(g,
-    'round', 'state', 'token:' .. i, 'payload:' .. i, 'step:' .. i, 'under:' .. i, 'oldest:' .. i, 'newest', 'size', 'done',
-    'bytes', 'floor')
+  local had_round, state, had_token, had_payload, had_from, under, oldest, newest, size, done, had_bytes, floor =
+    fields(g, 'round', 'state', 'token:' .. i, 'payload:' .. i, 'step:' .. i, 'under:' .. i, 'oldest:' .. i, 'newest',
+      'size', 'done', 'bytes', 'floor')
   local mine = had_round == round and (had_token == token or (is_again and may_take(m, token)))
   if mine and had_payload then
-    -- The same one again, its reply lost: storing it once more has put a time to live on it.
+    -- The same payload comes again, as its reply was lost: SET has put a time to live on it, which must go.
     if had_payload == payload then keep_blob(payload) else free_blob(payload) end
     return 'duplicate'
   end
@@ -43,22 +47,22 @@ local function submit(a, last)
   if mine and is_void and state == 'open' and had_token == token then hand_back_anew(g, m, i, oldest) end
   if not mine or is_void or state ~= 'open' then
     free_blob(payload)
-    if not is_again then -- else most of it was trained long ago
+    if not is_again then -- most samples that are submitted again were trained long ago, and wasted nothing
       count('wasted_tokens', tokens)
       count('fenced')
     end
     return 'fenced'
   end
   if not keep_blob(payload, bytes) then return 'no payload' end
-  if had_token ~= token then call('HDEL', key, 'by:' .. i) end -- nobody knows any more whose it is
+  if had_token ~= token then call('HDEL', key, 'by:' .. i) end -- the server has lost which holder this token belongs to
   if oldest then
     free_segments(g, m, i)
     had_bytes = field(g, 'bytes')
   end
   done = (done or 0) + 1
   local is_done = done == tonumber(size)
-  call('HSET', key, 'token:' .. i, token, 'payload:' .. i, payload, 'bytes:' .. i, bytes, 'step:' .. i, from, 'done', done,
-    'bytes', (had_bytes or 0) + bytes, 'state', is_done and 'ready' or 'open')
+  call('HSET', key, 'token:' .. i, token, 'payload:' .. i, payload, 'bytes:' .. i, bytes, 'step:' .. i, from,
+    'done', done, 'bytes', (had_bytes or 0) + bytes, 'state', is_done and 'ready' or 'open')
   note_newest(g, newest, newest_now)
   if had_from ~= from then floor = refloor(g) end
   if is_done then
@@ -69,7 +73,8 @@ local function submit(a, last)
   return 'accepted'
 end
 
--- All of it is checked before anything is written. The last argument of the submission that begins at `a`.
+-- Checks the submission that begins at ARGV[a]; all are checked before anything is written. Returns the place of its
+-- last argument.
 local function check(a)
   sample(a)
   blob(a + 2, 'payload', ARGV[a], text(a + 1, 'token', 200))

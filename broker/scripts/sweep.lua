@@ -1,7 +1,7 @@
 -- include: lib_base lib_samples lib_groups
--- sweep(incarnation, owner, server, n, last) -> {blob...} at most 1000 to be freed by the caller, who has freed the n
--- before, of which this was the last one (a lost reply makes him say so twice).
--- Touches: garbage.
+-- sweep(incarnation, owner, server, n, last) -> {blob...}, at most 1000, which the caller must free
+-- The caller has freed the first n blobs of the garbage list, and `last` is the n-th. Where the reply was lost it says
+-- so twice; `last` keeps a second call from removing others. Touches: garbage.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local n = tonumber(ARGV[4])

@@ -2,16 +2,17 @@
 -- flags: allow-oom
 -- take(incarnation, owner, server, step, n)
 --   -> {'batch', forked to | '', {group, round, {sample, payload}...}...} | {'wait', why} | {'exhausted'}
--- Pins n ready groups to the step, oldest weights first; asked again, the same step gives the same batch until committed.
--- Touches: meta, tally, pool, retry, leases, open, ready, pinned, batch:*, settled, dropped, group:*, prompt:*, payload:*,
--- segments:*, segment:*.
+-- Pins n ready groups to the step, those of the oldest weights first. Until the step is committed, the same step gives
+-- the same batch again.
+-- Touches: meta, tally, pool, retry, leases, open, ready, pinned, batch:*, settled, dropped, group:*, prompt:*,
+-- payload:*, segments:*, segment:*.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local step, n, lag = tonumber(ARGV[4]), tonumber(ARGV[5]), number('max_lag')
 local BATCH, on_over_bound, on_straggler = batch_key(ARGV[4]), meta('on_over_bound'), meta('on_straggler')
 local announced = announced_step() or -1
 
--- A group pinned by a re-asserting learner without its payloads cannot be delivered: generate it anew.
+-- Sends back groups that a re-assertion has pinned and whose payloads are lost: they are generated anew.
 local function drop_undeliverable()
   local is_changed = false
   for _, g in ipairs(call('LRANGE', BATCH, 0, -1)) do
@@ -46,7 +47,7 @@ local function send_back(g)
   end
 end
 
--- No token older than the bound is trained; with `mask` a group stays while it has a younger one.
+-- Sends back groups with tokens older than the bound; with `mask` only groups without any younger token.
 local function sweep_old(queue)
   for _, g in ipairs(call('ZRANGEBYSCORE', queue, '-inf', step - lag - 1)) do
     local newest = tonumber(field(g, 'newest') or '')
@@ -54,7 +55,8 @@ local function sweep_old(queue)
   end
 end
 
--- Tokens newer than the step that comes next belong to a branch that was abandoned (of those that are not, see fork).
+-- Sends back groups with tokens newer than the next step: the branch of their weights was abandoned. (fork sends back
+-- abandoned groups with older tokens.)
 local function sweep_abandoned(queue)
   for _, g in ipairs(call('ZRANGE', queue, 0, -1)) do
     if (tonumber(field(g, 'newest') or '') or -1) > step then requeue(g) count('requeued') end
@@ -67,16 +69,19 @@ local function floors(queue, first, last)
   return list
 end
 
--- Would pinning `need` ready groups now push an unfinished, older one over the bound? Counted by deadlines: the m-th
--- oldest of those left is trained `ceil(m / n)` steps from now at the earliest.
--- With `mask`, groups already over the bound go on, and nobody waits for them.
+-- Returns true if pinning `need` ready groups now would push an unfinished, older group over the bound: of those left,
+-- the m-th oldest is trained `ceil(m / n)` steps from now at the earliest.
+-- With `mask`, groups that are over the bound already stay, and the learner does not wait for them.
 local function must_wait(ready, need)
   local open, rest = {}, {}
   for _, one in ipairs(floors(OPEN, 0, -1)) do if one.floor >= step - lag then open[#open + 1] = one end end
   if #open == 0 or open[1].floor >= ready[need].floor then return false end
   for _, one in ipairs(floors(READY, need, -1)) do rest[#rest + 1] = one end
   for _, one in ipairs(open) do rest[#rest + 1] = one end
-  table.sort(rest, function(a, b) if a.floor == b.floor then return a.open and not b.open end return a.floor < b.floor end)
+  table.sort(rest, function(a, b)
+    if a.floor == b.floor then return a.open and not b.open end
+    return a.floor < b.floor
+  end)
   local has_open = false
   for m, one in ipairs(rest) do
     has_open = has_open or one.open
@@ -85,7 +90,7 @@ local function must_wait(ready, need)
   return false
 end
 
--- The samples that are missing are given up: the group is trained without them.
+-- Gives up the missing samples of a group, which is trained without them.
 local function trim(g)
   local round, size = fields(g, 'round', 'size')
   local oldest = by_sample(g, 'oldest', size)
@@ -106,7 +111,7 @@ local function trim(g)
   call('ZADD', READY, field(g, 'floor'), g)
 end
 
--- Groups that would be over the bound at the next step.
+-- Trims or sends back groups that would be over the bound at the next step.
 local function give_up_stragglers()
   for _, g in ipairs(call('ZRANGEBYSCORE', OPEN, step - lag, step - lag)) do
     if on_straggler == 'trim' and (tonumber(field(g, 'done') or '') or 0) >= number('min_group_size') then
@@ -130,10 +135,11 @@ end
 
 local function nothing_more_comes()
   if meta('feed_closed') ~= '1' then return false end
-  return call('ZCARD', POOL) + call('ZCARD', RETRY) + call('ZCARD', LEASES) + call('ZCARD', OPEN) + call('SCARD', LOST) == 0
+  local waiting = call('ZCARD', POOL) + call('ZCARD', RETRY) + call('SCARD', LOST)
+  return waiting + call('ZCARD', LEASES) + call('ZCARD', OPEN) == 0
 end
 
--- Over the cap on bytes, with nothing under way and nothing to commit.
+-- Returns true if no sample is under way and no batch waits for its commit, so that the stored bytes cannot shrink.
 local function nothing_can_free()
   return call('ZCARD', RETRY) + call('ZCARD', LEASES) + call('ZCARD', OPEN) + call('ZCARD', PINNED) == 0
 end
@@ -141,7 +147,7 @@ end
 drop_undeliverable()
 local pinned = call('LLEN', BATCH)
 local need = n - pinned
--- A replayed step is never topped up: whatever is generated now is younger than the weights that train it.
+-- A replayed step gets no further groups: samples generated now are of newer weights than those that the step trains.
 if need <= 0 or (pinned > 0 and step < announced) then return deliver() end
 if step < announced then return { 'wait', 'rewind' } end
 
@@ -158,7 +164,7 @@ if #ready < need then
       if nothing_can_free() then return redis.error_reply(full) end
       return { 'wait', 'bytes' }
     end
-    -- a server that lost its last seconds, or a new one: workers need this learner's weights first
+    -- a server that is new, or lost its last seconds, needs this learner's announcement before it can give leases
     if step > announced then return { 'wait', 'announce' } end
     return { 'wait', 'groups' }
   end

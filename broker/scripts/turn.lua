@@ -1,8 +1,9 @@
 -- include: lib_base lib_arguments
 -- flags: allow-oom
 -- turn(token, ttl_s, share of the serving workers, or nothing: renew only) -> 1 if the token holds a turn now, else 0
--- Granted while fewer than `share` of the serving workers, rounded down, hold one, and in any case while nobody does.
--- A turn ends when it is given back (end_turn) or at its deadline. Touches: turns, serving.
+-- A swap turn is the right, until a deadline, to pause an engine and swap its weights while others generate (not a
+-- turn of an episode). It is granted while fewer than `share` of the serving workers, rounded down, hold one, and
+-- always while no worker does. It ends when it is given back (end_turn) or at its deadline. Touches: turns, serving.
 local TURNS, SERVING, share = P .. 'turns', P .. 'serving', ARGV[3] and seconds(3, 1)
 text(1, 'token', 200)
 local time, ttl_s = now(), seconds(2, 600)
@@ -12,7 +13,7 @@ for _, token in ipairs(call('ZRANGE', TURNS, 0, -1)) do
   if token == ARGV[1] then is_held = true else others = others + 1 end
 end
 
--- Those that were heard of lately; whom a heartbeat finds missing here is added again.
+-- Returns how many serving workers are alive, and forgets the others; a later heartbeat adds such a worker again.
 local function serving()
   local alive = 0
   for _, worker in ipairs(call('SMEMBERS', SERVING)) do

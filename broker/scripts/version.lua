@@ -1,14 +1,14 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
 -- version(incarnation, owner, server, 'offered' | 'announced', version incarnation, version step, blob key) -> OK
--- Compare and swap: an offer or announcement is newer than everything announced and no older than the newest offer.
--- Repeating one's own last one is allowed (a lost reply), an announcement also once a newer version was offered. The
--- manifest was SET under `blob key` (with a TTL) before.
--- Touches: meta, manifest:*, stage:*; after a rewind also what fork and renumber touch.
+-- Compares and sets: an offered or announced version must be newer than the announced one and no older than the newest
+-- offer. An owner may repeat its own last call, whose reply was lost; an announcement also after it has offered a
+-- newer version. The learner has SET the manifest under `blob key` (with a TTL) before.
+-- Touches: meta, manifest:*, stage:*; after a rewind also the keys that fork and renumber touch.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then call('UNLINK', PUBLIC .. ARGV[7]) return fenced end
 local what, incarnation, step, by = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), redis.sha1hex(ARGV[2])
--- -1, 0, 1: the version against the one that `name` holds
+-- Returns 1 if the version is newer than the one that `name` holds, 0 if it is this owner's own, and -1 otherwise.
 local function compare(name)
   local held = call('HMGET', META, name .. '_incarnation', name .. '_step', name .. '_by')
   if not held[1] then return 1 end
