@@ -1,10 +1,19 @@
-"""Whatever a page names in the repository is there."""
+"""Every path that a page of the repository names exists."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from .pages import NAMED_FILE, NAMED_FOLDER, ROOMS, ROOT, markdown_pages, room_page, tracked_files
 
 OF_USERS = {"my_rewards.py", "my_prompts.py"}
+IN_EVERY_ROOM = {"__init__.py", "base.py", "config.py"}
+BLOCK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-|#]|\d+\. ))")
+CODE = re.compile(r"`([^`]+)`")
+PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?")
+REPOSITORY_FILE = re.compile(r".*\.(?:py|lua|mk|yaml|toml|md|txt)")
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -22,10 +31,38 @@ def test_a_room_s_page_names_all_its_sub_rooms(room: str) -> None:
     assert not {name for name in sub_rooms if f"{name}/" not in room_page(room)}
 
 
-def test_every_file_that_a_page_names_exists() -> None:
-    files = tracked_files()
-    ends = {
-        path[index:] for path in files for index in (0, *(i + 1 for i, c in enumerate(path) if c == "/"))
-    } | OF_USERS
-    named = {(page.name, name) for page in markdown_pages() for name in NAMED_FILE.findall(page.read_text())}
-    assert not sorted((page, name) for page, name in named if name not in ends)
+@pytest.mark.parametrize("page", markdown_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_that_a_page_names_exists(page: Path) -> None:
+    """A bare file name lies in the folder of the path before it in its paragraph, row or list item."""
+    assert not list(_missing_paths(page.read_text(), _paths()))
+
+
+def test_a_path_is_looked_for_where_the_page_says_that_it_lies() -> None:
+    repository = {"a/", "a/b.py", "a/c/", "a/c/d.py"}
+    assert not list(_missing_paths("`a/b.py`, `c/d.py`\n- `a/c/`, `d.py`", repository))
+    assert list(_missing_paths("`a/b.py`, `d.py`\n\n`d.py`\n- `a/e/`", repository)) == ["d.py", "d.py", "a/e/"]
+
+
+def _missing_paths(page: str, repository: set[str]) -> Iterator[str]:
+    for block in BLOCK.split(re.sub(r"^```.*?^```", "", page, flags=re.M | re.S)):
+        folder = PurePosixPath()
+        for name in filter(_is_path, CODE.findall(block)):
+            found = next((path for path in (name, f"{folder}/{name}") if path in repository), None)
+            if found is None:
+                yield name
+            elif "/" in found:
+                folder = PurePosixPath(found) if found.endswith("/") else PurePosixPath(found).parent
+
+
+def _is_path(code: str) -> bool:
+    """Whether the code is a path of the repository: not of a run's directory, a placeholder or a name in every room."""
+    if PATH.fullmatch(code) is None or re.search(r"\b[A-Z]{3,}/|^runs/", code) or code in IN_EVERY_ROOM | OF_USERS:
+        return False
+    return code.endswith("/") or REPOSITORY_FILE.fullmatch(code) is not None
+
+
+def _paths() -> set[str]:
+    """Files and folders of the repository, folders with a slash at their end; recipes that ship go by their names."""
+    files = set(tracked_files())
+    folders = {f"{folder}/" for path in files for folder in PurePosixPath(path).parents}
+    return files | folders | {PurePosixPath(path).name for path in files if path.startswith("deploy/recipes/")}
