@@ -232,6 +232,11 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     options: Annotated[dict[str, Any], Meta(description="of your own stage: what its Options declare")] = {}
 
     @property
+    def name(self) -> str:
+        """The built-in kind, or the name of the user's class."""
+        return self.kind.rpartition(":")[2]
+
+    @property
     def has_workers(self) -> bool:
         """Whether workers generate what it trains: then it is the run's learner, and the last stage."""
         return self.kind == "rl"

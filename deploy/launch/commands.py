@@ -30,16 +30,16 @@ def server_command(directory: Path) -> Command:
 
 
 def warm_up_command(recipe: Recipe, directory: Path, stage: Planned) -> Command:
-    """A stage without workers, such as the warm-up, of a run whose directory is prepared."""
+    """A stage without workers, such as supervised training, of a run whose directory is prepared."""
     output = directory / stage.directory.relative_to(recipe.run_directory)
     which = ("--stage", f"{stage.number}") if stage.number else ()
-    return sft_command(recipe, (str(directory / CONFIG), "--output", str(output), *which))
+    return sft_command(recipe, (str(directory / CONFIG), "--output", str(output), *which), stage.number)
 
 
-def sft_command(recipe: Recipe, arguments: Sequence[str]) -> Command:
-    """`headway sft` with these arguments on our own terminal, under torchrun if the learner has several ranks."""
+def sft_command(recipe: Recipe, arguments: Sequence[str], number: int) -> Command:
+    """`headway sft` for stage `number` on our own terminal, under torchrun if the learner has several ranks."""
     return Command(
-        name="The warm-up",
+        name=f"Stage {recipe.plan[number].name}",
         argv=(*ranks(recipe.learner.processes, _plainly()), "sft", *arguments),
         log=None,
         resources=learner_resources(recipe),
@@ -55,7 +55,8 @@ def _plainly() -> tuple[str, ...]:
 def learner_command(
     recipe: Recipe, directory: Path, url: str, resume: bool, rewind: Rewind | None, *, farewell: Path | None = None
 ) -> Command:
-    """The learner, under torchrun if it has several ranks; after a warm-up it starts from what that left."""
+    """The learner, under torchrun if it has several ranks; it starts from the model that the last stage before it left,
+    if there is one."""
     return Command(
         name="learner",
         argv=(*ranks(recipe.learner.processes), *learner_arguments(directory, resume, rewind)),

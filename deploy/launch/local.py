@@ -28,6 +28,7 @@ from deploy.run.report import amend_summary, read_summary
 from deploy.run.resuming import check_resumable
 from deploy.run.stage_output import planned, starting_after
 from deploy.terminal import Terminal, styled
+from learner.config import StageConfig
 from learner.experience.rewind import Rewind
 
 from .base import Launcher
@@ -47,7 +48,6 @@ from .supervisor import Supervisor
 
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""
-STAGE_STOPS = "the warm-up goes on from here next time"
 QUOTES = "'\""
 SHOWN = (
     ("held-out pass rate, before", "eval_before", ".3f"),
@@ -250,15 +250,20 @@ def warm_up(recipe: Recipe, directory: Path, say: Callable[[str], None], launche
             continue
         command = warm_up_command(recipe, directory, one)
         supervisor = Supervisor(
-            (), command, drain_notice=STAGE_STOPS, fails_when_stopped=True, say=say, launcher=launcher
+            (), command, drain_notice=stop_notice(one.stage), fails_when_stopped=True, say=say, launcher=launcher
         )
         if code := supervisor.run():
             return code
     return 0
 
 
+def stop_notice(stage: StageConfig) -> str:
+    """A stage without workers says this when it is told to stop."""
+    return f"stage {stage.name} goes on from here next time"
+
+
 def after_warm_up(recipe: Recipe) -> Recipe:
-    """The recipe as the learner runs it: from the model that the warm-up left, if there is one."""
+    """The recipe as the learner runs it: from the model that the last stage before it left, if there is one."""
     return starting_after(recipe, planned(recipe))
 
 

@@ -57,7 +57,7 @@ class Supervisor:
     backoff_s: float = 0.5
     drain_notice: str = "the learner finishes its step and writes a checkpoint"
     fails_when_stopped: bool = False
-    """Once told to stop, the learner ends with an error and says so itself: a warm-up keeps nothing."""
+    """True for a stage without workers: told to stop, its process ends with an error, which it prints itself."""
     say: Callable[[str], None] = say
     check: Callable[[], None] | None = None
     """Called now and then while all is well, for what else must be kept alive; what it raises ends the run."""

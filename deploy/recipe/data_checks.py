@@ -1,4 +1,4 @@
-"""What a recipe's data files say wrong, asked before a server, a warm-up or a learner is started.
+"""What a recipe's data files say wrong, asked before a server, a stage or a learner is started.
 
 What takes a tokenizer to know is told by the learner, with the same file and row.
 """

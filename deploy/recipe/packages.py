@@ -1,4 +1,4 @@
-"""What a recipe takes that not every installation has: asked before the warm-up, not after it."""
+"""What a recipe takes that not every installation has: asked before the first stage, not after it."""
 
 from broker.user_code.roots import ImportRoots
 from learner.backends import check_installed as check_backend_installed

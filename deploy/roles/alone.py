@@ -24,7 +24,7 @@ from broker.schema import RunStatus
 from deploy.launch.base import Launcher
 from deploy.launch.commands import learner_command, sft_command, worker_commands
 from deploy.launch.farewell import say_farewell
-from deploy.launch.local import STAGE_STOPS, after_warm_up, check_rewind, forget, ping, warm_up
+from deploy.launch.local import after_warm_up, check_rewind, forget, ping, stop_notice, warm_up
 from deploy.launch.server_traits import check_traits
 from deploy.launch.supervisor import Supervisor
 from deploy.observe.live import watch as watch_run
@@ -49,7 +49,7 @@ from weightsync.config import WeightsConfig
 
 log = logging.getLogger(__name__)
 
-NOT_YET = "A learner claims its run once the warm-up is done."
+NOT_YET = "A learner claims its run once the stages before it are done."
 WATCH_S = 1.0
 PATIENCE_S = 3.0
 """Somebody waits for the answer."""
@@ -103,14 +103,14 @@ def run_learner(
 
 
 def _check_warmed_up(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
-    """The user's own torchrun gives us ranks, and the warm-up is the work of one process before them."""
+    """Raise ConfigError, under the user's own torchrun, where a stage that comes before the learner is not done."""
     for one in planned(recipe):
         directory = one.directory
         if one.is_complete if resume else is_of(directory, recipe) and not overwrite:
             continue
         which = f" --stage {one.number}" if one.number else ""
         raise ConfigError(
-            f"The recipe has a warm-up, and {directory} does not hold it yet. Under torchrun, run"
+            f"Stage {one.stage.name} comes first, and {directory} does not hold its model yet. Under torchrun, run"
             f" `headway sft RECIPE --output {directory}{which}` first"
             + (", and leave --overwrite out, which would remove it." if overwrite else ".")
         )
@@ -173,19 +173,23 @@ def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str], number: int 
     The directory is marked complete at the very end.
     """
     if number not in [one.number for one in planned(recipe)]:
-        raise ConfigError("The recipe has no warm-up: sft.phases is empty, and its first stage needs workers.")
+        raise ConfigError(
+            "The recipe has no stage without workers: sft.phases is empty, and its first stage needs workers."
+        )
     if is_complete(output):
-        raise ConfigError(f"{output} already holds a finished warm-up. Choose another --output, or remove it.")
+        raise ConfigError(
+            f"{output} already holds the model of a finished stage. Choose another --output, or remove it."
+        )
     if recipe.learner.processes > 1 and "RANK" not in os.environ:
-        command = sft_command(recipe, arguments)
-        return Supervisor((), command, drain_notice=STAGE_STOPS, fails_when_stopped=True).run()
+        command = sft_command(recipe, arguments, number)
+        return Supervisor((), command, drain_notice=stop_notice(recipe.plan[number]), fails_when_stopped=True).run()
     from .warm_up import fine_tune
 
     is_first = os.environ.get("RANK", "0") == "0"
     outcome = fine_tune(recipe, output, console=Terminal(quiet=not is_first), number=number)
     if is_first:
         mark_complete(output, recipe, outcome, number)
-        say(f"Warm-up done: {output}")
+        say(f"Stage {recipe.plan[number].name} is done: {output}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The role of a stage without workers, such as the warm-up: opened with a pass rate that the workers' room measures."""
+"""The role of a stage without workers, which is opened with a pass rate that the workers' room measures."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +21,7 @@ from learner.models.model import load_config, load_tokenizer, model_files
 from learner.objective.composition import check_algorithm
 from learner.ranks import Ranks
 from learner.stages import base, open_stage
-from learner.stages.base import Gate, StageParts
-from learner.stages.sft import WarmUpError
+from learner.stages.base import Gate, StageError, StageParts
 from learner.stages.stage_checkpoints import StageCheckpoints
 
 from .backend import recipe_backend
@@ -44,7 +43,7 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 0) -> StageOutcome:
     """Run this stage of the recipe from what the ones before left, and write a model for `from_pretrained` to `output`.
 
-    One that was stopped goes on where it was. Raises WarmUpError when it is stopped.
+    One that was stopped goes on where it was. Raises StageError when it is stopped.
     """
     check_algorithm(recipe.algorithm)  # what follows must not fail for a misspelt option
     config, identity = recipe.plan[number], stage_identity(recipe, number)
@@ -70,7 +69,7 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
         )
         stage = open_stage(config, parts, f"stages[{number}]")
         if not stage.run():
-            raise WarmUpError("The warm-up was stopped before its end; it goes on from here next time.")
+            raise StageError(f"Stage {config.name} was stopped before its end; it goes on from here next time.")
         pass_rate = gate(backend.named_tensors(), len(held_out))
     stage.save()
     return StageOutcome(steps=stage.metrics.steps, loss=stage.metrics.loss, pass_rate=pass_rate)

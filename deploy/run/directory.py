@@ -104,7 +104,7 @@ def _clear_false_start(recipe: Recipe, say: Callable[[str], None]) -> None:
     (directory / ENDPOINT).unlink(missing_ok=True)
     for left in (directory / SFT, *sorted((directory / STAGES).glob("[0-9]*"))):
         if is_complete(left) and not is_of(left, recipe):
-            say(f"{left} holds the warm-up of another recipe; it is removed.")
+            say(f"{left} holds a stage of another recipe; it is removed.")
             shutil.rmtree(left)
 
 

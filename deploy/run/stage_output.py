@@ -87,7 +87,7 @@ def origin(recipe: Recipe, number: int) -> Any:
 def _place(number: int, stage: StageConfig) -> Path:
     if _is_first_sft(number, stage):
         return Path(SFT)
-    return Path(STAGES, f"{number + 1}-{stage.kind.rpartition(':')[2]}")
+    return Path(STAGES, f"{number + 1}-{stage.name}")
 
 
 def _is_first_sft(number: int, stage: StageConfig) -> bool:

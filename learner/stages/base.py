@@ -21,6 +21,7 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from broker.errors import HeadwayError
 from learner.backends.base import Backend
 from learner.data.prompts.rendering import Renderer
 from learner.ranks import Ranks
@@ -30,6 +31,10 @@ from .stage_checkpoints import StageCheckpoints
 Gate = Callable[[Iterable[tuple[str, torch.Tensor]], int], float]
 """(named tensors, number of prompts) -> pass rate on held-out prompts, the same on every rank. Collective: all iterate
 the tensors. Generating and scoring are the workers' room, so it is passed in."""
+
+
+class StageError(HeadwayError):
+    """A stage ended without the model that it was to leave."""
 
 
 class StageMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from broker.errors import HeadwayError
 from learner.config import SftPhaseConfig
 from learner.data.examples import Example, open_examples
 from learner.data.prompts.rendering import Renderer
@@ -21,14 +20,10 @@ from learner.models.model import encode
 from learner.objective.objective import supervised_loss
 from learner.rows.packing import PackableSequence, pack
 
-from .base import Progress, StageMetrics, StageParts
+from .base import Progress, StageError, StageMetrics, StageParts
 
 RISE_STEPS = 20
 """The learning rate rises over so many steps: fresh Adam moments make the first ones too large."""
-
-
-class WarmUpError(HeadwayError):
-    """The warm-up ended without what it was for."""
 
 
 class SftProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +53,8 @@ class SftStage:
         return StageMetrics(steps=self._progress.steps, loss=self._progress.loss)
 
     def run(self) -> bool:
-        """All phases in order; False when asked to stop before the end. Raises WarmUpError where a gate stays shut."""
+        """All phases in order; False when asked to stop before the end. Raises StageError where a pass rate is not
+        reached."""
         return all(self._run_phase(self._phases[number]) for number in range(self._progress.phase, len(self._phases)))
 
     def save(self) -> Path:
@@ -114,9 +110,9 @@ class SftStage:
         return pass_rate is not None and pass_rate >= phase.until_pass_rate
 
     def _refuse_a_shut_gate(self, phase: SftPhaseConfig) -> None:
-        """Raises WarmUpError where all steps were not enough."""
+        """Raises StageError if the phase was to reach a pass rate."""
         if phase.until_pass_rate:
-            raise WarmUpError(
+            raise StageError(
                 f"sft.phases[{self._progress.phase}] ended after {phase.max_steps} steps at a pass rate of"
                 f" {self._progress.pass_rate or 0:.2f}, below until_pass_rate={phase.until_pass_rate:g}:"
                 " raise max_steps or learning_rate, or lower the gate."

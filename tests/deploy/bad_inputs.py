@@ -399,7 +399,7 @@ COMMANDS = [
     ("acl --passwords rows.jsonl", ""),
     ("acl --passwords .", "cannot be read"),
     ("acl --run a/b", "is no name for a run"),
-    (f"sft {CLEAN} sft.phases=[]", "The recipe has no warm-up"),
+    (f"sft {CLEAN} sft.phases=[]", "The recipe has no stage without workers"),
     ("eval", "Missing"),
     (f"eval {CLEAN}", "Missing option '--checkpoint'"),
     (f"eval {CLEAN} --checkpoint nowhere", "nowhere holds no model"),

@@ -139,7 +139,7 @@ def test_help_names_every_command_but_the_internal_ones(tmp_path: Path) -> None:
         ),
         (
             ["sft", "arithmetic.yaml", "sft.phases=[]"],
-            "The recipe has no warm-up: sft.phases is empty, and its first stage needs workers.",
+            "The recipe has no stage without workers: sft.phases is empty, and its first stage needs workers.",
         ),
     ],
 )
@@ -318,7 +318,9 @@ async def test_a_watch_waits_for_the_run_and_tells_it_line_by_line(
     with watching_status(server.url, broker.run, tmp_path) as watching:
         assert watching.stdout is not None
         assert watching.stderr is not None
-        assert "A learner claims its run once the warm-up is done. Waiting for it." in watching.stderr.readline()
+        assert (
+            "A learner claims its run once the stages before it are done. Waiting for it." in watching.stderr.readline()
+        )
         await claimed(broker)
         looks = [json.loads(watching.stdout.readline()) for _ in range(2)]
         watching.send_signal(signal.SIGINT)
@@ -356,7 +358,7 @@ async def test_status_of_an_unknown_run_lists_those_there_are(
     assert answer.returncode == 1
     assert answer.stderr == (
         f"Error: No run other at {server.url}. Runs there: {broker.run}."
-        " A learner claims its run once the warm-up is done. --watch waits for it.\n"
+        " A learner claims its run once the stages before it are done. --watch waits for it.\n"
     )
 
 

@@ -20,7 +20,7 @@ def test_a_runs_commands_come_in_the_order_of_start(tmp_path: Path) -> None:
     commands = json.loads(answer.stdout)["commands"]
     assert [command["name"] for command in commands] == [
         "prepare",
-        "The warm-up",
+        "Stage sft",
         "server",
         "learner",
         "worker-0",

@@ -105,7 +105,7 @@ def test_a_finished_warm_up_is_kept_for_the_same_recipe(
     said: list[str] = []
     prepare(with_overrides(recipe, [change]), resume=False, overwrite=False, say=said.append)
     assert sft.exists() == is_kept
-    assert said == ([] if is_kept else [f"{sft} holds the warm-up of another recipe; it is removed."])
+    assert said == ([] if is_kept else [f"{sft} holds a stage of another recipe; it is removed."])
 
 
 def test_a_place_that_cannot_be_written_is_named(recipe: Recipe, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, .
 @click.option("--output", type=click.Path(path_type=Path), help="Directory of the model.  [default: runs/NAME/sft]")
 @click.option("--stage", "number", type=click.IntRange(min=0), default=0, hidden=True, help="Which of its stages.")
 def sft(recipe: str, overrides: tuple[str, ...], output: Path | None, number: int) -> int:
-    """Run the supervised warm-up of RECIPE alone."""
+    """Run the first stage of RECIPE alone, such as its supervised warm-up."""
     from deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
