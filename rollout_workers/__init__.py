@@ -1,4 +1,4 @@
-"""Rollout workers: lease prompts, generate, score, submit; take new weights mid-sentence.
+"""Rollout workers lease prompts, generate, score and submit, and take new weights in mid-sentence.
 
      broker ──lease──► worker ──request──► engine (`engines/`: embedded, vLLM)
        ▲ ▲               │ ▲                  ▲
@@ -7,19 +7,18 @@
        │ │               ▼                    │
        │ └──segments─ recorder (spans)      swaps/ ◄── weightsync
        │                 ▼
-       └───trajectory─ rewards (`rewards/`: built in, your function, a weighted sum)
+       └───trajectory─ rewards (`rewards/`: built-in ones, your own, a weighted sum)
 
     worker.py       the loop: refresh weights -> lease -> generate, score and answer turns -> submit
     evaluate.py     the pass rate on held-out prompts
     samples/        one sample: played turn by turn, recorded with version spans, saved in segments, held by a lease
     swaps/          new weights in a running engine: when, how they are verified, who has the device
-    engines/        what turns prompts into tokens; `engines/base.py` is the seam
-    rewards/        what a response is worth; `rewards/base.py` is the seam
-    environments/   what comes after a turn: the end, or what the model reads next; `environments/base.py` is the seam
-    outages.py, run_end.py      what a worker does while the broker is away, and when its run has ended
-    config.py, model_files.py, decoding.py   what users choose; the model without its weights; tokens as text
+    engines/        turn prompts into tokens; `engines/base.py` is the seam
+    rewards/        score responses; `rewards/base.py` is the seam
+    environments/   end an episode after a turn, or say what the model reads next; `environments/base.py` is the seam
+    outages.py, run_end.py      a worker while the broker is away, and when its run has ended
+    config.py, model_files.py, decoding.py   the user's settings; the model without its weights; tokens as text
 
 The invariant: every stored token carries the version of the weights that sampled it, and those weights were
-verified. A worker keeps little that matters: kill it, and another goes on with its samples from their last
-segments.
+verified. If a worker is killed, another one continues its samples from their last segments.
 """

@@ -1,13 +1,14 @@
-"""Inference engines: what turns prompts into tokens, with the logprob and the weight version of each.
+"""Inference engines turn prompts into tokens, each with its logprob and its weight version.
 
     worker ── generate ──► engine ── Chunk(tokens, logprobs, version) ──► worker
-             swap_weights ──┘  requests go on; what they had cached is computed anew, or kept
+             swap_weights ──┘  requests go on; their caches are computed anew, or kept
 
-`base.py` is the seam; `embedded/` runs any transformers model here (`decoder.py` is one step of it), `vllm/` runs
-vLLM. Each states its abilities in a module that imports neither torch nor the engine, and is registered in `ENGINES`.
+`base.py` is the seam. `embedded/` runs any transformers model in this process (`decoder.py` is one step of it), and
+`vllm/` runs vLLM. Each states its abilities in a module that imports neither torch nor the engine, and is registered in
+`ENGINES`.
 
-Invariant: a token is sampled by exactly the weights that its chunk names, and its logprob is the one that it was
-sampled with: over keys and values of the same weights, unless a swap was told to keep older ones.
+The invariant: a token is sampled by exactly the weights that its chunk names, and its logprob is the one that it was
+sampled with. Keys and values come from the same weights, unless a swap was told to keep older ones.
 """
 
 import inspect
@@ -28,15 +29,14 @@ if TYPE_CHECKING:
     from .base import Engine
 
 SLEEPING = ("sleep", "wake")
-"""What an engine need not offer that states that it does not sleep."""
+"""Methods that an engine may lack if its abilities say that it does not sleep."""
 
 ENGINES: dict[str, KnownEngine] = {"embedded": EMBEDDED, "vllm": VLLM}
 
 
 def abilities_of(config: EngineConfig, roots: ImportRoots | None = None) -> EngineAbilities:
-    """What the engine `config.kind` states. An engine of the user's own is imported to be asked, and only where there
-    are `roots`: without them it counts as one that keeps every promise. Raises ConfigError where it cannot be imported.
-    """
+    """Return the abilities of the engine `config.kind`. A user's own engine is imported to ask it, and only if `roots`
+    are given; without them it counts as one that keeps every promise. Raises ConfigError if it cannot be imported."""
     if config.kind in ENGINES:
         return ENGINES[config.kind].abilities
     if roots is None or ":" not in config.kind:
@@ -46,14 +46,14 @@ def abilities_of(config: EngineConfig, roots: ImportRoots | None = None) -> Engi
 
 
 def check_installed(kind: str) -> None:
-    """Raise ConfigError, with the remedy, where the package of the engine `kind` is missing."""
+    """Raise ConfigError, with the remedy, if the package of the engine `kind` is missing."""
     known = ENGINES.get(kind)
     if known is not None and known.package is not None and not is_installed(known.package[0]):
         raise ConfigError(f"engine.kind={kind} needs {known.package[1]}, which is not installed. {known.remedy}")
 
 
 def check_asked(kind: str, abilities: EngineAbilities, *, tells_experts: bool, sleeps: bool) -> None:
-    """Raise ConfigError where an engine would be asked for what it states that it cannot do."""
+    """Raise ConfigError if the run would ask the engine for something that its abilities exclude."""
     if tells_experts and not abilities.tells_experts:
         raise ConfigError(
             f"algorithm.router_replay needs an engine that tells which experts it chose, and engine.kind={kind} does"
@@ -77,10 +77,10 @@ def open_engine(
 ) -> "Engine":
     """Start the engine `config.kind` on the config.json in `model_dir`; weights come by swap_weights.
 
-    It is called as `Class(config, model_dir, seed=seed)`. One that names `tells_experts` or `sleeps` among its
-    parameters is told from the start whether it will be asked which experts were chosen, or to leave a GPU's memory to
-    others. `roots`: below which an engine of the user's own may be imported; by default Headway's own and the working
-    directory's. Raises ConfigError for what cannot be opened, or cannot do what will be asked of it.
+    It is called as `Class(config, model_dir, seed=seed)`. If it has parameters `tells_experts` or `sleeps`, they say
+    whether it will be asked to report chosen experts, or to leave a GPU's memory to a learner. `roots`: the modules
+    below which a user's own engine may be imported; by default Headway's own and the working directory's. Raises
+    ConfigError for an engine that cannot be opened, or cannot do what will be asked of it.
     """
     roots = roots or ImportRoots()
     opener = _opener(config.kind, roots)
@@ -97,7 +97,7 @@ def open_engine(
 
 
 def _opener(kind: str, roots: ImportRoots) -> Any:
-    """A class or function that makes an engine."""
+    """Return the class or function that makes the engine."""
     if known := ENGINES.get(kind):
         check_installed(kind)
         return load(known.opener, "engine.kind")

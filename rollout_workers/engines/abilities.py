@@ -1,4 +1,4 @@
-"""What an engine states of itself before it is started, so that nobody asks for it by its name."""
+"""What an engine states of itself before it starts, so that no other code depends on its name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,22 +12,23 @@ def _always(option: str, value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAbilities:
-    """A class or function of the user's own may have them as its attribute `abilities`. The defaults are what every
-    engine promises (`base.py`), so that an engine states only what it lacks or adds."""
+    """What an engine can do. A user's own class or function may have them as its attribute `abilities`. The defaults
+    are what every engine promises (`base.py`), so an engine states only what it lacks or adds."""
 
     gpu_options: tuple[str, ...] = ()
-    """Those of `engine.options` whose product is the number of GPUs that one engine takes."""
+    """The names in `engine.options` whose product is the number of GPUs of one engine."""
     follows_device: bool = False
-    """It runs on `engine.device`; any other engine takes the GPUs that its process sees."""
+    """Whether the engine runs on `engine.device`; any other engine takes the GPUs that its process sees."""
     sleeps: bool = True
-    """It can leave the device's memory to a learner, as `run.placement=colocated` needs it."""
+    """Whether it can leave the device's memory to a learner, as `run.placement=colocated` needs."""
     sleep_option: str = ""
-    """One of `engine.options` that forbids it to sleep when it is false; empty: there is none."""
+    """The name in `engine.options` that forbids it to sleep when it is false; empty if there is none."""
     tells_experts: bool = True
-    """It can report which experts it chose, as `algorithm.router_replay` needs it."""
+    """Whether it can report which experts it chose, as `algorithm.router_replay` needs."""
     takes_stored: Callable[[str, object], bool] = _always
-    """Whether it takes an option of this name and value from the configuration in the broker, because the option makes
-    it import, read and run nothing. By default it does: an engine of the operator's own knows what its options do."""
+    """Return whether the engine takes an option of this name and value from the broker's configuration, because the
+    option makes it import, read and run nothing. The default takes all: an operator's own engine knows what its options
+    do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,11 @@ class KnownEngine:
     """An engine that comes with Headway."""
 
     opener: str
-    """Import path of what opens it, called like a class of the user's own."""
+    """Import path of the class or function that opens it, called like a user's own class."""
     abilities: EngineAbilities
     package: tuple[str, str] | None = None
-    """(module, name) of what must be installed besides Headway."""
+    """(module, name) of the package that must be installed besides Headway."""
     remedy: str
-    """How to install what it needs."""
+    """The command or advice that installs what it needs."""
     examine: Callable[[TorchFacts], tuple[bool, str]]
-    """(whether it works on this machine, what was found), for `headway doctor`."""
+    """Return whether the engine works on this machine and what was found, for `headway doctor`."""

@@ -1,4 +1,5 @@
-"""How many GPUs a worker's engine takes, and which ones each worker is given; engines that start on one, one by one."""
+"""How many GPUs a worker's engine takes, which GPUs each worker gets, and a lock so that engines start on a GPU one by
+one."""
 
 import fcntl
 import os
@@ -15,8 +16,8 @@ from .abilities import EngineAbilities
 
 
 def gpus_of(engine: EngineConfig, abilities: EngineAbilities | None = None) -> int:
-    """How many GPUs one engine takes. `abilities`: of an engine that was imported; by default those that are known
-    without. Raises ConfigError for sizes that are none."""
+    """Return how many GPUs one engine takes. `abilities`: those of an imported engine; by default those that are known
+    without an import. Raises ConfigError for a size that is no positive integer."""
     count = 1
     for option in (abilities or abilities_of(engine)).gpu_options:
         size = engine.options.get(option, 1)
@@ -27,10 +28,10 @@ def gpus_of(engine: EngineConfig, abilities: EngineAbilities | None = None) -> i
 
 
 def shares(devices: Sequence[int | str], engine: EngineConfig, abilities: EngineAbilities | None = None) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of one worker after the other: as many consecutive ones as an engine takes, or what one
-    entry names together.
+    """Return CUDA_VISIBLE_DEVICES for each worker: as many consecutive GPUs as an engine takes, or those that one entry
+    names together.
 
-    Raises ConfigError where that does not come out even.
+    Raises ConfigError if the GPUs cannot be shared out evenly.
     """
     abilities = abilities or abilities_of(engine)
     gpus = gpus_of(engine, abilities)
@@ -55,13 +56,13 @@ def shares(devices: Sequence[int | str], engine: EngineConfig, abilities: Engine
 
 @contextmanager
 def starting_alone(uuids: Iterable[str]) -> Iterator[None]:
-    """Wait until no engine of this user starts on any of these GPUs; the next one waits for the end of the block.
+    """Wait until no engine of this user is starting on any of these GPUs; other engines wait for the end of the block.
 
-    vLLM measures how much memory is free while it starts, and fails where another engine changes that meanwhile. Who is
-    killed keeps nobody waiting.
+    vLLM measures free memory while it starts, and fails if another engine changes it meanwhile. The lock of a killed
+    process is free at once.
     """
     with ExitStack() as stack:
-        for uuid in sorted(uuids):  # everybody in the same order
+        for uuid in sorted(uuids):  # sorted, so that two engines cannot wait for each other
             path = Path(tempfile.gettempdir(), f"headway-{os.getuid()}-{uuid}.lock")
             fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""What an engine holds of each tensor that it was given, as numbers: there may be tens of thousands of them.
+"""What an engine holds of each tensor that it was given, in arrays: there may be tens of thousands of tensors.
 
 N tensors.
 """
@@ -15,23 +15,23 @@ Elements = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Held:
-    """All an engine's shards together, or one of them."""
+    """What all shards of an engine hold together, or one shard."""
 
     names: tuple[str, ...]
     fingerprints_N: Fingerprints
-    """The sums of the parts', mod 2^64 (`weightsync.tensors.fingerprint`)."""
+    """The sum of the fingerprints of each tensor's parts, mod 2^64 (`weightsync.tensors.fingerprint`)."""
     elements_N: Elements
-    """Multiples of the tensors', where shards have copies of the same; 0: nothing of it is held."""
+    """Elements held of each tensor: a multiple of its size if shards have copies; 0 if none of it is held."""
 
     @staticmethod
     def of(tensors: Mapping[str, tuple[int, int]]) -> "Held":
-        """From (fingerprint, elements) by name."""
+        """Build one from (fingerprint, elements) by name."""
         fingerprints = np.array([fingerprint for fingerprint, _ in tensors.values()], np.uint64)
         return Held(tuple(tensors), fingerprints, np.array([elements for _, elements in tensors.values()], np.int64))
 
     @staticmethod
     def together(shards: Iterable["Held"]) -> "Held":
-        """Of shards that were given the same tensors; at least one."""
+        """Add up shards that were given the same tensors. There must be at least one shard."""
         first, *others = shards
         fingerprints_N, elements_N = first.fingerprints_N.copy(), first.elements_N.copy()
         for other in others:

@@ -1,14 +1,14 @@
-"""What comes after a turn: the end of the episode, or what the environment says before the model goes on.
+"""Environments answer a turn: the episode ends, or the environment says what the model reads next.
 
      engine ── turn ──► rewards ── score ──► environment ── step ─┬─ says nothing: the episode ends
         ▲                                                         └─ says something ─┐
-        └──────────── the same request, with what was said behind the turn ◄─────────┘
+        └──────────── the same request, with the said tokens behind the turn ◄───────┘
 
 `base.py` is the seam, `samples/episode.py` plays over it. `single_turn` ends every episode after its first turn;
-`second_try` asks once more after a wrong answer; your own goes by import path and runs in a process that can be killed.
+`second_try` asks once more after a wrong answer; your own has an import path and runs in a process that can be killed.
 
-The invariant: an environment keeps nothing between two turns. All that it needs of an episode is in what it is given,
-so that a worker goes on with an episode that another one began.
+The invariant: an environment keeps nothing between two turns. Each call gives it all that it needs of an episode, so
+that a worker can continue an episode that another one began.
 """
 
 from broker.user_code.kinds import unknown_kind
@@ -20,8 +20,8 @@ from .base import Environment, Episode, Step
 
 
 async def open_environment(config: EnvironmentConfig, roots: ImportRoots | None = None) -> Environment:
-    """The environment of `config.kind`. Raises ConfigError where there is none of that kind, where an option is none of
-    its own, or where one's own may not be imported (`roots`) or cannot be opened."""
+    """Open the environment of `config.kind`. Raises ConfigError for an unknown kind or option, and for a user's own
+    class that may not be imported (`roots`) or cannot be opened."""
     if ":" in config.kind:
         from .own import open_own
 
@@ -30,7 +30,7 @@ async def open_environment(config: EnvironmentConfig, roots: ImportRoots | None 
 
 
 def check_environment(config: EnvironmentConfig, source: str) -> None:
-    """Raise ConfigError for a kind or an option that there is not; one's own are looked for where workers run."""
+    """Raise ConfigError for an unknown kind or option. A user's own class is looked for where workers run."""
     if ":" not in config.kind:
         _built_in(config, f"{source}: ")
 

@@ -1,4 +1,4 @@
-"""The seam between a worker and whatever answers a turn."""
+"""The seam between a worker and the environment that answers a turn."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -13,39 +13,39 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: Prompt
     answers: tuple[str, ...]
-    """What the model said, turn by turn, without the tokens that ended the turns; the last is to be answered."""
+    """What the model said, turn by turn, without the tokens that ended the turns. The last one is to be answered."""
     rewards: tuple[float, ...] = ()
-    """Of the turns before the last."""
+    """The rewards of the turns before the last."""
     score: float
-    """What the reward functions give for the last answer: their weighted sum."""
+    """The weighted sum of the reward functions for the last answer."""
     finish_reason: str
-    """How the last turn ended: "stop", or "length" where nothing may follow it."""
+    """How the last turn ended: "stop", or "length" if no further turn may follow."""
     room: int
-    """Tokens that are left for what is said and for all that the model answers."""
+    """Tokens that are left for what the environment says and for all that the model answers."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment makes of a turn."""
+    """The environment's answer to a turn."""
 
     reward: float
-    """For this turn alone; an episode's reward is the sum over its turns."""
+    """The reward of this turn alone; an episode's reward is the sum over its turns."""
     components: Mapping[str, float] = {}
-    """Further measures of the episode, for people; those of its last turn are kept."""
+    """Further measures of the episode, for people to read. Those of its last turn are kept."""
     says: str | tuple[int, ...] = ""
     """What the model reads next, as text or as token ids; empty: the episode ends."""
 
 
 class Environment(Protocol):
-    """Answers turns, many at a time. It keeps nothing between two of them: another worker may play the next."""
+    """Answers turns, many at a time. It keeps nothing between two turns: another worker may play the next one."""
 
     max_turns: int
-    """The most turns of an episode. After its last one a sample needs no engine any more, whatever is said."""
+    """The most turns of an episode. A sample needs no engine after its last turn, whatever the environment says."""
 
     async def step(self, episode: Episode) -> Step:
-        """The answer to the last turn; never blocks the event loop.
+        """Answer the last turn, without blocking the event loop.
 
-        What leaves the model no room for a token is not said, and the episode ends. Raises UnscoredError where this
-        sample is to be given up, RewardError where the worker is.
+        If the answer leaves the model no room for a token, it is not said and the episode ends. Raises UnscoredError if
+        this sample is to be given up, RewardError if the worker is to end.
         """
         ...
 

@@ -26,8 +26,8 @@ COROUTINES = 1024
 
 
 async def open_own(config: EnvironmentConfig, roots: ImportRoots) -> "OwnEnvironment":
-    """`package.module:Class` in running processes. Raises ConfigError if it is not there, may not be imported or has no
-    `max_turns` of 1 or more, UserCodeError if opening it hangs or ends its process."""
+    """Open `package.module:Class` in processes of its own. Raises ConfigError if it does not exist, may not be imported
+    or has no `max_turns` of 1 or more, UserCodeError if opening it hangs or ends its process."""
     roots.check(config.kind, "environment.kind")
     program = Program(
         name=f"environment {config.kind}",
@@ -64,8 +64,8 @@ class OwnEnvironment:
         )
 
     async def step(self, episode: Episode) -> Step:
-        """Raises UnscoredError if `step` raises, returns no Step, runs past its deadline or ends its process, twice;
-        RewardError where it does so again and again."""
+        """Answer the last turn. Raises UnscoredError if `step` twice raises, returns no Step, passes its deadline or
+        ends its process; RewardError if it fails again and again."""
         try:
             answered = await self._pool.call("step", msgspec.to_builtins(episode), deadline_s=self._deadline_s)
         except UserCodeError as error:
@@ -79,7 +79,7 @@ class OwnEnvironment:
 
 
 class Opened:
-    """The class where it runs; what it returns is checked there, and travels as plain data."""
+    """The user's class in its process. It checks what the class returns, and sends it as plain data."""
 
     def __init__(self, path: str, options: dict[str, Any], named: list[str], directory: str) -> None:
         self._environment = ImportRoots(tuple(named), Path(directory)).load(path, "environment.kind")(**options)
@@ -93,7 +93,7 @@ class Opened:
         return self._most
 
     def step(self, episode: Any) -> Any:
-        """See Environment. Raises whatever it raises, TypeError or ValueError for what is no Step."""
+        """See Environment. Raises what the class raises, and TypeError or ValueError for a result that is no Step."""
         answered = self._environment.step(msgspec.convert(episode, Episode))
         return _later(answered) if inspect.isawaitable(answered) else _plain(answered)
 
@@ -108,5 +108,5 @@ def _plain(step: Any) -> Any:
     if not all(math.isfinite(number) for number in (step.reward, *step.components.values())):
         raise ValueError(f"step returned {step!r:.200}, with a number that is not finite")
     plain = msgspec.to_builtins(step)
-    msgspec.convert(plain, Step)  # raises for what is none
+    msgspec.convert(plain, Step)  # raises for a result that is no Step
     return plain

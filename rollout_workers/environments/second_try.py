@@ -1,4 +1,4 @@
-"""A second try after a wrong answer: does the model mend what it is told is wrong?"""
+"""A second try after a wrong answer: it measures whether the model mends an answer that it is told is wrong."""
 
 from typing import Annotated
 
@@ -9,20 +9,20 @@ from .base import Episode, Step
 
 
 class SecondTryOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is said after a wrong answer, and what the next one is worth."""
+    """What the environment says after a wrong answer, and how the next answer is rewarded."""
 
     hint: Annotated[str, Meta(min_length=1)] = "\nNot right. Try once more:\n"
     """What the model reads after a wrong answer; `{prompt}` in it stands for the prompt's text."""
     discount: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Factor of the second answer's score."""
     right_from: float = 1.0
-    """A score from which on an answer is right."""
+    """The score from which on an answer counts as right."""
 
 
 class SecondTry:
-    """At most two turns. A right answer ends the episode; a wrong one is worth nothing where a second one follows.
+    """Plays at most two turns. A right answer ends the episode; a wrong one has no reward if a second one follows.
 
-    `first_try` and `second_try` tell in how many episodes the first answer, or the second, was right.
+    `first_try` and `second_try` measure in how many episodes the first answer, or the second, was right.
     """
 
     max_turns = 2
@@ -31,7 +31,7 @@ class SecondTry:
         self._options = options
 
     async def step(self, episode: Episode) -> Step:
-        """The hint after a first answer that is wrong, if it fits; else the end."""
+        """Say the hint after a wrong first answer, if it fits; otherwise end the episode."""
         is_first, is_right = len(episode.answers) == 1, episode.score >= self._options.right_from
         if is_first and not is_right and episode.finish_reason == "stop":
             return Step(reward=0.0, says=self._options.hint.replace("{prompt}", episode.prompt.text))
@@ -41,4 +41,4 @@ class SecondTry:
         )
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""

@@ -1,4 +1,4 @@
-"""One turn, worth what the reward functions give."""
+"""Episodes of one turn, whose reward is the score of the reward functions."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from .base import Episode, Step
 
 
 class SingleTurnOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """None."""
+    """There are no options."""
 
 
 class SingleTurn:
@@ -15,8 +15,8 @@ class SingleTurn:
     max_turns = 1
 
     async def step(self, episode: Episode) -> Step:
-        """The end, with the score as its reward."""
+        """End the episode, with the score as its reward."""
         return Step(reward=episode.score)
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""

@@ -1,11 +1,11 @@
-"""What a response is worth: built-in scorers, your own function by import path, or a weighted sum of several.
+"""Rewards score responses: built-in scorers, your own function by import path, or a weighted sum of several.
 
      RewardConfig(kind, weight) ──open_reward──► WeightedSum ─┬─ arithmetic, math_verify, reasoning_gym
                                                               └─ package.module:function (verl, TRL)
 
 The invariant: nothing is ever trained on a score that no function returned. A call of your own function that raises,
-hangs or ends its process is made once more; then its sample is handed back to be generated anew, and a worker that
-could score none of several in a row ends with an error that names function and prompt.
+hangs or ends its process is made once more. If that fails too, the worker gives the sample up, to be generated anew. A
+worker that could score none of several samples in a row ends with an error that names function and prompt.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from .base import Score, Scorer
 
 
 async def open_reward(configs: Sequence[RewardConfig], roots: ImportRoots | None = None) -> Scorer:
-    """The weighted sum of `configs`. Raises ConfigError where a kind does not exist, may not be imported (`roots`, by
-    default Headway's own modules and the working directory's) or cannot be called."""
+    """Open the weighted sum of `configs`. Raises ConfigError for a kind that does not exist, may not be imported
+    (`roots`, by default Headway's own modules and the working directory's) or cannot be called."""
     from .weighted import WeightedScorer, WeightedSum
 
     if not configs:
@@ -55,7 +55,7 @@ async def _open(config: RewardConfig, roots: ImportRoots) -> Scorer:
 
 
 def _names(kinds: Sequence[str]) -> list[str]:
-    """Short names, as metrics show them; the second of a name gets `_2`."""
+    """Return short names for metrics. The second function of a name gets `_2`."""
     short = [kind.rsplit(":", 1)[-1] for kind in kinds]
     counts = [short[: index + 1].count(name) for index, name in enumerate(short)]
     return [name if count == 1 else f"{name}_{count}" for name, count in zip(short, counts, strict=True)]

@@ -6,13 +6,13 @@ from .base import Score
 
 
 class ArithmeticScorer:
-    """1 if the response ended by itself and what follows its last `#` is exactly the ground truth, else 0."""
+    """Scores 1 if the response ended by itself and its text after the last `#` is exactly the ground truth, else 0."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
-        """A response cut off by the length limit is wrong, even if the answer stands at its end."""
+        """Score a response. One that the length limit cut off is wrong, even if the answer stands at its end."""
         _, mark, answer = response.rpartition("#")
         is_right = finish_reason == "stop" and mark == "#" and answer == prompt.ground_truth
         return Score(total=float(is_right))
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""

@@ -1,4 +1,4 @@
-"""The seam between a worker and whatever judges responses."""
+"""The seam between a worker and the functions that judge responses."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -10,29 +10,29 @@ from broker.schema import Prompt
 
 
 class RewardError(HeadwayError):
-    """A reward function failed. The worker stops: zeros in place of a bug would be trained on."""
+    """A reward function failed. The worker stops: a zero in place of a bug would be trained on."""
 
     exit_code = LASTING_EXIT
 
 
 class UnscoredError(RewardError):
-    """One sample cannot be scored; others may be."""
+    """One sample cannot be scored; the worker may score others."""
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """What one response is worth."""
+    """The score of one response."""
 
     total: float
     components: Mapping[str, float] = {}
-    """Parts and further measures, for people; only `total` is optimized."""
+    """Parts of the score and further measures, for people to read. Only `total` is optimized."""
 
 
 class Scorer(Protocol):
     """Judges responses, many at a time."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
-        """The score of one response; never blocks the event loop. Raises UnscoredError where this
-        sample is to be given up, RewardError where the worker is; never returns NaN."""
+        """Return the score of one response, without blocking the event loop and never NaN. Raises UnscoredError if this
+        sample is to be given up, RewardError if the worker is to end."""
         ...
 
     async def close(self) -> None:

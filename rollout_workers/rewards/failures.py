@@ -1,4 +1,4 @@
-"""Calls of user code that failed for good: whether it is the sample that is given up, or the worker that ends."""
+"""Decides about a call of user code that failed for good: the worker gives the sample up, or ends."""
 
 import time
 
@@ -8,27 +8,28 @@ from broker.schema import Prompt
 from .base import RewardError, UnscoredError
 
 UNSCORED_IN_A_ROW = 3
-"""Samples of a worker that a function could not score, before it is the function that is at fault."""
+"""Samples in a row that a function may fail to score before the function counts as broken."""
 
 
 class Failures:
-    """Of one function's calls."""
+    """Counts the failed calls of one function."""
 
     def __init__(self, of: str, remedy: str, deadline_s: float) -> None:
-        """`of`: what users call the function; `remedy`: what it must do."""
+        """`of`: the users' name of the function; `remedy`: what it must do."""
         self._of = of
         self._remedy = remedy
         self._deadline_s = deadline_s
         self._in_a_row = 0
         self._worked_at: float | None = None
-        """The last time that it answered; None: it never has."""
+        """The time of its last answer; None if it has never answered."""
 
     def note_success(self) -> None:
-        """It has answered a call."""
+        """Note that the function has answered a call."""
         self._in_a_row, self._worked_at = 0, time.monotonic()
 
     def note(self, prompt: Prompt, error: UserCodeError) -> RewardError:
-        """What to raise for a call that failed: UnscoredError, or RewardError where it does so again and again."""
+        """Return the error to raise for a failed call: UnscoredError, or RewardError if the function fails again and
+        again."""
         self._in_a_row += 1
         told = f"{self._of} failed twice on prompt {prompt.group!r} ({prompt.text[:80]!r}): it {error}."
         if not self._has_failed():
@@ -39,7 +40,8 @@ class Failures:
         )
 
     def _has_failed(self) -> bool:
-        """One that has worked may have met a few responses that it cannot take, or a judge that is away a while."""
+        """Whether the function counts as broken. One that has worked may have met a few responses that it cannot take,
+        or a judge that is away for a while."""
         if self._in_a_row < UNSCORED_IN_A_ROW:
             return False
         return self._worked_at is None or time.monotonic() - self._worked_at > self._deadline_s

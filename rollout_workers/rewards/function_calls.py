@@ -1,4 +1,4 @@
-"""What runs in the process of a reward function of the user's own: it calls it as verl or as TRL does."""
+"""Calls a user's own reward function, in its process, as verl or as TRL does."""
 
 import inspect
 import math
@@ -19,18 +19,19 @@ SIGNATURES = (
     "TRL: reward(prompts, completions, **kwargs) -> list[float]"
 )
 THREADS = 32
-"""Calls of a plain function that run side by side; those of a coroutine function are as many as there are samples."""
+"""Calls of a plain function that run side by side. A coroutine function runs as many calls as there are samples."""
 COROUTINES = 1024
 
 
 def open_calls(path: str, signature: Literal["auto", "verl", "trl"], named: Sequence[str], directory: str) -> "Calls":
-    """The function, ready to be called. Raises ConfigError if it is not there, not allowed, or of neither signature."""
+    """Return the function, ready to be called. Raises ConfigError if it does not exist, is not allowed, or has neither
+    signature."""
     function = ImportRoots(tuple(named), Path(directory)).load(path, "rewards.kind")
     return Calls(function, _detect(path, function) if signature == "auto" else signature)
 
 
 class Calls:
-    """One reward function."""
+    """Calls one reward function."""
 
     def __init__(self, function: Callable[..., Any], signature: Literal["verl", "trl"]) -> None:
         self._function = function
@@ -42,7 +43,8 @@ class Calls:
     def score(
         self, text: str, response: str, ground_truth: str, data_source: str, extra_info: dict[str, Any]
     ) -> Scored | Awaitable[Scored]:
-        """Raises whatever the function raises, ValueError where it returns anything but finite numbers."""
+        """Score a response. Raises what the function raises, and ValueError if it returns anything but finite
+        numbers."""
         arguments = self._arguments(text, response, ground_truth, data_source, extra_info)
         result = self._function(**_accepted(self._function, arguments))
         return self._later(result) if inspect.isawaitable(result) else self._read(result)
@@ -82,7 +84,7 @@ def _trl_arguments(
 
 
 def _accepted(function: Callable[..., Any], arguments: Arguments) -> Arguments:
-    """Those that the function can take: all of them if it has **kwargs."""
+    """Return the arguments that the function can take: all of them if it has **kwargs."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments
@@ -105,7 +107,7 @@ def _trl_score(result: Any) -> Scored:
 
 
 def _finite(value: Any) -> float:
-    """Numbers of Python, numpy and torch."""
+    """Return a number of Python, numpy or torch as a finite float."""
     if value is None or isinstance(value, str) or not math.isfinite(number := float(value)):
         raise ValueError(f"returned {value!r}, which is no finite number")
     return number

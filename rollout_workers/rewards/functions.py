@@ -1,10 +1,10 @@
-"""Your own reward functions, in the signature of verl or of TRL, by import path.
+"""Your own reward functions by import path, with the signature of verl or of TRL.
 
 verl  `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict` with "score"
 TRL   `reward(prompts, completions, **kwargs) -> list[float]`; kwargs are the dataset's columns as lists:
       ground_truth, data_source and extra_info's keys
 
-They run in processes of their own (`broker.user_code`), with `function_calls.py` around them, under a deadline.
+They run in processes of their own (`broker.user_code`), called by `function_calls.py`, under a deadline.
 """
 
 from broker.errors import UserCodeError
@@ -19,8 +19,8 @@ from .failures import Failures
 
 
 async def open_function(config: RewardConfig, roots: ImportRoots) -> "FunctionScorer":
-    """`package.module:function` as a scorer, in running processes. Raises ConfigError if it is not there, may not be
-    imported or fits neither signature, UserCodeError if importing it hangs or ends its process."""
+    """Open `package.module:function` as a scorer, in processes of its own. Raises ConfigError if it does not exist, may
+    not be imported or fits neither signature, UserCodeError if importing it hangs or ends its process."""
     roots.check(config.kind, "rewards.kind")
     program = Program(
         name=f"reward {config.kind}",
@@ -53,8 +53,8 @@ class FunctionScorer:
         )
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
-        """Raises UnscoredError if the function raises, returns anything but finite numbers, runs past its deadline or
-        ends its process, twice; RewardError where it does so again and again."""
+        """Score a response. Raises UnscoredError if the function twice raises, returns anything but finite numbers,
+        passes its deadline or ends its process; RewardError if it fails again and again."""
         arguments = (prompt.text, response, prompt.ground_truth, prompt.data_source, prompt.extra_info)
         try:
             total, parts = await self._pool.call("score", *arguments, deadline_s=self._deadline_s)

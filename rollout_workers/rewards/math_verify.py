@@ -1,7 +1,7 @@
-"""Mathematical answers in `\\boxed{...}`, compared with the ground truth by math-verify.
+"""Compares mathematical answers in `\\boxed{...}` with the ground truth, by math-verify.
 
-Comparisons run in a process of their own: a model under training finds the expression that sympy never finishes, and
-neither a thread nor an exception can stop that, while a process can be killed.
+Comparisons run in a process of their own: a model under training finds an expression that sympy never finishes. Neither
+a thread nor an exception can stop that, but a process can be killed.
 """
 
 import logging
@@ -17,7 +17,7 @@ from .base import RewardError, Score
 
 
 class MathVerifyScorer:
-    """1 if the last boxed answer equals the ground truth, else 0."""
+    """Scores 1 if the last boxed answer equals the ground truth, else 0."""
 
     def __init__(self, deadline_s: float, processes: int = 1) -> None:
         program = Program(name="math_verify", factory=f"{__name__}:Comparisons", import_path=str(import_directory()))
@@ -25,7 +25,8 @@ class MathVerifyScorer:
         self._deadline_s = deadline_s
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
-        """0 too where comparing them twice takes too long, or ends its process: `components["timed_out"]` is 1 then."""
+        """Score a response. It is also 0 if comparing it twice takes too long or ends the process;
+        `components["timed_out"]` is 1 then."""
         try:
             is_right = await self._pool.call("is_right", prompt.ground_truth, response, deadline_s=self._deadline_s)
         except HostLostError:
@@ -40,19 +41,19 @@ class MathVerifyScorer:
 
 
 class Comparisons:
-    """math-verify's, where they run."""
+    """Calls math-verify, in the process where it runs."""
 
     places = 1
-    """sympy keeps what it knows of symbols in globals."""
+    """One call at a time, because sympy keeps what it knows of symbols in globals."""
 
     def __init__(self) -> None:
-        import math_verify  # here, where nobody waits for an answer yet
+        import math_verify  # imported here, before a call waits for an answer
 
         assert math_verify
         logging.disable(logging.WARNING)
 
     def is_right(self, ground_truth: str, response: str) -> bool:
-        """Whether the last boxed answer equals `ground_truth`. Raises RewardError where that cannot be told."""
+        """Return whether the last boxed answer equals `ground_truth`. Raises RewardError if that cannot be told."""
         from math_verify import LatexExtractionConfig, parse, verify
 
         gold = parse(_boxed(ground_truth), parsing_timeout=None)

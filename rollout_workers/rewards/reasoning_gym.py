@@ -1,7 +1,7 @@
-"""Any reasoning-gym task, scored by the task's own verifier.
+"""Scores any reasoning-gym task by the task's own verifier.
 
 The prompt carries `extra_info = {"task": name, "entry": the entry with question, answer and metadata}`. Verifiers run
-in a process of their own: several evaluate what the model wrote, and a model under training finds what never ends.
+in a process of their own: several evaluate what the model wrote, which may never end.
 """
 
 import functools
@@ -21,11 +21,11 @@ from .base import RewardError, Score
 ScoreAnswer = Callable[[str | None, dict[str, Any]], float]
 
 TUPLE_TASKS = ("arc_agi", "rearc")
-"""Their verifiers compare tuples, which arrive as lists."""
+"""Tasks whose verifiers compare tuples; these arrive as lists."""
 
 
 class ReasoningGymScorer:
-    """`score_answer` of the prompt's task on the last `<answer>...</answer>`, or else on the whole text."""
+    """Applies `score_answer` of the prompt's task to the last `<answer>...</answer>`, or else to the whole text."""
 
     def __init__(self, deadline_s: float, processes: int = 1) -> None:
         program = Program(name="reasoning_gym", factory=f"{__name__}:Verifiers", import_path=str(import_directory()))
@@ -33,8 +33,9 @@ class ReasoningGymScorer:
         self._deadline_s = deadline_s
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
-        """A number in [0, 1]; several tasks give partial credit. 0 too where the verifier twice takes too long, or ends
-        its process: `components["timed_out"]` is 1 then. `tagged`: whether the response used the answer tags."""
+        """Return a score in [0, 1]; several tasks give partial credit. It is also 0 if the verifier twice takes too
+        long or ends its process; `components["timed_out"]` is 1 then. `tagged` says whether the response used the
+        answer tags."""
         arguments = (prompt.group, prompt.extra_info, response)
         try:
             total, tagged = await self._pool.call("score", *arguments, deadline_s=self._deadline_s)
@@ -50,18 +51,18 @@ class ReasoningGymScorer:
 
 
 class Verifiers:
-    """All of reasoning-gym's, where they run."""
+    """Runs reasoning-gym's verifiers, in the process where they run."""
 
     places = 4
-    """Threads: they compute, in Python."""
+    """Threads that run verifiers side by side. Verifiers compute in Python."""
 
     def __init__(self) -> None:
-        import reasoning_gym  # all of it: its parts do not wait for another thread that is half way through it
+        import reasoning_gym  # the whole package: its parts cannot be imported by several threads at once
 
         assert reasoning_gym
 
     def score(self, group: str, extra_info: dict[str, Any], response: str) -> tuple[float, float]:
-        """The score, and 1 if the response used the answer tags. Raises RewardError for an entry that is none."""
+        """Return the score, and 1 if the response used the answer tags. Raises RewardError for an invalid entry."""
         from reasoning_gym.utils import extract_answer
 
         task, entry = _task_and_entry(group, extra_info)
@@ -71,7 +72,8 @@ class Verifiers:
 
 
 def _score_answer(task: str, answer: str, entry: dict[str, Any]) -> float:
-    """Some verifiers raise on malformed answers: worth 0, unless the entry is at fault."""
+    """Return the verifier's score. Some verifiers raise on malformed answers, which are worth 0 unless the entry is at
+    fault."""
     verifier = _verifier(task)
     try:
         return float(verifier(answer, entry))
@@ -109,7 +111,7 @@ def _with_tuples(value: Any) -> Any:
 
 @functools.cache
 def _verifier(task: str) -> ScoreAnswer:
-    """A task's verifier keeps no state between answers, so one serves all threads."""
+    """Return a task's verifier. It keeps no state between answers, so one serves all threads."""
     from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
     if task not in DATASETS:

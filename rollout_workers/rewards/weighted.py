@@ -1,4 +1,4 @@
-"""The sum that is optimized: several scorers, each with a weight and a name."""
+"""The sum that training optimizes: several scorers, each with a weight and a name."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class WeightedSum:
         self._terms = tuple(terms)
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
-        """`components` has each term's own score by name, and its parts as `name/part`."""
+        """Return the weighted sum. `components` has each term's own score by name, and its parts as `name/part`."""
         scores = await asyncio.gather(*(t.scorer.score(prompt, response, finish_reason) for t in self._terms))
         components: dict[str, float] = {}
         for term, score in zip(self._terms, scores, strict=True):

@@ -19,12 +19,12 @@ MOST_IN_VAIN = 3000
 a swap may."""
 
 
-def _nobody(count: int) -> None:
+def _ignore(count: int) -> None:
     """Ignore new tokens."""
 
 
 async def generate(
-    engine: Engine, request: GenerationRequest, recorder: Recorder, on_tokens: Callable[[int], None] = _nobody
+    engine: Engine, request: GenerationRequest, recorder: Recorder, on_tokens: Callable[[int], None] = _ignore
 ) -> None:
     """Record one turn to its end, after the tokens that are recorded and heard already. `on_tokens` gets the number of
     tokens of every chunk.

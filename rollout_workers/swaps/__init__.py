@@ -1,1 +1,1 @@
-"""New weights in a running engine: received, swapped in turns, verified; and who has the device."""
+"""New weights in a running engine: received, swapped in turns and verified; and who uses the device."""

@@ -21,15 +21,16 @@ from rollout_workers.outages import Outages
 from .weights import HeldWeights
 
 POLL_S = 0.01
-"""Between two questions for the phase: each step waits for two answers."""
+"""Seconds between two questions for the phase. A change of phase takes two answers."""
 FAREWELL_S = 5.0
-"""For telling that the engine is closed."""
+"""Seconds to tell the server that the engine is closed."""
 
 log = logging.getLogger(__name__)
 
 
 class BorrowedDevice:
-    """The learner's, on which one worker's engine generates; it was opened after `until_engine_may_open`."""
+    """The learner's device, on which a worker's engine generates in turns with it. The engine was opened after
+    `until_engine_may_open` returned."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class BorrowedDevice:
         weights: HeldWeights,
         set_aside: Callable[[], Awaitable[None]],
     ) -> None:
-        """`set_aside`: ends what the engine runs, so that it can go on later."""
+        """`set_aside` ends the engine's requests so that a worker can continue them later."""
         self._phases = broker.phases
         self._engine = engine
         self._worker = worker
@@ -51,10 +52,10 @@ class BorrowedDevice:
         self._asking = asyncio.Lock()
         self._answered = asyncio.Condition()
         self.is_awake = True
-        """As the server counts it: from before it takes memory until it has freed it."""
+        """Whether the server counts the engine as awake: from before it takes memory until it has freed it."""
 
     async def follow(self) -> None:
-        """Sleep and wake in turns, for ever. Raises WeightSyncError, in a group, if the engine cannot."""
+        """Sleep and wake in turns, for ever. Raises WeightSyncError, in an exception group, if the engine cannot."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._ask())
             while True:
@@ -67,13 +68,14 @@ class BorrowedDevice:
                     await self._engine.wake()
 
     async def leave(self) -> None:
-        """The engine is closed. Without a broker that answers it counts as awake for a while."""
+        """Tell the server that the engine is closed. If the broker does not answer, the engine counts as awake for a
+        while."""
         with suppress(TimeoutError), self._outages:
             async with asyncio.timeout(FAREWELL_S):
                 await self._phases.fell_asleep(self._worker)
 
     async def _ask(self) -> None:
-        """For the phase, again and again: it also says that we live.
+        """Ask for the phase again and again, which also tells the server that the worker lives.
 
         A worker that leaves waits for the answer: a question that reached the server after `leave` would say that the
         engine is awake.
@@ -97,7 +99,8 @@ class BorrowedDevice:
                 self._answered.notify_all()
 
     async def _tell(self) -> None:
-        """Not while a question is under way: it would say that we are awake after this says that we are not."""
+        """Say that the engine is asleep, after the answer to a running question: that question says that the engine is
+        awake."""
         async with self._asking:
             self.is_awake = False
             await self._outages.ride_out(lambda: self._phases.fell_asleep(self._worker))
@@ -110,8 +113,9 @@ class BorrowedDevice:
 async def until_engine_may_open(
     phases: Phases, worker: str, outages: Outages, is_over: Callable[[], Awaitable[bool]]
 ) -> bool:
-    """Before an engine takes memory; the worker then counts as awake. False where the run ended first (`is_over`)."""
-    await outages.ride_out(lambda: phases.fell_asleep(worker))  # of one of its name that died, perhaps
+    """Wait until the engine may take memory; the worker then counts as awake. Returns False if the run ended first
+    (`is_over`)."""
+    await outages.ride_out(lambda: phases.fell_asleep(worker))  # perhaps an earlier worker of this name died awake
     while not await outages.ride_out(lambda: phases.may_generate(worker, OPENING_S, is_awake=False)):
         if await outages.ride_out(is_over):
             return False
@@ -121,7 +125,7 @@ async def until_engine_may_open(
 
 @contextmanager
 def staying_awake(broker: Broker, worker: str) -> Iterator[None]:
-    """Around what starts the engine, which blocks the event loop: a thread says that the worker lives."""
+    """Keep the worker alive in the server's eyes, from a thread, while starting the engine blocks the event loop."""
     done = threading.Event()
     thread = threading.Thread(target=_say_awake, args=(broker, worker, done), name="awake", daemon=True)
     thread.start()

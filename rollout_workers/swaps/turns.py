@@ -1,6 +1,6 @@
-"""When this engine may swap weights: in its turn, so that the pool's engines never all pause together.
+"""Swaps weights in turns, so that the pool's engines never all pause together.
 
-A turn keeps engines busy and guards nothing: a broker that does not answer, or a turn that does not come, delays a
+A turn keeps engines busy and protects no data: a broker that does not answer, or a turn that does not come, delays a
 swap and never prevents it.
 """
 
@@ -15,22 +15,22 @@ from broker.client.turns import TurnVerbs
 from rollout_workers.outages import Outages
 
 POLL_S = 0.05
-"""Between two requests for a turn."""
+"""Seconds between two requests for a turn."""
 LONGEST_WAIT_S = 300.0
-"""For a turn: many times what a swap takes. The turn of an engine that hangs is renewed until the deadline of its call,
-and those of all its calls together come to much more than the others should wait."""
+"""Seconds to wait for a turn: many times what a swap takes. An engine that hangs keeps its turn until the deadline of
+its call, and the deadlines of all its calls together are much longer than other workers should wait."""
 GIVE_BACK_S = 1.0
-"""What a broker that is away may delay the end of a turn, which then ends by itself."""
+"""Seconds to give a turn back. If the broker does not answer, the turn ends by itself."""
 
 log = logging.getLogger(__name__)
 
 
 class SwapTurns:
-    """The turns of one worker, one at a time."""
+    """Takes turns for one worker, one at a time."""
 
     def __init__(self, turns: TurnVerbs, worker: str, outages: Outages, *, share: float, ttl_s: float) -> None:
-        """`share` of the pool's workers may swap at once, 1: no turns are taken; a turn that is not renewed ends after
-        `ttl_s`."""
+        """`share`: the part of the pool's workers that may swap at once; with 1 no turns are taken. `ttl_s`: seconds
+        after which a turn that is not renewed ends."""
         self._turns = turns
         self._worker = worker
         self._outages = outages
@@ -39,7 +39,8 @@ class SwapTurns:
 
     @asynccontextmanager
     async def turn(self, is_urgent: Callable[[], bool]) -> AsyncIterator[bool]:
-        """Hold a turn, renewed as long as need be, or none once `is_urgent`; yields whether it had to be waited for."""
+        """Hold a turn and renew it, or go on without one once `is_urgent` returns True. Yields whether the worker had
+        to wait."""
         if self._share >= 1:
             yield False
             return
@@ -54,7 +55,7 @@ class SwapTurns:
                     await self._turns.give_back(token)
 
     async def _wait(self, token: str, is_urgent: Callable[[], bool]) -> bool:
-        """Until the turn is ours, or it is better to swap without one; whether that took a while."""
+        """Wait until the worker has a turn, or should swap without one. Returns whether it had to wait."""
         deadline, has_waited = time.monotonic() + LONGEST_WAIT_S, False
         with self._outages:
             while not await self._turns.take(token, self._share, self._ttl_s):

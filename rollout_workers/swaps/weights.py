@@ -1,4 +1,4 @@
-"""Where an engine's weights are swapped and verified. Only verified weights count as held."""
+"""Swaps and verifies an engine's weights. Only verified weights count as held."""
 
 import asyncio
 import functools
@@ -23,20 +23,22 @@ from weightsync.receive.subscriber import Subscriber
 from .turns import SwapTurns
 
 RETRY_S = 0.5
-"""Between attempts after a delivery that failed or was refused."""
+"""Seconds between two attempts after a delivery that failed or was refused."""
 
 PROBE_S = 300.0
-"""For an engine that samples meanwhile to answer the probe: one that hangs holds no version for ever otherwise."""
+"""Seconds for an engine to answer the probe while it samples. Without a limit an engine that hangs would hold no
+version for ever."""
 
 Contents = Literal["nothing", "version", "mixture", "away"]
-"""What an engine holds: nothing, before the first version and after a sleep; the newest verified version; a mixture, as
-some parts of a version went over the one before and the rest did not come, so that it is paused; away: it sleeps."""
+"""What an engine holds. "nothing": no weights, before the first version and after a sleep. "version": the newest
+verified version. "mixture": parts of two versions, because the rest of one did not come; the engine is paused. "away":
+it sleeps."""
 
 log = logging.getLogger(__name__)
 
 
 class HeldWeights:
-    """The version that the engine holds, kept as new as the subscriber delivers."""
+    """Keeps the engine's version as new as the subscriber delivers."""
 
     def __init__(
         self,
@@ -61,27 +63,27 @@ class HeldWeights:
         self._engine_is_ours = asyncio.Lock()
         self._contents: Contents = "nothing"
         self.version: WeightVersion | None = None
-        """The newest that was verified, lost since or not."""
+        """The newest version that was verified, even if the engine has lost it since."""
         self.swaps = 0
         self.last_error = ""
 
     @property
     def usable(self) -> WeightVersion | None:
-        """What the engine holds and may sample with, if anything."""
+        """The version that the engine holds and may sample with, if any."""
         return self.version if self._contents == "version" else None
 
     @property
     def may_sample(self) -> bool:
-        """The engine has weights and is not held up by a swap, whose calls have deadlines of their own."""
+        """Whether the engine has weights and no swap holds it up. The calls of a swap have deadlines of their own."""
         return self._contents == "version" and not self._engine_is_ours.locked()
 
     @property
     def is_paused(self) -> bool:
-        """The engine holds parts of several versions: it samples nothing until it has a whole one."""
+        """Whether the engine holds parts of several versions. It samples nothing until it has a whole version."""
         return self._contents == "mixture"
 
     async def follow(self) -> None:
-        """Take every newer version, forever. Raises WeightSyncError if the engine cannot hold one."""
+        """Take every newer version, for ever. Raises WeightSyncError if the engine cannot hold one."""
         while True:
             delivery = await self._next_delivery()
             has_waited = self._engine_is_ours.locked()
@@ -100,8 +102,8 @@ class HeldWeights:
 
     @asynccontextmanager
     async def engine_away(self) -> AsyncIterator[None]:
-        """While the engine sleeps, and loses its weights, no version is swapped in; afterwards the newest one is, or
-        the same once more if none has come."""
+        """Swap no version in while the engine sleeps and loses its weights. Afterwards the newest version is swapped
+        in, or the same one again if none has come."""
         async with self._engine_is_ours:
             self._contents = "away"
             yield
@@ -110,7 +112,8 @@ class HeldWeights:
                 self._changed.notify_all()
 
     async def reach(self, version: WeightVersion | None = None) -> WeightVersion:
-        """Wait until weights at least as new as `version` (None: any at all) are held and verified."""
+        """Wait until the engine holds verified weights at least as new as `version` (None: any), and return their
+        version."""
         await self._until(lambda: self.version is not None and (version is None or self.version >= version))
         assert self.version is not None
         return self.version
@@ -123,7 +126,8 @@ class HeldWeights:
         return self._contents in ("nothing", "mixture")
 
     async def _next_delivery(self) -> Delivery | Arriving:
-        """The next delivery that may be loaded; refused and failed ones are logged and waited out."""
+        """Return the next delivery that may be loaded. Refused and failed deliveries are logged, and followed by a
+        wait."""
         while True:
             try:
                 delivery = await self._outages.ride_out(self._delivery)
@@ -136,7 +140,8 @@ class HeldWeights:
                 return delivery
 
     async def _delivery(self) -> Delivery | Arriving:
-        """The next newer version; or the newest of all, as soon as the engine has lost the one that it held."""
+        """Return the next newer version, or the newest version of all as soon as the engine has lost the one that it
+        held."""
         if self._lacks_weights():
             return await self._subscriber.wait_for_version(None)
         newer = asyncio.ensure_future(self._subscriber.wait_for_version(self.version))
@@ -145,15 +150,15 @@ class HeldWeights:
             await asyncio.wait((newer, lost), return_when=asyncio.FIRST_COMPLETED)
         finally:
             lost.cancel()
-            if not newer.done():  # which loses nothing
+            if not newer.done():  # cancelling it loses no version
                 newer.cancel()
                 await asyncio.wait((newer,))
         return await self._subscriber.wait_for_version(None) if newer.cancelled() else newer.result()
 
     def _turn(self, delivery: Delivery | Arriving) -> AbstractAsyncContextManager[bool]:
-        """What to hold while `delivery` is swapped in: a turn, unless the engine has no weights, so that it generates
-        nothing that the swap would interrupt, or the version is arriving: then the learner has taken care that few
-        members of its group receive at once."""
+        """Return the turn to hold while `delivery` is swapped in. No turn is needed if the engine has no weights, as
+        the swap then interrupts no sample, nor if the version arrives in parts, as the learner then lets few members of
+        its group receive at once."""
         if self.usable is None or isinstance(delivery, Arriving):
             return nullcontext(False)
         return self._turns.turn(lambda: self._subscriber.is_arriving)
@@ -164,8 +169,8 @@ class HeldWeights:
             raise VersionRegressionError(f"version {version} was delivered, but {self.version} is held; it was ignored")
 
     async def _load_newest(self, delivery: Delivery | Arriving) -> Delivery | Arriving | None:
-        """Load `delivery`, or a newer one that came while this waited for a turn or for memory. Returns the one that
-        was loaded; None if it did not arrive as a whole."""
+        """Load `delivery`, or a newer version that came during the wait for a turn or for memory. Returns the loaded
+        one, or None if it did not arrive as a whole."""
         while True:
             try:
                 async with self._turn(delivery) as has_waited:
@@ -179,7 +184,8 @@ class HeldWeights:
                 delivery = self._subscriber.newer() or delivery
 
     async def _swap_in_parts(self, arriving: Arriving) -> bool:
-        """Swap in what arrives. Where that fails in the middle nothing is sampled until another version is there."""
+        """Swap in a version as it arrives. If that fails halfway, the engine samples nothing until it has another
+        version."""
         try:
             async with arriving.taken() as parts:
                 await self._engine.swap_in_parts(
@@ -190,7 +196,7 @@ class HeldWeights:
                 )
         except WeightSyncError as error:
             self.last_error = str(error)
-            # If no part has come, or there was no room for the first one, the engine goes on with what it has.
+            # If no part has come, or the first one found no room, the engine goes on with what it has.
             if arriving.has_begun and not isinstance(error, NoRoomError):
                 log.error(
                     "paused until a whole version is there, as version %s came in part: %s",
@@ -204,8 +210,8 @@ class HeldWeights:
         return True
 
     async def _load(self, delivery: Delivery | Arriving) -> bool:
-        """Swap, a whole version once more if that fails, and probe; False: it did not arrive. Raises NoRoomError if
-        nothing was touched."""
+        """Swap and probe; a whole version that fails is swapped once more. Returns False if the version did not arrive.
+        Raises NoRoomError if the engine is unchanged."""
         try:
             if not isinstance(delivery, Arriving):
                 await self._swap_whole(delivery)
@@ -219,8 +225,8 @@ class HeldWeights:
         return True
 
     async def _swap_whole(self, delivery: Delivery) -> None:
-        """Nothing is sampled with other tensors than those that were published: their fingerprints prove the version
-        while the engine is still paused."""
+        """Swap in a whole version. While the engine is still paused, fingerprints prove that it holds the published
+        tensors."""
         manifest = delivery.manifest
         swap = functools.partial(
             self._engine.swap_weights,
@@ -238,12 +244,12 @@ class HeldWeights:
             log.error("swapping again: %s", error)
             try:
                 await swap()
-            except NoRoomError as again:  # the first attempt may have left anything
+            except NoRoomError as again:  # the first attempt may have changed anything
                 raise WeightSyncError(str(again)) from again
 
     async def _probe(self, manifest: WeightManifest) -> None:
-        """Whether the engine computes as the learner does. It generates meanwhile, so wrong weights are not swapped for
-        others of the same version: what they sampled would pass as its."""
+        """Check that the engine computes as the learner does. The engine generates meanwhile, so wrong weights end the
+        worker: if they were replaced under the same version, their samples would pass as that version's."""
         try:
             async with asyncio.timeout(PROBE_S):
                 scores = await self._engine.score(manifest.probe.token_ids)
@@ -255,17 +261,17 @@ class HeldWeights:
 
 
 def refuse_other_logprobs(probe: Probe, scores: Sequence[float], version: WeightVersion) -> None:
-    """Raises WeightSyncError where the engine's logprobs of the probe are not the learner's, on the mean of its tokens.
+    """Raise WeightSyncError if the engine's logprobs of the probe differ from the learner's, on the mean of its tokens.
 
-    A single token says little: in bfloat16 an unlikely one of a real model is off by 0.6 where everything is right.
+    A single token says little: in bfloat16 an unlikely token of a real model is off by 0.6 where everything is right.
     """
     scored, expected = np.asarray(scores, np.float64), np.asarray(probe.logprobs, np.float64)
     if scored.shape != expected.shape:
         raise WeightSyncError(
             f"the probe of version {version} has {expected.size} logprobs, the engine gave {scored.size}"
         )
-    difference = float(np.abs(scored - expected).mean()) if expected.size else 0.0  # one token predicts none
-    # Written so that NaN fails too.
+    difference = float(np.abs(scored - expected).mean()) if expected.size else 0.0  # a single token predicts none
+    # Negated, so that NaN fails too.
     if not difference <= probe.tolerance:
         raise WeightSyncError(
             f"after the swap to version {version} the engine's logprobs differ from the learner's by a mean of "
@@ -276,13 +282,13 @@ def refuse_other_logprobs(probe: Probe, scores: Sequence[float], version: Weight
 
 
 def refuse_other_tensors(manifest: WeightManifest, held: Held | None) -> None:
-    """Raises WeightSyncError for the first tensor of which the engine holds something else than was published."""
+    """Raise WeightSyncError for the first tensor that the engine holds otherwise than it was published."""
     if held is None or not manifest.fingerprints:
         return
     places_P, sizes_P, is_checked_P = _where(manifest.tensors, held.names)
     elements_P = np.append(held.elements_N, 0)[places_P]
     copies_P, rest_P = np.divmod(elements_P, sizes_P)
-    # Both sides mod 2^64, as the numbers' type has it.
+    # Both sides wrap at 2^64, as their type does.
     expected_P = copies_P.astype(np.uint64) * np.array(manifest.fingerprints, np.uint64)
     differs_P = np.append(held.fingerprints_N, np.uint64(0))[places_P] != expected_P
     if (wrong_P := is_checked_P & (differs_P | (rest_P != 0) | (copies_P == 0))).any():
@@ -298,8 +304,9 @@ def refuse_other_tensors(manifest: WeightManifest, held: Held | None) -> None:
 def _where(
     published: tuple[TensorSpec, ...], names: tuple[str, ...]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """[P] each: a published tensor's place in `names`, after the last if it has none; its elements; whether it must be
-    held: experts that an engine took apart are held under other names. The same for all versions."""
+    """Return three arrays [P] over the published tensors: the place in `names` (past the end if it has none), the
+    number of elements, and whether the engine must hold it under this name: experts that an engine took apart have
+    other names. All versions have the same."""
     place = {name: number for number, name in enumerate(names)}
     places = [place.get(spec.name, len(names)) for spec in published]
     is_checked = [spec.name in place or not is_fused(spec.name) for spec in published]

@@ -1,4 +1,4 @@
-"""What the embedded engine can do; imports nothing of it."""
+"""What the embedded engine can do. This module imports none of it."""
 
 from broker.installation import TorchFacts, version_of
 from rollout_workers.engines.abilities import EngineAbilities, KnownEngine

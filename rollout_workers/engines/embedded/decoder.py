@@ -1,8 +1,8 @@
-"""Continuous batching, one forward at a time and without threads: `EmbeddedEngine` drives it from its own.
+"""Continuous batching, one forward at a time and without threads; `EmbeddedEngine` drives it from its own thread.
 
-A sample whose keys are not cached (new, or cached under older weights) goes through the forward with all
-its tokens and gets its next one from it, beside one token of every other sample. So a weight swap
-only forgets what was cached, or not even that. No sample uses what another one cached.
+The forward takes all tokens of a sample whose keys are not cached (a new sample, or one cached under older weights) and
+one token of every other sample, and gives each its next token. So a weight swap only forgets what was cached, or not
+even that. No sample uses another sample's cache.
 """
 
 from collections.abc import Sequence
@@ -21,22 +21,22 @@ from .sampling import Sampler
 from .slot_cache import Decode, Layout, Prefill, SlotCache
 
 PREFILL_TOKENS = 4096
-"""New tokens in one forward, at most (a single longer sequence goes alone)."""
+"""Most new tokens in one forward; a longer sequence goes alone."""
 
 
 @dataclass(eq=False)
 class Sample:
-    """One running request. `tokens` are its prompt and what it has generated."""
+    """One running request. `tokens` are its prompt and the tokens that it has generated."""
 
     request: GenerationRequest
     limit: int
-    """Tokens at which it ends, whatever the model says."""
+    """Number of tokens at which the sample ends, whatever the model says."""
     tokens: list[int]
     generator: torch.Generator | None = None
     cached: int = 0
-    """How many of `tokens` have keys in the cache; all but the newest, or none."""
+    """Number of `tokens` with keys in the cache: all but the newest, or none."""
     reported: int = 0
-    """For how many of `tokens` no chosen experts are wanted (any more): what is computed anew is not reported again."""
+    """Number of `tokens` whose experts were reported already: tokens that are computed anew are not reported again."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Sampled:
     logprob: float
     finish_reason: Literal["stop", "length"] | None
     experts: Experts | None
-    """Of the sample's tokens that were fed for the first time; None where they are not wanted."""
+    """The experts of the sample's tokens that were fed for the first time; None if the request does not want them."""
 
 
 @dataclass
 class Decoder:
-    """A model, a cache of slots, and the samples that run; sample i holds slot i."""
+    """A model, a cache of slots, and the running samples; sample i holds slot i."""
 
     model: nn.Module
     capacity: int
@@ -67,10 +67,10 @@ class Decoder:
         self._cache = SlotCache(self.capacity, self.max_len)
         self.router_tap = RouterTap(self.model)
         self._asleep: dict[str, torch.Size] = {}
-        """The shapes of parameters that have no memory now."""
+        """Shapes of the parameters whose memory was freed, by name."""
 
     def add(self, sample: Sample) -> None:
-        """Give it the next slot."""
+        """Give the sample the next slot."""
         assert len(self.running) < self.capacity
         sample.generator = self.sampler.own_generator(sample.request)
         if sample.request.experts_from is not None:
@@ -79,7 +79,7 @@ class Decoder:
 
     @torch.inference_mode()
     def drop(self, sample: Sample) -> None:
-        """Free its slot; the last sample moves there, so that used slots stay a prefix of the cache."""
+        """Free the sample's slot. The last sample moves there, so that used slots stay a prefix of the cache."""
         slot = self.running.index(sample)
         last = self.running.pop()
         if last is not sample:
@@ -87,15 +87,15 @@ class Decoder:
             self.running[slot] = last
 
     def changed(self, version: WeightVersion, *, keep_cache: bool = False) -> None:
-        """The model's weights are those of `version` now. Running samples are computed anew under them unless what is
-        cached is to be kept."""
+        """Note that the model's weights are now those of `version`. Running samples are computed anew, unless
+        `keep_cache`."""
         self.version = version
         if not keep_cache:
             for sample in self.running:
                 sample.cached = 0
 
     def sleep(self) -> None:
-        """Free weights and cache; buffers stay. No sample runs."""
+        """Free weights and cache; buffers stay. No sample may be running."""
         assert not self.running
         self.version = None
         self._cache = SlotCache(self.capacity, self.max_len)
@@ -106,7 +106,7 @@ class Decoder:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Memory for weights that are still to come."""
+        """Allocate memory for weights that are still to come."""
         for name, shape in self._asleep.items():
             parameter = self.model.get_parameter(name)
             parameter.data = parameter.data.new_empty(shape)
@@ -114,7 +114,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[Sampled]:
-        """One forward: the next token of every sample that took part. Finished samples have left."""
+        """Run one forward and return the next token of every sample that took part. Finished samples leave."""
         fresh, ready = self._select()
         took_part = [self.running[slot] for slot in fresh + ready]
         logits_NV = self._forward(fresh, ready)
@@ -129,7 +129,7 @@ class Decoder:
         return results
 
     def _new_experts(self, took_part: Sequence[Sample]) -> list[Experts | None]:
-        """What each sample's tokens that are new to it were given by the last forward."""
+        """Return the experts of each sample's tokens that the last forward fed for the first time."""
         if all(sample.request.experts_from is None for sample in took_part):
             return [None] * len(took_part)
         fed = [len(sample.tokens) - sample.cached for sample in took_part]
@@ -138,7 +138,7 @@ class Decoder:
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs of `token_ids[1:]` at temperature 1; the cache is not touched."""
+        """Return the logprobs of `token_ids[1:]` at temperature 1. The cache is not touched."""
         tokens_T = torch.tensor(token_ids, device=self.device)
         position_T = torch.arange(len(token_ids), device=self.device)
         layout = Layout(None, position_T, position_T, whole([len(token_ids)], position_T), None)
@@ -148,7 +148,7 @@ class Decoder:
         return scores
 
     def _select(self) -> tuple[list[int], list[int]]:
-        """Slots to prefill now, within the budget, and slots to decode."""
+        """Return the slots to prefill now, within the budget, and the slots to decode."""
         fresh: list[int] = []
         ready: list[int] = []
         budget = PREFILL_TOKENS
@@ -161,7 +161,7 @@ class Decoder:
         return fresh, ready
 
     def _forward(self, fresh: list[int], ready: list[int]) -> torch.Tensor:
-        """[N, V] logits after the last token of each slot, `fresh` ones first."""
+        """Return [N, V] logits after the last token of each slot, `fresh` ones first."""
         tokens: list[int] = []
         slots: list[int] = []
         positions: list[int] = []
@@ -187,7 +187,7 @@ class Decoder:
         return self._call(tokens_T, layout, keep=torch.cat((ends, torch.arange(new, len(tokens)).to(ends))))
 
     def _call(self, tokens_T: torch.Tensor, layout: Layout, keep: torch.Tensor) -> torch.Tensor:
-        """The model's own forward; logits of the positions in `keep` only."""
+        """Call the model's own forward; it returns logits of the positions in `keep` only."""
         output = self.model(
             input_ids=tokens_T[None],
             position_ids=layout.positions[None],
@@ -200,14 +200,14 @@ class Decoder:
 
 
 def whole(lengths: Sequence[int], position_T: torch.Tensor) -> Prefill:
-    """Packed sequences of these lengths, one after the other."""
+    """Return the layout of packed sequences of these lengths."""
     counts = torch.tensor(lengths, device=position_T.device)
     sequence_T = torch.repeat_interleave(torch.arange(len(lengths), device=position_T.device), counts)
     return Prefill(len(position_T), sequence_T, position_T, len(lengths), max(lengths))
 
 
 def one_each(slots: list[int], position_N: torch.Tensor) -> Decode:
-    """The newest token of each of these slots, at these positions."""
+    """Return the layout of the newest token of each of these slots, at these positions."""
     is_prefix = slots[-1] == len(slots) - 1
     reach = torch.arange(int(position_N.max()) + 1, device=position_N.device)
     return Decode(
@@ -217,7 +217,7 @@ def one_each(slots: list[int], position_N: torch.Tensor) -> Decode:
 
 
 def first_fed(sample: Sample, experts: Experts) -> Experts | None:
-    """Of the rows of the sample's last tokens, those that are wanted and were not there before."""
+    """Return the rows of the sample's last tokens that the request wants and that were not reported before."""
     if sample.request.experts_from is None:
         return None
     wanted = len(sample.tokens) - max(sample.reported, sample.request.experts_from)
@@ -226,7 +226,7 @@ def first_fed(sample: Sample, experts: Experts) -> Experts | None:
 
 
 def append(sample: Sample, token: int, logprob: float, experts: Experts | None) -> Sampled:
-    """Note a sampled token: everything before it is cached now."""
+    """Append a sampled token to its sample. Everything before it is cached now."""
     sample.cached = len(sample.tokens)
     sample.tokens.append(token)
     is_full = len(sample.tokens) >= sample.limit

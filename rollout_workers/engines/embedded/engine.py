@@ -1,11 +1,11 @@
-"""Continuous batching on any transformers causal LM, in a thread of this process; nothing to install.
+"""Continuous batching on any transformers causal LM, in a thread of this process; it needs no further package.
 
-All decoding happens in one thread, which takes commands (add, cancel, swap, score) between two forwards.
-Samples are streamed to the event loop a few tokens at a time: waking every reader after every token would
-cost more than a step.
+One thread decodes, and takes commands (add, cancel, swap, score) between two forwards. It streams samples to the event
+loop a few tokens at a time: waking every reader after every token would cost more than a step.
 
-It is ours for exactness: transformers' continuous batching keeps stale keys over a weight swap and cannot say where in
-a sample the swap fell. Speed alone would not justify it; `benchmarks/engines.py` measures both.
+Headway has this engine for its exactness: transformers' continuous batching keeps stale keys over a weight swap and
+cannot say where in a sample the swap fell. `benchmarks/engines.py` compares the speed of both, which alone would not
+justify it.
 """
 
 import asyncio
@@ -39,16 +39,17 @@ from .slot_cache import ATTENTION
 T = TypeVar("T")
 
 FLUSH_S = 0.02
-"""How long a token may wait for company; the last one of a sample does not wait."""
+"""Seconds that a token may wait for others; the last token of a sample does not wait."""
 DEADLINE_S = 300.0
-"""For the thread to answer: a device may hang instead of failing."""
+"""Seconds for the thread to answer: a device may hang instead of failing."""
 CLOSE_S = 20.0
-"""What the thread gets to end, which then is left."""
+"""Seconds for the thread to end; a thread that has not ended by then is abandoned."""
 
 
 @dataclass(eq=False)
 class Stream:
-    """One sample on its way: the lists are the engine's thread's, the queue is the reader's loop's."""
+    """One sample on its way to its reader. The engine's thread owns the lists; the reader's event loop owns the
+    queue."""
 
     sample: Sample
     loop: asyncio.AbstractEventLoop
@@ -65,7 +66,7 @@ class Stream:
             self.experts.append(sampled.experts)
 
     def chunk(self, version: WeightVersion, sampled: Sampled | None) -> Chunk:
-        """What was noted since the last chunk."""
+        """Return a chunk of the tokens since the last chunk."""
         reason = sampled.finish_reason if sampled else None
         chunk = Chunk(
             token_ids=self.token_ids,
@@ -79,7 +80,7 @@ class Stream:
 
 
 class EmbeddedEngine:
-    """Engine over a transformers model. `version` None: there are no weights yet, only their shapes."""
+    """Runs a transformers model as an engine. With `version` None it has only the weights' shapes."""
 
     def __init__(
         self, model: nn.Module, config: EngineConfig, *, seed: int, version: WeightVersion | None = None
@@ -174,7 +175,7 @@ class EmbeddedEngine:
             raise HeadwayError(f"token ids must lie in [0, {self._vocabulary}): another model's tokenizer?")
 
     def _post(self, command: Callable[[], None]) -> None:
-        """Have the engine's thread do this between two forwards."""
+        """Have the engine's thread run this between two forwards."""
         with self._lock:
             if self._ended:
                 raise self._ended
@@ -184,7 +185,7 @@ class EmbeddedEngine:
         answer: Future[T] = Future()
 
         def command() -> None:
-            if self._ended:  # everyone who asked is told so
+            if self._ended:  # `_end` has told every caller
                 return
             try:
                 answer.set_result(question())
@@ -211,11 +212,11 @@ class EmbeddedEngine:
             while not self._closing:
                 self._advance()
             self._end(HeadwayError("the engine was closed"))
-        except Exception as error:  # noqa: BLE001 - whatever ends this thread must reach those who wait for it
+        except Exception as error:  # noqa: BLE001 - whatever ends this thread must reach its callers
             self._end(HeadwayError(f"the embedded engine stopped: {type(error).__name__}: {error}"))
 
     def _advance(self) -> None:
-        """Commands, then one forward."""
+        """Run the waiting commands, then one forward."""
         idle = self._is_paused or not (self._decoder.running or self._queued)
         if idle:
             self._commands.get()()
@@ -239,12 +240,12 @@ class EmbeddedEngine:
             self._flush()
 
     def _flush(self) -> None:
-        """Send what is noted of the samples that go on."""
+        """Send the tokens noted of the samples that go on."""
         self._send([(stream, None) for stream in self._streams.values() if stream.token_ids])
         self._flushed = time.monotonic()
 
     def _send(self, streams: Sequence[tuple[Stream, Sampled | None]]) -> None:
-        """One call into each reader's loop, however many chunks there are."""
+        """Send chunks with one call into each reader's event loop, however many chunks there are."""
         version = self._decoder.version
         assert version is not None
         ready: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Chunk | HeadwayError]]] = {}
@@ -286,7 +287,7 @@ class EmbeddedEngine:
         self._closing = True
 
     def _end(self, reason: HeadwayError) -> None:
-        """Take no more commands; tell everyone who waits."""
+        """Take no more commands, and raise `reason` in every caller that waits."""
         with self._lock:
             self._ended = reason
             asked = list(self._asked)
@@ -311,7 +312,7 @@ def call_in(loop: asyncio.AbstractEventLoop, chunks: Sequence[tuple[Stream, Chun
 
 
 def open_embedded(config: EngineConfig, model_dir: Path, *, seed: int) -> EmbeddedEngine:
-    """Build the model that `model_dir` describes; weights lying there are loaded as version 0.0."""
+    """Build the model that `model_dir` describes. Weights in that directory are loaded as version 0.0."""
     settings = {"dtype": getattr(torch, config.dtype), "attn_implementation": ATTENTION}
     architecture = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     if set(getattr(architecture, "layer_types", None) or ()) - {"full_attention"}:
@@ -319,7 +320,7 @@ def open_embedded(config: EngineConfig, model_dir: Path, *, seed: int) -> Embedd
             f"the embedded engine runs full attention only, {architecture.model_type} has other layers; "
             "use engine.kind=vllm"
         )
-    with torch.random.fork_rng(devices=[]):  # evaluating must not disturb a learner that resumes bit for bit
+    with torch.random.fork_rng(devices=[]):  # an evaluation must not disturb a learner that resumes bit for bit
         if any(Path(model_dir).glob("*.safetensors")):
             model = AutoModelForCausalLM.from_pretrained(model_dir, **settings)
             return EmbeddedEngine(model, config, seed=seed, version=WeightVersion(0, 0))

@@ -1,4 +1,4 @@
-"""Which experts a model's last forward chose. T tokens."""
+"""Records which experts a model's last forward chose. T tokens."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from broker.schema import Experts
 
 
 class RouterTap:
-    """The experts of every layer, which transformers hands what the layer's router chose."""
+    """Listens to the expert modules of every layer, to which transformers passes the choice of the layer's router."""
 
     def __init__(self, model: nn.Module) -> None:
         self._experts: list[Any] = [
@@ -23,7 +23,7 @@ class RouterTap:
         return not self._experts
 
     def listen(self) -> None:
-        """From the next forward on. Idempotent; nobody pays for it, or is refused, before it is asked for."""
+        """Listen from the next forward on. Idempotent. Before the first call it costs nothing and refuses no model."""
         if self._chosen:
             return
         self._chosen = [torch.empty(0)] * len(self._experts)
@@ -31,7 +31,7 @@ class RouterTap:
             part.register_forward_pre_hook(self._listener(layer))
 
     def last(self) -> Experts:
-        """[T, layers, experts per token] of the last forward, in the order in which they were chosen."""
+        """Return [T, layers, experts per token] of the last forward, in the order of the router's choice."""
         is_byte = all(part.num_experts <= 256 for part in self._experts)
         chosen_TLK = torch.stack(self._chosen, dim=1).to(torch.uint8 if is_byte else torch.uint16).cpu()
         array: Experts = np.asarray(chosen_TLK.numpy())

@@ -1,4 +1,4 @@
-"""Choosing the next token of many sequences at once. Shapes: N sequences, V vocabulary."""
+"""Chooses the next token of many sequences at once. Shapes: N sequences, V vocabulary."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ from rollout_workers.engines.base import GenerationRequest
 
 
 class Sampler:
-    """Samples with one generator for all; a request with a seed gets one of its own."""
+    """Samples with one generator for all requests; a request with a seed gets a generator of its own."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
         self._device = device
 
     def own_generator(self, request: GenerationRequest) -> torch.Generator | None:
-        """The generator of a seeded request: its tokens do not depend on what runs beside it."""
+        """Return the generator of a seeded request, so that its tokens do not depend on the requests beside it."""
         return None if request.seed is None else torch.Generator(self._device).manual_seed(request.seed)
 
     def sample(
@@ -24,7 +24,7 @@ class Sampler:
         requests: Sequence[GenerationRequest],
         generators: Sequence[torch.Generator | None],
     ) -> tuple[list[int], list[float]]:
-        """Tokens and their logprobs (fp32, temperature applied, before top-k and top-p cut)."""
+        """Return tokens and their logprobs (fp32, temperature applied, before the cuts of top-k and top-p)."""
         temperatures = [request.temperature or 1.0 for request in requests]
         temperature_N = torch.tensor(temperatures, device=self._device)
         logprobs_NV = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=-1)
@@ -41,7 +41,7 @@ class Sampler:
         requests: Sequence[GenerationRequest],
         generators: Sequence[torch.Generator | None],
     ) -> torch.Tensor:
-        """[N, V] Exp(1): argmax(p / noise) is a sample of p; ones where a request is greedy."""
+        """Return [N, V] noise from Exp(1): argmax(p / noise) is a sample of p. A greedy request has ones."""
         noise_NV = torch.empty_like(weights_NV).exponential_(generator=self._generator)
         for row, (request, generator) in enumerate(zip(requests, generators, strict=True)):
             if request.temperature == 0:
@@ -52,7 +52,7 @@ class Sampler:
 
 
 def cut(logprobs_NV: torch.Tensor, requests: Sequence[GenerationRequest]) -> torch.Tensor:
-    """-inf outside each request's top-k and nucleus; the likeliest token always stays."""
+    """Set logprobs to -inf outside each request's top-k and nucleus. The likeliest token always stays."""
     rows = [row for row, request in enumerate(requests) if request.top_k > 0 or request.top_p < 1]
     if not rows:
         return logprobs_NV

@@ -17,7 +17,7 @@ from broker.errors import HeadwayError
 ATTENTION = "headway_slots"
 
 _GROWTH = 64
-"""The cache grows by doubling from this length: memory follows what is used, not what is allowed."""
+"""Length from which the cache grows by doubling, so that memory follows what is used instead of what is allowed."""
 
 
 class SlotCache:
@@ -40,7 +40,8 @@ class SlotCache:
             self._layers[index] = grown
 
     def layer(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """[2, slots, K, length, D] keys and values. Zeros, not garbage: a masked NaN still spoils a sum."""
+        """Return [2, slots, K, length, D] keys and values of a layer. New memory is zeroed: a masked NaN still spoils a
+        sum."""
         if index not in self._layers:
             shape = (2, self._slots, like.shape[1], self._length, like.shape[3])
             self._layers[index] = like.new_zeros(shape)
@@ -54,38 +55,38 @@ class SlotCache:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Whole sequences that attend to themselves only."""
+    """Whole sequences, each of which attends only to itself."""
 
     tokens: int
-    """How many of the packed tokens are theirs (the first ones)."""
+    """Number of the packed tokens that are theirs: the first ones."""
     sequences: torch.Tensor
-    """[T] which of the sequences a token belongs to."""
+    """[T] the sequence that each token belongs to."""
     positions: torch.Tensor
-    """[T] where in its sequence."""
+    """[T] each token's position in its sequence."""
     count: int
     longest: int
 
 
 @dataclass(frozen=True)
 class Decode:
-    """One token each of sequences that the cache holds."""
+    """One token of each sequence that the cache holds."""
 
     slots: slice | torch.Tensor
-    """A slice where the slots are a prefix of the cache: no copy."""
+    """A slice if the slots are a prefix of the cache, which saves a copy."""
     mask: torch.Tensor
     """[N, 1, 1, L] true where a key exists."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the T packed tokens of one forward are."""
+    """What the T packed tokens of one forward are, and where their keys and values go."""
 
     cache: SlotCache | None
-    """None: nothing is kept (scoring)."""
+    """None: keys and values are not kept (scoring)."""
     slots: torch.Tensor
-    """[T]"""
+    """[T] the slot of each token."""
     positions: torch.Tensor
-    """[T]"""
+    """[T] the position of each token in its sequence."""
     prefill: Prefill | None
     decode: Decode | None
 
@@ -101,7 +102,7 @@ def slot_attention(
     headway_layout: Layout,
     **extras: object,
 ) -> tuple[torch.Tensor, None]:
-    """[1, H, T, D] queries, [1, K, T, D] keys and values -> [1, T, H, D]; fills the cache on the way."""
+    """Attend with [1, H, T, D] queries to [1, K, T, D] keys and values; returns [1, T, H, D] and fills the cache."""
     refuse_extras(extras)
     layout = headway_layout
     q_THD, k_TKD, v_TKD = (states[0].transpose(0, 1) for states in (query, key, value))
@@ -122,7 +123,7 @@ def slot_attention(
 def attend_new(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, scaling: float, prefill: Prefill
 ) -> torch.Tensor:
-    """Causal attention within each sequence. Right padding needs no mask: no token looks to its right."""
+    """Attend causally within each sequence. Right padding needs no mask: no token looks to its right."""
 
     def padded(states: torch.Tensor) -> torch.Tensor:
         rows = states.new_zeros(prefill.count, prefill.longest, *states.shape[1:])
@@ -136,7 +137,8 @@ def attend_new(
 
 
 def attend_cached(q_NHD: torch.Tensor, cached: torch.Tensor, scaling: float, decode: Decode) -> torch.Tensor:
-    """One query token per sequence; the H / K queries that share a key form the rows of one small product."""
+    """Attend with one query token per sequence. The H / K queries that share a key are the rows of one small
+    product."""
     length = decode.mask.shape[-1]
     keys, values = cached[0, decode.slots, :, :length], cached[1, decode.slots, :, :length]
     shared = q_NHD.reshape(q_NHD.shape[0], keys.shape[1], -1, q_NHD.shape[2])
@@ -145,11 +147,11 @@ def attend_cached(q_NHD: torch.Tensor, cached: torch.Tensor, scaling: float, dec
 
 
 def refuse_extras(extras: dict[str, object]) -> None:
-    """Attention variants that this function would silently compute wrongly."""
+    """Raise for attention variants that this function would compute wrongly."""
     for name in ("sliding_window", "softcap", "s_aux"):
         if extras.get(name) is not None:
             raise HeadwayError(f"the embedded engine has no attention with {name}; use engine.kind=vllm for this model")
 
 
-# Without a mask function of the same name transformers hands us no mask at all, which is what we want.
+# transformers passes no mask to an attention function without a mask function of the same name.
 AttentionInterface.register(ATTENTION, slot_attention)

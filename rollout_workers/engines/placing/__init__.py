@@ -1,1 +1,1 @@
-"""Tensors of a version on their way into the memory that an engine computes with."""
+"""The way of a version's tensors into the memory that an engine computes with."""

@@ -1,11 +1,11 @@
-"""Weights straight into an engine's parameters, once it is known where its own loader puts them.
+"""Copies weights straight into an engine's parameters, once it is known where the engine's own loader puts them.
 
-The first version goes through the loader, which is traced on the way (`placement`), and copied again by what was found:
-only if that comes to the same bits is it used for all versions that follow. Else the loader does them all.
+The first version goes through the loader, which is traced (`placement`). Then the found copies are made once: only if
+they give the same bits are all later versions copied. Otherwise the loader loads every version.
 
-So it is with an engine that quantizes (`engine.options.quantization`): what is published, and told by deltas, is always
-of full precision, and the loader makes blocks and scales of every version. Fingerprints then prove what the engine was
-handed, not what it holds, which is left to the probe.
+The loader also loads every version of an engine that quantizes (`engine.options.quantization`): the learner publishes
+full precision, and the loader makes blocks and scales of it. Fingerprints then prove what the engine was given; what it
+holds is left to the probe.
 """
 
 import logging
@@ -24,12 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class DirectLoading:
-    """Loads versions into one process of an engine: by copies where these are found to do what its loader does, else by
-    the loader.
+    """Loads versions into one process of an engine: by copies if they do what the loader does, else by the loader.
 
-    `parameters` are looked up anew each time, as a loader may replace them. `derived` are the engine's other tensors:
-    if the loader makes one of them from the weights, copies cannot do without it. `keeps_packed`: the engine computes
-    with packed copies of the weights, which only its loader can fill.
+    `parameters` is called for every version, as a loader may replace them. `derived` returns the engine's other
+    tensors: if the loader makes one of them from the weights, copies do not suffice. `keeps_packed`: the engine
+    computes with packed copies of the weights, which only its loader can fill.
     """
 
     def __init__(
@@ -45,25 +44,25 @@ class DirectLoading:
         self._parameters = parameters
         self._derived = derived
         self._published: tuple[Published, ...] = ()
-        """The last whole version's tensors, in order."""
+        """The tensors of the last whole version, in order."""
         self._known: frozenset[Published] = frozenset()
         """The same as a set."""
         self._placement: Placement | None = None
         self._rows: HeldRows | None = None
         self._copies: tuple[Mapping[str, torch.Tensor], list[int], Copies] | None = None
-        """The last ones, with the tensors and the addresses of the parameters that they are for."""
+        """The copies made last, with the tensors and the parameters' addresses that they are for."""
         self._came: dict[str, Published] = {}
-        """Of a version that comes in parts, by name: its tensors until now."""
+        """The tensors that have come of a version in parts, by name."""
         self._gathered: dict[str, torch.Tensor] = {}
-        """Copies of them in host memory, for a loader that must see all of them together."""
+        """Copies of these in host memory, for a loader that must see all of them together."""
 
     @property
     def is_direct(self) -> bool:
-        """Whether the next version, with the same tensors, does without the loader."""
+        """Whether the next version, if it has the same tensors, is loaded without the loader."""
         return self._placement is not None
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """A whole version, contiguous tensors on any device."""
+        """Load a whole version: contiguous tensors on any device."""
         parameters = self._parameters()
         addresses = [parameter.data_ptr() for parameter in parameters.values()]
         if self._copies is not None and self._copies[0] is tensors and self._copies[1] == addresses:
@@ -79,17 +78,17 @@ class DirectLoading:
         else:
             copies = self._placement.copies(parameters, tensors)
             copies.make()
-            # Host memory is another each time, and would be kept for nothing.
+            # Tensors in host memory lie elsewhere each time, so copies of them would be kept for nothing.
             is_kept = all(tensor.is_cuda for tensor in tensors.values())
             self._copies = (tensors, addresses, copies) if is_kept else None
 
     def begin(self) -> None:
-        """A version that may come in parts; one that was left unfinished is forgotten."""
+        """Begin a version that may come in parts, and forget an unfinished one."""
         self._came, self._gathered = {}, {}
 
     def load_part(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Some tensors of a version like the one before; they may be overwritten afterwards. A loader, which must see
-        all of them together, gets them from host memory at the end."""
+        """Load some tensors of a version like the one before. The caller may overwrite them afterwards. If the loader
+        must see all tensors together, it gets them from host memory at the end."""
         self._came |= {name: Published(name, tuple(one.shape), one.dtype) for name, one in tensors.items()}
         if any(self._came[one] not in self._known for one in tensors):
             raise WeightSyncError("other tensors came in parts than a version before, and none of them was loaded")
@@ -99,7 +98,7 @@ class DirectLoading:
             self._placement.copies(self._parameters(), tensors).make()
 
     def end(self) -> None:
-        """All parts came, if any did. Raises WeightSyncError if some did not."""
+        """End a version that may have come in parts. Raises WeightSyncError if only some of its parts came."""
         came, gathered = self._came, self._gathered
         self.begin()
         if came and (missing := len(self._published) - len(came)):
@@ -108,12 +107,13 @@ class DirectLoading:
             self.load({one.name: gathered[one.name] for one in self._published})
 
     def held(self) -> Held | None:
-        """Of the last version's tensors, in order; None where the loader keeps the weights in a form of its own."""
+        """Return what the engine holds of the last version's tensors, in order; None if the loader keeps weights in
+        another form."""
         return None if self._rows is None else self._rows.held(self._parameters())
 
     def loaded_rows(self) -> dict[str, list[tuple[int, int]]] | None:
-        """By parameter, the runs of rows that every version fills, from one row up to another; None where a loader does
-        it. Nothing is known to be filled before the first version."""
+        """Return the rows that every version fills, by parameter, as runs from one row up to another; None if the
+        loader loads them. Before the first version no row is known to be filled."""
         if self._published and self._placement is None:
             return None
         runs: dict[str, list[tuple[int, int]]] = {}
@@ -122,13 +122,14 @@ class DirectLoading:
         return runs
 
     def _found(self, published: tuple[Published, ...], tensors: Mapping[str, torch.Tensor]) -> Placement | None:
-        """Loads the version, one way or the other."""
+        """Load the version, and return the placement if copies reproduce it."""
         placement = self._traced(published)
         self._load(tensors.items())
         return placement if placement and self._reproduces(placement, published, tensors) else None
 
     def _traced(self, published: tuple[Published, ...]) -> Placement | None:
-        """None where the loader does what copying cannot. The weights are numbers then."""
+        """Trace the loader; afterwards the parameters hold numbers, not weights. Returns None if the loader does more
+        than copy."""
         if self._keeps_packed:
             return None
         try:
@@ -141,7 +142,8 @@ class DirectLoading:
     def _reproduces(
         self, placement: Placement, published: tuple[Published, ...], tensors: Mapping[str, torch.Tensor]
     ) -> bool:
-        """Whether copying comes to the bits that are there; they are there again in any case."""
+        """Return whether copies give the bits that the loader gave. The parameters hold these bits afterwards in any
+        case."""
         expected = self._fingerprints()
         scribble(self._load, self._parameters(), published)
         placement.copies(self._parameters(), tensors).make()
@@ -152,6 +154,6 @@ class DirectLoading:
         return False
 
     def _fingerprints(self) -> dict[str, int]:
-        """Of parameters, and of what the loader may have made of them."""
+        """Return the fingerprints of the parameters, and of the tensors that the loader may have made of them."""
         tensors = {**self._derived(), **self._parameters()}
         return {name: fingerprint(tensor) for name, tensor in tensors.items()}

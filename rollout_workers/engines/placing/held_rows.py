@@ -1,4 +1,4 @@
-"""What an engine's parameters hold of each published tensor, all of it in a few operations."""
+"""Computes what an engine's parameters hold of each published tensor, in a few operations."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -12,20 +12,20 @@ from weightsync.tensors.fingerprint import MatrixParts, fingerprint_parts
 from .placement import Block, Placement, rows_of
 
 ROWS_AT_ONCE = 1 << 21
-"""Of parameters that are added up together: some tens of bytes are needed for each."""
+"""Rows of parameters that are added up together. Each row needs some tens of bytes."""
 
 
 class _Run(NamedTuple):
-    """Parameters under one another, and whose their rows are."""
+    """Parameters that are added up together, and the tensors that their rows belong to."""
 
     parameters: tuple[str, ...]
     parts: MatrixParts
     numbers: torch.Tensor
-    """Of each part's tensor."""
+    """The number of each part's tensor."""
 
 
 class HeldRows:
-    """Of one placement of the tensors `names`: which runs of rows belong to which, on the parameters' device."""
+    """The runs of rows of one placement that belong to each of the tensors `names`, on the parameters' device."""
 
     def __init__(self, placement: Placement, parameters: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -39,7 +39,7 @@ class HeldRows:
         self._runs = [_run(some, heights, of_parameter, number, parameters) for some in _together(heights, parameters)]
 
     def held(self, parameters: Mapping[str, torch.Tensor]) -> Held:
-        """As of now. A GPU is waited for once."""
+        """Return what the parameters hold now. Waits for a GPU once."""
         totals: torch.Tensor | None = None
         for run in self._runs:
             added = fingerprint_parts([rows_of(parameters[name]) for name in run.parameters], run.parts)
@@ -51,7 +51,7 @@ class HeldRows:
 
 
 def _together(heights: Mapping[str, int], parameters: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Runs of parameters on one device with at most `ROWS_AT_ONCE` rows, or a single one with more."""
+    """Group parameters of one device with at most `ROWS_AT_ONCE` rows together; a larger parameter is alone."""
     run: list[str] = []
     for name in heights:
         is_full = sum(heights[other] for other in run) + heights[name] > ROWS_AT_ONCE

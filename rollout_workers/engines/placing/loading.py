@@ -1,4 +1,4 @@
-"""Named Hugging Face tensors into a live module: everything is checked before anything is copied."""
+"""Loads named Hugging Face tensors into a live module, and checks all of them before it copies any."""
 
 import re
 from collections import Counter
@@ -28,10 +28,9 @@ def fill(places: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def find_places(model: nn.Module, tensors: NamedTensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(place, tensor) pairs that fill the whole model; WeightSyncError names the first wrong tensor.
+    """Return (place, tensor) pairs that fill the whole model. WeightSyncError names the first wrong tensor.
 
-    Experts may come fused, as transformers holds them, or one by one, as checkpoints do; tied tensors may be
-    left out.
+    Experts may come fused, as transformers holds them, or one by one, as checkpoints do; tied tensors may be left out.
     """
     filling = Filling(model)
     places = filling.places(tensors)
@@ -40,7 +39,8 @@ def find_places(model: nn.Module, tensors: NamedTensors) -> list[tuple[torch.Ten
 
 
 class Filling:
-    """One version going into a model, some of its tensors at a time: where each belongs, and whether all have come."""
+    """Fills a model with one version, some tensors at a time: finds each tensor's place and knows whether all have
+    come."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(model.named_parameters())
@@ -50,7 +50,7 @@ class Filling:
         """Names and number formats of all tensors that have come, as they were published."""
 
     def places(self, tensors: NamedTensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(place, tensor) pairs; WeightSyncError names the first wrong tensor."""
+        """Return (place, tensor) pairs. WeightSyncError names the first wrong tensor."""
         places = []
         for name, tensor in tensors:
             self.published.append((name, tensor.dtype))
@@ -71,7 +71,7 @@ class Filling:
 
 
 def held_tensors(model: nn.Module, published: Sequence[tuple[str, torch.dtype]]) -> Held | None:
-    """What the model holds of these tensors; None if one was converted to another number format as it was loaded."""
+    """Return what the model holds of these tensors; None if one was converted to another number format."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     held = {}
     for name, dtype in published:
@@ -83,14 +83,14 @@ def held_tensors(model: nn.Module, published: Sequence[tuple[str, torch.dtype]])
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Second names of shared parameters, such as lm_head.weight."""
+    """Return the second names of shared parameters, such as lm_head.weight."""
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
         name for name, _ in model.named_parameters()
     }
 
 
 def one_by_one(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Fused experts taken apart into the names of checkpoints."""
+    """Yield the tensors with fused experts taken apart, under the names that checkpoints have."""
     for name, tensor in tensors:
         if not is_fused(name):
             yield name, tensor
@@ -112,7 +112,7 @@ def is_fused(name: str) -> bool:
 
 
 def place(parameters: Mapping[str, nn.Parameter], name: str) -> tuple[str, torch.Tensor]:
-    """Where a tensor of this name goes: the parameter's name and the part of it to fill."""
+    """Return the place of a tensor of this name: the parameter's name and the part of it to fill."""
     if name in parameters:
         return name, parameters[name].detach()
     if match := _EXPERT.fullmatch(name):

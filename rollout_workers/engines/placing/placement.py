@@ -1,13 +1,14 @@
-"""Where an engine's own loader puts every element of the published tensors, found out once by loading numbered ones.
+"""Finds out where an engine's own loader puts every element of the published tensors, by loading numbered ones.
 
 An engine fuses projections, stacks experts, shards over tensor parallel ranks, pads, and swaps halves. Its loader does
-that a tensor at a time, in seconds for tens of thousands of them; what it does is always the same copy. So once:
+that a tensor at a time, which takes seconds for tens of thousands of them, and makes the same copies every time. So the
+loader is traced once:
 
     numbered tensors ─► the loader ─► parameters ─► which tensor, which element, stands in each row ─► Placement
 
-and from then on every version is copied straight to where it belongs. Numbers are bit patterns of 16 bits, so that
-they pass through any number format unharmed: first which tensor, by two numbers, as rows that do not change from one to
-the other are none of the loader's; then the element's place in it, in two halves.
+and from then on every version is copied straight to its place. Numbers are patterns of 16 bits, which pass through any
+number format unharmed. Two loads number the tensors, differently: rows that are the same after both are rows that the
+loader does not fill. Two more loads give the element's place in its tensor, in two halves.
 
 R rows and C columns of a parameter, whose leading dimensions are flattened.
 """
@@ -24,17 +25,17 @@ from broker.errors import WeightSyncError
 
 NUMBERS = 1 << 16
 SECOND = 1 << 15
-"""How far a source's two numbers lie apart."""
+"""Distance between the two numbers of a source."""
 
 BITS = {2: torch.int16, 4: torch.int32}
-"""Integers as wide as an element of so many bytes."""
+"""The integer type of an element, by its bytes."""
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
-"""The engine's loader; what it writes are its parameters."""
+"""The engine's loader, which writes into its parameters."""
 
 
 class Published(NamedTuple):
-    """A tensor as it is published."""
+    """A tensor as the learner publishes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,27 +44,28 @@ class Published(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive rows of a parameter that stand in one source at equal steps."""
+    """Consecutive rows of a parameter whose elements stand in one source at equal steps."""
 
     parameter: str
     first_row: int
     rows: int
     source: str
     offset: int
-    """Of the block's first element in the flat source."""
+    """Position of the block's first element in the flat source."""
     row_step: int
     column_step: int
 
 
 class Copies(NamedTuple):
-    """Rows of parameters, and where they come from: as long as both stay where they are, to be made again."""
+    """Rows of parameters and the memory that they are copied from. The copies can be repeated while both stay in
+    place."""
 
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
 
     @torch.no_grad()
     def make(self) -> None:
-        """All of them."""
+        """Make all copies."""
         if self.targets:
             torch._foreach_copy_(self.targets, self.sources)
 
@@ -82,25 +84,27 @@ class Placement:
         return found
 
     def copies(self, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> "Copies":
-        """Of the blocks whose sources are among `tensors`, contiguous ones of the published shapes."""
+        """Return the copies of the blocks whose sources are among `tensors`, which are contiguous and of the published
+        shapes."""
         pairs = [(filled_rows(parameters, block), block) for name in tensors for block in self._of_source.get(name, ())]
         sources = [_strided(tensors[block.source], block, target.shape[1]) for target, block in pairs]
         return Copies([target for target, _ in pairs], sources)
 
 
 def filled_rows(parameters: Mapping[str, torch.Tensor], block: Block) -> torch.Tensor:
-    """[rows, C] a view of the parameter's rows that the block fills."""
+    """Return [rows, C], a view of the parameter's rows that the block fills."""
     return rows_of(parameters[block.parameter])[block.first_row : block.first_row + block.rows]
 
 
 def rows_of(parameter: torch.Tensor) -> torch.Tensor:
-    """[R, C] a view; a vector's elements are rows of one column."""
+    """Return [R, C], a view of the parameter. A vector has one column."""
     parameter = parameter.detach()
     return parameter.view(-1, 1) if parameter.dim() < 2 else parameter.view(-1, parameter.shape[-1])
 
 
 def trace(load: Load, parameters: Mapping[str, torch.Tensor], sources: Sequence[Published]) -> Placement:
-    """Overwrites what the loader loads. Raises WeightSyncError where it does more than copying."""
+    """Find out what the loader copies, and overwrite its parameters. Raises WeightSyncError if it does more than
+    copy."""
     if len(sources) > SECOND:
         raise WeightSyncError(f"{len(sources)} tensors cannot be numbered; {SECOND} can")
     _check(parameters, sources)
@@ -120,7 +124,7 @@ def trace(load: Load, parameters: Mapping[str, torch.Tensor], sources: Sequence[
 
 
 def scribble(load: Load, parameters: Mapping[str, torch.Tensor], sources: Sequence[Published]) -> None:
-    """Put something else than weights into whatever the loader loads."""
+    """Overwrite what the loader loads with numbers that are no weights."""
     _loaded(load, parameters, sources, _source)
 
 
@@ -139,7 +143,7 @@ def _words(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def _source(number: int, places: torch.Tensor) -> torch.Tensor:
-    """What stands in the elements of source number `number` while it is loaded, here and in what follows."""
+    """Return the elements of source number `number` for one tracing load. The next three functions do the same."""
     return torch.full_like(places, number)
 
 
@@ -161,7 +165,8 @@ def _loaded(
     sources: Sequence[Published],
     numbering: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """[R, 3] the numbers in each parameter's first, second and last column; of a single column three times that."""
+    """Return [R, 3], the numbers in each parameter's first, second and last column; all three are the same for one
+    column."""
     load(_numbered(sources, numbering, next(iter(parameters.values())).device))
     return {name: _columns(_bits(parameter)) for name, parameter in parameters.items()}
 
@@ -176,12 +181,12 @@ def _numbered(
 
 
 def _is_loaded(first_R3: torch.Tensor, second_R3: torch.Tensor) -> torch.Tensor:
-    """[R]"""
+    """Return [R], whether the loader loaded each row."""
     return (second_R3[:, 0] - first_R3[:, 0]) % NUMBERS == SECOND
 
 
 def _check_rows(parameters: Mapping[str, torch.Tensor], is_loaded: Mapping[str, torch.Tensor]) -> None:
-    """Raises where a row is not of one source, whose number its elements have now."""
+    """Raise if a row comes from several sources. The parameters hold the sources' numbers now."""
     for name, parameter in parameters.items():
         bits_RC = _bits(parameter)
         is_one_R = (bits_RC == bits_RC[:, :1]).all(1).cpu()
@@ -201,7 +206,7 @@ def _unsigned(bits: torch.Tensor) -> torch.Tensor:
 def _blocks(
     name: str, columns: int, which_R: torch.Tensor, places_R3: torch.Tensor, names: Sequence[str]
 ) -> Iterator[Block]:
-    """Runs of rows with one source and one step; rows that nothing was loaded into are left out."""
+    """Yield runs of rows with one source and one step, without rows that the loader did not fill."""
     steps_R = places_R3[:, 1] - places_R3[:, 0]
     is_uneven_R = (steps_R < 0) | (places_R3[:, 2] != places_R3[:, 0] + steps_R * (columns - 1))
     if (is_uneven_R & (which_R >= 0)).any():
@@ -216,12 +221,13 @@ def _blocks(
 
 
 def _starts(which_R: torch.Tensor, steps_R: torch.Tensor, offsets_R: torch.Tensor) -> list[int]:
-    """Where runs of one source, one column step and one row step begin; a view's rows go forward."""
+    """Return the first rows of runs with one source, one column step and one row step. The rows of a view go
+    forward."""
     if not len(which_R):
         return []
     row_steps = torch.where(which_R[1:] >= 0, offsets_R.diff(), 1)
     goes_on = (which_R.diff() == 0) & ((steps_R.diff() == 0) | (which_R[1:] < 0)) & (row_steps >= 1)
-    # A row that goes on from one that did must do so at the same step.
+    # A row that continues a run must keep the step of the run.
     is_next = goes_on.clone()
     is_next[1:] &= ~goes_on[:-1] | (row_steps[1:] == row_steps[:-1])
     return [0, *(1 + (~is_next).nonzero().flatten()).tolist()]

@@ -1,9 +1,9 @@
-"""Named tensors handed to an engine's processes without sending them: they map the memory that the tensors lie in.
+"""Hands named tensors to an engine's processes without sending them: the processes map the tensors' memory.
 
     front process: Handover.of(tensors) ─► a few bytes ─► update_weights ─► Mapped.tensors(those bytes): engine
 
-Tensors on a GPU stay where they are, and are mapped once: an engine that is given the same memory again, with other
-numbers in it, gets the same views. Those on a CPU are copied into a file in RAM for the length of one call.
+Tensors on a GPU stay in place and are mapped once: an engine that is given the same memory again, with other numbers in
+it, gets the same views. Tensors on a CPU are copied into a file in RAM for the length of one call.
 """
 
 from collections import OrderedDict, deque
@@ -20,11 +20,11 @@ from weightsync.tensors.buckets import ALIGNMENT, DTYPES
 from weightsync.tensors.shared_memory import attach, gpu_handle, host_buffer
 
 KEPT = 2
-"""Sets of memory that stay mapped: one may be received into while the other is swapped in."""
+"""Sets of memory that stay mapped: the engine may receive into one while it swaps the other in."""
 
 
 class _Place(NamedTuple):
-    """A tensor in one of the buffers."""
+    """A tensor's place in one of the buffers."""
 
     name: str
     dtype: str
@@ -38,29 +38,30 @@ class _Shared(msgspec.Struct, frozen=True, array_like=True):
     handles: tuple[bytes, ...]
     places: tuple[_Place, ...]
     stays: bool
-    """The memory may be given again."""
+    """Whether the same memory may be given again."""
 
 
 class Given(NamedTuple):
-    """One version, for an engine's processes."""
+    """One version, as an engine's processes get it."""
 
     names: tuple[str, ...]
     shared: bytes
-    """What `Mapped.tensors` takes."""
+    """The bytes that `Mapped.tensors` takes."""
 
 
 class Handover:
-    """The front process's side. It keeps GPU memory that engines have mapped from being freed."""
+    """Hands tensors over from the front process. It keeps GPU memory that engines have mapped from being freed."""
 
     def __init__(self, wanted: Callable[[NamedTensors], NamedTensors]) -> None:
-        """`wanted`: how the engine's processes want tensors; raises WeightSyncError for what they cannot take."""
+        """`wanted` returns the tensors as the engine's processes want them, and raises WeightSyncError for wrong
+        ones."""
         self._wanted = wanted
         self._handles: OrderedDict[int, tuple[torch.UntypedStorage, bytes]] = OrderedDict()
         self._given: deque[tuple[NamedTensors, Given]] = deque(maxlen=KEPT)
 
     @contextmanager
     def of(self, tensors: NamedTensors) -> Iterator[Given]:
-        """For processes of this machine, until the end of the block."""
+        """Give the tensors to processes of this machine until the end of the block."""
         if any(not tensor.is_cuda for _, tensor in tensors):
             with _copied([(name, tensor.cpu()) for name, tensor in self._wanted(tensors)]) as shared:
                 yield _encoded(shared)
@@ -68,7 +69,7 @@ class Handover:
             yield self._known(tensors)
 
     def _known(self, tensors: NamedTensors) -> Given:
-        """The same for the same list."""
+        """Return the same object for the same list of tensors."""
         for known, given in self._given:
             if known is tensors:
                 return given
@@ -116,15 +117,16 @@ def _copied(tensors: NamedTensors) -> Iterator[_Shared]:
 
 
 class Mapped:
-    """The side of one of the engine's processes."""
+    """Maps tensors into one of the engine's processes."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, Mapping[str, torch.Tensor]] = OrderedDict()
         self._buffers: dict[bytes, Mapping[bytes, torch.Tensor]] = {}
-        """Of what is known, by handle: parts of a version come through the same memory, which is mapped once."""
+        """Buffers of the remembered versions by handle: parts of a version come through the same memory, which is
+        mapped once."""
 
     def tensors(self, shared: bytes) -> Mapping[str, torch.Tensor]:
-        """By name; the same mapping for the same bytes, as far as it is remembered."""
+        """Return the tensors by name. The same bytes give the same mapping while it is remembered."""
         if shared in self._known:
             self._known.move_to_end(shared)
             return self._known[shared]

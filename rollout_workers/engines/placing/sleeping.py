@@ -1,7 +1,8 @@
-"""What an engine's process must have again after a sleep that discards its tensors, and that no version brings.
+"""Saves what an engine's process loses in a sleep that discards its tensors, and that no version brings back.
 
-Addresses survive such a sleep, numbers do not. A version fills the rows of parameters that a loader loads; the others
-(padding, scales), buffers and tensors that modules keep as attributes are saved in host memory.
+Tensors keep their addresses in such a sleep and lose their numbers. A version fills the rows of parameters that a
+loader loads. The other rows (padding, scales), buffers and tensors that modules keep as attributes are saved in host
+memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +12,11 @@ import torch
 from .placement import rows_of
 
 Runs = Sequence[tuple[int, int]]
-"""[from, to) rows."""
+"""Runs of rows as [from, to)."""
 
 
 class Kept:
-    """Made before the sleep. What it holds are views: addresses must stay."""
+    """The saved tensors. Make one before the sleep; it holds views, so addresses must stay."""
 
     def __init__(
         self,
@@ -23,7 +24,7 @@ class Kept:
         parameters: Mapping[str, torch.Tensor],
         loaded: Mapping[str, Runs] | None,
     ) -> None:
-        """`loaded`: the rows that every version fills; None: all of them, by a loader that nobody has looked into."""
+        """`loaded`: the rows that every version fills; None: all rows, as the loader was not traced."""
         of_parameters = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
         memory = {tensor.untyped_storage().data_ptr(): tensor for tensor in derived.values()}
         views = [_whole(tensor) for address, tensor in memory.items() if address not in of_parameters]
@@ -35,23 +36,23 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """In host memory."""
+        """Bytes saved in host memory."""
         return sum(copy.nbytes for _, copy in self._saved)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """After waking up."""
+        """Copy the saved tensors back after waking up."""
         for view, copy in self._saved:
             view.copy_(copy)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that the tensor, perhaps an overlapping view, lies in."""
+    """Return the whole memory that the tensor, perhaps an overlapping view, lies in."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def gaps(runs: Runs, count: int) -> Iterator[tuple[int, int]]:
-    """The runs of `count` rows that lie between these."""
+    """Yield the runs of `count` rows that lie between these."""
     row = 0
     for start, end in sorted(runs):
         if start > row:

@@ -1,4 +1,4 @@
-"""When everything that vLLM sampled before it was paused has reached the requests that wait for it."""
+"""Waits until everything that vLLM sampled before a pause has reached its requests."""
 
 import asyncio
 from typing import Any
@@ -7,10 +7,10 @@ from broker.errors import WeightSyncError
 
 
 class Arrival:
-    """Of one AsyncLLM, whose background task takes outputs from a queue and hands them to their requests.
+    """Watches one AsyncLLM, whose background task takes outputs from a queue and hands them to their requests.
 
-    vLLM answers the call that pauses it after its last outputs, on the same connection: by then they are in the queue
-    or on their way to their requests, and the task asks for more only when it has handed over the last.
+    vLLM answers the call that pauses it after its last outputs, on the same connection. So these outputs are in the
+    queue or on their way to their requests, and the task asks for more only after it has handed over the last one.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -21,14 +21,14 @@ class Arrival:
         self._core.get_output_async = self._watched
 
     async def of_everything(self) -> None:
-        """Generation must be paused. Raises WeightSyncError if vLLM has died."""
+        """Wait until all outputs have arrived. Generation must be paused. Raises WeightSyncError if vLLM has died."""
         while not (self._is_waiting and self._core.outputs_queue.empty()):
             if self._llm.output_handler is None or self._llm.output_handler.done():
                 raise WeightSyncError("vLLM hands over no outputs any more; restart the worker")
             await asyncio.sleep(0)
 
     def forget(self) -> None:
-        """Let go of vLLM, which is about to be closed: whoever holds this must not keep its sockets open."""
+        """Release vLLM before it is closed, so that a reference to this object does not keep its sockets open."""
         del self._core.get_output_async
         del self._llm, self._core, self._next_outputs
 

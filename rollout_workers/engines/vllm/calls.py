@@ -1,4 +1,5 @@
-"""Calls of a swap, or a sleep, into vLLM's processes, each with a deadline and told apart from our own errors."""
+"""Calls of a swap or a sleep into vLLM's processes, each with a deadline. Their errors are told apart from Headway's
+own."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -14,22 +15,22 @@ from rollout_workers.engines.held import Held
 T = TypeVar("T")
 
 DEADLINE_S = 300.0
-"""For each call: vLLM may hang instead of failing."""
+"""Seconds for each call: vLLM may hang instead of failing."""
 
 DISCARD = 2
-"""vLLM's level of sleep that keeps no weights. Level 1 would copy them into memory that it pins anew every time, to be
-overwritten later: a learner that trains has newer ones."""
+"""vLLM's level of sleep that keeps no weights. Level 1 would copy them into memory that it pins anew every time, and
+the learner's newer weights would overwrite them."""
 
 
 Load = Callable[[bytes, bool], Awaitable[None]]
-"""Takes what `Handover` gave, and whether that is a whole version."""
+"""Loads what `Handover` gave; the flag says whether it is a whole version."""
 
 
 @asynccontextmanager
 async def loading(llm: Any) -> AsyncIterator[Load]:
-    """Yields what puts tensors into every process of a paused AsyncLLM, by vLLM's API for weight transfer.
+    """Yield a function that loads tensors into every process of a paused AsyncLLM, by vLLM's API for weight transfer.
 
-    Whether they could be taken is found out by `prove`.
+    `prove` finds out whether the processes could take them.
     """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -40,13 +41,13 @@ async def loading(llm: Any) -> AsyncIterator[Load]:
     await answered("prepare for new weights", llm.start_weight_update())
     try:
         yield load
-    finally:  # or vLLM would refuse the next one
+    finally:  # otherwise vLLM would refuse the next update
         await answered("finish with new weights", llm.finish_weight_update())
 
 
 async def prove(llm: Any, names: tuple[str, ...], check: Check | None) -> None:
-    """Raises WeightSyncError where a process could not take what was loaded last, and what `check` raises of all that
-    they hold of the tensors of these names."""
+    """Raise WeightSyncError if a process could not take what was loaded last, and whatever `check` raises for what the
+    processes hold of the tensors `names`."""
     outcomes = await answered("fingerprint weights", llm.collective_rpc("headway_outcome", args=(check is not None,)))
     for failure, _ in outcomes:
         if failure:
@@ -56,8 +57,8 @@ async def prove(llm: Any, names: tuple[str, ...], check: Check | None) -> None:
 
 
 def whole(names: tuple[str, ...], processes: Sequence[tuple[bytes, bytes] | None]) -> Held | None:
-    """What the processes hold together; None where one does not know. The head is its own even where the model's is
-    tied."""
+    """Add up what the processes hold; None if a process does not know. The head counts as a tensor of its own even if
+    the model's head is tied."""
     known = [held for held in processes if held is not None]
     if len(known) < len(processes):
         return None
@@ -68,7 +69,7 @@ def whole(names: tuple[str, ...], processes: Sequence[tuple[bytes, bytes] | None
 
 
 async def answered(what: str, call: Coroutine[Any, Any, T]) -> T:
-    """The call's answer, or WeightSyncError when it fails or takes too long."""
+    """Return the call's answer. Raises WeightSyncError if it fails or takes longer than `DEADLINE_S`."""
     try:
         async with asyncio.timeout(DEADLINE_S):
             return await call
@@ -76,24 +77,24 @@ async def answered(what: str, call: Coroutine[Any, Any, T]) -> T:
         raise WeightSyncError(f"vLLM did not {what} within {DEADLINE_S:.0f} s; restart the worker") from error
     except HeadwayError:
         raise
-    except Exception as error:  # vLLM raises no narrower one where a call fails in its processes
+    except Exception as error:  # vLLM raises no narrower one for a call that fails in its processes
         raise WeightSyncError(f"vLLM failed to {what}: {error}") from error
 
 
 def vllm_errors() -> tuple[type[Exception], ...]:
-    """What its front end raises for bad requests, dead processes and failed calls."""
+    """Return what vLLM's front end raises for bad requests, dead processes and failed calls."""
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
     return (EngineDeadError, EngineGenerateError, ValueError, RuntimeError)
 
 
 async def sleep(llm: Any) -> None:
-    """Nothing may be running."""
+    """Free the GPU's memory. No request may be running."""
     await answered("save what is no weight", llm.collective_rpc("headway_before_sleep"))
     await answered("sleep", llm.sleep(level=DISCARD))
 
 
 async def wake(llm: Any) -> None:
-    """Without weights, but with all else."""
+    """Take the memory again and restore what is no weight. Weights come with the next swap."""
     await answered("wake up", llm.wake_up())
     await answered("restore what is no weight", llm.collective_rpc("headway_after_wake"))

@@ -1,4 +1,4 @@
-"""A request in vLLM's words, and what it answers as chunks."""
+"""A request in vLLM's words, and vLLM's outputs as chunks."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,11 +8,12 @@ from broker.schema import Experts, WeightVersion
 from rollout_workers.engines.base import Chunk, FinishReason, GenerationRequest
 
 VersionStarts = Sequence[tuple[WeightVersion, int]]
-"""Which weights sampled a response, each with the first token that is theirs, or would have been."""
+"""The versions that sampled a response, each with the position of the first token that is or would have been its own.
+"""
 
 
 def sampling(request: GenerationRequest) -> Any:
-    """vLLM's words for a request."""
+    """Return the request as vLLM's SamplingParams."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -29,7 +30,7 @@ def sampling(request: GenerationRequest) -> Any:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        skip_clone=True,  # nobody else has them
+        skip_clone=True,  # no other code has them
         **wants_experts,
     )
 
@@ -42,8 +43,8 @@ def split(
     finish_reason: FinishReason | None,
     experts: Experts | None = None,
 ) -> Iterator[Chunk]:
-    """One chunk for each version in a run of tokens that begins at `position` of the response; `experts` ends with the
-    row of the last token that was fed for it."""
+    """Yield one chunk for each version in a run of tokens that begins at `position` of the response. `experts` ends
+    with the row of the last token that was fed for it."""
     if not token_ids:  # interrupted, perhaps before any weights had sampled for it
         return
     rows = 0
@@ -63,7 +64,7 @@ def split(
 
 
 def ending(finish_reason: str | None) -> FinishReason | None:
-    """vLLM's word in ours; None while the response may go on, in this request or in the next."""
+    """Translate vLLM's finish reason; None if the response may go on, in this request or in the next."""
     match finish_reason:
         case "stop" | "length":
             return finish_reason

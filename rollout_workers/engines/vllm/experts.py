@@ -1,9 +1,9 @@
 """Which experts vLLM's routers chose (`enable_return_routed_experts`), as rows of `Chunk.experts`.
 
-vLLM's engine sends with a request's first token the rows of its prompt from `routed_experts_prompt_start` on, and with
-every other token the row of the token before it; what it computes anew, after a swap or for want of cache, it does not
-send again. That is what a chunk promises. Only its public output is no use here: that has all rows at the very end. So
-they are taken from where its front end gathers them. Read in vLLM 0.26 and 0.32.
+With a request's first token vLLM's engine sends the rows of its prompt from `routed_experts_prompt_start` on, and with
+every other token the row of the token before it. It does not send rows of tokens again that it computes anew, after a
+swap or for lack of cache. A chunk promises exactly that. vLLM's public output has all rows only at the very end, so
+this module takes them from where vLLM's front end gathers them. It was written against vLLM 0.26 and 0.32.
 """
 
 import re
@@ -21,20 +21,20 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class RoutedLayers(NamedTuple):
-    """Where a model has experts. vLLM's rows have a place for every layer."""
+    """The layers of a model that have experts. vLLM's rows have a place for every layer."""
 
     layers: tuple[int, ...]
     is_byte: bool
     """Whether the number of an expert fits into eight bits."""
 
     def rows(self, routed: Experts) -> Experts:
-        """[T, layers with experts, experts per token]"""
+        """Return [T, layers with experts, experts per token]."""
         kept = routed if len(self.layers) == routed.shape[1] else routed[:, self.layers]
         return kept.astype(np.uint8 if self.is_byte else np.uint16, copy=False)
 
 
 def routed_layers(shapes: torch.nn.Module) -> RoutedLayers:
-    """Of a transformers model. Raises HeadwayError for one without experts."""
+    """Find the layers of a transformers model that have experts. Raises HeadwayError if there are none."""
     experts = {
         int(match[1]): int(part.num_experts)
         for name, part in shapes.named_modules()
@@ -46,7 +46,8 @@ def routed_layers(shapes: torch.nn.Module) -> RoutedLayers:
 
 
 def engine_arguments(options: Mapping[str, object]) -> dict[str, Any]:
-    """What vLLM is started with. Raises HeadwayError where it cannot tell: on a CPU, and split into stages."""
+    """Return what vLLM is started with. Raises HeadwayError where it cannot report experts: on a CPU, and in pipeline
+    stages."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -63,13 +64,14 @@ def engine_arguments(options: Mapping[str, object]) -> dict[str, Any]:
 
 
 def new_rows(request: GenerationRequest, position: int, count: int) -> int:
-    """Rows that come with `count` tokens of the response from `position` on."""
+    """Return how many rows come with `count` tokens of the response from `position` on."""
     assert request.experts_from is not None
     return count if position else len(request.prompt_tokens) - request.experts_from + count - 1
 
 
 def take(gathered: list[Experts], count: int) -> Experts:
-    """Remove the first rows from what the front end has gathered of a request. Raises HeadwayError for too few."""
+    """Remove and return the first `count` rows that vLLM's front end has gathered. Raises HeadwayError if there are
+    fewer."""
     rows = np.concatenate(gathered) if gathered else np.empty((0, 0, 0), np.uint8)
     if len(rows) < count:
         raise HeadwayError(f"vLLM told the experts of {len(rows)} tokens where it fed {count}: a bug in its adapter")

@@ -1,4 +1,5 @@
-"""Imported inside vLLM's worker processes before they load a model: makes our weight transfer known to vLLM there."""
+"""Imported by vLLM's worker processes before they load a model: it registers Headway's weight transfer with vLLM
+there."""
 
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
@@ -8,13 +9,13 @@ WeightTransferEngineFactory.register_engine("headway", HeadwayTransfer)
 
 
 class WeightExtension:
-    """Mixed into vLLM's worker (`worker_extension_cls`) for what its API does not tell."""
+    """Methods mixed into vLLM's worker (`worker_extension_cls`), for what vLLM's API does not offer."""
 
     weight_transfer_engine: HeadwayTransfer
 
     def headway_outcome(self, wants_fingerprints: bool) -> tuple[str, tuple[bytes, bytes] | None]:
-        """Why the last update failed here, or ""; then, if wanted and known, what this process holds of the tensors of
-        the update, in their order: the bytes of `Held`'s arrays."""
+        """Return why the last update failed here, or "". If wanted and known, also return what this process holds of
+        the tensors of the update, in their order: the bytes of `Held`'s arrays."""
         transfer = self.weight_transfer_engine
         held = transfer.held() if wants_fingerprints and not transfer.failure else None
         return transfer.failure, None if held is None else (held.fingerprints_N.tobytes(), held.elements_N.tobytes())
@@ -24,5 +25,5 @@ class WeightExtension:
         self.weight_transfer_engine.before_sleep()
 
     def headway_after_wake(self) -> None:
-        """Put it back."""
+        """Restore what was saved before the sleep."""
         self.weight_transfer_engine.after_wake()

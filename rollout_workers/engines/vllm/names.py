@@ -1,4 +1,4 @@
-"""Published tensors under the names that vLLM loads them by."""
+"""Published tensors under the names by which vLLM loads them."""
 
 import torch
 
@@ -9,7 +9,7 @@ HEAD = "lm_head.weight"
 
 
 def wanted_tensors(shapes: torch.nn.Module, tensors: NamedTensors) -> NamedTensors:
-    """As vLLM wants them: experts one by one, and a head of its own even where it is tied.
+    """Return the tensors as vLLM wants them: experts one by one, and a head of its own even if it is tied.
 
     Raises WeightSyncError unless they are the whole model.
     """
@@ -18,7 +18,7 @@ def wanted_tensors(shapes: torch.nn.Module, tensors: NamedTensors) -> NamedTenso
 
 
 def renamed(tied_to_head: str | None, tensors: NamedTensors) -> NamedTensors:
-    """See `wanted_tensors`; of any of the model's tensors, as vLLM's processes know what they want."""
+    """Do as `wanted_tensors` for some of the model's tensors, without a check: vLLM's processes know what they want."""
     named = dict(one_by_one(tensors))
     if tied_to_head in named:
         named[HEAD] = named[tied_to_head]
@@ -26,7 +26,7 @@ def renamed(tied_to_head: str | None, tensors: NamedTensors) -> NamedTensors:
 
 
 def tied_head(shapes: torch.nn.Module) -> str | None:
-    """The tensor that is the head as well; None where it has one of its own."""
+    """Return the name of the tensor that the head is tied to; None if the head is not tied."""
     if HEAD not in tied_names(shapes):
         return None
     embedding = shapes.get_input_embeddings().weight  # type: ignore[operator]

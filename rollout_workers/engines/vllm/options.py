@@ -1,7 +1,7 @@
-"""Which of vLLM's options a configuration that lies in the broker may set: sizes and switches.
+"""Which of vLLM's options a configuration in the broker may set: sizes and switches.
 
-Others name modules, classes, files or addresses (`worker_cls`, `load_format`, `tokenizer`, `trust_remote_code`, ...):
-vLLM would import or read what they name. Those a worker takes from its own command line alone.
+Other options name modules, classes, files or addresses (`worker_cls`, `load_format`, `tokenizer`, `trust_remote_code`,
+...), and vLLM would import or read what they name. A worker takes those from its own command line only.
 """
 
 _NAMES = """
@@ -14,7 +14,7 @@ max_model_len max_num_batched_tokens max_num_scheduled_tokens max_num_seqs num_g
 pipeline_parallel_size prefill_context_parallel_size seed stream_interval swap_space tensor_parallel_size watermark
 """
 SIZES_AND_SWITCHES = frozenset(_NAMES.split())
-"""Numbers, true or false, and lists of numbers."""
+"""Options whose values are numbers, booleans or lists of numbers."""
 
 WORDS = {
     "attention_backend": None,
@@ -26,11 +26,11 @@ WORDS = {
     "quantization": None,
     "scheduling_policy": {"fcfs", "priority"},
 }
-"""One of these words, or (None) any plain word, which vLLM looks up in a list of its own."""
+"""Options whose value is one of these words, or (None) any plain word, which vLLM looks up in a list of its own."""
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Whether this option of vLLM makes it import, read or run nothing, whatever it is set to here."""
+    """Whether this option, at any allowed value, makes vLLM import, read and run nothing."""
     if name in SIZES_AND_SWITCHES:
         numbers = value if isinstance(value, list) else [value]
         return all(number is None or isinstance(number, bool | int | float) for number in numbers)

@@ -1,4 +1,4 @@
-"""vLLM started as our engine: its environment, its arguments, and what it cannot do."""
+"""Starts vLLM as an engine: its environment, its arguments, and what it cannot do."""
 
 import os
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ from .experts import engine_arguments as arguments_for_experts
 from .experts import routed_layers
 
 STREAM_INTERVAL = 16
-"""Tokens of a request that come together, but for its first and its last. One by one, with 512 requests at once, they
+"""Tokens of a request that arrive together, except its first and its last. One by one, with 512 requests at once, they
 would take the worker's event loop longer than a GPU takes to sample them."""
 
 BATCHED_TOKENS = 8192
-"""Of a step, on a GPU. With the 2,048 that vLLM takes otherwise, hundreds of caches take seconds to be computed anew
-after a swap; more would add little, as these keep a GPU busy, and the first token after a swap would come later."""
+"""Tokens of one step on a GPU. With vLLM's default of 2,048 it takes seconds to compute hundreds of caches anew after a
+swap. More than this would add little, as it keeps a GPU busy, and would delay the first token after a swap."""
 
 
 def prepare_environment(threads: int) -> None:
-    """What vLLM reads when it is imported or starts its processes; the user's own settings stay."""
+    """Set the environment that vLLM reads when it is imported or starts its processes. The user's own settings stay."""
     settings = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins every engine of a machine to core 0
         "OMP_NUM_THREADS": str(threads),
@@ -45,8 +45,8 @@ def prepare_environment(threads: int) -> None:
 def engine_arguments(
     config: EngineConfig, model_dir: Path, architecture: str, seed: int, *, sleeps: bool = False
 ) -> dict[str, Any]:
-    """Arguments of AsyncEngineArgs; `engine.options` go over ours."""
-    sequences = config.max_concurrent + 1  # one for `score`, which must not wait until a request ends
+    """Return the arguments of AsyncEngineArgs. `engine.options` override these."""
+    sequences = config.max_concurrent + 1  # one more for `score`, which must not wait until a request ends
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         # A bare config.json may not name its class. On a CPU a tied head would keep its packed copy of
@@ -67,7 +67,7 @@ def engine_arguments(
     if torch.cuda.is_available():
         tokens = min(BATCHED_TOKENS, sequences * config.max_model_len)
         arguments |= {"enable_sleep_mode": sleeps, "max_num_batched_tokens": tokens}
-    else:  # there vLLM's sleep frees nothing, and cannot be enabled
+    else:  # on a CPU vLLM's sleep frees nothing and cannot be enabled
         executor = "uni" if gpus_of(config, VLLM.abilities) == 1 else "mp"
         arguments |= {"enforce_eager": True, "distributed_executor_backend": executor}
     return arguments | config.options
@@ -76,7 +76,7 @@ def engine_arguments(
 def open_vllm(
     config: EngineConfig, model_dir: Path, *, seed: int, tells_experts: bool = False, sleeps: bool = False
 ) -> VllmEngine:
-    """Start vLLM on the config.json in `model_dir`, with random weights; an event loop must be running."""
+    """Start vLLM on the config.json in `model_dir`, with random weights. An event loop must be running."""
     prepare_environment(config.threads)
     if config.dtype == "float32":
         # Triton would multiply it as TF32, with which a router chooses other experts than the learner's does.
@@ -99,8 +99,8 @@ def open_vllm(
 
 
 def measured_gpus(arguments: Mapping[str, Any], count: int) -> list[str]:
-    """The GPUs, of the first `count` that this process sees, whose free memory vLLM measures: none where it is told how
-    much its KV cache takes, and none without CUDA."""
+    """Return those of the first `count` visible GPUs whose free memory vLLM measures. It measures none if it is told
+    the size of its KV cache, and none without CUDA."""
     from vllm.platforms import current_platform
 
     if arguments.get("kv_cache_memory_bytes") is not None or not current_platform.is_cuda():
@@ -109,7 +109,7 @@ def measured_gpus(arguments: Mapping[str, Any], count: int) -> list[str]:
 
 
 def check_head_dim(architecture: Any) -> None:
-    """On a CPU vLLM starts with any head size and dies at the first request when it has no kernel for it."""
+    """Raise for a head size that has no kernel on a CPU: vLLM would start with it and die at the first request."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

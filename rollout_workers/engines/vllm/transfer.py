@@ -1,9 +1,9 @@
-"""How new weights reach vLLM's processes: an engine of ours behind vLLM's own API for weight transfer.
+"""Brings new weights into vLLM's processes, by a transfer engine behind vLLM's own API for weight transfer.
 
     start_weight_update ─► update_weights(what Handover gave), for every part ─► finish_weight_update ─► headway_outcome
 
-The API answers nothing, and if one of several processes raises, vLLM leaves the answers of the others where the next
-call takes them for its own. So nothing is raised here: what became of an update is asked for (`extension.py`).
+The API returns no answer. If one of several processes raises, vLLM leaves the answers of the others where the next call
+takes them for its own. So this module raises nothing, and the engine asks for the outcome (`extension.py`).
 """
 
 import logging
@@ -31,20 +31,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Nothing(WeightTransferInitInfo):
-    """There is no connection to make."""
+    """The empty information for a connection: none is made."""
 
 
 @dataclass
 class ArrivedWeights(WeightTransferUpdateInfo):
-    """A version, or some tensors of it."""
+    """A version's tensors, or some of them, that have arrived for vLLM's processes."""
 
     shared: bytes
-    """See Handover."""
+    """The bytes that `Handover` gave."""
     is_whole: bool
 
 
 class HeadwayTransfer(WeightTransferEngine[Nothing, ArrivedWeights]):
-    """Of one of vLLM's processes: its parts of every tensor that `Handover` speaks of, by checkpoint name."""
+    """Loads tensors in one of vLLM's processes: its parts of every tensor that `Handover` gives, by checkpoint name."""
 
     init_info_cls = Nothing
     update_info_cls = ArrivedWeights
@@ -61,26 +61,26 @@ class HeadwayTransfer(WeightTransferEngine[Nothing, ArrivedWeights]):
         )
         self._kept: Kept | None = None
         self.failure = ""
-        """Of the last version, the first one where several parts of it failed."""
+        """Why the last version failed: the first failure if several parts of it failed."""
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no connection."""
 
     def start_weight_update(self) -> None:
-        """Nothing else to do: copies go past the loader, and `_reload` prepares it where it is needed."""
+        """Begin a version. Copies go past the loader, and `_reload` prepares the loader where it is needed."""
         self.failure = ""
         self._loading.begin()
 
     def finish_weight_update(self) -> None:
-        """All parts are there, or those that came are of no use."""
+        """End a version: all parts have come, or those that came are of no use."""
         self._noting_failure(self._finish)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """See `failure`. In place of vLLM's, which waits for a GPU even where there is none."""
+        """Load tensors and note a failure in `failure`. vLLM's own method waits for a GPU even where there is none."""
         self._noting_failure(lambda: self.receive_weights(self.parse_update_info(update_info)))
 
     def receive_weights(self, update_info: ArrivedWeights) -> None:
-        """Generation must be paused. Afterwards the memory may be written to."""
+        """Load tensors. Generation must be paused. The sender may overwrite the memory afterwards."""
         tensors = self._mapped.tensors(update_info.shared)
         if update_info.is_whole:
             self._loading.load(tensors)
@@ -90,27 +90,27 @@ class HeadwayTransfer(WeightTransferEngine[Nothing, ArrivedWeights]):
             torch.cuda.synchronize()
 
     def held(self) -> Held | None:
-        """What this process holds of every published tensor; None: not known."""
+        """Return what this process holds of every published tensor; None if that is not known."""
         return self._loading.held()
 
     def before_sleep(self) -> None:
-        """Of a GPU's memory; on a CPU vLLM's sleep loses nothing."""
+        """Save what a GPU loses in a sleep. On a CPU vLLM's sleep loses nothing."""
         if not current_platform.is_cpu():
             derived = {name: tensor for name, tensor in derived_tensors(self.model).items() if tensor.is_cuda}
             self._kept = Kept(derived, dict(self.model.named_parameters()), self._loading.loaded_rows())
 
     def after_wake(self) -> None:
-        """What was there before the sleep and is no weight is there again."""
+        """Restore everything that was on the device before the sleep and is no weight."""
         if self._kept is not None:
             self._kept.restore()
             self._kept = None
 
     def shutdown(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """vLLM 0.26 wants it defined; versions come through weightsync."""
+        """Raise: vLLM 0.26 wants this method defined, and versions come through weightsync."""
         raise NotImplementedError
 
     def _noting_failure(self, act: Callable[[], None]) -> None:
@@ -136,7 +136,8 @@ class HeadwayTransfer(WeightTransferEngine[Nothing, ArrivedWeights]):
 
 
 def derived_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers, and tensors that modules keep as mere attributes; not the KV cache, which is none of the loader's."""
+    """Return buffers, and tensors that modules keep as plain attributes. The KV cache is not among them: the loader
+    does not fill it."""
     found = dict(model.named_buffers())
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
@@ -146,14 +147,15 @@ def derived_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def keeps_packed(model: torch.nn.Module) -> bool:
-    """Whether vLLM for CPUs packs some of the weights: experts always, other matrices then leave nothing behind."""
+    """Whether vLLM for CPUs packs some of the weights. It always packs experts; of other matrices it leaves nothing
+    behind."""
     return any(type(module).__name__ == "RoutedExperts" for module in model.modules()) or any(
         parameter.numel() == 0 for parameter in model.parameters()
     )
 
 
 def repack_experts(model: torch.nn.Module) -> None:
-    """vLLM's CPU experts compute from a packed copy that a reload leaves as it was: pack them again."""
+    """Pack the experts again: vLLM's CPU experts compute from a packed copy that a reload leaves unchanged."""
     for module in model.modules():
         if type(module).__name__ == "RoutedExperts":
             module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)  # type: ignore
