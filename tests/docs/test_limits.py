@@ -20,10 +20,3 @@ def test_no_line_of_a_page_is_longer_than_a_screen() -> None:
         if len(line) > LONGEST_LINE
     ]
     assert not long
-
-
-def test_the_losses_of_the_readme_are_those_of_the_guide() -> None:
-    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(("| `", "| no corr"))]
-    assert len(rows) == 4
-    guide = (ROOT / "docs" / "guides" / "staleness.md").read_text()
-    assert not [row for row in rows if row not in guide]
