@@ -8,6 +8,7 @@ The HTML comment above a block says which: `<!-- test: FILE, ... -->` names the 
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,14 +47,15 @@ def blocks() -> list[Block]:
 
 
 def lines(program: str, among: list[Block] | None = None) -> Iterator[list[str]]:
-    """The words of every line, of all blocks or of those `among`, that calls the program; comments left out."""
+    """The words of every line, of all blocks or of those `among`, that calls the program; without comments, and without
+    what the shell does with the output."""
     for block in among or blocks():
         if block.language != "sh":
             continue
         for line in block.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words and words[0].rsplit("/")[-1] == program:
-                yield words[1:]
+                yield list(takewhile(lambda word: word not in ("2>", "|"), words[1:]))
 
 
 def test_every_block_is_executed_or_says_what_it_needs() -> None:
