@@ -1,7 +1,9 @@
-"""Whatever holds, runs and shards a model: one folder each, behind the calls of `base.py`.
+"""Backends hold, run and shard a model; each has a folder, behind the calls of `base.py`.
 
-    fsdp/      FSDP2 over a transformers model, with context parallelism     token_logprobs.py   what both make of
-    megatron/  Megatron Core: tensor, pipeline, context, expert parallelism  expert_rows.py      hidden states, experts
+    fsdp/      FSDP2 over a transformers model, with context parallelism
+    megatron/  Megatron Core: tensor, pipeline, context, expert parallelism
+    token_logprobs.py   hidden states ─► logprobs, for both
+    expert_rows.py      experts over rows sorted by expert, for both
 
     open_backend("fsdp", ...) ── logprobs, step ──► loss and gradients, summed over micro-batches and ranks
                               ├─ named_tensors ───► weightsync, by Hugging Face name
@@ -69,7 +71,7 @@ def open_backend(
     compute: ComputeConfig = ComputeConfig(),
     head: Literal["policy", "value"] = "policy",
 ) -> "Backend | ValueBackend":
-    """The backend `kind` with its model and a fresh optimizer. Under torchrun every rank calls it.
+    """Return the backend `kind` with its model and a fresh optimizer. Under torchrun every rank calls it.
 
     `head`: the model's own, or one of a single output, for a critic that starts from the same body.
     """
@@ -84,7 +86,7 @@ def open_backend(
 
 
 def abilities_of(kind: str) -> BackendAbilities:
-    """What `learner.backend` states; a class of the user's own is asked once it is opened."""
+    """Return the abilities of a value of `learner.backend`; a class of the user's own states them once it is opened."""
     return BACKENDS[kind].abilities if kind in BACKENDS else BackendAbilities()
 
 
@@ -96,8 +98,8 @@ def check_installed(kind: str) -> None:
 
 
 def _opener(kind: str, head: str) -> Callable[..., Any]:
-    """What is called with the arguments that `FsdpBackend` takes; a class of the user's own is told to hold a critic by
-    `head`."""
+    """Return the class to call with the arguments that `FsdpBackend` takes; a class of the user's own gets `head`,
+    too."""
     if known := BACKENDS.get(kind):
         check_installed(kind)
         path = known.policy if head == "policy" else known.critic

@@ -1,4 +1,4 @@
-"""What a backend states of itself before it is opened, so that nobody asks for it by its name; without torch."""
+"""Backends state their abilities before they are opened, so that no caller compares names; without torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from learner.config import LayoutConfig
 
 @dataclass(frozen=True, kw_only=True)
 class BackendAbilities:
-    """A class of the user's own counts as one that lacks nothing, until it is opened."""
+    """The abilities of a backend. A class of the user's own is taken to lack nothing until it is opened."""
 
     holds_critic: bool = True
-    """It can hold a model of a single output, which `algorithm.advantage.kind=gae` needs."""
+    """True if it can hold a model of a single output, which `algorithm.advantage.kind=gae` needs."""
     splits: tuple[str, ...] = LayoutConfig.__struct_fields__
     """Keys of `learner.layout` that it can split a model by."""
     lacks: Mapping[str, str] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class KnownBackend:
     policy: str
     """Import path of the class for a policy."""
     critic: str = ""
-    """Import path of the class for a critic; empty: it holds none."""
+    """Import path of the class for a critic; empty if it holds none."""
     plan: str
     """Import path of what reckons each rank's memory, `plan(PlannedModel) -> list[RankMemory]`."""
     abilities: BackendAbilities
@@ -35,7 +35,7 @@ class KnownBackend:
     remedy: str
     """How to install what it needs."""
     examine: Callable[[TorchFacts], tuple[bool, str]]
-    """(whether it works on this machine, what was found), for `headway doctor`."""
+    """Returns for `headway doctor` whether the backend works on this machine, and the finding in words."""
 
 
 def _fsdp(torch: TorchFacts) -> tuple[bool, str]:

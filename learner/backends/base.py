@@ -1,4 +1,4 @@
-"""The seam between the learner's loop and whatever holds, runs and shards a model: the policy's, or a critic's."""
+"""The seam between the learner's loop and the backends, which hold, run and shard a policy or a critic."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -11,39 +11,40 @@ import torch
 from learner.rows.batch import PackedBatch
 
 TokenLoss = Callable[[int, torch.Tensor], tuple[torch.Tensor, dict[str, float]]]
-"""(index of the micro-batch, current_logprobs_T) -> (its share of the batch's loss, what to report of it).
+"""(index of the micro-batch, current_logprobs_T) -> (the micro-batch's share of the batch's loss, metrics to report).
 
-A critic's gets values_T in the place of logprobs; both lie on the device of the micro-batch.
-Shares are divided by the denominator of the whole batch over all ranks, so they sum to the loss: micro-batches are
-summed by the backend, ranks too, and how sequences were packed makes no difference.
+A critic's loss gets values_T in the place of logprobs; both lie on the device of the micro-batch. Shares are divided by
+the denominator of the whole batch over all ranks. The backend sums them over micro-batches and ranks, so that packing
+does not change the loss.
 """
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One model, ready to be written."""
+    """The state of one model, ready to be written."""
 
     writes: tuple[Callable[[], object], ...]
-    """This rank's files, into a directory that exists. Each is called, whatever happens to the others. If the state was
-    copied they touch files alone; else they read it as it is, collectively."""
+    """Functions that write this rank's files into a directory that exists. The caller calls each of them, even if
+    another one fails. If the state was copied they touch files alone; else they read the live state and are
+    collective."""
     complete: Callable[[], None] = lambda: None
-    """Collective: what takes knowledge of the files of all ranks."""
+    """Writes the files that describe those of all ranks. Collective."""
 
 
 class Stored(Protocol):
-    """What is part of a checkpoint."""
+    """A part of a checkpoint."""
 
     def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
-        """Ready to be written into `directory`; the state as it is now, if it `is_copied`. Collective."""
+        """Return a snapshot to write into `directory`; if `is_copied`, of the state as it is now. Collective."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Restores the state of the snapshot, bit for bit. Collective."""
+        """Restore the state of the snapshot, bit for bit. Collective."""
         ...
 
 
 class Trained(Protocol):
-    """A sharded model with its optimizer. All calls, of its kinds too, are collective over the learner's ranks.
+    """A sharded model with its optimizer. All calls, its subclasses' too, are collective over the learner's ranks.
 
     The ranks that hold one replica of the model together get the same batches and return the same results.
     """
@@ -51,56 +52,56 @@ class Trained(Protocol):
     rank: int
     world_size: int
     replica: int
-    """Which replica this rank is part of."""
+    """The index of the replica that this rank is part of."""
     replicas: int
-    """How many of them share a step's batches."""
+    """The number of replicas that share a step's batches."""
     is_lead: bool
-    """Whether this rank speaks for its replica where replicas are counted; one rank of each does, rank 0 among them."""
+    """True on one rank of each replica, rank 0 among them: sums over replicas count that rank."""
 
     def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
-        """Parameters and optimizer, ready to be written into `directory`, which need not exist yet.
+        """Return a snapshot of parameters and optimizer to write into `directory`, which need not exist yet.
 
         If `is_copied`, they are copied into CPU memory, and training may go on before they are written.
         """
         ...
 
     def save(self, directory: Path) -> None:
-        """Write all that at once (`learner.backends.saving.save`); durable when it returns."""
+        """Write parameters and optimizer at once (`learner.backends.saving.save`); durable when it returns."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Restore what was written, bit for bit."""
+        """Restore the saved state, bit for bit."""
         ...
 
     def off_device(self) -> AbstractContextManager[None]:
-        """Its parameters and optimizer lie in host memory within, and it is not to be used; bit for bit the same
-        afterwards. Not collective."""
+        """Keep parameters and optimizer in host memory while the context is open; the model must not be used meanwhile.
+        Afterwards they are the same, bit for bit. Not collective."""
         ...
 
 
 class Backend(Trained, Protocol):
     """The policy. A Hugging Face model and the process's RNG state are saved with it.
 
-    Where a batch has `experts_TLK`, these experts compute its tokens, and the first report of a step says as the pair
-    `router_disagreement_sum` and `_count` how many of these choices the model's own routers would not have made.
+    If a batch has `experts_TLK`, these experts compute its tokens. The first report of a step then counts the choices
+    that the model's own routers would not have made (`router_disagreement_sum`), and all (`router_disagreement_count`).
     """
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
-        """[T] fp32 logprobs of every token under the weights as they are, without gradient; 0 for first tokens."""
+        """[T] fp32 logprobs of every token under the current weights, without gradient; 0 for first tokens."""
         ...
 
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, temperature: float, learning_rate: float
     ) -> tuple[float, float, list[dict[str, float]]]:
-        """One update over `batches`: (loss summed over replicas, gradient norm, reports of this replica's)."""
+        """Make one update over `batches`; return (loss summed over replicas, gradient norm, this replica's reports)."""
         ...
 
     def follow(self, policy: "Backend", decay: float) -> None:
-        """Parameters become `decay` of themselves and the rest of the policy's, which has the same kind and model."""
+        """Set each parameter to `decay` * own + (1 - `decay`) * the policy's. Both have the same kind and model."""
         ...
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full parameters by Hugging Face name, gathered one at a time; they are yielded on every rank."""
+        """Yield full parameters by Hugging Face name on every rank, gathered one at a time."""
         ...
 
 
@@ -108,12 +109,12 @@ class ValueBackend(Trained, Protocol):
     """A critic: the policy's architecture with a head of one output, which is 0 before the first step."""
 
     def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-        """[T] fp32 values, without gradient: V(s_t) of the state in which token t is chosen, so computed from the
-        tokens before t; 0 for first tokens."""
+        """[T] fp32 values, without gradient: V(s_t) of the state in which token t is chosen, computed from the tokens
+        before t; 0 for first tokens."""
         ...
 
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float
     ) -> tuple[float, float, list[dict[str, float]]]:
-        """One update over `batches`: (loss summed over replicas, gradient norm, reports of this replica's)."""
+        """Make one update over `batches`; return (loss summed over replicas, gradient norm, this replica's reports)."""
         ...

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 
 
 class ExpertRows(NamedTuple):
-    """Which row stands for which choice of which token."""
+    """The order of the rows: which token each row copies, and for which of its experts."""
 
     order_N: torch.Tensor
-    """The choice, counted through [T, K], that each row stands for; rows of an expert follow one another."""
+    """The flat index into [T, K] of the choice that each row stands for; rows of an expert follow one another."""
     sources_N: torch.Tensor
     """The token that each row copies."""
     places_TK: torch.Tensor
@@ -97,7 +97,7 @@ def experts_forward(
     down_EHF: torch.Tensor,
     gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = gated,
 ) -> torch.Tensor:
-    """[N, H] each row's expert of it, times its weight. Experts without rows get gradients of zero."""
+    """[N, H] the output of each row's expert, times the row's weight. Experts without rows get gradients of zero."""
     hidden_N2F = F.grouped_mm(rows_NH, gate_up_E2FH.transpose(1, 2), offs=offsets_E)
     return F.grouped_mm(gate(hidden_N2F, weights_N), down_EHF.transpose(1, 2), offs=offsets_E)
 
@@ -122,7 +122,7 @@ def grouped_experts(
 
 
 def fused(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """On a GPU one kernel in the place of several; within a compiled region, and on a CPU, the function itself.
+    """Call `function` as one compiled kernel on a GPU; within a compiled region, and on a CPU, as it is.
 
     Compiled once for every number of rows: only the first dimension may vary, the others are built into the kernel.
     """

@@ -20,7 +20,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 def write_tensors(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
-    """safetensors files of about 4 GiB at most and, if there are several, transformers' index of them."""
+    """Write safetensors files of about 4 GiB at most and, if there are several, transformers' index of them."""
     from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}
@@ -39,7 +39,7 @@ def write_tensors(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) 
 
 
 def file_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Of at most `FILE_BYTES` each, unless one tensor has more; on the CPU, contiguous."""
+    """Split tensors into files of at most `FILE_BYTES`, unless one tensor has more; on the CPU, contiguous."""
     part: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -54,7 +54,7 @@ def file_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str
 
 @functools.cache
 def weight_files(path: str) -> tuple[Path, ...]:
-    """The safetensors of a directory or hub id, downloaded first if they must be; none where there are others only."""
+    """The safetensors files of a directory or hub id, downloaded if needed; empty where it has other formats only."""
     from huggingface_hub import snapshot_download
 
     directory = Path(path)
@@ -73,7 +73,7 @@ class TensorFiles:
     """The tensors of several files, each read when it is asked for: no process ever holds the whole model."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Nothing but their tables of contents is read. Raises ConfigError for a file that cannot be."""
+        """Read the files' tables of contents. Raises ConfigError for a file that cannot be read."""
         from safetensors import SafetensorError, safe_open
 
         self._paths = paths
@@ -85,11 +85,11 @@ class TensorFiles:
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return set(self._files)
 
     def __call__(self, name: str) -> torch.Tensor:
-        """On the CPU, in the file's number format. Raises ConfigError where the files lack it."""
+        """Return a tensor on the CPU in the file's number format. Raises ConfigError where the files lack it."""
         if name not in self._files:
             raise ConfigError(f"{self._where} has no tensor {name}, which its config.json promises.")
         tensor: torch.Tensor = self._files[name].get_tensor(name)

@@ -1,7 +1,7 @@
-"""A model's memory on its device left to others for a while: its tensors lie in host memory, their places are empty.
+"""A model leaves its device's memory to others for a while: its tensors lie in host memory, their storages are empty.
 
-What empties are storages, so all views of them (FSDP's padded shards, Megatron's buffers, moments) are right again
-afterwards, and nobody has to be told. On a CPU it is done all the same: whoever touches a tensor meanwhile fails there.
+Storages are emptied, not tensors, so all views of them (FSDP's padded shards, Megatron's buffers, moments) are right
+again afterwards. On a CPU the same is done, so that code which touches a tensor meanwhile fails there, too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ CHUNK_BYTES = 1 << 28
 
 
 class _Piece(NamedTuple):
-    """Some of a storage's bytes, and where they lie in host memory."""
+    """A run of a storage's bytes, and its place in host memory."""
 
     storage: int
     start: int
@@ -25,15 +25,15 @@ class _Piece(NamedTuple):
 
 
 class OffDevice:
-    """Of one model. Its host memory is pinned once, and kept for the next time."""
+    """The host memory of one model, which is pinned once and kept for the next time."""
 
     def __init__(self) -> None:
         self._chunks: list[torch.Tensor] = []
 
     @contextmanager
     def away(self, tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[None]:
-        """Without those of `tensors` that lie on `device`, whose memory is free meanwhile. They are back, at other
-        addresses, unless what is within raises."""
+        """Free the memory on `device` of those `tensors` that lie there while the context is open. Afterwards they are
+        back, at other addresses, unless the body raised."""
         storages = _storages(tensors, device)
         sizes = [storage.nbytes() for storage in storages]
         pieces = list(_pieces(sizes))
@@ -64,7 +64,7 @@ class OffDevice:
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:
-    """Each once, however many tensors share it."""
+    """The storages of the tensors on `device`, each once even if several tensors share it."""
     found = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
         for tensor in tensors
@@ -74,7 +74,7 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[tor
 
 
 def _pieces(sizes: Sequence[int]) -> Iterator[_Piece]:
-    """One after another, cut where chunks end."""
+    """Lay storages of these sizes one after another, and cut them where chunks end."""
     position = 0
     for storage, size in enumerate(sizes):
         start = 0

@@ -1,4 +1,4 @@
-"""What every backend asks of the ranks that torchrun started, or of this process alone."""
+"""Calls of every backend to the ranks that torchrun started, or to this process alone."""
 
 import os
 
@@ -9,12 +9,12 @@ from broker.errors import ConfigError
 
 
 def count_ranks() -> int:
-    """Before they have joined."""
+    """The number of ranks, before they have joined."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def join_ranks(device: str) -> torch.device:
-    """This rank's device, once all ranks have met. Collective, unless they have met before; raises ConfigError."""
+    """Join all ranks; return this rank's device. Collective, unless they have joined before; raises ConfigError."""
     if device == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("learner.device is cuda, but torch finds no CUDA device; set learner.device=cpu.")
@@ -39,7 +39,7 @@ def join_ranks(device: str) -> torch.device:
 
 
 def sum_over_ranks(value: float, device: torch.device) -> float:
-    """In float64. Collective."""
+    """Sum in float64 over all ranks. Collective."""
     total = torch.tensor(value, dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
@@ -47,7 +47,7 @@ def sum_over_ranks(value: float, device: torch.device) -> float:
 
 
 def check_same_count(count: int, device: torch.device) -> None:
-    """Ranks with different numbers of micro-batches would wait for each other for ever. Collective."""
+    """Assert that all ranks have as many micro-batches: else they would wait for each other for ever. Collective."""
     if dist.get_world_size() > 1:
         extremes = torch.tensor([count, -count], device=device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""What both backends do with the experts that a batch says to take.
+"""The experts that a batch says to take, as both backends replay them.
 
 N tokens of a rank, L layers with experts, K experts chosen for each.
 """
@@ -11,23 +11,23 @@ import torch
 
 @dataclass(frozen=True)
 class Recorded:
-    """The choices of one layer, or of all layers, and where it is counted how often the learner's router disagrees."""
+    """The recorded choices of one layer or of all, and a count of those that the learner's router disagrees with."""
 
     experts_NLK: torch.Tensor
-    """-1 where the router chooses itself. [N, K] for one layer."""
+    """[N, L, K], or [N, K] for one layer; -1 where the router chooses for itself."""
     tally_2: torch.Tensor
-    """int64: of the recorded choices, those that the learner's own router would not have made; all of them."""
+    """int64 counts: recorded choices that the learner's own router would not have made; all recorded choices."""
 
     def of_layer(self, layer: int) -> "Recorded":
-        """Of the layer that is number `layer` among those with experts."""
+        """The choices of the layer that is number `layer` among those with experts."""
         return Recorded(self.experts_NLK[:, layer], self.tally_2)
 
     def part(self, take: Callable[[torch.Tensor], torch.Tensor]) -> "Recorded":
-        """The same for some of the tokens."""
+        """The choices of the tokens that `take` selects."""
         return Recorded(take(self.experts_NLK), self.tally_2)
 
     def instead_of(self, own_NK: torch.Tensor) -> torch.Tensor:
-        """[N, K] int64: what was recorded, else `own_NK`. Where there is a gradient, disagreement is counted."""
+        """[N, K] int64: the recorded experts, else `own_NK`. Counts disagreement if gradients are enabled."""
         recorded_NK = self.experts_NLK.to(own_NK.dtype)
         is_recorded_NK = recorded_NK >= 0
         if torch.is_grad_enabled():
@@ -37,7 +37,7 @@ class Recorded:
 
 
 def disagreement(tally_2: torch.Tensor) -> dict[str, float]:
-    """As a batch's report says it; {} where nothing was replayed. Waits for the device."""
+    """The entries of a batch's report; {} if no choice was replayed. Waits for the device."""
     different, replayed = tally_2.tolist()
     if not replayed:
         return {}

@@ -1,4 +1,4 @@
-"""The process-wide generators of every rank, in a checkpoint: one file a rank."""
+"""The process-wide random generators of every rank in a checkpoint, one file for each rank."""
 
 import random
 from collections.abc import Callable
@@ -12,11 +12,11 @@ RNG_FOLDER = "rng"
 
 
 class RngState(msgspec.Struct, frozen=True, kw_only=True):
-    """The process-wide generators of one rank."""
+    """The states of one rank's process-wide generators."""
 
     torch_cpu: bytes
     torch_cuda: bytes
-    """Of the rank's own device; empty on a CPU."""
+    """The state of the rank's own device; empty on a CPU."""
     numpy_key: list[int]
     numpy_position: int
     numpy_gauss: tuple[int, float]
@@ -51,7 +51,7 @@ def restore_rng(state: RngState, device: torch.device) -> None:
 
 
 def snapshot_rng(directory: Path, rank: int, device: torch.device) -> Callable[[], None]:
-    """What writes the generators' states as they are now."""
+    """Return a function that writes the generators' states as they are now."""
     encoded = msgspec.msgpack.encode(capture_rng(device))
     path = directory / RNG_FOLDER / f"rank_{rank}.msgpack"
 
@@ -63,7 +63,7 @@ def snapshot_rng(directory: Path, rank: int, device: torch.device) -> Callable[[
 
 
 def load_rng(directory: Path, rank: int, device: torch.device) -> None:
-    """Ranks that the saving run did not have keep their generators as they are."""
+    """Restore this rank's generators. Ranks that the saving run did not have keep theirs."""
     path = directory / RNG_FOLDER / f"rank_{rank}.msgpack"
     if path.exists():
         restore_rng(msgspec.msgpack.decode(path.read_bytes(), type=RngState), device)

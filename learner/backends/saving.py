@@ -1,12 +1,12 @@
-"""Models on their way to the disk, while training goes on.
+"""Models are written to the disk while training goes on.
 
-    snapshot  collective, between two steps: what a checkpoint will hold is copied into CPU memory
-    write     file work of one rank, on a thread of its own
+    snapshot  collective, between two steps: copies the checkpoint's content into CPU memory
+    write     one rank's files, on a thread of its own
     finish    collective, between two later steps: once all ranks have written, the directory gets its name
 
-torch's own `async_save` stages and writes too, but its thread also plans and finishes, by collectives: two threads of a
-rank would use process groups at once, in an order that ranks do not share. Here the thread touches files alone, and
-ranks agree where they meet anyway. Nothing of it needs the model, so Hugging Face files and critics go the same way.
+The thread of torch's own `async_save` plans and finishes by collectives: two threads of a rank would use process groups
+at once, in an order that ranks do not share. Here the thread only touches files, and ranks agree in collectives between
+steps. Hugging Face files and critics are written in the same way.
 """
 
 import shutil
@@ -31,8 +31,8 @@ class Saving:
     def __init__(
         self, ranks: Ranks, directory: Path, models: Mapping[str, Stored], background: Executor | None
     ) -> None:
-        """Take snapshots of `models`, each for a folder of its name, and begin to write them; without a `background`,
-        write them all now."""
+        """Take snapshots of `models`, each for a folder of its name, and begin to write them in `background`; without
+        one, write them all now."""
         self._ranks = ranks
         self._directory = directory
         self._partial = partial_path(directory)
@@ -42,13 +42,13 @@ class Saving:
         self._written = background.submit(self._write) if background else _done_now(self._write)
 
     def is_written(self) -> bool:
-        """Whether all ranks are done, or have failed; `finish` will not wait."""
+        """True once every rank has finished or failed; `finish` will not wait then."""
         return not self._ranks.any(not self._written.done())
 
     def finish(self, seal: Callable[[Path], None] = lambda _: None) -> None:
-        """When it returns, the directory has its name and is durable; `seal` adds rank 0's last files to it.
+        """Give the directory its name and make it durable, after `seal` has added rank 0's last files to it.
 
-        Raises CheckpointError on every rank if one could not write; nothing of the directory is left then.
+        Raises CheckpointError on every rank if one could not write, and removes the directory.
         """
         self._agree(self._written.exception())
         for snapshot in self._snapshots:
@@ -84,7 +84,8 @@ def save(model: Trained, directory: Path) -> None:
 
 
 def in_host_memory(tensors: NamedTensors) -> list[tuple[str, torch.Tensor]]:
-    """Copies, contiguous. Their pages are locked for a GPU, which then sends at the speed of its bus."""
+    """Yield contiguous copies in CPU memory. Pages for a GPU's tensors are locked, so that it sends at full bus
+    speed."""
     copies = [(name, _host_copy(tensor)) for name, tensor in tensors]
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -99,9 +100,9 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 def snapshot_gathered(
     tensors: NamedTensors, write: Callable[[NamedTensors], None] | None, *, is_copied: bool
 ) -> Callable[[], None]:
-    """What gives `write` the tensors, which all ranks gather: now if `is_copied`, else when it is called.
+    """Return a function that passes `write` the tensors. All ranks gather them: now if `is_copied`, else in its call.
 
-    A rank that writes none (None), or whose disk is full, takes part to the end: the others would wait for it.
+    A rank that writes nothing (None), or whose disk is full, takes part to the end: the others would wait for it.
     """
     if is_copied and write is None:
         tensors = deque(tensors, maxlen=0)

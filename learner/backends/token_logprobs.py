@@ -1,11 +1,11 @@
-"""The output head's last mile: hidden states to the logprobs of given tokens, without holding all logits.
+"""Logprobs of given tokens out of hidden states, without holding all logits.
 
 T packed tokens, H model width, V rows of the output embedding on this rank, C tokens of a chunk. The forward pass
 keeps one number a token (logsumexp); the backward pass computes each chunk's logits again, so that [T, V] numbers
 never exist at once: at 16,384 tokens and a vocabulary of 150,000 they would fill 10 GB in fp32, several times.
 
-Logits are read and written as rarely as can be: on a GPU a chunk's numbers exist in the products' dtype only, and
-what is done to them in fp32 is one compiled kernel in the forward and one in the backward pass.
+Logits are read and written as rarely as possible: a GPU holds a chunk's numbers in the products' dtype only, and
+computes on them in fp32 within one compiled kernel in the forward and one in the backward pass.
 """
 
 import functools
@@ -19,36 +19,36 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 LOGITS_PER_CHUNK = 1 << 29
-"""At most so many logits exist at once, 1 GiB in bfloat16: fewer make a GPU wait for the sum of the weight's gradients.
-In the backward pass their gradient is as large."""
+"""The largest number of logits at once, 1 GiB in bfloat16: with fewer a GPU waits for the sum of the weight's
+gradients. In the backward pass their gradient is as large."""
 
 LOGITS_PER_CHUNK_ON_CPU = 1 << 25
-"""Every operation there has its result in memory, several times 128 MiB in fp32."""
+"""On a CPU every operation writes its result to memory: several times 128 MiB in fp32."""
 
 COMPILED_ON = frozenset({"cuda"})
-"""Devices for which operations over logits are compiled into one."""
+"""Devices on which operations over logits are compiled into one kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """What turns a product with this rank's rows into logits."""
+    """This rank's rows of the output embedding, the temperature, and the ranks that share the vocabulary."""
 
     temperature: float
     first: int
     """The token that the first row stands for."""
     num_real: int
-    """Rows of real tokens; the rest is padding."""
+    """The number of rows that belong to tokens; the rest is padding."""
     chunk: int
-    """Tokens worked on at once."""
+    """The number of tokens in a chunk."""
     group: dist.ProcessGroup | None
 
     def own(self, targets_T: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """[T] the row of each target, -1 where it is another rank's."""
+        """[T] the row of each target; -1 if another rank holds it."""
         rows_T = targets_T - self.first
         return rows_T.where((rows_T >= 0) & (rows_T < num_rows), -1)
 
     def reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-        """In place, over the ranks that share the vocabulary."""
+        """Reduce in place over the ranks that share the vocabulary."""
         if self.group is not None:
             dist.all_reduce(tensor, operation, group=self.group)
         return tensor
@@ -76,7 +76,7 @@ def token_logprobs(
             parallelism); each gets all logprobs, and the gradient of `hidden` is summed over them. Its calls,
             backward passes too, are collective.
         first: the token that this rank's first row stands for.
-        vocabulary: tokens there are, over all ranks; rows beyond are padding, of probability 0. None: all rows.
+        vocabulary: the number of tokens over all ranks; rows beyond are padding, of probability 0. None: all rows.
     """
     num_rows = len(weight_VH)
     num_real = num_rows if vocabulary is None else min(max(vocabulary - first, 0), num_rows)
@@ -88,7 +88,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Of logits z over the temperature: d logprob[t] / d z[t, v] = (v == target[t]) - softmax(z[t])[v]."""
+    """With logits z over the temperature, d logprob[t] / d z[t, v] = (v == target[t]) - softmax(z[t])[v]."""
 
     @staticmethod
     def forward(
@@ -122,9 +122,9 @@ class _TokenLogprobs(torch.autograd.Function):
 def _normalizer(
     products_CV: torch.Tensor, rows_C: torch.Tensor, temperature: float, num_real: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[C] logsumexp of the logits, and [C] that of the target; 0 for another rank's.
+    """[C] logsumexp of the logits, and [C] the target's logit; 0 if another rank holds it.
 
-    In the order that the compiler knows as an online softmax, which reads the logits once.
+    The order of operations is one that the compiler knows as an online softmax, which reads the logits once.
     """
     logits_CV = _logits(products_CV, temperature, num_real)
     max_C1 = logits_CV.amax(1, keepdim=True)
@@ -141,8 +141,8 @@ def _gradient(
     logsumexp_C: torch.Tensor,
     grad_C: torch.Tensor,
 ) -> torch.Tensor:
-    """[C, V] of the products, in their dtype; `grad_C` is that of the logprobs. Nothing is scattered: a comparison
-    with the column joins the kernel."""
+    """[C, V] gradient of the products, in their dtype; `grad_C` is that of the logprobs. The target is found by a
+    comparison with the column, not by a scatter, so that all of it is one kernel."""
     probs_CV = (_logits(products_CV, temperature, num_real) - logsumexp_C[:, None]).exp()
     is_target_CV = _columns(products_CV) == rows_C[:, None]
     scale_C1 = grad_C.to(logsumexp_C.dtype)[:, None] / temperature
@@ -150,8 +150,8 @@ def _gradient(
 
 
 def _logits(products_CV: torch.Tensor, temperature: float, num_real: int) -> torch.Tensor:
-    """[C, V] in fp32 (float64 for float64). Padding has the least finite number, so that a rank of nothing else has a
-    logsumexp."""
+    """[C, V] logits in fp32 (float64 for float64). Padding gets the least finite number, so that a rank that holds
+    nothing else has a finite logsumexp."""
     logits_CV = products_CV.to(_exact(products_CV))
     if temperature != 1:
         logits_CV = logits_CV / temperature
@@ -167,7 +167,7 @@ def _columns(products_CV: torch.Tensor) -> torch.Tensor:
 def _fused(
     function: Callable[..., Any], products_CV: torch.Tensor, rows_C: torch.Tensor, head: _Head, *more_C: torch.Tensor
 ) -> Any:
-    """On a GPU as a compiled kernel, the same for chunks of any length; on a CPU as it is."""
+    """Call `function` on a GPU as a compiled kernel for chunks of any length, on a CPU as it is."""
     if products_CV.device.type in COMPILED_ON:
         function = _compiled(function)
         for tensor_C in (products_CV, rows_C, *more_C):
@@ -181,7 +181,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _add_product(sum_VH: torch.Tensor, left_VC: torch.Tensor, right_CH: torch.Tensor) -> None:
-    """In place, in the sum's dtype, where the device can without a product of its own in memory."""
+    """Add a product to the sum in place and in its dtype, without the product in memory where the device can."""
     if sum_VH.dtype == right_CH.dtype:
         sum_VH.addmm_(left_VC, right_CH)
     elif right_CH.is_cuda and _adds_exactly(right_CH.dtype, right_CH.device):
@@ -192,7 +192,7 @@ def _add_product(sum_VH: torch.Tensor, left_VC: torch.Tensor, right_CH: torch.Te
 
 @functools.cache
 def _adds_exactly(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch adds products of `dtype` to a sum in fp32, by trying it: versions differ."""
+    """Return whether this torch adds products of `dtype` to a sum in fp32; found by trying, since versions differ."""
     ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
@@ -206,7 +206,7 @@ def _exact(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _even_chunk(length: int, most: int) -> int:
-    """As few chunks as can be, of the same length: for a few tokens a GPU reads the whole weight as for many."""
+    """The length of a chunk so that chunks are few and equal: for few tokens a GPU reads the whole weight, too."""
     return max(1, math.ceil(length / max(1, math.ceil(length / most))))
 
 

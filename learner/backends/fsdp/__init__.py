@@ -1,6 +1,6 @@
 """transformers models sharded by torch's `fully_shard`, at world size 1 and under torchrun.
 
-    backend.py    policy and critic       sharded_model.py   forward, one update, save and load: what both share
+    backend.py    policy and critic       sharded_model.py   their base: forward, one update, save and load
     policy.py     packed batch ─► logprobs, or values        sharding.py   shards, when they are gathered, their norm
     row.py        packed batch ─► a rank's part of it, on its device
     context.py    ranks that share a row's tokens, and swap them for heads around attention

@@ -1,4 +1,4 @@
-"""The fsdp backends: a policy, which engines and files get, and a critic, which never leaves the learner."""
+"""The fsdp backends: a policy, which is published and saved for engines, and a critic, which stays in the learner."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -44,37 +44,37 @@ class FsdpBackend(ShardedModel):
 
     @torch.no_grad()
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
-        """[T, H] what the output head is given, T at least 1: for comparing logits."""
+        """[T, H] the input of the output head, for comparisons of logits; T is at least 1."""
         with gathering(self._policy):
             return self._policy.whole_hidden(batch).to(batch.token_ids_T.device)
 
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, temperature: float, learning_rate: float
     ) -> tuple[float, float, Reports]:
-        """One update. Empty micro-batches report {}. A norm that is not finite: the weights stay."""
+        """Make one update. Empty micro-batches report {}. The weights stay if the norm is not finite."""
         return self._update(batches, loss, learning_rate, temperature)
 
     @torch.no_grad()
     def follow(self, policy: Backend, decay: float) -> None:
-        """Shard by shard: nothing is sent."""
+        """Move each rank's own shards; nothing is sent."""
         assert isinstance(policy, FsdpBackend)
         for mine, theirs in zip(self._parameters, policy._parameters, strict=True):
             local(mine).lerp_(local(theirs), 1 - decay)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What `save_pretrained` would write, in `model.dtype`: experts one by one, a tied head left out.
+        """Yield what `save_pretrained` would write, in `model.dtype`: experts one by one, without a tied head.
 
         A tensor may share memory with the weights: copy it before the next `step`.
         """
         return self._export.tensors()
 
     def load(self, directory: Path) -> None:
-        """Collective. Parameters and moments load into any number of ranks, RNG states rank by rank."""
+        """Load parameters and moments into any number of ranks, RNG states rank by rank. Collective."""
         super().load(directory)
         load_rng(directory, self.rank, self._device)
 
     def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
-        """A Hugging Face model, which rank 0 writes, and the process's generators."""
+        """Return the writers of a Hugging Face model (rank 0's) and of the process's generators."""
         write = functools.partial(self._write_hugging_face, directory) if self.rank == 0 else None
         hugging_face = snapshot_gathered(self.named_tensors(), write, is_copied=is_copied)
         return hugging_face, snapshot_rng(directory, self.rank, self._device)
@@ -94,7 +94,7 @@ class FsdpBackend(ShardedModel):
 
 
 class FsdpValueBackend(ShardedModel):
-    """A `ValueBackend` (see `learner/backends/base.py`): the policy's body at its start, a value head of its own."""
+    """A `ValueBackend` (see `learner/backends/base.py`): it starts from the policy's body, with its own value head."""
 
     def __init__(
         self,
@@ -115,5 +115,5 @@ class FsdpValueBackend(ShardedModel):
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float
     ) -> tuple[float, float, Reports]:
-        """One update. Empty micro-batches report {}. A norm that is not finite: the weights stay."""
+        """Make one update. Empty micro-batches report {}. The weights stay if the norm is not finite."""
         return self._update(batches, loss, learning_rate)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ContextGroup:
-    """This rank's place among the C ranks; alone it has all tokens and sends nothing."""
+    """The C ranks that share a row, as one of them sees them. A single rank has all tokens and sends nothing."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -28,13 +28,13 @@ class ContextGroup:
         self.size = 1 if group is None else dist.get_world_size(group)
 
     def own(self, values_T: torch.Tensor) -> torch.Tensor:
-        """[N] this rank's part; T must be a multiple of C."""
+        """[N] this rank's part of a row; T must be a multiple of C."""
         return values_T.chunk(self.size)[self.rank]
 
     def gathered(self, values_N: torch.Tensor) -> torch.Tensor:
-        """[T] of all parts, on every rank. Collective.
+        """[T] the parts of all ranks, on every rank. Collective.
 
-        Each rank must compute the same of it, so that the gradient of its own part is the whole gradient.
+        Each rank must compute the same result from it, so that the gradient of its own part is the whole gradient.
         """
         if self._group is None:
             return values_N
@@ -42,7 +42,7 @@ class ContextGroup:
         return values_T
 
     def to_heads(self, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[N, H, D] each to [T, max(1, H / C), D] each, in one exchange. Collective."""
+        """Turn each [N, H, D] into [T, max(1, H / C), D], all in one exchange. Collective."""
         parts = [_repeated(part, self.size) for part in rows]
         sent_CNF = torch.cat([part.reshape(len(part), self.size, -1) for part in parts], dim=2).transpose(0, 1)
         received_TF = self._exchange(sent_CNF).flatten(0, 1)
@@ -51,23 +51,23 @@ class ContextGroup:
         return tuple(part.view(len(part), *shape) for part, shape in zip(received, shapes, strict=True))
 
     def to_tokens(self, rows_THD: torch.Tensor) -> torch.Tensor:
-        """[T, H / C, D] to [N, H, D]. Collective."""
+        """Turn [T, H / C, D] into [N, H, D]. Collective."""
         parts_CNHD = rows_THD.view(self.size, -1, *rows_THD.shape[1:])
         return self._exchange(parts_CNHD).transpose(0, 1).flatten(1, 2)
 
     def _exchange(self, parts_C: torch.Tensor) -> torch.Tensor:
-        """Part i goes to rank i; what comes back is in the order of the senders."""
+        """Send part i to rank i; return the received parts in the order of their senders."""
         assert self._group is not None
         return all_to_all_single_autograd(parts_C.contiguous(), None, None, self._group)
 
     def check_heads(self, config: "PretrainedConfig") -> None:
-        """Raises ConfigError where heads cannot be shared evenly."""
+        """Raise ConfigError where heads cannot be shared evenly."""
         heads = config.num_attention_heads
         check_context(self.size, heads, getattr(config, "num_key_value_heads", None) or heads)
 
 
 def _repeated(rows_NHD: torch.Tensor, size: int) -> torch.Tensor:
-    """At least one head for every rank: neighbours get copies of the one that their query heads share."""
+    """Repeat heads until every rank has one: neighbours get copies of the head that their query heads share."""
     times = size // rows_NHD.shape[1]
     return rows_NHD.repeat_interleave(times, dim=1) if times > 1 else rows_NHD
 

@@ -1,4 +1,4 @@
-"""Which way a model's experts compute: its own loop, transformers' grouped multiplications, or ours.
+"""Choice of how a model's experts compute: its own loop, transformers' grouped multiplications, or ours.
 
 Ours, registered with transformers as "headway_grouped", moves rows by gathers in both directions
 (`learner/backends/expert_rows.py`). Shapes: T tokens, K experts chosen for each, H model width.
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 EXPERTS_NAME = "headway_grouped"
 
 PLAIN = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-"""What transformers says of experts that are down(silu(gate(x)) * up(x)), gate and up in one tensor."""
+"""transformers' flags on experts that are down(silu(gate(x)) * up(x)), with gate and up in one tensor."""
 
 
 def experts_implementation(model: "PreTrainedModel", few: int) -> str:
-    """What transformers is to be told, and then knows; up to `few` experts compute one after the other."""
+    """Return the `experts_implementation` for transformers, registered with it; up to `few` experts run one by one."""
     if num_experts(model.config) <= few:
         return "eager"
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _grouped)
@@ -41,7 +41,7 @@ def _is_plain(experts: Any) -> bool:
 
 
 def _is_silu(activation: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """By trying it: it has several classes."""
+    """Return whether the activation is SiLU, found by trying it, since SiLU has several classes."""
     numbers = torch.linspace(-5, 5, 101)
     return torch.allclose(activation(numbers), F.silu(numbers))
 
@@ -49,7 +49,7 @@ def _is_silu(activation: Callable[[torch.Tensor], torch.Tensor]) -> bool:
 def _grouped(experts: Any, tokens_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """[T, H], in the dtype of the tokens.
 
-    On a GPU, and for its compiler, torch's grouped product is one of bfloat16; transformers has one for other numbers.
+    torch's grouped product on a GPU, and its compiler's, takes bfloat16 only; transformers has one for other dtypes.
     """
     if tokens_TH.dtype is not torch.bfloat16 and (tokens_TH.is_cuda or torch.compiler.is_compiling()):
         output_TH: torch.Tensor = grouped_mm_experts_forward(experts, tokens_TH, experts_TK, weights_TK)

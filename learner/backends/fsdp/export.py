@@ -1,4 +1,4 @@
-"""Shards to full tensors under the names that Hugging Face files and inference engines use."""
+"""Shards are gathered into full tensors under the names that Hugging Face files and inference engines use."""
 
 import itertools
 import re
@@ -23,14 +23,14 @@ class HuggingFaceExport:
         self._model = model
         self._dtype = dtype
         self._unchanged: set[tuple[str, ...]] = set()
-        """Blocks, by their tensors' names, that are the same there: transformers takes longer to find out than these to
-        gather. Some are outside of all layers: they have no other name."""
+        """Blocks, as tuples of tensor names, that files name as the model does: transformers' conversion of one takes
+        longer than the gathering. Tensors outside of all layers keep their names, too."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, tied ones once. Collective: gathers a layer at a time.
+        """Yield every tensor, tied ones once. Collective: gathers a layer at a time.
 
-        transformers holds a layer's experts as one tensor (`mlp.experts.gate_up_proj`), files and engines
-        know each expert's own (`mlp.experts.0.gate_proj.weight`): its own table turns one into the other.
+        transformers holds a layer's experts as one tensor (`mlp.experts.gate_up_proj`), but files and engines have
+        one for each expert (`mlp.experts.0.gate_proj.weight`); transformers' own table converts them.
         """
         from transformers.core_model_loading import revert_weight_conversion
 

@@ -1,7 +1,7 @@
-"""How the decoder layers compute, settled before they are sharded: fused norms, recomputation, compilation.
+"""Decoder layers are prepared before they are sharded: fused norms, recomputation, compilation.
 
-A layer's `forward` is replaced on the instance, so parameters keep their names; sharding gathers a layer's parameters
-around it, once for the first and once for the repeated computation.
+A layer's `forward` is replaced on the instance, so parameters keep their names. Sharding gathers a layer's parameters
+for its forward pass, and again for its recomputation.
 """
 
 import functools
@@ -34,13 +34,13 @@ EXPENSIVE = frozenset(
         "_c10d_functional_autograd::all_to_all_single",
     }
 )
-"""Operations whose results selective recomputation keeps; all others are made again from them."""
+"""Operations whose results selective recomputation keeps; it computes all others again."""
 
 Forward = Callable[..., Any]
 
 
 def prepare_layers(layers: Iterable[nn.Module], compute: ComputeConfig) -> None:
-    """Recompute and compile as `compute` says. Compiled outermost, so that the compiler sees what is recomputed."""
+    """Recompute and compile as `compute` says. Compilation is outermost, so that the compiler sees recomputation."""
     for layer in layers:
         forward = _recomputed(layer.forward, compute.recompute)
         if compute.compile:
@@ -68,9 +68,9 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """torch's fused RMSNorm, one kernel each way, where the model's class computes the same in a handful.
+    """Use torch's fused RMSNorm, one kernel for each pass, in the place of norms that compute the same in several.
 
-    In bfloat16 it rounds once, after the multiplication by the weight, where most of transformers' round before it too.
+    In bfloat16 it rounds once, after the multiplication by the weight; most norms of transformers also round before it.
     """
     for module in model.modules():
         kind: Any = type(module)
@@ -80,7 +80,7 @@ def fuse_norms(model: nn.Module) -> None:
 
 @functools.cache
 def _is_rms_norm(kind: Callable[..., nn.Module]) -> bool:
-    """Whether the class computes x / rms(x) * weight, by trying it: names do not tell (Gemma's multiplies by more)."""
+    """Return whether the class computes x / rms(x) * weight, found by trying: Gemma's multiplies by 1 + weight."""
     if not kind.__name__.endswith("RMSNorm"):
         return False
     try:

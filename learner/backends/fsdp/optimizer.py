@@ -14,13 +14,13 @@ from .sharding import local
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 STREAMS = 2
-"""While one sends moments back to the CPU, the other fetches the next ones: both directions of the bus are busy."""
+"""One stream sends moments back to the CPU while the other fetches the next ones, so both directions are busy."""
 
 
 def open_optimizer(
     parameters: Sequence[torch.Tensor], config: OptimizerConfig, *, on_cpu: bool, offload: bool
 ) -> torch.optim.AdamW:
-    """With a learning rate of 0, which every step sets."""
+    """Return AdamW with a learning rate of 0, which every step sets."""
     kind = OffloadedAdamW if offload else torch.optim.AdamW
     return kind(
         parameters,
@@ -34,15 +34,15 @@ def open_optimizer(
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """The same update, on the parameters' device; the moments come and go, one parameter after the other.
+    """AdamW whose moments live in CPU memory; each parameter's visit its device for the update.
 
-    Only the moments leave the device, once a step. torch's `CPUOffloadPolicy` would send parameters for every
+    Only the moments travel, once a step. torch's `CPUOffloadPolicy` would send parameters for every
     micro-batch too, and update them on the CPU, which takes several times as long as the transfer.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """When it returns, the moments are back in CPU memory."""
+        """Make one update. When this returns, the moments are back in CPU memory."""
         assert closure is None
         allocate_moments(self)
         for group in self.param_groups:
@@ -87,7 +87,7 @@ def _new_streams() -> list[torch.cuda.Stream]:
 
 
 def allocate_moments(optimizer: torch.optim.AdamW) -> None:
-    """AdamW makes its state with the first step; saving before that or loading needs it now."""
+    """Make AdamW's state now: torch makes it with the first step, but saving before that, and loading, need it."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in optimizer.state:
@@ -100,7 +100,7 @@ def allocate_moments(optimizer: torch.optim.AdamW) -> None:
 
 
 def _zeros_on_cpu(parameter: torch.Tensor) -> torch.Tensor:
-    """Shaped and sharded like the parameter, pinned where a device fetches it."""
+    """Return zeros shaped and sharded like the parameter, in pinned memory if the parameter is on a GPU."""
     shard = local(parameter.detach())
     zeros = torch.zeros(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
     if isinstance(parameter, DTensor):

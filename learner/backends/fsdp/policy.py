@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FEW_EXPERTS = 4
-"""On a CPU, up to so many experts one after the other are faster than one grouped multiplication."""
+"""On a CPU, up to this number of experts run faster one after the other than by one grouped multiplication."""
 
 SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Options of models whose logits are more than the output embedding's product."""
 
 
 class PackedModel(nn.Module):
-    """The root that is sharded: its forward pass is the whole of what the learner asks of a model."""
+    """The root module that is sharded; its forward pass computes all that the learner needs of a model."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class PackedModel(nn.Module):
         fuse_norms(self.model)
         self._routers = replayable_routers(self.layers, model.config.model_type)
         self.tally_2 = torch.zeros(2, dtype=torch.int64)
-        """How often the routers disagreed with what they replayed; see `Recorded`."""
+        """Counts of replayed choices; see `Recorded`."""
         self._varlen = half_precision and not on_cpu
 
     @property
     def state(self) -> nn.Module:
-        """What names the parameters in a checkpoint."""
+        """The module whose parameter names a checkpoint uses."""
         return self
 
     @property
@@ -67,7 +67,7 @@ class PackedModel(nn.Module):
         return [part for part in self.model.modules() if type(part).__name__ in kinds]
 
     def row(self, batch: PackedBatch) -> FsdpRow:
-        """The batch on the parameters' device, this rank's part of it."""
+        """This rank's part of the batch, on the parameters' device."""
         device = next(self.parameters()).device
         return FsdpRow.of(batch, self.context, device, varlen=self._varlen)
 
@@ -91,12 +91,12 @@ class PackedModel(nn.Module):
         return Recorded(experts_NLK, self.tally_2)
 
     def whole_hidden(self, batch: PackedBatch) -> torch.Tensor:
-        """[T, H] `hidden` at the tokens of all ranks that share the row."""
+        """[T, H] the last layer's output at the tokens of all ranks that share the row."""
         return self.context.gathered(self.hidden(self.row(batch)))[: batch.num_tokens]
 
 
 class Policy(PackedModel):
-    """With the model's own head, over the vocabulary."""
+    """A model with its own head, over the vocabulary."""
 
     def __init__(self, model: "PreTrainedModel", **options: Any) -> None:
         unsupported = [name for name in SCALED_LOGITS if getattr(model.config, name, None) not in (None, 1, 1.0)]
@@ -120,7 +120,7 @@ class Policy(PackedModel):
 
 
 class ValueModel(PackedModel):
-    """With a linear head of one output, in fp32 and zero at first, in place of the model's own."""
+    """A model whose head is replaced by a linear one of one output, in fp32 and zero at first."""
 
     def __init__(self, model: "PreTrainedModel", **options: Any) -> None:
         super().__init__(model.base_model, **options)
@@ -132,7 +132,7 @@ class ValueModel(PackedModel):
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """[T] fp32 values of the states in which the tokens are chosen, 0 for the first token of every sequence.
 
-        Its routers choose for themselves: they drift apart from the policy's.
+        Its routers choose for themselves, since they drift apart from the policy's.
         """
         row = self.row(dataclasses.replace(batch, experts_TLK=None))
         values_N = self.head(self.hidden(row).float())[:, 0]

@@ -16,7 +16,7 @@ from learner.rows.routing import SOFTMAX_ROUTED
 
 
 def replayable_routers(layers: Iterable[nn.Module], model_type: str) -> list[nn.Module]:
-    """Those of layers with experts, in order, prepared for `replay`; [] where they are of an unknown kind."""
+    """Return the routers of layers with experts, in order, prepared for `replay`; [] if their kind is unknown."""
     if model_type not in SOFTMAX_ROUTED:
         return []
     gates: list[Any] = [getattr(layer.mlp, "gate", None) for layer in layers]
@@ -27,10 +27,10 @@ def replayable_routers(layers: Iterable[nn.Module], model_type: str) -> list[nn.
 
 
 def replay(routers: Iterable[nn.Module], recorded: Recorded | None) -> None:
-    """What the routers take until this is called again. None: their own choice.
+    """Give the routers the experts to take until this is called again. None: they choose for themselves.
 
-    It stays for what the backward pass computes again, so that must come before the next micro-batch. Layers that are
-    recomputed and compiled may set nothing themselves.
+    The backward pass recomputes layers with the same experts, so it must come before the next micro-batch. This is set
+    from outside because layers that are recomputed and compiled must have no side effects.
     """
     for number, router in enumerate(routers):
         router.recorded = None if recorded is None else recorded.of_layer(number)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""A packed batch made ready for a rank's device, so that the forward pass never waits for a number from it.
+"""A packed batch is prepared for a rank's device, so that the forward pass never waits for a number from the device.
 
 T tokens of the batch, N of this rank, L layers with experts, K experts chosen for a token.
 """
@@ -16,22 +16,23 @@ from .context import ContextGroup
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpRow:
-    """What this rank computes of a micro-batch. With several ranks the row ends in a dummy sequence, if it must."""
+    """A rank's part of a micro-batch. With several ranks a dummy sequence pads the row to a multiple of their
+    number."""
 
     token_ids_N: torch.Tensor
     position_ids_N: torch.Tensor
     next_ids_N: torch.Tensor
-    """The token after each; of no meaning for the last of a sequence."""
+    """[N] the token after each; of no meaning for the last of a sequence."""
     has_previous_T: torch.Tensor
-    """[T] bool, False where a sequence begins; without the dummy."""
+    """[T] bool, False where a sequence begins; without the dummy sequence."""
     layout: PackedLayout
-    """Of the whole row, as every rank's attention sees all of its tokens."""
+    """The layout of the whole row: every rank's attention sees all of its tokens."""
     experts_NLK: torch.Tensor | None
-    """To be replayed; see `PackedBatch`."""
+    """[N, L, K] experts to replay; see `PackedBatch`."""
 
     @classmethod
     def of(cls, batch: PackedBatch, context: ContextGroup, device: torch.device, *, varlen: bool) -> "FsdpRow":
-        """`varlen`: see `PackedLayout`."""
+        """Return this rank's part of `batch` on its device. `varlen`: see `PackedLayout`."""
         padding = -batch.num_tokens % context.size
         token_ids_T = F.pad(batch.token_ids_T, (0, padding))
         dummy = torch.arange(padding, device=batch.position_ids_T.device)
@@ -51,20 +52,20 @@ class FsdpRow:
         )
 
     def at_next_token(self, next_T: torch.Tensor) -> torch.Tensor:
-        """[T] what all tokens but the row's last say of the one that follows; 0 where a sequence begins."""
+        """[T] values of all tokens but the row's last, moved to the token that follows; 0 where a sequence begins."""
         num_tokens = len(self.has_previous_T)
         return F.pad(next_T[: num_tokens - 1], (1, 0)).where(self.has_previous_T, 0.0)
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From pinned memory a copy does not wait for what the device is doing."""
+    """Copy to the device, from pinned memory, so that the copy does not wait for the device's work."""
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def placeholder() -> PackedBatch:
-    """What an empty micro-batch computes, so that its rank joins every collective: two tokens, no loss."""
+    """Return two tokens without loss; a rank computes them for an empty micro-batch, to join every collective."""
     zeros = torch.zeros(2)
     return PackedBatch(
         token_ids_T=zeros.long(),

@@ -1,4 +1,4 @@
-"""What both backends are made of: a module in shards with its optimizer, updated over packed micro-batches."""
+"""The base of both fsdp backends: a module in shards with its optimizer, updated over packed micro-batches."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ Reports = list[dict[str, float]]
 
 
 class ShardedModel:
-    """All calls are collective. Every rank must pass the same number of micro-batches."""
+    """A module in shards with its optimizer. All calls are collective; ranks pass the same number of micro-batches."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ShardedModel:
         context: ContextGroup,
         compute: ComputeConfig,
     ) -> PackedModel:
-        """In shards, into which files are read directly; random weights are made whole first."""
+        """Return the module in shards. Files are read directly into these; random weights are made whole first."""
         on_cpu, is_half = self._device.type == "cpu", self._dtype is not torch.float32
         is_streamed = can_stream(model)
         whole = meta_model(model) if is_streamed else load_model(model, seed)
@@ -87,21 +87,21 @@ class ShardedModel:
         return module
 
     def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
-        """Each rank writes its shards."""
+        """Return a snapshot in which each rank writes its shards."""
         more = self._stage_more(directory, is_copied=is_copied)
         state = StagedState(self._module.state, self._optimizer, directory, is_copied=is_copied)
         return Snapshot((*more, state.write), state.complete)
 
     def save(self, directory: Path) -> None:
-        """`directory` appears with everything in it, or not at all."""
+        """Save to `directory`, which appears with everything in it, or not at all."""
         save(self, directory)
 
     def load(self, directory: Path) -> None:
-        """Parameters and moments load into any number of ranks."""
+        """Load parameters and moments, into any number of ranks."""
         load_state(self._module.state, self._optimizer, directory)
 
     def off_device(self) -> AbstractContextManager[None]:
-        """This rank's shards; moments that lie in host memory anyway stay."""
+        """Keep this rank's shards in host memory; moments that are there anyway stay."""
         return self._off_device.away(self._held(), self._device)
 
     def _held(self) -> Iterator[torch.Tensor]:
@@ -111,14 +111,14 @@ class ShardedModel:
                 yield local(state)
 
     def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
-        """What else belongs into a checkpoint; nothing for a critic."""
+        """Return the writers of what else belongs in a checkpoint; none for a critic."""
         return ()
 
     @torch.no_grad()
     def _run(self, batches: Sequence[PackedBatch], *options: float) -> list[torch.Tensor]:
-        """[T] of every micro-batch without gradient, where the batch lies; [0] of an empty one.
+        """[T] results of every micro-batch without gradient, on the batch's device; [0] for an empty one.
 
-        `options`: what the module's forward pass takes besides the batch.
+        `options`: further arguments of the module's forward pass.
         """
         with gathering(self._module):
             return [self._forward(batch, *options)[: batch.num_tokens] for batch in batches]
@@ -126,7 +126,7 @@ class ShardedModel:
     def _update(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float, *options: float
     ) -> tuple[float, float, Reports]:
-        """One update. Empty micro-batches report {}. A norm that is not finite: the weights stay."""
+        """Make one update. Empty micro-batches report {}. The weights stay if the norm is not finite."""
         check_same_count(len(batches), self._device)
         self._optimizer.zero_grad(set_to_none=True)
         shares, reports = [], Reports()
@@ -147,7 +147,7 @@ class ShardedModel:
         return sum_over_ranks(total, self._device), grad_norm, reports
 
     def _disagreement(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
-        """Of this replica's routers since the last call. Collective over its ranks, which have the same batches."""
+        """The report of this replica's routers since the last call. Collective over its ranks, which share batches."""
         if all(batch.experts_TLK is None for batch in batches):
             return {}
         tally_2 = self._module.context.gathered(self._module.tally_2[None]).sum(0)
@@ -161,9 +161,9 @@ class ShardedModel:
     def _backward(
         self, index: int, batch: PackedBatch, loss: TokenLoss, *options: float
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Gradients of one micro-batch's share, times the ranks, since sharding averages over them.
+        """Compute gradients of one micro-batch's share, times the number of ranks, since sharding averages over ranks.
 
-        The share stays where it is: reading it would wait for the backward pass.
+        The share stays on the device: reading it would wait for the backward pass.
         """
         outputs_T = self._forward(batch, *options)
         nothing = (outputs_T * 0.0).sum()

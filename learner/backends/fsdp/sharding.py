@@ -1,4 +1,4 @@
-"""The model in shards over all ranks: when they are gathered, sent and clipped."""
+"""A model's shards over all ranks: their gathering, the sending of gradients, and clipping."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ twice a micro-batch. A sixth of an H200's memory again."""
 
 
 def join_context(layout: LayoutConfig, device: str) -> ContextGroup:
-    """The `layout.context` consecutive ranks that hold one replica with this one. Collective."""
+    """Return the `layout.context` consecutive ranks that hold one replica with this one. Collective."""
     if layout.context == 1:
         return ContextGroup()
     replicas = dist.get_world_size() // layout.context
@@ -37,9 +37,9 @@ def join_context(layout: LayoutConfig, device: str) -> ContextGroup:
 def shard(module: PackedModel, mesh: DeviceMesh, *, half_precision: bool) -> None:
     """Shard every decoder layer, then what remains. Gradients are reduced in fp32; a value head is never rounded.
 
-    Run it within `gathering`, which gives up what the layers have gathered.
-    The next layer is gathered while one computes: no operation of a layer waits for the device, so the process runs
-    ahead of it, and prefetching by name would only hold one more gathered layer.
+    Run the model within `gathering`, which frees the gathered layers. The next layer is gathered while one computes:
+    no operation of a layer waits for the device, so the process runs ahead of it. Explicit prefetching would only hold
+    one more gathered layer.
     """
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half_precision else None, reduce_dtype=torch.float32)
     for layer in module.layers:
@@ -55,7 +55,7 @@ def shard(module: PackedModel, mesh: DeviceMesh, *, half_precision: bool) -> Non
 
 @contextmanager
 def gathering(module: nn.Module) -> Iterator[None]:
-    """Around all passes of a call: once it ends shards may change, and what was gathered of them would be stale."""
+    """A context around all passes of a call; it frees gathered layers at its end, before the shards change."""
     try:
         yield
     finally:
@@ -65,9 +65,9 @@ def gathering(module: nn.Module) -> Iterator[None]:
 
 
 def sync_gradients(module: nn.Module, *, is_last: bool) -> None:
-    """Whether the next backward pass sends gradients: with the last micro-batch, or always if they would not fit.
+    """Let the next backward pass send gradients with the last micro-batch only, or always if they would not fit.
 
-    One rank alone would hold as many in its shards.
+    A single rank waits for the last one whatever the size: its shards are the whole model.
     """
     assert isinstance(module, FSDPModule)
     fits = dist.get_world_size() == 1 or 4 * _size(module) <= GATHERED_GRADIENT_BYTES
@@ -84,9 +84,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Each with all of its shards, floating-point ones rounded to `dtype` first. Collective.
+    """Return each tensor whole; floating-point ones are rounded to `dtype` first. Collective.
 
-    They travel together: DTensors one by one would take longer than the wire.
+    They are sent together: the overhead of one DTensor at a time would exceed the transfer.
     """
     shards = [_rounded(local(tensor), dtype) for tensor in tensors]
     if dist.get_world_size() == 1:
@@ -101,8 +101,8 @@ def whole(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Ten
 
 
 def _gathered(tensors: Sequence[DTensor], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of one dtype, in one collective, each padded to the rows of the first rank: FSDP cuts the first dimension as
-    `torch.chunk` does."""
+    """Gather shards of one dtype in one collective, each padded to the rows of the first rank: FSDP cuts the first
+    dimension as `torch.chunk` does."""
     mesh = tensors[0].device_mesh
     assert all((tensor.device_mesh, tensor.placements) == (mesh, (Shard(0),)) for tensor in tensors)
     ranks = mesh.size()
@@ -126,9 +126,9 @@ def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float, device: torch.device) -> float:
-    """Scale gradients to a global norm of at most `max_norm`; the norm before. Collective.
+    """Scale gradients to a global norm of at most `max_norm`; return the norm before. Collective.
 
-    On shards, not on DTensors: their dispatch would cost more than the arithmetic of a small model.
+    It computes on shards, not DTensors, whose dispatch would cost more than the arithmetic of a small model.
     """
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum().item() if gradients else 0.0

@@ -1,4 +1,4 @@
-"""Safetensors files into shards, one tensor at a time: no process ever holds a whole model.
+"""Safetensors files are read into shards one tensor at a time, so that no process ever holds a whole model.
 
     meta_model ─► the model without memory for its parameters ─► sharded ─► fill_shards copies this rank's parts
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def can_stream(model: ModelConfig) -> bool:
-    """Whether `model.path` has safetensors whose numbers are the weights, not quantized ones."""
+    """Return whether `model.path` has safetensors files of weights that are not quantized."""
     if model.random is not None or getattr(load_config(model), "quantization_config", None) is not None:
         return False
     return bool(weight_files(model.path))
 
 
 def meta_model(model: ModelConfig) -> "PreTrainedModel":
-    """Parameters on the meta device, buffers (rotary frequencies) computed."""
+    """Return the model with parameters on the meta device and buffers (rotary frequencies) computed."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(model)
@@ -43,7 +43,8 @@ def meta_model(model: ModelConfig) -> "PreTrainedModel":
 
 @contextmanager
 def _meta_parameters() -> Iterator[None]:
-    """Each parameter goes to the meta device once it is made; a tied one, which is there, stays the same object."""
+    """A context in which each new parameter moves to the meta device; a tied one, already there, stays the same
+    object."""
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:
@@ -58,7 +59,7 @@ def _meta_parameters() -> Iterator[None]:
 
 
 def allocate_shards(module: nn.Module, device: torch.device) -> None:
-    """Memory for what lies on the meta device, its contents undefined."""
+    """Allocate memory, with undefined contents, for tensors on the meta device."""
 
     def allocated(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
@@ -68,9 +69,9 @@ def allocate_shards(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill_shards(model: "PreTrainedModel", path: str) -> None:
-    """Raises ConfigError where files lack a weight or have one of another shape.
+    """Copy the files' weights into the shards. Raises ConfigError for a weight that is missing or has another shape.
 
-    What still lies on the meta device, such as the head of a critic's model, is left out.
+    Parameters that still lie on the meta device, such as the head of a critic's model, are left out.
     """
     shards = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
     filled: set[int] = set()
@@ -84,7 +85,7 @@ def fill_shards(model: "PreTrainedModel", path: str) -> None:
 
 
 def _copy(path: str, name: str, weight: torch.Tensor, shard: torch.Tensor) -> None:
-    """This rank's rows of a weight, in the shard's number format."""
+    """Copy this rank's rows of a weight, in the shard's number format."""
     if weight.shape != shard.shape:
         raise ConfigError(
             f"model.path: {path} has {name} of shape {list(weight.shape)}, config.json says {list(shard.shape)}."
@@ -101,7 +102,7 @@ def _copy(path: str, name: str, weight: torch.Tensor, shard: torch.Tensor) -> No
 def _converted(
     model: "PreTrainedModel", files: TensorFiles, wanted: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The files' tensors under the model's names, each read when its turn comes, and only those of one weight."""
+    """Yield the files' tensors under the model's names; only the tensors of one weight are in memory at once."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key
 

@@ -1,6 +1,6 @@
-"""What a checkpoint needs besides the Hugging Face model: fp32 parameters and AdamW's moments.
+"""fp32 parameters and AdamW's moments, which a checkpoint holds besides the Hugging Face model.
 
-They go through torch.distributed.checkpoint, every rank its shards, so another number of ranks can load them.
+Every rank writes its shards by torch.distributed.checkpoint, so another number of ranks can load them.
 """
 
 import pickle
@@ -42,9 +42,9 @@ def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> Tensors:
 
 
 class StagedState:
-    """Parameters and moments on their way to the disk.
+    """Parameters and moments that are about to be written.
 
-    Made collectively: which rank writes which shard is settled here, so that writing needs no other rank.
+    Its construction is collective and settles which rank writes which shard, so that writing needs no other rank.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.AdamW, directory: Path, *, is_copied: bool) -> None:
@@ -61,7 +61,8 @@ class StagedState:
         self._results: list[WriteResult] = []
 
     def _planned(self, tensors: Tensors) -> tuple[SavePlan, Metadata]:
-        """This rank's part of the plan, and what describes the whole. Every rank plans for all, and so the same."""
+        """Return this rank's part of the plan, and the metadata of the whole. Every rank makes the same plan for
+        all."""
         rank = dist.get_rank()
         self._planner.set_up_planner(tensors, self._writer.storage_meta(), is_coordinator=rank == 0)
         plans: list[SavePlan] = [SavePlan([])] * dist.get_world_size()
@@ -70,12 +71,12 @@ class StagedState:
         return self._planner.finish_plan(self._writer.prepare_global_plan(plans)[rank]), metadata
 
     def write(self) -> None:
-        """This rank's shards."""
+        """Write this rank's shards."""
         self._folder.mkdir(exist_ok=True)
         self._results = self._writer.write_data(self._plan, self._planner).wait()
 
     def complete(self) -> None:
-        """Collective: rank 0 writes where in which file each shard is."""
+        """Let rank 0 write where in which file each shard is. Collective."""
         is_first = dist.get_rank() == 0
         everyones: list[list[WriteResult]] | None = [[]] * dist.get_world_size() if is_first else None
         dist.gather_object(self._results, everyones)
@@ -84,7 +85,7 @@ class StagedState:
 
 
 class _Planner(DefaultSavePlanner):
-    """Once there are copies, these are written: the model has gone on."""
+    """A planner that reads the copies, if there are any, in the place of the live model, which has trained on."""
 
     copies: Tensors | None = None
 
@@ -93,7 +94,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def load_state(model: nn.Module, optimizer: torch.optim.AdamW, directory: Path) -> None:
-    """Collective."""
+    """Load parameters and moments. Collective. Raises CheckpointError where `directory` does not fit."""
     try:
         with warnings.catch_warnings():
             _silence_torch()
@@ -106,7 +107,7 @@ def load_state(model: nn.Module, optimizer: torch.optim.AdamW, directory: Path) 
 
 
 def _silence_torch() -> None:
-    """torch.distributed.checkpoint warns of its own deprecated calls, which a user cannot mend."""
+    """Silence torch.distributed.checkpoint's warnings about its own deprecated calls, which a user cannot mend."""
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", UserWarning)
 

@@ -6,7 +6,7 @@
     architecture.py  which models fit                             optimizer.py gradient buffers, masters, moments
     mapping.py       Hugging Face tensors <-> parameters          shards.py    ... over the ranks
     source.py        first weights, one tensor at a time          export.py    weights by name, for engines and files
-    state.py         checkpoints that any layout loads            cpu_shim.py  Megatron without CUDA
+    state.py         checkpoints that any layout loads            cpu_shim.py  runs Megatron without CUDA
     replayed_router.py   experts that a batch says to take
 
 With `model.dtype: bfloat16` parameters are bf16; gradients, masters and moments are fp32.

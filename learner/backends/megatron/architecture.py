@@ -1,4 +1,4 @@
-"""What of a transformers configuration Megatron must be told, and which models it cannot hold."""
+"""Megatron's view of a transformers configuration; models that it cannot hold are refused."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,15 +21,15 @@ class Architecture:
     key_value_heads: int
     head_width: int
     ffn_width: int
-    """Of the dense block, or of one expert."""
+    """The width of the dense block, or of one expert."""
     experts: int
-    """0: dense."""
+    """The number of experts of a layer; 0 for a dense model."""
     experts_per_token: int
     has_normalized_gates: bool
-    """Whether the chosen experts' probabilities are scaled to sum to 1."""
+    """True if the chosen experts' probabilities are scaled to sum to 1."""
     vocabulary: int
     padding_token: int | None
-    """transformers gives its embedding no gradient."""
+    """The token whose embedding gets no gradient, as in transformers."""
     has_tied_head: bool
     has_qk_norm: bool
     has_qkv_bias: bool
@@ -37,7 +37,7 @@ class Architecture:
 
 
 def architecture_of(config: "PretrainedConfig") -> Architecture:
-    """Raises ConfigError for what the megatron backend does not train."""
+    """Return the architecture. Raises ConfigError for a model that the megatron backend does not train."""
     _check(config)
     is_moe = config.model_type == "qwen3_moe"
     heads = config.num_attention_heads

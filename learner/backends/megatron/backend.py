@@ -1,6 +1,6 @@
 """The megatron backend: Megatron Core's schedules, layers and optimizer behind the calls of `learner/backends/base.py`.
 
-Every rank of a replica is given the whole batch and takes its part: its tokens, its layers, its rows of every matrix.
+Every rank of a replica gets the whole batch and computes its part: its tokens, its layers, its rows of every matrix.
 Only the last pipeline stage knows the results; it tells the others.
 """
 
@@ -35,7 +35,7 @@ Reports = list[dict[str, float]]
 
 
 class MegatronBackend:
-    """A `Backend`. All calls are collective; every replica must pass the same number of micro-batches."""
+    """A `Backend`. All calls are collective; all replicas must pass the same number of micro-batches."""
 
     def __init__(
         self,
@@ -86,15 +86,15 @@ class MegatronBackend:
         return self._schedule.evaluate(batches, temperature)
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
-        """[T, W] what the output head is given: for comparing logits."""
+        """[T, W] the input of the output head, for comparisons of logits."""
         return self._schedule.evaluate([batch], 1.0, wants_hidden=True)[0]
 
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, temperature: float, learning_rate: float
     ) -> tuple[float, float, Reports]:
-        """One update; a norm that is not finite leaves the weights as they are.
+        """Make one update. The weights stay if the norm is not finite.
 
-        Empty micro-batches report {}, but the first one says how experts were loaded, whatever it holds.
+        Empty micro-batches report {}, but the first report always has the load of experts.
         """
         check_same_count(len(batches), self._device)
         self._adam.zero_gradients()
@@ -104,7 +104,7 @@ class MegatronBackend:
 
     @torch.no_grad()
     def follow(self, policy: Backend, decay: float) -> None:
-        """Shard by shard, in fp32: nothing is sent but the rounded parameters."""
+        """Move each rank's masters in fp32; only the rounded parameters are sent."""
         assert isinstance(policy, MegatronBackend)
         for mine, theirs in zip(self._adam.parts(), policy._adam.parts(), strict=True):
             for own, other in zip(mine.get_parameters(), theirs.get_parameters(), strict=True):
@@ -112,27 +112,28 @@ class MegatronBackend:
         self._adam.masters_to_model()
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What `save_pretrained` would write, in `model.dtype`: a tied head left out."""
+        """Yield what `save_pretrained` would write, in `model.dtype`, without a tied head."""
         return self._exporter.named_tensors()
 
     def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
-        """Ranks that hold the same take turns; rank 0 writes the Hugging Face model."""
+        """Return a snapshot: ranks with the same part take turns in writing; rank 0 writes the Hugging Face model."""
         write = functools.partial(self._write_hugging_face, directory) if self.rank == 0 else None
         hugging_face = snapshot_gathered(self.named_tensors(), write, is_copied=is_copied)
         state = self._state.snapshot(directory, self.rank, is_copied=is_copied)
         return Snapshot((hugging_face, *state, snapshot_rng(directory, self.rank, self._device)))
 
     def save(self, directory: Path) -> None:
-        """`directory` appears with everything in it, or not at all."""
+        """Save to `directory`, which appears with everything in it, or not at all."""
         save(self, directory)
 
     def load(self, directory: Path) -> None:
-        """Collective. Whatever layout wrote it; RNG states rank by rank."""
+        """Load a state that any layout may have written, RNG states rank by rank. Collective."""
         self._state.load(directory)
         load_rng(directory, self.rank, self._device)
 
     def off_device(self) -> AbstractContextManager[None]:
-        """This rank's parameters, masters and moments; gradients are given up, as before every step."""
+        """Keep this rank's parameters, masters and moments in host memory; gradients are freed, as before every
+        step."""
         self._adam.free_gradients()
         return self._off_device.away(self._adam.tensors(), self._device)
 
@@ -144,7 +145,7 @@ class MegatronBackend:
 
 
 def _import_megatron() -> None:
-    """With the parts of ours that are made of it, and without its warnings that Transformer Engine is missing."""
+    """Import Megatron and our modules built on it, without its warnings that Transformer Engine is missing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -156,9 +157,9 @@ def _import_megatron() -> None:
             ) from error
         install_cpu_shim()
         from . import export, router_load, schedule, state  # noqa: F401
-    # What Megatron itself calls in torch, which a user cannot mend.
+    # Deprecated calls of torch in Megatron's own code, which a user cannot mend.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not", category=UserWarning)
-    # It names every layer whose block is not one of its own classes.
+    # Megatron logs every layer whose block is not one of its own classes.
     logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)

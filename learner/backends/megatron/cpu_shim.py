@@ -1,4 +1,4 @@
-"""Megatron Core on a machine without CUDA: what it calls of `torch.cuda` without asking, answered for a CPU.
+"""Answers for a CPU to the functions of `torch.cuda` that Megatron Core calls even on a machine without CUDA.
 
 Nothing here runs where CUDA is available. Patches are process-wide and made once, before the first model is built.
 """
@@ -15,7 +15,7 @@ _modes: list[TorchFunctionMode] = []
 
 
 def install_cpu_shim() -> None:
-    """Does nothing where CUDA is available, or the second time."""
+    """Patch torch and Megatron once; does nothing where CUDA is available."""
     if torch.cuda.is_available() or _modes:
         return
     _answer_for_streams()
@@ -27,7 +27,7 @@ def install_cpu_shim() -> None:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Tensors that are asked for on "cuda", or pinned, are made on the CPU."""
+    """A mode in which tensors requested on "cuda", or in pinned memory, are made on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -48,7 +48,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Stream:
-    """On a CPU everything is done when a call returns."""
+    """A stream without work: on a CPU a call returns when its work is done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -73,7 +73,7 @@ def _answer_for_streams() -> None:
 
 
 def _answer_for_generators() -> None:
-    """Megatron keeps one generator state for each kind of parallelism; a CPU has one generator."""
+    """Answer with the CPU's only generator, where Megatron keeps a state for each kind of parallelism."""
     import megatron.core.tensor_parallel.random as megatron_random
 
     cuda: Any = torch.cuda
@@ -85,7 +85,7 @@ def _answer_for_generators() -> None:
 
 
 def _keep_splits_on_the_cpu() -> None:
-    """The token dispatcher turns the sizes of its all-to-all into numpy only where they come from a GPU."""
+    """Turn sizes of an all-to-all into numpy: the token dispatcher does so only with sizes from a GPU."""
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -95,7 +95,7 @@ def _keep_splits_on_the_cpu() -> None:
 
 
 def _exchange_uneven_parts() -> None:
-    """Gloo gathers and scatters equal parts only, but exchanges uneven ones; expert-tensor ranks have uneven rows."""
+    """Gather and scatter by exchanges: expert-tensor ranks have uneven rows, and gloo can only exchange these."""
     from megatron.core.tensor_parallel import mappings
 
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim

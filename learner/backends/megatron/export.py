@@ -1,4 +1,4 @@
-"""The model's tensors by Hugging Face name, on every rank: gathered from those that hold parts, sent to the rest."""
+"""The model's tensors by Hugging Face name: gathered from the ranks that hold parts, and sent to all others."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from .shards import HeldBinding
 
 
 class Exporter:
-    """Knows which rank speaks for each part of the model."""
+    """Gathers each part of the model on one rank that holds it, and broadcasts it from there."""
 
     def __init__(self, chunks: Sequence[PackedGpt], all_places: Sequence[HeldBinding]) -> None:
         self._chunks = chunks
@@ -21,7 +21,7 @@ class Exporter:
         self._holders = _coordinates(next(chunks[0].parameters()).device)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective. Neighbors that are held by the same ranks travel together."""
+        """Yield all tensors on every rank. Collective. Consecutive tensors of the same ranks are sent together."""
         for (stage, expert_rank), run in itertools.groupby(self._places, key=lambda at: (at.stage, at.expert_rank)):
             held = list(run)
             names = [name for place in held for name in place.binding.names]
@@ -55,7 +55,7 @@ class Exporter:
 
 
 def _coordinates(device: torch.device) -> list[tuple[int, int]]:
-    """(pipeline stage, expert-parallel rank) of every rank. Collective."""
+    """Return (pipeline stage, expert-parallel rank) of every rank. Collective."""
     own = [groups.pipeline().rank(), groups.expert().rank()]
     mine = torch.tensor(own, device=device)
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

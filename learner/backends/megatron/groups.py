@@ -1,4 +1,4 @@
-"""Megatron's process groups of this rank, by what their ranks share. There are some once a layout was joined."""
+"""Megatron's process groups of this rank, by what their ranks share. They exist once a layout was joined."""
 
 from typing import cast
 
@@ -32,7 +32,7 @@ def expert_tensor() -> dist.ProcessGroup:
 
 
 def alike() -> dist.ProcessGroup:
-    """The ranks that hold the same dense parameters: replicas, and the context ranks of each."""
+    """The ranks that hold the same dense parameters: replicas, and the context ranks of each replica."""
     return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 

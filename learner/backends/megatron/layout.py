@@ -1,4 +1,4 @@
-"""Which ranks hold which part of the model: Megatron's process groups, made from a LayoutConfig.
+"""Megatron's process groups, made from a LayoutConfig: which ranks hold which part of the model.
 
 Ranks are numbered with tensor parallelism innermost, then context, replicas, and pipeline stages outermost.
 """
@@ -10,12 +10,12 @@ import torch.distributed as dist
 from learner.config import LayoutConfig
 
 _joined: list[LayoutConfig] = []
-"""Megatron keeps its groups process-wide: at most one layout at a time."""
+"""The joined layout, at most one: Megatron keeps its groups process-wide."""
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where this rank stands."""
+    """This rank among all ranks, and its replica among all replicas."""
 
     rank: int
     world_size: int
@@ -25,9 +25,9 @@ class Coordinates:
 
 
 def join(layout: LayoutConfig) -> Coordinates:
-    """Make the groups of `layout` out of all ranks, which have met, unless they are there. Collective.
+    """Make the groups of `layout` out of all ranks, which have met, unless they exist. Collective.
 
-    A layout other than the last one replaces its groups: models of the last one can no longer be used.
+    Another layout replaces the groups of the last one, whose models can no longer be used.
     """
     from megatron.core import parallel_state, tensor_parallel
 

@@ -1,7 +1,7 @@
-"""Which Hugging Face tensors each parameter of Megatron is made of, and how ranks share them. Exact in both directions.
+"""Each parameter of Megatron is bound to the Hugging Face tensors that it is made of, exactly in both directions.
 
 Megatron holds a layer's query, key and value rows in one matrix, group by group, its gate and up rows in another, and
-this rank's experts in two. A `Binding` says so once; loading, publishing and checkpoints go through it.
+this rank's experts in two. A `Binding` states this once for loading, publishing and checkpoints.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,16 @@ class Sharing(Protocol):
     """How the ranks of a group share the tensors of one parameter."""
 
     def split(self, tensors: Tensors, size: int, rank: int) -> torch.Tensor:
-        """The part that rank `rank` of `size` holds."""
+        """Return the part that rank `rank` of `size` holds."""
         ...
 
     def join(self, parts: Sequence[torch.Tensor]) -> Tensors:
-        """All ranks' parts, in order, back to the tensors."""
+        """Return the tensors, given all ranks' parts in order."""
         ...
 
 
 class Whole:
-    """Every rank holds all of it."""
+    """Every rank holds the whole tensor."""
 
     def split(self, tensors: Tensors, size: int, rank: int) -> torch.Tensor:
         return tensors[0]
@@ -41,7 +41,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Along:
-    """Equal parts of one dimension."""
+    """Ranks hold equal parts along one dimension."""
 
     dimension: int
 
@@ -54,7 +54,7 @@ class Along:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Equal runs of rows, the last ones padded with zeros."""
+    """Ranks hold equal runs of rows, the last ones padded with zeros."""
 
     rows: int
 
@@ -83,7 +83,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Query, key and value: the rows of a key/value head follow those of the query heads that use it."""
+    """Query, key and value in one matrix: a key/value head's rows follow those of the query heads that use it."""
 
     key_value_heads: int
     head_width: int
@@ -109,15 +109,15 @@ class Binding:
     """Its name in the model chunk that holds it."""
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    """Of the Hugging Face tensors."""
+    """The shapes of the Hugging Face tensors."""
     sharing: Sharing
     group: Literal["tensor", "expert_tensor"] = "tensor"
     expert: int | None = None
-    """Which expert of the layer; the parameter holds those of one expert-parallel rank."""
+    """The index of the expert in its layer; the parameter holds the experts of one expert-parallel rank."""
 
 
 def layer_bindings(architecture: Architecture, layer: int, local: int) -> Iterator[Binding]:
-    """Of decoder layer `layer`, which is number `local` in the chunk that holds it."""
+    """Yield the bindings of decoder layer `layer`, which is number `local` in the chunk that holds it."""
     source, target = f"model.layers.{layer}.", f"decoder.layers.{local}."
     width = architecture.width
     yield _norm(target + "input_layernorm.weight", source + "input_layernorm.weight", width)
@@ -157,7 +157,7 @@ def _block_bindings(
     group: Literal["tensor", "expert_tensor"] = "tensor",
     expert: int | None = None,
 ) -> Iterator[Binding]:
-    """A dense block, or one expert."""
+    """Yield the bindings of a dense block, or of one expert."""
     ffn, width = architecture.ffn_width, architecture.width
     names = (source + "gate_proj.weight", source + "up_proj.weight")
     yield Binding(gate_up, names, ((ffn, width), (ffn, width)), Stacked(2), group, expert)
@@ -169,13 +169,13 @@ def _norm(target: str, source: str, width: int) -> Binding:
 
 
 def embedding(architecture: Architecture, parameter: str = "embedding.word_embeddings.weight") -> Binding:
-    """Of the stage that embeds tokens; with a tied head, of the one that gives logprobs too."""
+    """Return the binding of the embedding on the first stage; with a tied head, of its copy on the last one, too."""
     shape = (architecture.vocabulary, architecture.width)
     return Binding(parameter, ("model.embed_tokens.weight",), (shape,), Vocabulary(architecture.vocabulary))
 
 
 def last_bindings(architecture: Architecture) -> Iterator[Binding]:
-    """Of the stage that gives logprobs; a tied head is no tensor of its own."""
+    """Yield the bindings of the last stage's own tensors; a tied head is none."""
     yield _norm("decoder.final_layernorm.weight", "model.norm.weight", architecture.width)
     if not architecture.has_tied_head:
         shape = (architecture.vocabulary, architecture.width)

@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # Megatron 0.16 looks at it, and defines it only with Transformer Engine
+    moe_utils.te_general_gemm = None  # Megatron 0.16 reads this name, and defines it only with Transformer Engine
 token_dispatcher.permute, token_dispatcher.unpermute = permute, unpermute
 
 
 class PackedGpt(GPTModel):
-    """A pipeline stage; the last one's output is what `head` makes of the final hidden states."""
+    """A pipeline stage. The last stage returns the result of `head` on the final hidden states."""
 
     architecture: Architecture
 
     def _preprocess(self, input_ids: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor | None, ...]:
-        """The embedding of the padding token gets no gradient, as in transformers."""
+        """Embed tokens; the padding token's embedding gets no gradient, as in transformers."""
         embedded, *rest = super()._preprocess(input_ids, *args, **options)
         if embedded is not None and self.architecture.padding_token is not None:
             is_padding_p = input_ids[0] == self.architecture.padding_token
@@ -79,7 +79,7 @@ class PackedGpt(GPTModel):
         return F.pad(next_P[:-1], (1, 0)).where(row.position_ids_P > 0, 0.0)[: row.num_tokens]
 
     def next_logprobs(self, hidden_pW: torch.Tensor, targets_p: torch.Tensor, temperature: float) -> torch.Tensor:
-        """[p]"""
+        """[p] the logprob of each token's target."""
         group = groups.tensor()
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight = tied if tied is not None else self.output_layer.weight
@@ -95,7 +95,8 @@ class PackedGpt(GPTModel):
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' parts, one after the other. Every rank derives the same loss, so backward takes its own part."""
+    """All ranks' parts, one after the other. Ranks derive the same loss from it, so backward takes a rank's own
+    part."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
@@ -110,7 +111,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def gathered(part: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
-    """[C * p, ...] of [p, ...], differentiable."""
+    """[C * p, ...] all ranks' parts, each [p, ...]; differentiable."""
     if group.size() == 1:
         return part
     whole: torch.Tensor = _Gathered.apply(part, group)  # type: ignore[no-untyped-call]
@@ -120,7 +121,7 @@ def gathered(part: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch
 def transformer_config(
     architecture: Architecture, layout: LayoutConfig, compute: ComputeConfig, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
-    """Gradients are sums of what each micro-batch adds: nothing is divided by tokens, micro-batches or ranks."""
+    """Return Megatron's configuration. Gradients are sums over micro-batches, not divided by tokens or ranks."""
     is_gpu = device.type == "cuda"
     options: dict[str, Any] = {}
     if architecture.experts:
@@ -133,8 +134,8 @@ def transformer_config(
             "moe_router_dtype": "fp32" if dtype is not torch.float32 else None,
         }
     if layout.virtual_pipeline > 1:
-        # Two stages exchange activations and gradients with each other at once. Only calls that are not batched keep
-        # them apart, and Megatron batches the calls that would tell each other's shapes.
+        # Two stages exchange activations and gradients at once. Only calls that are not batched keep them apart, and
+        # Megatron would batch the calls that exchange shapes.
         options |= {
             "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
             "batch_p2p_comm": False,
@@ -187,7 +188,7 @@ def transformer_config(
 
 
 def build(config: TransformerConfig, architecture: Architecture, device: torch.device) -> list[PackedGpt]:
-    """The stage's parts, one for each run of layers that it interleaves; the weights are not set."""
+    """Return the stage's chunks, one for each run of layers that it interleaves, with undefined weights."""
     sizes = config.virtual_pipeline_model_parallel_size
     chunks = [_part(config, architecture, stage if sizes else None).to(device) for stage in range(sizes or 1)]
     for chunk in chunks:
@@ -196,7 +197,7 @@ def build(config: TransformerConfig, architecture: Architecture, device: torch.d
 
 
 def _mark_parts(chunk: PackedGpt) -> None:
-    """Megatron marks what it initializes itself; without the marks a gradient's norm leaves out all ranks but one."""
+    """Mark split parameters as Megatron's initialization does: else a gradient's norm counts one rank alone."""
     for module in chunk.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
             for parameter in module.parameters(recurse=False):
@@ -242,7 +243,7 @@ def _layers(config: TransformerConfig, stage: int | None) -> TransformerBlockSub
 
 
 def rotary_module(config: "PretrainedConfig") -> nn.Module:
-    """transformers' own for this model, with whatever scaling its configuration asks for."""
+    """Return transformers' own rotary module for this model, with the scaling of its configuration."""
     from transformers import AutoModelForCausalLM
 
     source = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]

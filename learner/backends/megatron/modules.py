@@ -30,7 +30,7 @@ from .row import MegatronRow
 
 
 class RmsNorm(nn.Module):
-    """Over the last dimension, in fp32. Its gradient is summed over tensor-parallel ranks, each of which saw a part."""
+    """RMSNorm over the last dimension, in fp32. Its gradient is summed over tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: MegatronRow | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """[p, H * D]"""
+        """[p, H * D] attention's output at this rank's tokens."""
         row = packed_seq_params
         assert row is not None
         assert row.layout is not None
@@ -83,7 +83,8 @@ class PackedAttention(MegatronModule):
         return self._own_tokens(attended).flatten(1)
 
     def _whole_row(self, part_pHD: torch.Tensor) -> torch.Tensor:
-        """[P, H / C, D]; key/value heads are repeated where there are fewer than ranks."""
+        """[P, H / C, D] this rank's heads of the whole row; key/value heads are repeated if there are fewer than
+        ranks."""
         size = self._context.size()
         if size == 1:
             return part_pHD
@@ -94,7 +95,7 @@ class PackedAttention(MegatronModule):
         return _exchange(by_rank, self._context).flatten(0, 1)
 
     def _own_tokens(self, attended_PHD: torch.Tensor) -> torch.Tensor:
-        """[p, H, D]"""
+        """[p, H, D] all heads of this rank's tokens."""
         size = self._context.size()
         if size == 1:
             return attended_PHD
@@ -103,7 +104,7 @@ class PackedAttention(MegatronModule):
 
 
 def _rotated(heads_PHD: torch.Tensor, cos_PD: torch.Tensor, sin_PD: torch.Tensor) -> torch.Tensor:
-    """Su et al. 2021, "RoFormer", with the halves of a head as pairs."""
+    """Rotate heads as in Su et al. 2021, "RoFormer", with the halves of a head as pairs."""
     first, second = heads_PHD.chunk(2, -1)
     turned = torch.cat([-second, first], -1)
     cos, sin = cos_PD[:, None].to(heads_PHD.dtype), sin_PD[:, None].to(heads_PHD.dtype)
@@ -134,8 +135,8 @@ def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 class GroupedExperts(MegatronModule):
     """All experts of this rank by two grouped matrix multiplications.
 
-    `allreduce = False` says that the weights belong to expert-parallel ranks; `tensor_model_parallel` that every rank
-    holds another part, without which the gradient norm leaves all but one out.
+    `allreduce = False` marks weights of expert-parallel ranks. `tensor_model_parallel` marks that every rank holds
+    another part; without it the gradient norm counts one rank alone.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, **_: Any) -> None:
@@ -155,43 +156,43 @@ class GroupedExperts(MegatronModule):
     def forward(
         self, tokens_NW: torch.Tensor, tokens_per_expert: torch.Tensor, probabilities_N: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """[N, W], each expert's output times its probability. Tokens come sorted by expert."""
+        """[N, W] each expert's output times its probability. Tokens are sorted by expert."""
         offsets_E = tokens_per_expert.to(tokens_NW.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         return self.of_rows(tokens_NW, probabilities_N, offsets_E), None
 
     def of_rows(self, rows_NW: torch.Tensor, probabilities_N: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-        """[N, W]"""
+        """[N, W] the same, given where each expert's rows end."""
         if not len(rows_NW):  # so that the weights get a gradient all the same
             return rows_NW + 0.0 * (self.gate_up.sum() + self.down.sum() + probabilities_N.sum())
         gate = _gated_again if self._recompute else gated
         return experts_forward(rows_NW, probabilities_N, offsets_E, self.gate_up, self.down, gate)
 
     def backward_dw(self) -> None:
-        """Weight gradients are not delayed here."""
+        """Do nothing: weight gradients are not delayed here."""
 
 
 def _gated_again(hidden_N2F: torch.Tensor, probabilities_N: torch.Tensor) -> torch.Tensor:
-    """Computed once more in the backward pass, in the place of being kept."""
+    """Compute the gate; the backward pass computes it again, so that its result is not kept."""
     again: torch.Tensor = checkpoint(gated, hidden_N2F, probabilities_N, use_reentrant=False)
     return again
 
 
 class ExpertLayer(MoELayer):
-    """Router and experts. Where one rank holds all experts whole, nothing is dispatched, and no GPU is waited for."""
+    """Router and experts. If one rank holds all experts whole, it dispatches nothing and never waits for the GPU."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
         self.register_buffer("load_E", torch.zeros(config.num_moe_experts), persistent=False)
 
     def route(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Also counts what each expert is given, once for every pass that is differentiated."""
+        """Route tokens, and count each expert's tokens once in every pass that is differentiated."""
         probabilities_TE, is_chosen_TE = super().route(hidden_states, *args, **options)
         if torch.is_grad_enabled():
             self.load_E += is_chosen_TE.sum(0)
         return probabilities_TE, is_chosen_TE
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
-        """[p, 1, W]"""
+        """[p, 1, W] the weighted sum of the chosen experts' outputs."""
         if self.config.expert_model_parallel_size > 1 or self.config.expert_tensor_parallel_size > 1:
             output: tuple[torch.Tensor, None] = super().forward(hidden_states, *args, **options)
             return output
@@ -206,7 +207,7 @@ class ExpertLayer(MoELayer):
 
 
 def chosen_experts(is_chosen_TE: torch.Tensor, count: int) -> torch.Tensor:
-    """[T, K] of a router's map, without waiting for the GPU to count."""
+    """[T, K] experts out of a router's map, without waiting for the GPU to count."""
     return is_chosen_TE.to(torch.uint8).topk(count, sorted=False).indices
 
 
@@ -217,7 +218,7 @@ def permute(
     num_out_tokens: Any = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Megatron's, whose backward is a gather: the rows that experts get, their probabilities, the tokens they copy."""
+    """Megatron's `permute` with a gather as backward: experts' rows, their probabilities, the tokens they copy."""
     experts_TK = chosen_experts(is_chosen_TE, int(num_out_tokens) // len(tokens_TW))
     routing = route(experts_TK)
     rows_NW = spread(tokens_TW, routing.sources_N, routing.places_TK)
@@ -226,6 +227,6 @@ def permute(
 
 
 def unpermute(rows_NW: torch.Tensor, sources_N: torch.Tensor, restore_shape: torch.Size, **_: Any) -> torch.Tensor:
-    """Megatron's, whose forward is a gather: [T, W] of the rows that `permute` made."""
+    """Megatron's `unpermute` with a gather as forward: [T, W] sums of the rows that `permute` made."""
     places_TK = sources_N.argsort(stable=True).view(restore_shape[0], -1)
     return collect(rows_NW, sources_N, places_TK)

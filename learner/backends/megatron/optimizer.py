@@ -1,7 +1,7 @@
 """AdamW over Megatron's gradient buffers, its master weights and moments sharded over replicas.
 
-Every rank holds a run of each parameter's elements in fp32. `MasterState` gives a parameter's whole state, and takes it
-back: what checkpoints and a moving reference need.
+Every rank holds a run of each parameter's elements in fp32. `MasterState` gathers a parameter's whole state, and sets
+it, for checkpoints and a moving reference.
 """
 
 import math
@@ -28,7 +28,7 @@ MASTER, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
 
 
 class ShardedAdam:
-    """All calls are collective."""
+    """AdamW whose state is sharded over replicas. All calls are collective."""
 
     def __init__(self, config: TransformerConfig, chunks: list[PackedGpt], settings: OptimizerConfig) -> None:
         overlap = next(chunks[0].parameters()).is_cuda
@@ -71,13 +71,13 @@ class ShardedAdam:
         self.free_gradients()
 
     def free_gradients(self) -> None:
-        """Their buffers, until gradients are zeroed."""
+        """Free the gradients' buffers until `zero_gradients` is called."""
         for model in self.models:
             with _silenced():
                 model.offload_grad_buffers(synchronize=self._on_device, empty_cache=self._on_device)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Parameters, masters and moments: all that is there between two steps, some of it in several views."""
+        """Parameters, masters and moments: all state between two steps; some tensors are views of one storage."""
         for model in self.models:
             yield from model.parameters()
         for part in self.parts():
@@ -86,7 +86,8 @@ class ShardedAdam:
                 yield from part.optimizer.state.get(master, {}).values()
 
     def zero_gradients(self) -> None:
-        """Their buffers are there from now on: a model that only computes, as a reference does, never has any."""
+        """Zero the gradients, and allocate their buffers if needed; a reference, which is not trained, never has
+        any."""
         for model in self.models:
             with _silenced():
                 model.restore_grad_buffers(synchronize=self._on_device)
@@ -94,7 +95,7 @@ class ShardedAdam:
         self._optimizer.zero_grad()
 
     def step(self, learning_rate: float) -> float:
-        """The gradients' norm before clipping; the weights stay if it is not finite."""
+        """Make one update; return the gradients' norm before clipping. The weights stay if it is not finite."""
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         if not math.isfinite(norm):
@@ -107,25 +108,25 @@ class ShardedAdam:
         return norm
 
     def parts(self) -> Iterator[DistributedOptimizer]:
-        """One for what all ranks share, one for experts."""
+        """Megatron's optimizers: one for parameters that all ranks share, one for experts."""
         for optimizer in self._optimizer.chained_optimizers:
             if optimizer.get_parameters():
                 yield optimizer
 
     def masters_to_model(self) -> None:
-        """The parameters are the rounded masters again."""
+        """Set the parameters to the rounded masters."""
         for optimizer in self.parts():
             optimizer._copy_main_params_to_model_params()
         for model in self.models:
             model.start_param_sync(force_sync=True)
 
     def model_to_masters(self) -> None:
-        """The masters are the parameters again."""
+        """Set the masters to the parameters."""
         self._optimizer.reload_model_params()
 
 
 class MasterState:
-    """The fp32 state of every parameter, whole: gathered over the ranks that hold runs of it."""
+    """The whole fp32 state of every parameter, gathered over the ranks that hold runs of it."""
 
     def __init__(self, adam: ShardedAdam) -> None:
         self._owner = {
@@ -134,7 +135,7 @@ class MasterState:
 
     @torch.no_grad()
     def whole(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
-        """Shaped like the parameter; zero moments before the first step. Collective over its replicas."""
+        """Return state shaped like the parameter; moments before the first step are 0. Collective over its replicas."""
         state = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         run, part = self._run(parameter, key)
         if part is not None:
@@ -144,24 +145,24 @@ class MasterState:
 
     @torch.no_grad()
     def assign(self, parameter: torch.nn.Parameter, key: str, state: torch.Tensor) -> None:
-        """Put this rank's run of a whole state in its place."""
+        """Set this rank's run from a whole state."""
         run, part = self._run(parameter, key)
         if part is not None:
             part.copy_(state.flatten()[run])
 
     def set_step(self, step: int) -> None:
-        """How many updates the moments have seen."""
+        """Set the number of updates that the moments have seen."""
         for optimizer in {id(optimizer): optimizer for optimizer in self._owner.values()}.values():
             for state in optimizer.optimizer.state.values():
                 state["step"] = torch.tensor(float(step), device=state["exp_avg"].device)
 
     def step(self) -> int:
-        """How many updates there were, by this rank's knowledge."""
+        """The number of updates, according to this rank's moments."""
         states = [state for optimizer in self._owner.values() for state in optimizer.optimizer.state.values()]
         return int(states[0]["step"]) if states and "step" in states[0] else 0
 
     def _run(self, parameter: torch.nn.Parameter, key: str) -> tuple[slice, torch.Tensor | None]:
-        """Which elements this rank holds, and their state."""
+        """The elements that this rank holds, and their state."""
         optimizer = self._owner.get(parameter)
         if optimizer is None or parameter not in optimizer.model_param_group_index_map:
             return slice(0), None
@@ -174,7 +175,7 @@ class MasterState:
 
 
 def _moments(optimizer: DistributedOptimizer, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """AdamW makes them with the first step; saving before that, or loading, needs them now."""
+    """Return AdamW's moments, made now if there are none: saving before the first step, and loading, need them."""
     state: dict[str, torch.Tensor] = optimizer.optimizer.state[master]
     if not state:
         state["step"] = torch.tensor(0.0, device=master.device)
@@ -184,7 +185,7 @@ def _moments(optimizer: DistributedOptimizer, master: torch.Tensor) -> dict[str,
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Megatron sizes buffers by a call that torch means to take away."""
+    """A context without warnings: Megatron sizes buffers by a call that torch deprecates."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
         yield
@@ -198,5 +199,5 @@ def replicas_of(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
 
 
 def _single(functions: list) -> object:  # type: ignore[type-arg]
-    """Megatron takes a list only where stages are interleaved."""
+    """Return the only function, or the list: Megatron takes a list only if stages are interleaved."""
     return functions if len(functions) > 1 else functions[0]

@@ -17,10 +17,10 @@ from .row import MegatronRow
 
 
 class RouterReplay:
-    """What Megatron's router asks which experts to take; its own class for that keeps one list for the whole process.
+    """Megatron's router asks this object for the experts of its tokens.
 
-    Such a list would have to be told, between a micro-batch's forward pass and its recomputation, which of the
-    micro-batches on their way through the pipeline comes next.
+    Megatron's own class for it keeps one list in the whole process. With several micro-batches in the pipeline the
+    list would need to know, between a forward pass and its recomputation, which micro-batch comes next.
     """
 
     recorded: Recorded | None = None
@@ -33,7 +33,7 @@ class RouterReplay:
         group_topk: int | None,
         choose: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """([N, K] scores, [N, K] experts) of those that are taken."""
+        """Return ([N, K] scores, [N, K] experts) of the experts to take."""
         own: tuple[torch.Tensor, torch.Tensor] = choose(scores_NE, topk, num_groups=num_groups, group_topk=group_topk)
         if self.recorded is None:
             return own
@@ -49,14 +49,14 @@ class ReplayingLayer(TransformerLayer):
         self.mlp.router.router_replay = self.replay = RouterReplay()
 
     def forward(self, *args: Any, packed_seq_params: MegatronRow, **options: Any) -> tuple[torch.Tensor, Any]:
-        """See Megatron's."""
+        """Compute the layer as Megatron does, with the row's recorded experts."""
         recorded = packed_seq_params.recorded
         self.replay.recorded = None if recorded is None else self._own(recorded, packed_seq_params)
         output: tuple[torch.Tensor, Any] = super().forward(*args, packed_seq_params=packed_seq_params, **options)
         return output
 
     def _own(self, recorded: Recorded, row: MegatronRow) -> Recorded:
-        """Of this layer, and of the tokens that this rank's router sees."""
+        """The recorded choices of this layer, for the tokens that this rank's router sees."""
         splits = [groups.context()] + ([groups.tensor()] if self.config.sequence_parallel else [])
         for group in splits:
             recorded = recorded.part(functools.partial(row.part, rank=group.rank(), size=group.size()))

@@ -1,4 +1,4 @@
-"""How evenly a step's tokens were spread over the experts."""
+"""The load of experts: how evenly a step's tokens were spread over them."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from .modules import ExpertLayer
 
 @torch.no_grad()
 def take_router_load(chunks: Sequence[PackedGpt]) -> dict[str, float]:
-    """What was counted since the last call; {} for a dense model. Collective.
+    """Return the metrics of all tokens since the last call; {} for a dense model. Collective.
 
     `expert_load`: the largest expert's tokens over the mean. `experts_idle`: the share of experts that got none. Each
     is of the layer where it is largest; the few tokens of padding count too.

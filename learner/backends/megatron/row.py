@@ -18,39 +18,39 @@ from learner.rows.batch import PackedBatch
 
 @dataclass
 class MegatronRow(PackedSeqParams):
-    """Travels through the layers in the place of Megatron's own packing, which it extends."""
+    """A padded row, which the layers get in the place of Megatron's own packing."""
 
     num_tokens: int = 0
-    """T; 0 for the placeholder of a rank that has nothing to do."""
+    """T; 0 for the placeholder of an empty micro-batch."""
     token_ids_P: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     position_ids_P: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     cos_PD: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     sin_PD: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     layout: PackedLayout | None = None
     recorded: Recorded | None = None
-    """The experts that the P tokens are given; None: routers choose."""
+    """The experts to replay for the P tokens; None: routers choose."""
     number: int = 0
-    """Which micro-batch it is."""
+    """The index of the micro-batch."""
     temperature: float = 1.0
     wants_hidden: bool = False
 
     def part(self, values_P: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """[P / C] what rank `rank` of `size` works on."""
+        """[P / C] the part of rank `rank` of `size`."""
         return values_P.chunk(size)[rank]
 
 
 def padded_length(num_tokens: int, multiple: int) -> int:
-    """P: at least one token for each rank."""
+    """Return P, the next multiple of `multiple`, so that each rank has at least one token."""
     return max(num_tokens + -num_tokens % multiple, multiple)
 
 
 def make_row(
     batch: PackedBatch, rotary: Any, length: int, tally_2: torch.Tensor, *, device: torch.device, varlen: bool
 ) -> MegatronRow:
-    """A row of P = `length` tokens. `rotary`: transformers' own module, so that every kind of scaling is its own.
+    """Return a row of P = `length` tokens. `rotary`: transformers' own module, with every kind of scaling.
 
-    The padding is a sequence of its own at the row's end; nobody looks at what comes out of it. `tally_2`: where
-    routers that replay count disagreement.
+    The padding is a sequence of its own at the row's end, whose results are dropped. `tally_2`: where routers that
+    replay count disagreement.
     """
     token_ids, positions, ends = batch.token_ids_T, batch.position_ids_T, batch.cu_seqlens
     experts = batch.experts_TLK
@@ -75,7 +75,7 @@ def make_row(
 
 
 def on_device(layout: PackedLayout, device: torch.device) -> PackedLayout:
-    """Worked out on the CPU, where its sizes are known without waiting for a GPU."""
+    """Move a layout to the device. It was computed on the CPU, where sizes are known without waiting for a GPU."""
     buckets = layout.buckets
     if buckets is not None:
         buckets = dataclasses.replace(buckets, gather=buckets.gather.to(device), places=buckets.places.to(device))

@@ -1,4 +1,4 @@
-"""Batches through Megatron's pipeline schedules, and what comes out of the last stage told to the others."""
+"""Batches run through Megatron's pipeline schedules; the last stage sends the results to the others."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ Reports = list[dict[str, float]]
 
 
 class Schedule:
-    """All calls are collective over the replicas, with the same number of micro-batches on each."""
+    """Megatron's schedules for one model. All calls are collective; replicas pass the same number of micro-batches."""
 
     def __init__(
         self, models: Sequence[nn.Module], rotary: nn.Module, layout: LayoutConfig, device: torch.device
@@ -40,7 +40,8 @@ class Schedule:
         self._tally_2 = torch.zeros(2, dtype=torch.int64, device=device)
 
     def train(self, batches: Sequence[PackedBatch], temperature: float, loss: TokenLoss) -> tuple[float, Reports]:
-        """Gradients summed into their buffers and over replicas: (loss over all replicas, reports of this one)."""
+        """Sum gradients into their buffers and over replicas; return (loss over all replicas, this replica's
+        reports)."""
         shares, reports = [torch.zeros((), dtype=torch.float64, device=self._device)], Reports()
 
         def finish(row: MegatronRow, logprobs_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -61,7 +62,7 @@ class Schedule:
     def evaluate(
         self, batches: Sequence[PackedBatch], temperature: float, wants_hidden: bool = False
     ) -> list[torch.Tensor]:
-        """[T] logprobs of every micro-batch where it lies, or [T, W] final hidden states; the same on all stages."""
+        """[T] logprobs of every micro-batch, or [T, W] final hidden states, on the batch's device and on all stages."""
         outputs: list[torch.Tensor] = []
 
         def finish(row: MegatronRow, output: torch.Tensor, non_loss_data: bool) -> None:
@@ -93,7 +94,7 @@ class Schedule:
         )
 
     def _rows(self, batches: Sequence[PackedBatch], temperature: float, wants_hidden: bool) -> list[MegatronRow]:
-        """Interleaved stages take micro-batches by rounds of as many as there are stages, all of one length."""
+        """Return the rows. Interleaved stages take them in rounds of as many as there are stages, all of one length."""
         missing = -len(batches) % self._num_stages if self._is_interleaved else 0
         all_batches = [*batches, *[_nothing(batches[0])] * missing]
         lengths = [padded_length(batch.num_tokens, self._multiple) for batch in all_batches]
@@ -109,7 +110,8 @@ class Schedule:
         return make_row(batch, self._rotary, length, self._tally_2, device=self._device, varlen=uses_kernel)
 
     def _disagreement(self) -> dict[str, float]:
-        """Of this replica's routers since the last call. Collective over its ranks: each had its tokens and layers."""
+        """The report of this replica's routers since the last call. Collective over its ranks, which share the
+        tokens."""
         for group in (groups.tensor(), groups.context(), groups.pipeline()):
             dist.all_reduce(self._tally_2, group=group)
         report = disagreement(self._tally_2)
@@ -119,7 +121,7 @@ class Schedule:
     def _shared(
         self, outputs: list[torch.Tensor], batches: Sequence[PackedBatch], is_hidden: bool
     ) -> list[torch.Tensor]:
-        """The last stage's, on all of them."""
+        """Return the last stage's outputs on all stages."""
         group = groups.pipeline()
         if group.size() == 1:
             return outputs
@@ -136,7 +138,7 @@ class Schedule:
         return list(torch.split(whole, tokens))
 
     def _told(self, reports: Reports) -> Reports:
-        """The last stage's, on all of them."""
+        """Return the last stage's reports on all stages."""
         group = groups.pipeline()
         if group.size() == 1:
             return reports
@@ -151,14 +153,14 @@ class Schedule:
         return msgspec.msgpack.decode(buffer.cpu().numpy().tobytes(), type=Reports)
 
     def _over_replicas(self, total: torch.Tensor) -> float:
-        """Summed over one rank of each replica's last stage, where it is known."""
+        """Sum over one rank of each replica's last stage, which knows the total."""
         own = groups.tensor().rank(), groups.context().rank(), groups.pipeline().rank()
         is_counted = own == (0, 0, self._num_stages - 1)
         return sum_over_ranks(float(total) if is_counted else 0.0, self._device)
 
 
 def _forward(finish: Callable[..., Any], rows: Iterator[MegatronRow], model: nn.Module) -> tuple[torch.Tensor, Any]:
-    """One micro-batch through one stage, and what to do with it at the last."""
+    """Run one micro-batch through one stage; return its output and the function that finishes it on the last stage."""
     row = next(rows)
     group = groups.context()
     token_ids = row.part(row.token_ids_P, group.rank(), group.size())[None]
@@ -167,7 +169,7 @@ def _forward(finish: Callable[..., Any], rows: Iterator[MegatronRow], model: nn.
 
 
 def _nothing(batch: PackedBatch) -> PackedBatch:
-    """An empty micro-batch."""
+    """Return an empty micro-batch for `batch`."""
     return PackedBatch(
         token_ids_T=batch.token_ids_T[:0],
         position_ids_T=batch.position_ids_T[:0],

@@ -1,6 +1,6 @@
-"""Where each part of the model is held: the bindings of `mapping`, over the ranks.
+"""The bindings of `mapping` with the ranks that hold each part of the model.
 
-Every rank lists all places in the same order, and calls the collective functions for each of them in that order.
+Every rank lists all of them in the same order, and calls the collective functions for each of them in that order.
 """
 
 from collections.abc import Iterator
@@ -26,36 +26,36 @@ class HeldBinding:
     stage: int
     """The pipeline stage."""
     chunk: int
-    """Which of the stage's interleaved parts of the model."""
+    """The index of the chunk among those that the stage interleaves."""
     expert_rank: int | None = None
-    """The expert-parallel rank; None: all of them."""
+    """The expert-parallel rank that holds it; None: all of them do."""
     slot: int | None = None
-    """Which of that rank's experts."""
+    """The index of the expert among that rank's experts."""
     is_copy: bool = False
-    """A tied head far from the embedding that it equals."""
+    """True for a tied head on another stage than the embedding that it equals."""
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank holds it, or a part of it."""
+        """True if this rank holds it, or a part of it."""
         return self.stage == groups.pipeline().rank() and self.expert_rank in (None, groups.expert().rank())
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that share it with this one."""
+        """The ranks that share the parameter with this one."""
         return groups.tensor() if self.binding.group == "tensor" else groups.expert_tensor()
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This binding's part of something shaped like the parameter."""
+        """Return this binding's part of a tensor shaped like the parameter."""
         return parameter if self.slot is None else parameter[self.slot]
 
     def split(self, read: Read) -> torch.Tensor:
-        """This rank's part of the Hugging Face tensors. Raises ConfigError where one has another shape."""
+        """Return this rank's part of the Hugging Face tensors. Raises ConfigError where one has another shape."""
         group, binding = self.group, self.binding
         tensors = tuple(_read_as(read, name, shape) for name, shape in zip(binding.names, binding.shapes, strict=True))
         return binding.sharing.split(tensors, group.size(), group.rank())
 
     def join(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The Hugging Face tensors, of the parts of all ranks that share them. Collective over those."""
+        """Return the Hugging Face tensors, joined from all ranks that share them. Collective over those."""
         group = self.group
         parts = [part]
         if group.size() > 1:
@@ -72,7 +72,7 @@ def _read_as(read: Read, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def places(architecture: Architecture, layout: LayoutConfig) -> Iterator[HeldBinding]:
-    """All of the model, in the order of its layers; the same on every rank."""
+    """Yield the bindings of the whole model in the order of its layers; the same on every rank."""
     last_stage, last_chunk = layout.pipeline - 1, layout.virtual_pipeline - 1
     yield HeldBinding(embedding(architecture), 0, 0)
     per_part = architecture.layers // (layout.pipeline * layout.virtual_pipeline)

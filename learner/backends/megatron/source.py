@@ -1,4 +1,4 @@
-"""Where a model's first weights come from, one tensor at a time, by the names that Hugging Face files use."""
+"""A model's first weights, one tensor at a time, by the names that Hugging Face files use."""
 
 import torch
 
@@ -9,7 +9,7 @@ from learner.models.model import load_model
 
 
 def open_source(model: ModelConfig, seed: int) -> Read:
-    """Of the recipe's model; a random one is small enough to be made whole. Raises ConfigError where there is none."""
+    """Return a reader of the model's tensors; a random model is made whole. Raises ConfigError without files."""
     if model.random is not None:
         return _random_tensors(model, seed).__getitem__
     paths = weight_files(model.path)

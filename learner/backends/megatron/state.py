@@ -1,9 +1,9 @@
-"""Masters and moments by Hugging Face name, to disk and back under any layout, and the first weights the same way.
+"""Masters and moments are saved by Hugging Face name and loaded under any layout; first weights are read the same way.
 
     param/  exp_avg/  exp_avg_sq/    fp32 safetensors files, each rank's own; together they name every tensor
     optimizer.json                   how many updates the moments have seen
 
-So a checkpoint of one layout is three Hugging Face models, which every other layout reads as it reads first weights.
+So the training state is three sets of Hugging Face tensors, which every layout reads as it reads first weights.
 """
 
 import itertools
@@ -28,13 +28,13 @@ OPTIMIZER_FILE = "optimizer.json"
 
 
 class OptimizerProgress(msgspec.Struct, frozen=True):
-    """optimizer.json"""
+    """The content of optimizer.json."""
 
     step: int
 
 
 class TrainingState:
-    """The whole of what an update changes."""
+    """All state that an update changes."""
 
     def __init__(self, chunks: Sequence[PackedGpt], all_places: Sequence[HeldBinding], adam: ShardedAdam) -> None:
         self._adam = adam
@@ -54,7 +54,7 @@ class TrainingState:
             self._adam.masters_to_model()
 
     def snapshot(self, directory: Path, rank: int, *, is_copied: bool) -> list[Callable[[], object]]:
-        """What writes this rank's share of it. Collective."""
+        """Return a function that writes this rank's share of the state. Collective."""
         writes: list[Callable[[], object]] = [
             snapshot_gathered(self._own_share(key), partial(_write, directory / key, rank), is_copied=is_copied)
             for key in (MASTER, *MOMENTS)
@@ -65,7 +65,7 @@ class TrainingState:
         return writes
 
     def load(self, directory: Path) -> None:
-        """Collective. Raises CheckpointError where `directory` holds another model's state."""
+        """Load the state. Collective. Raises CheckpointError where `directory` holds another model's state."""
         try:
             progress = msgspec.json.decode((directory / OPTIMIZER_FILE).read_bytes(), type=OptimizerProgress)
             for key in (MASTER, *MOMENTS):
@@ -78,7 +78,7 @@ class TrainingState:
         self._masters.set_step(progress.step)
 
     def _open(self, directory: Path) -> TensorFiles:
-        """Raises ConfigError on every rank, whatever it holds itself, where the names are not the model's."""
+        """Open the files. Raises ConfigError on every rank if the names are not the whole model's."""
         files = TensorFiles(sorted(directory.glob("*.safetensors")))
         missing, foreign = self._names - files.names, files.names - self._names
         if missing or foreign:
@@ -89,7 +89,7 @@ class TrainingState:
         return files
 
     def _own_share(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this rank writes: those that have the same take turns. Collective."""
+        """Yield the tensors that this rank writes; ranks that hold the same take turns. Collective."""
         for number, (parameter, its_places) in enumerate(self._held):
             whole = self._masters.whole(parameter, key)
             replicas = replicas_of(parameter)
@@ -100,7 +100,7 @@ class TrainingState:
 
 
 def _turn(sharing: dist.ProcessGroup, replicas: dist.ProcessGroup, number: int) -> bool:
-    """Whether it is this rank's among all that have joined parameter `number`."""
+    """Return whether this rank writes parameter `number`, among all ranks that have joined it."""
     own = replicas.rank() * sharing.size() + sharing.rank()
     return own == number % (replicas.size() * sharing.size())
 
@@ -108,7 +108,7 @@ def _turn(sharing: dist.ProcessGroup, replicas: dist.ProcessGroup, number: int) 
 def _by_parameter(
     chunks: Sequence[PackedGpt], here: Sequence[HeldBinding]
 ) -> list[tuple[torch.nn.Parameter, list[HeldBinding]]]:
-    """Each parameter of this rank with the bindings that fill it: an expert's weights share theirs with others'."""
+    """Return each parameter of this rank with the bindings that fill it; several experts share a parameter."""
     key = lambda place: (place.chunk, place.binding.parameter)  # noqa: E731
     return [
         (chunks[chunk].get_parameter(name), list(run))
