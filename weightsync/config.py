@@ -1,4 +1,4 @@
-"""What weight synchronisation can be told, with defaults."""
+"""The settings of weight synchronisation, with defaults."""
 
 from typing import Annotated, Literal
 
@@ -7,7 +7,7 @@ from msgspec import Meta
 
 
 class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How weights travel from the learner to the engines, and how long anybody waits for it."""
+    """How weights travel from the learner to the engines, and how long learner and workers wait for them."""
 
     transport: Annotated[
         str,

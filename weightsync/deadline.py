@@ -1,4 +1,4 @@
-"""A moment after which one operation is given up, and a flag that ends it sooner."""
+"""The moment at which an operation is given up, and a flag that ends the operation sooner."""
 
 import threading
 import time
@@ -19,15 +19,15 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
     def cancel(self) -> None:
-        """It is over now, for whoever shares its flag."""
+        """End it now, also for every deadline that shares its flag."""
         self._cancelled.set()
 
     def is_over(self) -> bool:
-        """True once the time is up or somebody cancelled."""
+        """Return whether the time is up or the flag is set."""
         return self._cancelled.is_set() or self.remaining() == 0.0
 
     def check(self, what: str) -> None:
-        """Raise WeightSyncError once it is over; `what` says what was being waited for."""
+        """Raise WeightSyncError once it is over; `what` names the operation in the message."""
         if self._cancelled.is_set():
             raise WeightSyncError(f"{what}: cancelled")
         if self.remaining() == 0.0:

@@ -1,14 +1,14 @@
-"""Where published weights lie besides the learner's memory, so that whoever pulls them need not ask the learner.
+"""Archives: places besides the learner's memory from which workers pull published weights.
 
     weights.archive   file:///DIRECTORY  shared with the workers, or copied to them by other means
                       broker             small weights, in the server's memory
-                      http               none: what is pulled comes from the learner (`http/pull_server.py`)
+                      http               no archive: workers pull from the learner (`http/pull_server.py`)
 
     learner ──► archiver.py ──► Archive │ directory.py, broker.py │ ArchiveReader ──► pull.py ──► worker
 
-What is archived is blobs, named by version and digest: an anchor, which is a whole version, bucket by bucket, and the
-deltas that lead on from it. The learner serves every version by itself too, so an archive may fail at any time: what a
-worker does not find there, or finds damaged, it fetches from the learner.
+An archive holds blobs, named by version and digest: those of an anchor, which is a whole version, bucket by bucket, and
+the deltas that lead on from it. The learner serves every version by itself, too, so an archive may fail at any time: a
+worker fetches a blob that is missing or damaged there from the learner.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from .base import Archive, ArchiveReader
 
 
 def open_archive(archive: str, broker: BlockingBroker, owner: Owner) -> Archive | None:
-    """The learner's end. Raises WeightSyncError for a directory that it cannot write to."""
+    """Return the learner's end, None for `http`. Raises WeightSyncError for a directory that it cannot write to."""
     match archive:
         case "http":
             return None
@@ -35,8 +35,8 @@ def open_archive(archive: str, broker: BlockingBroker, owner: Owner) -> Archive 
 
 
 def open_reader(archive: str, broker: Broker, timeout_s: float) -> ArchiveReader | None:
-    """A worker's end, which waits so long for each piece. Call it where the broker's event loop runs; what it reads, it
-    reads from other threads."""
+    """Return a worker's end, None for `http`, which waits `timeout_s` for each piece. Call it in the thread of the
+    broker's event loop; its `read` may be called in any other thread."""
     match archive:
         case "http":
             return None

@@ -1,9 +1,9 @@
-"""The learner's end: what of each version goes into the archive, and for how long it stays: all deltas of the chain,
-and from time to time an anchor, a whole version, so that some anchor is always the base of one of them.
+"""The learner's end of an archive: which blobs of each version go there, and how long they stay.
 
-A learner never waits for more than the deltas, and for those not longer than for a broadcast. An anchor is written
-beside training, from memory that is kept until then, and named from the next version on. What cannot be archived costs
-a warning, and workers fetch it from the learner.
+All deltas of the chain are archived, and from time to time an anchor, a whole version, so that some delta of the chain
+always starts from an archived anchor. The learner waits for the deltas only, at most as long as for a broadcast. A
+thread writes the anchor beside training, from memory that is kept until then; manifests name it from the next version
+on. A blob that cannot be archived costs a warning, and workers fetch it from the learner.
 """
 
 import logging
@@ -27,8 +27,8 @@ NOTHING = Archived(None, ())
 class Archiver:
     """Keeps an archive up to date for one incarnation of the learner.
 
-    What lies there: all that the newest manifest names; all that the one before named, as some worker may still be
-    reading that; and the anchor that is being written.
+    The archive holds all blobs that the newest manifest names, those that the manifest before named, which some worker
+    may still be reading, and those of the anchor that is being written.
     """
 
     def __init__(self, archive: Archive, longest_chain: int, timeout_s: float) -> None:
@@ -37,19 +37,21 @@ class Archiver:
         """Versions from one anchor to the next: half a chain, so that the other half is left as time to write it."""
         self._timeout_s = timeout_s
         self._is_empty = False
-        """False at first: an earlier learner may have left something."""
+        """False at first: an earlier learner may have left blobs."""
         self._anchor = NOTHING
         self._named: frozenset[str] = frozenset()
-        """What the version before consists of: some worker may still be reading it."""
+        """The blobs of the previous version, which some worker may still be reading."""
         self._putting: _Job | None = None
         self._writing: _Job | None = None
         self._written: list[str] = []
-        """Of the anchor that is being written; under the lock, so that none is taken for a left-over."""
+        """The blobs of the anchor that is being written. Guarded by the lock, so that none is removed as a
+        left-over."""
         self._lock = threading.Lock()
         self._told = ""
 
     def add(self, version: WeightVersion, staged: StagedWeights, deltas: Sequence[Delta]) -> Archived | None:
-        """What of `version` is archived; None: not all of its deltas. `staged` is on a CPU, and stays as it is."""
+        """Archive the deltas of `version`, and begin an anchor where one is due. Returns what a manifest says of it, or
+        None where not all deltas are archived. `staged` lies in host memory and must not change."""
         self._is_empty = False
         self._finish_anchor()
         bases = [delta.spec.base for delta in deltas]
@@ -66,7 +68,7 @@ class Archiver:
         return self._anchor if is_there and deltas else None
 
     def rest(self) -> None:
-        """Nobody pulls: empty the archive, until the next `add`. Costs nothing where it is empty already."""
+        """Empty the archive until the next `add`, as no worker pulls. Does nothing where it is already empty."""
         if self._is_empty:
             return
         if self._writing is not None:
@@ -76,7 +78,7 @@ class Archiver:
         self._is_empty = self._put(()) and self._writing is None
 
     def close(self) -> None:
-        """Stop writing; what is there stays for those who are reading it."""
+        """Stop writing. Archived blobs stay for the workers that read them."""
         jobs = [job for job in (self._putting, self._writing) if job is not None]
         for job in jobs:
             job.stop()
@@ -84,7 +86,7 @@ class Archiver:
             job.join(self._timeout_s)
 
     def _put(self, deltas: Sequence[Delta]) -> bool:
-        """Whether all of them are there in time. Forgets the anchor where that has got lost."""
+        """Return whether all `deltas` are archived in time. Forgets the anchor if it was lost."""
         if self._putting is not None and self._putting.is_alive():
             self._tell("what was archived for an earlier version has not ended yet")
             return False
@@ -103,7 +105,7 @@ class Archiver:
         return not failure
 
     def _put_missing(self, deltas: Sequence[Delta], named: frozenset[str], there: set[str], deadline: Deadline) -> None:
-        """First it makes room: a full disk is no longer full then."""
+        """Remove blobs that are not needed, which makes room on a full disk, and then write the missing deltas."""
         with self._lock:
             there |= self._archive.keep_only(named | self._named | {*self._written})
         for delta in deltas:
@@ -135,14 +137,14 @@ class Archiver:
         self._tell(job.failure)
 
     def _tell(self, failure: str) -> None:
-        """Once, where it is the same every time."""
+        """Log `failure`, once for as long as it stays the same."""
         if failure and failure != self._told:
             logger.warning("workers fetch weights from the learner, not from weights.archive: %s", failure)
         self._told = failure or self._told
 
 
 class _Job(threading.Thread):
-    """Runs by itself, as a file system may hang; nobody waits for it at the end."""
+    """Work in a daemon thread: a file system may hang, and the process must end nevertheless."""
 
     def __init__(self, name: str, deadline: Deadline, work: Callable[[Deadline], Archived | None]) -> None:
         super().__init__(name=f"weights-archive-{name}", daemon=True)
@@ -150,12 +152,12 @@ class _Job(threading.Thread):
         self._work = work
         self.result: Archived | None = None
         self.failure = ""
-        """Empty, or why it was not done."""
+        """Why the work was not done, or ""."""
         self.is_wanted = True
         self.start()
 
     def stop(self) -> None:
-        """It ends at its next piece, and what has come of it nobody wants."""
+        """End the work at its next piece; its result is dropped."""
         self.is_wanted = False
         self._deadline.cancel()
 

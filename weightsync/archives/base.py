@@ -1,4 +1,4 @@
-"""The seams between what is archived and where: blobs by name, written by one learner and read by any worker.
+"""The seams of an archive: blobs by name, which one learner writes and any worker reads.
 
 A blob's name begins with its kind and version, `anchor-INCARNATION.STEP-` or `delta-INCARNATION.STEP-`, and ends with
 its digest, so it is never written with two contents.
@@ -13,44 +13,44 @@ from weightsync.pace import Pace
 
 
 class Archive(Protocol):
-    """The learner's end. Every call raises HeadwayError where it cannot be done, and may be tried again; from any
-    thread."""
+    """The learner's end of an archive. Every call raises HeadwayError where it fails and may then be tried again. Calls
+    may come from any thread."""
 
     def reserve(self, nbytes: int) -> None:
-        """Refuses an anchor of so many bytes that would not fit. What it lets pass may still be refused by `put`."""
+        """Raise HeadwayError if an anchor of `nbytes` would not fit. `put` may fail nevertheless."""
         ...
 
     def put(self, name: str, data: memoryview, deadline: Deadline) -> None:
-        """Readers see all of it or nothing. Putting what is there changes nothing."""
+        """Store a blob. Readers see all of it or nothing. Putting a blob that is there changes nothing."""
         ...
 
     def keep_only(self, names: Set[str]) -> set[str]:
-        """Remove all that this run has put there but these, of which it tells those that are there."""
+        """Remove all blobs of this run except `names`. Returns those of `names` that are there."""
         ...
 
 
 class ArchiveReader(Protocol):
-    """A worker's end. Calls block, from any thread, and may be made at the same time."""
+    """A worker's end of an archive. Calls block; they may come from several threads at the same time."""
 
     def read(self, name: str, data: memoryview, pace: Pace, deadline: Deadline) -> None:
-        """Fill `data` with the blob. Raises SupersededError where it is gone, UnreachableError where nothing comes for
-        so long that the archive may hang, and WeightSyncError where it has another size, or cannot be read.
-        Leaves `data` alone from then on."""
+        """Fill `data` with the blob. Raises SupersededError where it is gone, UnreachableError where the archive has
+        not answered for its time limit, and WeightSyncError where the blob has another size or cannot be read. `data`
+        is not written to after the call."""
         ...
 
 
 def anchor_name(version: WeightVersion, index: int, digest: str) -> str:
-    """Of one bucket of a whole version."""
+    """Return the name of one bucket of an anchor."""
     return f"anchor-{version}-{index}-{digest}"
 
 
 def delta_name(delta: DeltaSpec) -> str:
-    """Of what leads to the delta's version."""
+    """Return the name of the delta that leads to its version."""
     return f"delta-{delta.version}-{delta.digest}"
 
 
 def anchor_names(archived: Archived) -> list[str]:
-    """Of the anchor's buckets; empty where there is none."""
+    """Return the names of the anchor's buckets; none where there is no anchor."""
     if archived.anchor is None:
         return []
     return [anchor_name(archived.anchor, index, digest) for index, digest in enumerate(archived.digests)]

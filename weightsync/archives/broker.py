@@ -1,4 +1,5 @@
-"""An archive in the broker's memory: for weights that are small against `broker.max_bytes`, where nothing is shared."""
+"""An archive in the server's memory, for weights that are small compared with `broker.max_bytes`, where learner and
+workers share no file system."""
 
 import asyncio
 import threading
@@ -15,12 +16,12 @@ from weightsync.transports.base import SupersededError, UnreachableError
 from weightsync.transports.threads import in_time
 
 _SHARE = 2
-"""Of `broker.max_bytes`, one in so many bytes at most."""
+"""The archive takes at most `broker.max_bytes` divided by this."""
 
 
 class BrokerArchive:
-    """Takes at most half of `broker.max_bytes`, and an anchor of at most half of that: a second one is on its way while
-    the first is still of use."""
+    """Takes at most half of `broker.max_bytes`, and an anchor at most half of that: the next anchor is written while
+    workers still read the one before."""
 
     def __init__(self, broker: BlockingBroker, owner: Owner) -> None:
         self._blocking = broker
@@ -73,7 +74,7 @@ class BrokerArchive:
 
 
 class BrokerReader:
-    """Asks the broker from other threads than that of its event loop, the one that this is made in."""
+    """Reads from the broker in any thread. Made in the thread of the broker's event loop, where its requests run."""
 
     def __init__(self, broker: Broker, timeout_s: float) -> None:
         self._archive = broker.archive

@@ -1,7 +1,7 @@
-"""An archive in a directory: a file for each blob, in a folder named like the run, which is the archive's own.
+"""An archive in a directory: a file for each blob, in a folder named after the run, which belongs to the archive alone.
 
-A file gets its name once all of it is on the disk. So readers need no locks, and what copies the directory elsewhere
-copies whole files.
+A file gets its name once all of it is on the disk. So readers need no locks, and a tool that copies the directory to
+other hosts copies whole files.
 """
 
 import errno
@@ -23,11 +23,11 @@ _NAME = re.compile(r"(?:anchor|delta)-(\d+)\.\d+(?:-\d+)?-[0-9a-f]{32}")
 _UNFINISHED = ".part"
 _PIECE_BYTES = 1 << 20
 _GONE = (errno.ENOENT, errno.ESTALE)
-"""ESTALE: of a network file system, for a file that was removed while we read it."""
+"""A network file system raises ESTALE for a file that was removed while it was read."""
 
 
 class DirectoryArchive:
-    """Of one incarnation's learner; it also removes what earlier ones left."""
+    """The learner's end for one incarnation. It also removes files that earlier incarnations left."""
 
     def __init__(self, directory: Path, run: str, incarnation: int) -> None:
         if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
@@ -40,7 +40,7 @@ class DirectoryArchive:
         self._incarnation = incarnation
 
     def reserve(self, nbytes: int) -> None:
-        """See Archive: compares with what the file system says is free."""
+        """See Archive. Compares with the free space that the file system reports."""
         try:
             free = shutil.disk_usage(self._directory).free
         except OSError as error:
@@ -70,7 +70,7 @@ class DirectoryArchive:
             raise _failed(path, error) from error
 
     def keep_only(self, names: Set[str]) -> set[str]:
-        """See Archive. Passes over what it has not put there, and what belongs to a later incarnation."""
+        """See Archive. Passes over files that no archive has written, and those of a later incarnation."""
         try:
             found = set(os.listdir(self._folder)) if self._folder.is_dir() else set[str]()
             for name in found - names:
@@ -83,10 +83,10 @@ class DirectoryArchive:
 
 
 class DirectoryReader:
-    """Reads what a learner has put there, from its own host or another one.
+    """Reads the blobs of a learner, on its own host or another one.
 
-    A file system may hang in any call. Calls are therefore made in threads that may be left in them, into memory of
-    their own, and none is made while one that was left has not come back.
+    A file system may hang in any call. So each call runs in a thread that can be abandoned, and reads into memory of
+    its own; no call is made while an abandoned one has not returned.
     """
 
     def __init__(self, directory: Path, run: str, timeout_s: float) -> None:
@@ -126,7 +126,7 @@ class DirectoryReader:
 
 
 def _pieces(path: Path, nbytes: int, piece_bytes: int) -> Generator[bytes]:
-    """Of a file of that size, to its end."""
+    """Yield the pieces of a file of `nbytes` bytes, to its end."""
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,5 +1,5 @@
-"""A worker's end: a bucket is the anchor's, brought up to date by the deltas that follow. What is not to be had in the
-archive comes from the learner.
+"""A worker's pull from an archive: a bucket is the anchor's bucket, brought up to date by the deltas that follow. What
+the archive does not have comes from the learner.
 """
 
 import logging
@@ -25,20 +25,21 @@ T = TypeVar("T")
 
 
 class ArchivePull:
-    """What is missing in the archive may only have been superseded, so it is looked for once more under the newest
-    manifest, and then asked of the learner. Once the archive does not answer, so is the rest of that pull."""
+    """A PullTransport that asks the archive first. A blob that is missing there may only have been superseded: the pull
+    ends and begins once more with the newest manifest, and if a blob is missing again, asks the learner. Once the
+    archive has not answered, the rest of that pull asks the learner, too."""
 
     def __init__(self, reader: ArchiveReader, learner: PullTransport, pace: Pace) -> None:
         self._reader = reader
         self._learner = learner
         self._pace = pace
         self._has_missed = self._is_missing = False
-        """Something was missing in the pull before, and in this one."""
+        """A blob was missing in the previous pull; a blob was missing in this one."""
         self._deltas: dict[DeltaSpec, dict[int, memoryview]] = {}
-        """Those to the version that is being fetched, each by bucket."""
+        """The deltas that lead to the version that is being fetched, each by bucket."""
         self._fetching_deltas = threading.Lock()
         self._is_given_up = False
-        """It did not answer in this pull."""
+        """The archive did not answer in this pull."""
 
     def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
         """See PullTransport."""
@@ -113,7 +114,7 @@ class ArchivePull:
         verify(manifest, {index: bucket})
 
     def _kept_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> dict[int, memoryview]:
-        """Fetched for the first of the buckets that need it."""
+        """Return a delta by bucket, which is fetched for the first bucket that needs it."""
         with self._fetching_deltas:
             parts = self._deltas.get(delta)
             if parts is None:

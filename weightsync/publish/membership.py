@@ -1,7 +1,7 @@
-"""Who receives broadcasts: decided from heartbeats and from who missed what, in pure functions.
+"""Which workers receive broadcasts: pure functions of heartbeats and of the versions that workers missed.
 
-A worker that missed a deadline stays out until its heartbeat shows a version at least as new as the one it
-missed: it has pulled, so it runs again. No clock is needed for that.
+A worker that missed a deadline stays out until its heartbeat shows a version at least as new as the one that it
+missed: it has pulled, so it runs again. This needs no clock.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from broker.schema import WeightVersion, WorkerInfo
 
 
 class Member(NamedTuple):
-    """One process: a restarted worker keeps its name but is another member."""
+    """One worker process: a restarted worker keeps its name but is another member."""
 
     worker: str
     host: str
@@ -19,7 +19,7 @@ class Member(NamedTuple):
 
 
 def eligible(workers: Iterable[WorkerInfo], missed: Mapping[str, WeightVersion]) -> tuple[Member, ...]:
-    """Alive workers that take part in the next broadcast, by name."""
+    """Return the alive workers that take part in the next broadcast, sorted by name."""
     chosen = (info for info in workers if _takes_part(info) and not is_behind(info, missed))
     return tuple(sorted(Member(info.worker, info.host, info.pid) for info in chosen))
 
@@ -29,16 +29,16 @@ def _takes_part(info: WorkerInfo) -> bool:
 
 
 def follows_by_pull(info: WorkerInfo) -> bool:
-    """True for one that is in no group for as long as it runs: it has a use for deltas."""
+    """Return whether the worker joins no group as long as it runs, and so can use deltas."""
     return not info.wants_broadcast and info.state != "draining"
 
 
 def is_behind(info: WorkerInfo, missed: Mapping[str, WeightVersion]) -> bool:
-    """True while a dropped worker has not shown that it caught up."""
+    """Return whether a worker that missed a version has not yet shown that it caught up."""
     version = missed.get(info.worker)
     return version is not None and (info.version is None or info.version < version)
 
 
 def still_missed(workers: Iterable[WorkerInfo], missed: Mapping[str, WeightVersion]) -> dict[str, WeightVersion]:
-    """`missed` without those that caught up and those that are gone."""
+    """Return `missed` without the workers that caught up and those that are gone."""
     return {info.worker: missed[info.worker] for info in workers if info.worker in missed and is_behind(info, missed)}

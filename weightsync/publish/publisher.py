@@ -1,7 +1,7 @@
-"""The learner's end: offers a version, gathers and broadcasts it, announces it, and serves it to those who pull.
+"""The learner's end: offers a version, gathers and broadcasts it, announces it, and serves it to workers that pull.
 
-The caller gathers, and goes on; all the rest is done by a thread. A broadcast that fails costs its deadline and nothing
-else. What does raise is what the learner must know: FencedError, VersionRegressionError, a broker that is gone.
+The caller's thread gathers; another thread does all the rest. A broadcast that fails costs its deadline and nothing
+else. Only errors that the learner must know are raised: FencedError, VersionRegressionError, BrokerUnavailableError.
 """
 
 import concurrent.futures
@@ -47,7 +47,7 @@ from .sender import Sender
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What one publication cost and whom it reached."""
+    """What one publication cost, and which workers it reached."""
 
     version: WeightVersion
     seconds: float
@@ -55,11 +55,11 @@ class PublishReport:
     members: tuple[str, ...]
     """Workers that verified every byte before the announcement; all others pull."""
     failed: str
-    """Empty, or why some member was not reached by broadcast."""
+    """Why the broadcast did not reach some member, or ""."""
 
 
 class Publication:
-    """A version that a publisher makes the run's newest, beside whatever its caller does."""
+    """A version that a publisher makes the run's newest, while its caller goes on."""
 
     def __init__(self, begin: Callable[[], Future[PublishReport]]) -> None:
         self._begin = begin
@@ -67,12 +67,13 @@ class Publication:
 
     @property
     def is_over(self) -> bool:
-        """`report` has something to say at once."""
+        """Whether `report` returns or raises at once."""
         return self._attempt is None or self._attempt.done()
 
     def report(self) -> PublishReport:
-        """Waits until the version is announced. Raises VersionRegressionError, FencedError or BrokerUnavailableError
-        where it was not, and workers go on with the one before; after the last of these, asking again tries again."""
+        """Wait until the version is announced. Raises VersionRegressionError, FencedError or BrokerUnavailableError
+        where it was not, and workers go on with the previous version; after BrokerUnavailableError, calling again
+        retries."""
         attempt, self._attempt = self._attempt or self._begin(), None
         report = attempt.result()
         self._attempt = attempt
@@ -80,12 +81,13 @@ class Publication:
 
 
 class Publisher:
-    """Belongs to one owner of the run. One version at a time, from one thread."""
+    """Publishes the versions of one owner of the run, one at a time, called from one thread."""
 
     def __init__(
         self, broker: BlockingBroker, owner: Owner, config: WeightsConfig, roots: ImportRoots | None = None
     ) -> None:
-        """`roots`: below which a transport of the user's own may be imported; by default as ImportRoots has them."""
+        """`roots`: modules below which a transport of the user's own may be imported; by default those of
+        ImportRoots."""
         roots = roots or ImportRoots()
         abilities = abilities_of(config.transport, roots)
         self._blocking = broker
@@ -94,13 +96,14 @@ class Publisher:
         self._config = config
         device = torch.device(broadcast_device(config, abilities))
         self._memory_is_reused = device.type == "cuda"
-        """A GPU has room for one version: the next one overwrites it, and those who are pulling it go on from a copy in
-        host memory, if there is one."""
+        """A GPU has room for one version: the next version overwrites it, and workers that are still pulling it get the
+        rest from a copy in host memory, if there is one."""
         self._staging = Staging(config.bucket_bytes, device, memory_is_reused=self._memory_is_reused)
         self._token = secrets.token_urlsafe(24)
         self._offered: WeightVersion | None = None
         self._announced: WeightManifest | None = None
-        """By this publisher, the last one. Workers know it: an offer of the same tensors names its version instead."""
+        """The last version that this publisher announced. Workers know it, so an offer of the same tensors names this
+        version instead of repeating them."""
         archive = open_archive(config.archive, broker, owner)
         address = learner_address(config.host, broker.broker.url)
         self._sender = Sender(
@@ -124,21 +127,21 @@ class Publisher:
         self._archiver = None if archive is None else Archiver(archive, config.delta_chain, config.broadcast_timeout_s)
         self._thread = DaemonPool("publish", 1)
         self._under_way: Future[PublishReport] | None = None
-        # What training has begun on the GPU meanwhile is not waited for.
+        # On a stream of its own a transfer does not wait for the training that runs on the GPU meanwhile.
         uses_gpu = self._memory_is_reused or not abilities.sends_host_memory
         self._stream = torch.cuda.Stream() if uses_gpu else None  # type: ignore[no-untyped-call]
 
     def gather(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
-        """Have memory ready for the next version, which is to have these tensors; none of them is read before `begin`,
-        which comes once the version before is announced. Raises NoRoomError."""
+        """Prepare memory for the next version, which is to have these tensors. None of them is read before `begin`,
+        which the caller calls once the previous version is announced. Raises NoRoomError."""
         return self._staging.begin(tensors)
 
     def begin(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> Publication:
-        """Make `version` the run's newest. Returns once all tensors are taken, as gathering them may be collective, and
-        they may change; `Publication.report` tells the rest.
+        """Make `version` the run's newest. Returns once all tensors are taken, since gathering them may be collective;
+        they may change from then on. `Publication.report` waits for the rest.
 
-        That takes at most three broadcast deadlines, a fourth one for deltas and a fifth one to archive them; with
-        `staging: none` one more with every further wave of members. Raises WeightSyncError for tensors that cannot be
+        The rest takes at most three broadcast deadlines, a fourth for deltas and a fifth to archive them; with
+        `staging: none` one more for every further wave of members. Raises WeightSyncError for tensors that cannot be
         sent.
         """
         if self._memory_is_reused and self._announced is not None:
@@ -148,12 +151,12 @@ class Publisher:
         return publication
 
     def publish(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> PublishReport:
-        """Begin, and wait for the report: see both. After BrokerUnavailableError it may be called again with the same
-        arguments."""
+        """Call `begin` and return its report, with the errors of both. After BrokerUnavailableError it may be called
+        again with the same arguments."""
         return self.begin(version, gathering, probe).report()
 
     def close(self) -> None:
-        """Leave the group and stop serving; workers keep what they hold. Idempotent."""
+        """Leave the group and stop serving. Workers keep the versions that they hold. Idempotent."""
         self._thread.close()
         if self._under_way is not None:
             concurrent.futures.wait([self._under_way], self._config.broadcast_timeout_s)
@@ -181,7 +184,7 @@ class Publisher:
         return self._under_way
 
     def _publish(self, version: WeightVersion, gathering: Gathering, probe: Probe) -> PublishReport:
-        # Members that took a version refuse it the second time, so a repeated publication is only announced.
+        # Members refuse a version that they took already, so a repeated publication is only announced.
         is_repeated = self._offered == version
         places = gathering.places()
         epoch, failed = (0, "repeated") if is_repeated else self._sender.prepare(self._workers, version)
@@ -212,11 +215,11 @@ class Publisher:
     def _deltas(
         self, version: WeightVersion, staged: StagedWeights
     ) -> tuple[StagedWeights | None, tuple[Delta, ...], Archived | None]:
-        """(what the next version's delta is to be encoded against, the chain of deltas that ends at this version, what
-        of it is in the archive).
+        """Return the base for the next version's delta, the chain of deltas that ends at this version, and what of the
+        chain is in the archive.
 
-        Deltas are encoded and archived only while a worker follows by pull; a whole version is archived also while one
-        holds nothing yet. It comes after the broadcast, whose members wait for none of it.
+        Deltas are encoded and archived only while a worker follows by pull; a whole version is archived also while some
+        worker holds no version yet. This comes after the broadcast, so that its members do not wait for it.
         """
         workers = self._workers()
         reads_archive = self._archiver is not None and any(info.version is None for info in workers)

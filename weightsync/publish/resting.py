@@ -1,4 +1,5 @@
-"""For how long members that are all there, and do not connect, are left to pull: every attempt costs a deadline."""
+"""How long members that all checked in but cannot connect to each other are left to pull: every attempt costs a
+deadline."""
 
 from weightsync.deadline import Deadline
 
@@ -8,10 +9,10 @@ _LONGEST_S = 600.0
 
 
 class Resting:
-    """What is known of the last attempts to form a group, as long as they were of the same members.
+    """The last attempts to form a group of the same members.
 
-    The first failure is followed by another attempt at once, as somebody may have died; then by a rest of two
-    deadlines, which doubles up to ten minutes: no way leads from one host to another.
+    After the first failure the learner tries again at once, as a member may have died. After further ones it rests for
+    two deadlines, doubled each time up to ten minutes: probably one host cannot reach another.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -21,16 +22,16 @@ class Resting:
         self._rest = Deadline(0.0)
 
     def failed(self, members: tuple[Member, ...], why: str) -> None:
-        """They had all checked in."""
+        """Note that a group of `members`, who had all checked in, was not formed, and why."""
         rest_s = min(2 * (self._rest.seconds or self._deadline_s), _LONGEST_S) if members == self._members else 0.0
         self._members, self._why, self._rest = members, why, Deadline(rest_s)
 
     def formed(self) -> None:
-        """All is well again."""
+        """Note that a group was formed, and forget earlier failures."""
         self._members = ()
 
     def why_not(self, members: tuple[Member, ...]) -> str:
-        """Why no group is to be formed of them now, or ""."""
+        """Return why no group of `members` should be formed now, or ""."""
         if members != self._members or self._rest.is_over():
             return ""
         return f"{self._why}; workers pull, and it is tried again in {self._rest.remaining():.0f} s"

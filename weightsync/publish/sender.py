@@ -1,11 +1,13 @@
-"""The learner's side of broadcasts: forms a group for each set of members, sends, drops who did not answer.
+"""The learner's side of broadcasts: forms a group for each set of members, sends, and drops members that did not
+answer.
 
-What goes wrong here is told, never raised: a version that could not be broadcast is pulled. Each of the three waits
-(twice for a group to form, once for a version to arrive) ends by the broadcast deadline; after a failed broadcast a
-second more hears what the members say. Members that do not connect are left alone for a while (`resting.py`).
+A failed broadcast is returned as a text and never raised: workers pull the version instead. Each of the three waits
+(twice for a group to form, once for a version to arrive) ends by the broadcast deadline; after a failed broadcast the
+learner listens to the members' answers for a second more. Members that do not connect are not tried again for a while
+(`resting.py`).
 
-With `staging: none` members must be paused while they receive. So they receive in waves, some members at a time, each
-wave through a process group and with a deadline of its own; one that fails takes nothing from the next.
+With `staging: none` members must be paused while they receive. So they receive in waves, some members at a time. Each
+wave has a process group and a deadline of its own, so a wave that fails costs the next one nothing.
 """
 
 import secrets
@@ -51,9 +53,9 @@ class _Group(NamedTuple):
 
 
 class Sender:
-    """Owns the current group. Epochs, which number them, count up from `last_epoch` for the whole run.
+    """Owns the current group. Epochs number the groups, and count up from `last_epoch` for the whole run.
 
-    Raises what the broker raises, through which groups are formed and members answer.
+    Groups are formed, and members answer, through the broker; every call raises the broker's errors.
     """
 
     def __init__(
@@ -76,17 +78,18 @@ class Sender:
         self._put_group = put_group
         self._group: _Group | None = None
         self._missed: dict[str, WeightVersion] = {}
-        """By worker, the version that it was last seen to miss: it is in no group until it has caught up."""
+        """The version that each worker was last seen to miss: the worker is in no group until it has caught up."""
         self._resting = Resting(config.broadcast_timeout_s)
 
     def prepare(self, workers: Callable[[], Sequence[WorkerInfo]], version: WeightVersion) -> tuple[int, str]:
-        """(epoch that `version` goes to, what went wrong). Epoch 0: nobody to send to."""
+        """Form the group for `version` where the current one will not do. Returns its epoch (0: no member to send to)
+        and what went wrong, or ""."""
         failures: list[str] = []
         for _ in range(_FORM_ATTEMPTS):
             alive = workers()
             self._missed = still_missed(alive, self._missed)
             wanted = eligible(alive, self._missed)
-            if self._group is not None and self._group.members == wanted:  # one that has failed is no more
+            if self._group is not None and self._group.members == wanted:  # a group that failed is None
                 return self._epoch, "; ".join(failures)
             self._leave()
             if not wanted:
@@ -101,10 +104,10 @@ class Sender:
         return 0, "; ".join(failures)
 
     def send(self, version: WeightVersion, wire: Wire) -> tuple[tuple[str, ...], str]:
-        """To the group that `prepare` formed: (members that hold and verified `version`, which was offered, what went
-        wrong). A failure ends the epoch, once the other waves were sent theirs.
+        """Send `version`, which was offered, to the group that `prepare` formed. Returns the members that hold and
+        verified it, and what went wrong, or "". A failure ends the epoch after the remaining waves were served.
 
-        What `wire` gives is asked for while what came before is under way.
+        The next bucket of `wire` is asked for while the one before is on its way.
         """
         assert self._group is not None
         _, rendezvous, waves = self._group
@@ -121,7 +124,7 @@ class Sender:
             if not failures:
                 rendezvous.forget(version, reached, len(waves))
         except BrokerError:
-            self._leave()  # who received what is not known
+            self._leave()  # it is not known which member received what
             raise
         if failures:
             self._leave()
@@ -133,7 +136,7 @@ class Sender:
         deadline = Deadline(self._config.broadcast_timeout_s)
         failure = _broadcast(wave.transport, wire, deadline)
         if failure:
-            # Closing our end fails the others at once, so those who still run can say so.
+            # Closing the learner's end fails the members' calls at once, so that those still running can answer.
             wave.transport.close()
             deadline = Deadline(min(_NACK_WAIT_S, self._config.broadcast_timeout_s))
         answers = rendezvous.await_acknowledgements(version, wave.workers, deadline)
@@ -150,7 +153,7 @@ class Sender:
         self._leave()
 
     def _form(self, wanted: tuple[Member, ...], version: WeightVersion) -> str:
-        """Start the next epoch; what kept its group from being formed, or ''."""
+        """Start the next epoch. Returns what kept its group from being formed, or ""."""
         deadline = Deadline(self._config.broadcast_timeout_s)
         self._epoch += 1
         group = self._record(wanted)
@@ -169,7 +172,7 @@ class Sender:
                 transport = form_group(self._config.transport, store, 0, size, self._address, deadline, self._roots)
                 waves.append(_Wave(workers, transport))
         except WeightSyncError as error:
-            # Who failed is unknown. All are asked again: the one that is gone will then not check in.
+            # It is unknown which member failed. All are asked again: one that is gone will then not check in.
             _close(waves)
             self._resting.failed(wanted, str(error))
             return str(error)
@@ -177,7 +180,7 @@ class Sender:
         return ""
 
     def _record(self, members: tuple[Member, ...]) -> BroadcastGroup:
-        """What members are told of the epoch that begins."""
+        """Return the record by which members learn of the epoch that begins."""
         return BroadcastGroup(
             epoch=self._epoch,
             incarnation=self._incarnation,
@@ -190,8 +193,8 @@ class Sender:
         )
 
     def _at_once(self, members: int) -> int:
-        """How many receive together: all, where they generate meanwhile; so few that the others do, where those are
-        paused that receive."""
+        """Return how many members receive together: all, where they generate meanwhile; with `staging: none`, where
+        they are paused, the share `swaps_at_once`, so that the others generate."""
         return max(1, int(self._config.swaps_at_once * members)) if self._config.staging == "none" else members
 
     def _leave(self) -> None:
@@ -208,7 +211,7 @@ def _close(waves: Iterable[_Wave]) -> None:
 
 
 def _broadcast(transport: BroadcastGroupTransport, wire: Iterable[torch.Tensor], deadline: Deadline) -> str:
-    """What went wrong."""
+    """Broadcast all of `wire`. Returns what went wrong, or ""."""
     try:
         for _ in pipelined(transport, wire, deadline):
             pass
