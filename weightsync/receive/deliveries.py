@@ -1,5 +1,6 @@
-"""What a subscriber hands over: a whole version, or, where there is no room for a second one, a version on its way,
-bucket after bucket from the thread that receives to the engine, which is paused from the first one on.
+"""Versions that a subscriber hands over: a whole one, or, where there is no room for a second version, one that is
+still arriving. The receiving thread then passes on bucket after bucket to the engine, which is paused from the first
+one on.
 
     thread: give ─► waits ─► give ─► waits ─► ...          end
               └──► engine ──┘  └──► engine ──┘                 └──► check, go on generating, or stay paused
@@ -19,7 +20,7 @@ from weightsync.deadline import Deadline
 from weightsync.tensors.landing import Landed
 
 _WAIT_S = 0.05
-"""Between two looks at the deadline; an engine that is done with a bucket is noticed at once."""
+"""Time between two checks of the deadline; the thread notices at once when the engine is done with a bucket."""
 
 Part = Sequence[tuple[str, torch.Tensor]]
 
@@ -30,64 +31,68 @@ class Delivery:
 
     manifest: WeightManifest
     landed: Landed
-    """It may be overwritten once the next version is waited for."""
+    """Its memory may be overwritten once the caller waits for the next version."""
     may_be_reused: bool
-    """For a later version; or else it is the puller's, who keeps it."""
+    """Whether a later version may use this memory; otherwise the puller keeps it as its base for deltas."""
 
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Views, in the order in which they were published; the same list where the same memory was used again."""
+        """Return the named tensors as views, in the order in which they were published. The list is the same one where
+        the same memory was used before."""
         return self.landed.tensors(self.manifest.tensors)
 
 
 class Arriving:
-    """A version that the receiver's thread hands over part by part, with `give` and at last `finish`, to whoever has
-    taken it in the event loop, where everything else belongs.
+    """A version that the receiver's thread hands over part by part, by `give` and at last `finish`, to the worker's
+    event loop, in which all other methods are called.
 
-    The thread waits until each part is loaded, by its deadline at the latest: nobody waits longer for either side.
+    The thread waits until the engine has loaded each part, at most until its deadline, so neither side waits longer for
+    the other.
     """
 
     def __init__(self, offer: WeightManifest, on_first: Callable[["Arriving"], None]) -> None:
-        """`on_first` is called with it once its first part is there."""
+        """`on_first` is called with this object once its first part is there."""
         self.manifest = offer
-        """At first the offer, without fingerprints: they come after the last part, once it is verified."""
+        """At first the offer, without fingerprints. The verified manifest replaces it after the last part."""
         self.has_begun = False
-        """A part of it was handed over: the engine may hold some of it."""
+        """Whether a part was handed over, so that the engine may hold some of the version."""
         self._on_first = on_first
         self._is_here = False
-        """`on_first` was called."""
+        """Whether `on_first` was called."""
         self._loop = asyncio.get_running_loop()
         self._coming: asyncio.Queue[Part | WeightManifest | WeightSyncError] = asyncio.Queue()
-        """Parts; then the manifest, if they are what was published, or else an error."""
+        """Parts, and then the manifest, if the parts are those that were published, or else an error."""
         self._is_done = threading.Event()
-        """What the thread handed over last is loaded: its memory may be received into again."""
+        """Set once the engine has loaded the last part: its memory may be received into again."""
         self._is_settled = False
-        """The caller has left the block of `taken`: the rest is received for the others of the group only."""
+        """Whether the caller has left the block of `taken`: the rest is received only for the group's other members."""
         self._refusal = ""
-        """Why the engine did not take it; the learner is told."""
+        """Why the engine did not take the version; the learner is told."""
 
     def give(self, part: Part, deadline: Deadline) -> None:
-        """From the receiver's thread: until the engine has loaded `part`, or wants no more of it. Raises
-        WeightSyncError if it has not by the deadline."""
+        """Hand over `part`, from the receiver's thread. Returns once the engine has loaded it, or wants no more of the
+        version. Raises WeightSyncError if it has not by the deadline."""
         self._hand_over(part, deadline)
 
     def finish(self, manifest: WeightManifest, deadline: Deadline) -> None:
-        """From the receiver's thread: what came is what was published. Until the engine generates with it; raises
-        WeightSyncError if it has not taken it by the deadline."""
+        """Say, from the receiver's thread, that the parts are those that were published. Returns once the engine
+        generates with them; raises WeightSyncError if it does not by the deadline."""
         self._hand_over(manifest, deadline)
         if self._refusal:
             raise WeightSyncError(self._refusal)
 
     def fail(self, error: WeightSyncError) -> None:
-        """No more of it will come."""
+        """End the version with `error`: no more parts will come."""
         self._coming.put_nowait(error)
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[AsyncIterator[Part]]:
-        """Yields the named tensors of each bucket, which is overwritten once the next one is asked for. They are
-        swapped in, or of no use, at the end of the block; an early end lets the transfer go on without the engine.
+        """Yield an iterator over the parts: the named tensors of one bucket each, which is overwritten once the next
+        part is asked for. At the end of the block the engine has swapped them in, or gives them up. If the block ends
+        early, the transfer goes on without the engine.
 
-        The parts raise WeightSyncError if the rest does not come, or something else came than was published.
+        The iterator raises WeightSyncError if the rest does not come, or if the parts are not those that were
+        published.
         """
         try:
             async with aclosing(self._parts()) as parts:
@@ -109,7 +114,7 @@ class Arriving:
         self.manifest = coming
 
     def _hand_over(self, coming: Part | WeightManifest, deadline: Deadline) -> None:
-        if self._is_settled:  # the others of the group are not kept from the rest
+        if self._is_settled:  # the group's other members still need the rest
             return
         self._is_done.clear()
         self._loop.call_soon_threadsafe(self._note, coming)
@@ -123,5 +128,6 @@ class Arriving:
             self._on_first(self)
 
     def _in_words(self, error: WeightSyncError) -> WeightSyncError:
-        """One that promises that nothing was touched must not be passed on once something was."""
+        """Return an error to raise in place of `error`: one that says that nothing was touched must not be passed on
+        once the engine holds a part."""
         return WeightSyncError(str(error)) if isinstance(error, NoRoomError) and self.has_begun else error

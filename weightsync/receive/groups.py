@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class GroupFollower:
-    """Tries each group record once: one left by a dead learner, or closed without us, is not tried again."""
+    """Tries to join the group of each record once: a record that a dead learner left, or that was closed without this
+    worker, is not tried again."""
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class GroupFollower:
         on_offer: Callable[[], None],
         roots: ImportRoots | None = None,
     ) -> None:
-        """`on_offer` is called once the joined group is sent a version."""
+        """`on_offer` is called whenever the learner begins to send a version to the joined group."""
         self._roots = roots
         self._broker = broker
         self._worker = worker
@@ -48,7 +49,8 @@ class GroupFollower:
         return 0 if self._joined is None else self._joined.group.epoch
 
     async def follow(self) -> None:
-        """Ends only by what the broker raises, and may be called again then: a joined group stays joined."""
+        """Follow the run's groups until the broker raises an error. It may then be called again: a joined group stays
+        joined."""
         while True:
             group = await self._broker.versions.group()
             if group is not None and group != self._seen:
@@ -59,10 +61,10 @@ class GroupFollower:
             await asyncio.sleep(self._poll_s)
 
     async def joined_for(self, manifest: WeightManifest) -> JoinedGroup | None:
-        """The group that `manifest` is broadcast to, once formed, if this worker is in it.
+        """Return the group to which `manifest` is broadcast, once formed, or None if this worker is not in it.
 
-        An offer follows only when all members checked in, so a member has always seen its group by now,
-        though it may still be connecting to the others.
+        The learner makes an offer only after all members have checked in, so a member has seen its group by now, though
+        it may still be connecting to the others.
         """
         group = self._seen
         if group is None or (group.incarnation, group.epoch) != (
@@ -75,7 +77,7 @@ class GroupFollower:
         return self._joined if self._joined is not None and self._joined.group == group else None
 
     def leave(self) -> None:
-        """Drop the current epoch; a join under way is given up."""
+        """Leave the current epoch, and give up a join that is under way."""
         if self._joining is not None:
             self._joining.cancel()
             self._joining = None
@@ -102,7 +104,8 @@ class GroupFollower:
             logger.warning("%s stays out of broadcast group %d: %s", self._worker, group.epoch, error)
 
     async def _hear(self) -> None:
-        """Who hears nothing, as the broker is away or busy, finds the offer at its next look."""
+        """Call `on_offer` at every ring of the bell. A worker that misses one, as the broker is away or busy, finds the
+        offer at its next poll."""
         heard = b"0"
         while True:
             try:

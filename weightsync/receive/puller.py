@@ -1,9 +1,9 @@
-"""Fetches announced versions for one worker: what it holds of earlier ones is brought up to date by deltas, the rest
-comes whole.
+"""Fetches announced versions for one worker: deltas bring the buckets that it holds of an earlier version up to date,
+and the other buckets come whole.
 
-Over a slow line a version may be superseded before all of its buckets came. Those that did are kept, so that the next
-pull goes on instead of starting over. Where a delta turns out to be wrong, all buckets
-are fetched in the same call; and what comes out is compared with the manifest's fingerprints either way.
+Over a slow line a version may be superseded before all of its buckets have come. The puller keeps those that have, so
+that the next pull goes on instead of starting over. Where a delta turns out to be wrong, the same call fetches all
+buckets. Either way the result is compared with the manifest's fingerprints.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from weightsync.transports.base import PullTransport, SupersededError, Unreachab
 from weightsync.transports.threads import DaemonPool
 
 AT_ONCE = 4
-"""Connections of one pull, which a single one does not fill: each bucket is copied, sent, copied and verified."""
+"""Connections of one pull. A single one does not fill the line: each bucket is copied, sent, copied and verified."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Pulled:
 
     buckets: tuple[torch.Tensor, ...]
     deltas: int
-    """0: they were fetched whole."""
+    """How many deltas were applied; 0: all buckets were fetched whole."""
     failure: str
-    """Empty, or why deltas were of no use."""
+    """Why deltas were of no use, or ""."""
 
 
 @dataclass(frozen=True)
 class _Base:
-    """Verified buckets of one version, by index; not all of them, where the next version came too soon."""
+    """Verified buckets of one version, by index; some are missing where the next version came too soon."""
 
     version: WeightVersion
     layout: tuple[tuple[TensorSpec, ...], tuple[int, ...]]
@@ -47,7 +47,7 @@ class _Base:
 
 
 class Puller:
-    """One call at a time. With `keeps_base` the newest version's buckets stay in host memory."""
+    """Pulls versions, one call at a time. With `keeps_base` the newest version's buckets stay in host memory."""
 
     def __init__(self, transport: PullTransport, keeps_base: bool) -> None:
         self._transport = transport
@@ -57,9 +57,10 @@ class Puller:
     def pull(
         self, manifest: WeightManifest, deadline: Deadline, landing: Sequence[torch.Tensor] | None = None
     ) -> Pulled:
-        """All of `manifest`'s version. Blocks; raises what PullTransport does, and then goes on in the next call.
+        """Fetch all of `manifest`'s version, and block until it is there. Raises what PullTransport raises; the next
+        call then goes on.
 
-        What is fetched whole goes into `landing`, if it is given, which one that keeps its base must not be.
+        Buckets that are fetched whole go into `landing`, if it is given. It must not be given with `keeps_base`.
         """
         check_manifest(manifest)
         try:
@@ -85,8 +86,8 @@ class Puller:
     def _fetch(
         self, manifest: WeightManifest, missing: Mapping[int, torch.Tensor], deadline: Deadline
     ) -> Iterator[int]:
-        """Fill these buckets, one after another or, where nothing is kept of a version that is cut off, several at a
-        time; yields each that is there."""
+        """Fill the `missing` buckets and yield the index of each once it is there: one after another with `keeps_base`,
+        several at a time otherwise, as then nothing is kept of a pull that is cut off."""
         if self._keeps_base:
             for index, bucket in missing.items():
                 self._transport.pull_bucket(manifest, index, bucket, deadline)
@@ -101,15 +102,16 @@ class Puller:
         done, rest = wait(fetching, return_when=FIRST_EXCEPTION)
         failures = [error for fetched in done if (error := fetched.exception()) is not None]
         if failures:
-            deadline.cancel()  # the others' bytes are of no more use
+            deadline.cancel()  # the bytes of the other buckets are of no more use
             for fetched in rest:
                 fetched.cancel()
-            wait(rest)  # whoever gets these buckets next must be alone with them
+            wait(rest)  # no thread may still write to buckets that are used next
             raise failures[0]
         yield from missing
 
     def _chain_to(self, manifest: WeightManifest) -> tuple[DeltaSpec, ...]:
-        """The deltas from what is held. Where none lead on from it, or they would save nothing, it is forgotten."""
+        """Return the deltas from the held version to `manifest`'s. Where there is no such chain, or it would save
+        nothing, the held version is forgotten."""
         held = self._held
         if held is None:
             return ()
@@ -124,7 +126,8 @@ class Puller:
     def _patched(
         self, manifest: WeightManifest, chain: tuple[DeltaSpec, ...], deadline: Deadline
     ) -> tuple[dict[int, torch.Tensor], str]:
-        """What is held, as it is in `manifest`'s version, and what went wrong. An engine may look at the old ones."""
+        """Return the held buckets, brought up to `manifest`'s version, and what went wrong, or "". The held ones stay
+        as they are: an engine may be reading them."""
         if self._held is None:
             return {}, ""
         buckets = {index: _copy(bucket) if chain else bucket for index, bucket in self._held.buckets.items()}
@@ -133,7 +136,7 @@ class Puller:
                 patch(buckets, manifest.tensors, self._transport.pull_delta(manifest, delta, deadline))
             verify(manifest, buckets)
         except (SupersededError, UnreachableError):
-            raise  # nothing is wrong with what is held
+            raise  # the held buckets are still good
         except MemoryError as error:
             raise NoRoomError(f"no memory to patch what is held to version {manifest.version}") from error
         except WeightSyncError as error:
@@ -143,7 +146,7 @@ class Puller:
         return buckets, ""
 
     def _keep(self, manifest: WeightManifest, buckets: dict[int, torch.Tensor]) -> None:
-        """After every bucket, as the next one may be superseded."""
+        """Keep `buckets` as the base. Called after every bucket, as the version may be superseded before the next."""
         if self._keeps_base and buckets:
             self._held = _Base(manifest.version, _layout(manifest), dict(buckets))
 
@@ -153,5 +156,5 @@ def _copy(bucket: torch.Tensor) -> torch.Tensor:
 
 
 def _layout(manifest: WeightManifest) -> tuple[tuple[TensorSpec, ...], tuple[int, ...]]:
-    """Where every tensor lies, and the buckets' sizes."""
+    """Return where every tensor lies, and the buckets' sizes, to compare two versions."""
     return manifest.tensors, manifest.buckets

@@ -27,7 +27,7 @@ _RETRY_S = (0.2, 0.5, 1.0, 2.0)
 
 
 class Pulls:
-    """Work in the broker's event loop from the first `start` until `stop`, after which they may be started again."""
+    """Pulls in the broker's event loop, from the first `start` until `stop`; they may be started again after that."""
 
     def __init__(
         self,
@@ -38,9 +38,10 @@ class Pulls:
         on_pulled: Callable[[Delivery], None],
         on_failure: Callable[[str, WeightVersion, WeightSyncError | str], None],
     ) -> None:
-        """What is pulled lies in `landing`'s memory, to be given back; None: in memory of its own.
+        """A pulled version lies in memory of `landing`, to which it must be given back; None: in memory of its own.
 
-        `on_failure` is told what failed, also if a version was fetched whole where deltas should have done.
+        `on_failure` is called with the reason when a pull fails, and when a version had to be fetched whole instead of
+        by deltas.
         """
         self._broker = broker
         self._worker = worker
@@ -53,18 +54,18 @@ class Pulls:
         self._failures = 0
 
     def start(self) -> None:
-        """Pull the newest announced version, unless a pull is under way. Raises what the broker raised in the last."""
+        """Pull the newest announced version, unless a pull is under way. Raises the broker's error that ended the last
+        pull."""
         if self._pulling is not None:
             if not self._pulling.done():
                 return
-            ended, self._pulling = self._pulling, None  # also if it raises: the next one is a new attempt
+            ended, self._pulling = self._pulling, None  # before it raises, so that the next call is a new attempt
             ended.result()
-        if self._threads.are_idle:  # one that was stopped may still be on its way out
+        if self._threads.are_idle:  # the thread of a stopped pull may not have ended yet
             self._pulling = asyncio.create_task(self._pull())
 
     async def stop(self, patience_s: float) -> None:
-        """Give up the pull under way; its memory has been given back by the end, unless that takes longer than
-        `patience_s`."""
+        """Give up the pull under way, and wait at most `patience_s` until its memory has been given back."""
         if self._pulling is not None:
             pulling, self._pulling = self._pulling, None
             pulling.cancel()
@@ -87,7 +88,7 @@ class Pulls:
                 self._on_failure("pull", manifest.version, pulled.failure)
         except SupersededError:
             logger.info("%s: version %s was superseded while it was pulled", self._worker, manifest.version)
-            await asyncio.sleep(_RETRY_S[0])  # the newer one's manifest may still be on its way
+            await asyncio.sleep(_RETRY_S[0])  # the newer version's manifest may not be announced yet
         except WeightSyncError as error:
             self._on_failure("pull", manifest.version, error)
             self._failures += 1
@@ -100,7 +101,7 @@ class Pulls:
         landed = self._landing.take(manifest.buckets)
         try:
             pulled = self._puller.pull(manifest, deadline, landed.buckets)
-            deadline.check("pull")  # stopped at its last byte: nobody takes it any more
+            deadline.check("pull")  # a pull that was stopped at its last byte is not delivered
         except WeightSyncError:
             self._landing.give_back(landed)
             raise

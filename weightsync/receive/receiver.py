@@ -1,7 +1,7 @@
 """A worker's side of broadcasts: join an epoch, receive a version, verify, acknowledge.
 
-These calls block and run in threads; the engine goes on with its old weights meanwhile, unless the new ones are passed
-on to it as they come.
+These calls block and run in threads. The engine goes on with its old weights meanwhile, unless the new ones are passed
+on to it as they arrive.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from weightsync.transports.rendezvous import Board, Rendezvous, translated
 from .deliveries import Arriving
 
 WAVE_OVERDUE_S = 2.0
-"""Beyond its deadline, for the learner to give up a wave and begin with the next."""
+"""How long after a wave's deadline the learner may take to give it up and begin with the next one."""
 
 
 class JoinedGroup:
@@ -41,24 +41,24 @@ class JoinedGroup:
         self._rendezvous = rendezvous
         self._transport = transport
         self._checked: tuple[TensorSpec, ...] | None = None
-        """The tensors of the last offer, which those of the next one mostly are: they need not be checked again."""
+        """The tensors of the last offer. The next offer mostly has the same ones, which need not be checked again."""
         self._is_left = False
         self._waiting: threading.Event | None = None
-        """Ends the wait for a turn."""
+        """Set to end the wait for this worker's wave."""
         self._wave = group.members.index(worker) // group.at_once
         self._earlier_waves_s = self._wave * (group.timeout_s + WAVE_OVERDUE_S)
-        """How long those that receive before this worker may take."""
+        """How long the earlier waves may take."""
 
     @property
     def longest_s(self) -> float:
-        """What receiving may take, earlier waves included."""
+        """Return how long receiving may take, with all earlier waves."""
         return self._earlier_waves_s + self.group.timeout_s
 
     def receive(
         self, offer: WeightManifest, landing: Landing, cancelled: threading.Event
     ) -> tuple[WeightManifest, Landed]:
-        """All of an offered version, verified, and what is known of it now; tells the learner how it went, or raises
-        too."""
+        """Receive all of an offered version and verify it. Returns its manifest, with fingerprints, and its memory.
+        Tells the learner the outcome; on failure raises WeightSyncError, too."""
         with self._answering(offer):
             with self._leaving_if_it_fails():
                 self._await_wave(offer, cancelled)
@@ -73,8 +73,8 @@ class JoinedGroup:
     def pass_on(
         self, offer: WeightManifest, window: Window, arriving: Arriving, cancelled: threading.Event
     ) -> WeightManifest:
-        """As `receive`, but each bucket is given to `arriving` and then overwritten. It is acknowledged once the engine
-        generates with it, so that the next ones are paused only then."""
+        """Receive an offered version as `receive` does, but give each bucket to `arriving` and then overwrite it. The
+        worker acknowledges the version once its engine generates with it, so that the next wave pauses only then."""
         with self._answering(offer):
             with self._leaving_if_it_fails():
                 self._await_wave(offer, cancelled)
@@ -88,7 +88,7 @@ class JoinedGroup:
             return manifest
 
     def close(self) -> None:
-        """Leave the epoch; who waits for a turn in it waits no more."""
+        """Leave the epoch, and end a wait for this worker's wave."""
         self._is_left = True
         if self._waiting is not None:
             self._waiting.set()
@@ -96,7 +96,7 @@ class JoinedGroup:
 
     @contextlib.contextmanager
     def _answering(self, offer: WeightManifest) -> Iterator[None]:
-        """Around receiving an offered version: tells the learner that it is held, or what went wrong."""
+        """Wrap the receipt of an offered version: tells the learner that this worker holds it, or what went wrong."""
         try:
             if offer.tensors is not self._checked:
                 check_offer(offer)
@@ -109,8 +109,8 @@ class JoinedGroup:
 
     @contextlib.contextmanager
     def _leaving_if_it_fails(self) -> Iterator[None]:
-        """Around all that the others' transfers need of us: those who send through us, or to us, would wait for their
-        deadline otherwise."""
+        """Wrap all that the other members' transfers need of this worker: if it fails, the worker leaves the group, as
+        members that send to it, or through it, would otherwise wait until their deadline."""
         try:
             yield
         except WeightSyncError:
@@ -121,7 +121,7 @@ class JoinedGroup:
         if not self._wave:
             return
         self._waiting = cancelled
-        if self._is_left:  # by another thread, which has not seen that we wait
+        if self._is_left:  # another thread has closed the group before `_waiting` was set
             raise WeightSyncError(f"broadcast group {self.group.epoch} was left")
         with translated(f"its turn to receive version {offer.version}"):
             self._rendezvous.await_wave(offer.version, self._wave, Deadline(self._earlier_waves_s, cancelled))
@@ -141,19 +141,20 @@ class JoinedGroup:
                 if bucket is not sealed:
                     found.add(index, bucket)
                     give(index, bucket)
-        # Only now: a member that stops at a damaged bucket would keep the others from the rest.
+        # Verified only now: a member that stopped at a damaged bucket would keep the others from the rest.
         manifest = replace(offer, fingerprints=unsealed(offer.version, sealed))
         compare(manifest, found.read())
         return manifest
 
     def _acknowledge(self, version: WeightVersion, failure: str) -> None:
-        # Where the broker is away the learner takes it for lost, and the bytes are as good without an answer.
+        # Without an answer, as the broker is away, the learner counts this worker as lost; the bytes are good all the
+        # same.
         with contextlib.suppress(BrokerError):
             self._rendezvous.acknowledge(version, self._worker, failure)
 
 
 def _leave_it(index: int, bucket: torch.Tensor) -> None:
-    """For buckets that stay as they are, until the whole version is handed over."""
+    """Do nothing with a bucket: the whole version is handed over at the end."""
 
 
 def join(
@@ -163,9 +164,9 @@ def join(
     cancelled: threading.Event,
     roots: ImportRoots | None = None,
 ) -> JoinedGroup | None:
-    """Check in and, if everybody else does, form the group. None where it is not ours to join any more.
+    """Check in and, if all other members do, form the group. Returns None where this worker may not join it any more.
 
-    Raises WeightSyncError where the learner, or another member, does not come, or the broker does not answer.
+    Raises WeightSyncError where the learner or another member does not come, or the broker does not answer.
     """
     deadline = Deadline(group.timeout_s, cancelled)
     rendezvous = Rendezvous(board, group, leads=False)

@@ -1,8 +1,8 @@
 """A worker's end: hears of new versions and hands over complete, verified ones, each newer than the last.
 
-Receiving never waits for the engine: it happens in the background into fresh buffers, so a slow swap costs
-this worker the versions in between and nobody else anything. Where there is no room for a second version
-(`staging: none`), a broadcast is handed over as it arrives; what is pulled comes whole, through host memory.
+Receiving never waits for the engine: it happens in the background into other buffers, so a slow swap costs this worker
+the versions in between, and other workers nothing. Where there is no room for a second version (`staging: none`), a
+broadcast is handed over as it arrives, and a pulled version comes whole, through host memory.
 """
 
 import asyncio
@@ -32,21 +32,23 @@ from .receiver import JoinedGroup
 logger = logging.getLogger(__name__)
 _OVERDUE_S = 1.0
 _STOP_SHARE = 0.25
-"""Of a broadcast's deadline: what a pull gets to give its memory back, while the group waits for us."""
+"""The share of a broadcast's deadline that a stopped pull has to give its memory back, while the group waits."""
 
 
 class Subscriber:
-    """Made where the broker's event loop runs; works there from the first `wait_for_version` until `close`."""
+    """Hands over versions in the broker's event loop, in which it is made and works from the first `wait_for_version`
+    until `close`."""
 
     def __init__(self, broker: Broker, worker: str, config: WeightsConfig, roots: ImportRoots | None = None) -> None:
-        """`roots`: below which a transport of the user's own may be imported; by default as ImportRoots has them."""
+        """`roots`: modules below which a transport of the user's own may be imported; by default those of
+        ImportRoots."""
         roots = roots or ImportRoots()
         self._broker = broker
         self._config = config
         self._threads = BoundedThreads()
         self._groups = GroupFollower(broker, worker, self._threads, config.poll_s, lambda: self._was_rung.set(), roots)
         self.joins_groups = config.follow == "broadcast"
-        """False: it follows by pull, and keeps what it pulled as the base for deltas."""
+        """False: the worker follows by pull, and keeps the pulled version as the base for deltas."""
         self._worker = worker
         self._following: asyncio.Task[None] | None = None
         self._tried: WeightVersion | None = None
@@ -54,38 +56,40 @@ class Subscriber:
         self._landing = Landing(torch.device("cuda" if config.staging == "device" else "cpu"))
         device = broadcast_device(config, abilities_of(config.transport, roots if self.joins_groups else None))
         self._window = Window(torch.device(device)) if config.staging == "none" else None
-        # A base for deltas must stay as it is, and without room for two versions what was pulled must not stay.
+        # A base for deltas must not be overwritten, and without room for two versions a pulled one must not be kept.
         shared = self._landing if self.joins_groups and self._window is None else None
         self._pulls = Pulls(broker, worker, config, shared, self._note_arrival, self._note_failure)
         self._inbox = Inbox(self._landing)
         self._known: WeightManifest | None = None
-        """Of the last version that arrived: most offers name it instead of telling the same again."""
+        """The manifest of the last version that arrived. Most offers name that version instead of repeating its
+        tensors."""
         self._arrived = asyncio.Event()
-        """Something for who waits for a version: one that is in the inbox, or `_outage`."""
+        """Set when `wait_for_version` has something to return or raise: a version in the inbox, or `_outage`."""
         self._outage: BrokerUnavailableError | None = None
-        """What keeps the background work from the broker."""
+        """The error that keeps the background work from the broker."""
         self._was_rung = asyncio.Event()
-        """The learner has told the members of our group that there is an offer: look now, not after `poll_s`."""
+        """Set when the learner has rung the bell for this worker's group: there is an offer, so look before
+        `poll_s`."""
         self.last_error = ""
-        """Why the last broadcast or pull failed, or fetched a whole version where deltas should have done; empty again
-        after the next version."""
+        """Why the last broadcast or pull failed, or fetched a whole version instead of deltas; "" again after the next
+        version."""
 
     @property
     def epoch(self) -> int:
-        """The broadcast group that this worker has joined, 0 if none."""
+        """The epoch of the broadcast group that this worker has joined, 0 if none."""
         return self._groups.epoch
 
     @property
     def is_arriving(self) -> bool:
-        """A version waits to be taken while it is received, and the rest of the broadcast group waits for that."""
+        """Whether a version that is being received waits to be taken, so that the rest of the broadcast group waits."""
         return self._inbox.is_arriving
 
     async def wait_for_version(self, current: WeightVersion | None) -> Delivery | Arriving:
-        """The newest complete version after `current`, or one that arrives. Cancelling it loses nothing; one caller at
-        a time.
+        """Return the newest complete version after `current`, or one that is arriving. Cancelling it loses nothing. One
+        caller at a time.
 
-        A version handed over that is not `current` in the next call is fetched anew: its swap has failed.
-        Raises what the broker raises; failed transfers are retried or pulled and never raise.
+        If a version that was handed over is not `current` in the next call, its swap has failed, and it is fetched
+        anew. Raises the broker's errors; failed transfers are retried or pulled and never raise.
         """
         self._inbox.hold(current)
         while (delivery := self._inbox.take()) is None:
@@ -93,22 +97,22 @@ class Subscriber:
         return delivery
 
     def newer(self) -> Delivery | Arriving | None:
-        """A newer version that has arrived since the last one was handed over, in its place; None: none has."""
+        """Return a newer version that has arrived since the last one was handed over, in exchange for it, or None."""
         return self._inbox.take_instead()
 
     async def close(self) -> None:
-        """Leave the group and stop; a receive under way ends by its deadline at the latest. Idempotent."""
+        """Leave the group and stop. A transfer under way ends by its deadline at the latest. Idempotent."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
         self._groups.leave()
         patience_s = self._config.broadcast_timeout_s + _OVERDUE_S
         await asyncio.gather(self._pulls.stop(patience_s), self._threads.stop(patience_s))
-        self._inbox = Inbox(self._landing)  # whoever still knows of this keeps no version's memory by it
+        self._inbox = Inbox(self._landing)  # a reference to this subscriber keeps no version's memory
 
     async def _news(self) -> None:
-        """Until a version has arrived; raises what keeps the background work from the broker, and what ended it: it is
-        then started anew."""
+        """Wait until a version has arrived. Raises the error that keeps the background work from the broker, or that
+        ended it; the next call starts ended work anew."""
         self._arrived.clear()
         self._outage = None
         if self._following is None:
@@ -134,8 +138,8 @@ class Subscriber:
             raise group.exceptions[0] from None
 
     async def _outlive_outages(self, follow: Callable[[], Awaitable[None]]) -> None:
-        """A broker that is away ends nothing else: bytes of a broadcast do not come through it, and the group waits for
-        whoever does not receive them, also while the caller is busy with its engine."""
+        """Run `follow` again and again while the broker is away. A broadcast's bytes do not come through the broker, so
+        receiving must go on: the group would wait for this worker, also while the caller is busy with its engine."""
         while True:
             try:
                 await follow()
@@ -147,7 +151,7 @@ class Subscriber:
     async def _follow_versions(self) -> None:
         while True:
             offered, announced = await self._broker.versions.current()
-            # Once announced, a broadcast is over: who missed it pulls.
+            # Once a version is announced its broadcast is over, and a worker that missed it pulls.
             is_under_way = self.joins_groups and offered is not None and offered != announced
             if offered is not None and is_under_way and offered != self._tried and self._inbox.is_newer(offered):
                 await self._receive(offered)
@@ -167,11 +171,11 @@ class Subscriber:
 
     async def _receive(self, offered: WeightVersion) -> None:
         joined, offer = await self._invitation(offered)
-        self._tried = offered  # not before: what the broker did not answer is asked again
+        self._tried = offered  # not before: if the broker did not answer, it is asked again
         if joined is None or offer is None:
             return
-        # What is being pulled and what waits are about to be superseded, and beside the engine's version and the one
-        # that is received there is no room for a third.
+        # The version being pulled and the waiting one are about to be superseded, and beside the engine's version and
+        # the one that is received there is no room for a third.
         await self._pulls.stop(_STOP_SHARE * joined.group.timeout_s)
         self._inbox.drop_waiting()
         self._inbox.drop_kept()
@@ -207,18 +211,19 @@ class Subscriber:
             end = error
             raise
         finally:
-            arriving.fail(end)  # whoever has all of it does not hear it
+            arriving.fail(end)  # no effect if all parts were taken
             self._inbox.forget(arriving)
 
     async def _invitation(self, offered: WeightVersion) -> tuple[JoinedGroup | None, WeightManifest | None]:
-        """The group in which this worker is to receive that version, and all that is said of it."""
+        """Return the group in which this worker receives the offered version, and the version's manifest."""
         offer = await self._broker.versions.offered()
         if offer is None or offer.version != offered or not offer.group_epoch:
             return None, None
         return await self._groups.joined_for(offer), await self._in_full(offer)
 
     async def _in_full(self, offer: WeightManifest) -> WeightManifest | None:
-        """With what it says by naming another version; None: that one is not to be found."""
+        """Return the offer with the tensors of the version that it names; None where the worker does not know that
+        one."""
         if offer.like is None:
             return offer
         if self._known is None or self._known.version != offer.like:
