@@ -1,7 +1,8 @@
-"""Flat byte buckets, on a CPU or a GPU: where tensors lie in them, and whether they are those that were staged.
+"""Flat byte buckets, on a CPU or a GPU: where tensors lie in them, and checks that they hold the tensors that were
+staged.
 
-Every tensor begins at a multiple of `ALIGNMENT` bytes, so views of received buckets are usable tensors without a copy,
-and a bucket is rows of so many bytes, of which all its tensors' fingerprints are made at once.
+Every tensor begins at a multiple of `ALIGNMENT` bytes, so views of received buckets are usable tensors without a copy.
+A bucket consists of rows of `ALIGNMENT` bytes, from which the fingerprints of all its tensors are computed together.
 """
 
 import functools
@@ -39,20 +40,20 @@ DTYPES = {
 
 
 def digest_bytes(data: bytes | memoryview) -> str:
-    """blake2b, 16 bytes in hexadecimal."""
+    """Return the blake2b digest of `data`, 16 bytes in hexadecimal."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def as_bytes(bucket: torch.Tensor) -> memoryview:
-    """The memory of a flat uint8 CPU tensor."""
+    """Return the memory of a flat uint8 CPU tensor."""
     return bucket.numpy().data
 
 
 def allocate(sizes: Sequence[int], device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
-    """Buckets with anything in them. Raises NoRoomError."""
+    """Return uninitialised buckets of these sizes in bytes. Raises NoRoomError."""
     try:
         return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
-    except RuntimeError as error:  # torch has a class of its own only for memory of a GPU
+    except RuntimeError as error:  # torch has an own error class only for GPU memory
         raise NoRoomError(
             f"no memory on {device} for {sum(sizes)} bytes of weights: {str(error).partition(chr(10))[0]}; on a GPU"
             " lower engine.options.gpu_memory_utilization or set weights.staging=host"
@@ -60,7 +61,7 @@ def allocate(sizes: Sequence[int], device: torch.device | str = "cpu") -> tuple[
 
 
 def verify(manifest: WeightManifest, buckets: Mapping[int, torch.Tensor]) -> None:
-    """Raise WeightSyncError unless these of the version's buckets hold the tensors that were staged."""
+    """Raise WeightSyncError unless `buckets`, by index, hold the tensors that the learner staged."""
     for index, bucket in buckets.items():
         if bucket.numel() != manifest.buckets[index]:
             raise WeightSyncError(
@@ -70,7 +71,7 @@ def verify(manifest: WeightManifest, buckets: Mapping[int, torch.Tensor]) -> Non
 
 
 def compare(manifest: WeightManifest, fingerprints: Mapping[int, int]) -> None:
-    """Raise WeightSyncError unless these, by the tensors' places, are the published ones."""
+    """Raise WeightSyncError unless `fingerprints`, by the tensors' places, are the published ones."""
     for place, found in fingerprints.items():
         spec, published = manifest.tensors[place], manifest.fingerprints[place]
         if found != published:
@@ -81,7 +82,7 @@ def compare(manifest: WeightManifest, fingerprints: Mapping[int, int]) -> None:
 
 
 def fingerprints(specs: Sequence[TensorSpec], buckets: Mapping[int, torch.Tensor]) -> dict[int, int]:
-    """The fingerprint of every tensor that lies in one of `buckets`, by its place in `specs`."""
+    """Return the fingerprint of every tensor that lies in one of `buckets`, by its place in `specs`."""
     of_each = Fingerprints(specs)
     for index, bucket in buckets.items():
         of_each.add(index, bucket)
@@ -89,47 +90,47 @@ def fingerprints(specs: Sequence[TensorSpec], buckets: Mapping[int, torch.Tensor
 
 
 class Fingerprints:
-    """Fingerprints of one version's tensors, computed bucket by bucket; a GPU is waited for only by `read`."""
+    """Fingerprints of one version's tensors, computed bucket by bucket. Only `read` waits for a GPU."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = tuple(specs)
-        self._runs: dict[torch.device, Mapping[int, Sequence[_Run]]] = {}
+        self._width_groups: dict[torch.device, Mapping[int, Sequence[_WidthGroup]]] = {}
         self._sums: list[tuple[tuple[int, ...], torch.Tensor]] = []
 
     def add(self, index: int, bucket: torch.Tensor) -> None:
-        """Compute those of the tensors in bucket number `index`, from its bytes as they are now."""
-        if bucket.device not in self._runs:
-            self._runs[bucket.device] = _runs(self._specs, bucket.device)
-        for run in self._runs[bucket.device].get(index, ()):
-            rows_RC = bucket.view(UNSIGNED[run.width]).view(-1, ALIGNMENT // run.width)
-            self._sums.append((run.places, fingerprint_parts([rows_RC], run.parts)))
+        """Compute the fingerprints of the tensors in bucket number `index`, from its bytes as they are now."""
+        if bucket.device not in self._width_groups:
+            self._width_groups[bucket.device] = _by_width(self._specs, bucket.device)
+        for group in self._width_groups[bucket.device].get(index, ()):
+            rows_RC = bucket.view(UNSIGNED[group.width]).view(-1, ALIGNMENT // group.width)
+            self._sums.append((group.places, fingerprint_parts([rows_RC], group.parts)))
 
     def read(self) -> dict[int, int]:
-        """By the tensors' places in the specs, of all buckets so far."""
+        """Return the fingerprints of all buckets so far, by the tensors' places in the specs."""
         sums = [(places, added.tolist()) for places, added in self._sums]
         return {place: number % MODULUS for places, added in sums for place, number in zip(places, added, strict=True)}
 
 
-class _Run(NamedTuple):
-    """Tensors of one bucket whose elements are `width` bytes wide."""
+class _WidthGroup(NamedTuple):
+    """The tensors of one bucket whose elements are `width` bytes wide."""
 
     width: int
     places: tuple[int, ...]
-    """In the specs."""
+    """The tensors' places in the specs."""
     parts: MatrixParts
 
 
 @functools.lru_cache(maxsize=4)
-def _runs(specs: tuple[TensorSpec, ...], device: torch.device) -> Mapping[int, Sequence[_Run]]:
-    """By bucket; the same for all versions of a model."""
+def _by_width(specs: tuple[TensorSpec, ...], device: torch.device) -> Mapping[int, Sequence[_WidthGroup]]:
+    """Return the width groups of each bucket. They are the same for all versions of a model."""
     places: dict[tuple[int, int], list[int]] = {}
     for place, spec in enumerate(specs):
         places.setdefault((spec.bucket, DTYPES[spec.dtype].itemsize), []).append(place)
-    runs: dict[int, list[_Run]] = {}
+    groups: dict[int, list[_WidthGroup]] = {}
     for (bucket, width), some in places.items():
         parts = MatrixParts.of([_part(specs[place], width) for place in some], device)
-        runs.setdefault(bucket, []).append(_Run(width, tuple(some), parts))
-    return runs
+        groups.setdefault(bucket, []).append(_WidthGroup(width, tuple(some), parts))
+    return groups
 
 
 def _part(spec: TensorSpec, width: int) -> tuple[int, int, int, int, int]:
@@ -140,7 +141,7 @@ def _part(spec: TensorSpec, width: int) -> tuple[int, int, int, int, int]:
 def views(
     specs: Iterable[TensorSpec], data: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
 ) -> list[tuple[str, torch.Tensor]]:
-    """The named tensors inside `data`, without a copy."""
+    """Return the named tensors inside `data`, without a copy."""
     typed: dict[tuple[int, str], torch.Tensor] = {}
     found = []
     for spec in specs:
@@ -153,14 +154,14 @@ def views(
 
 
 def check_manifest(manifest: WeightManifest) -> None:
-    """Raise WeightSyncError unless every tensor has a fingerprint and lies inside of its bucket."""
+    """Raise WeightSyncError unless every tensor has a fingerprint and lies inside its bucket."""
     if len(manifest.fingerprints) != len(manifest.tensors):
         raise WeightSyncError(f"the manifest of version {manifest.version} contradicts itself")
     check_offer(manifest)
 
 
 def check_offer(manifest: WeightManifest) -> None:
-    """Raise WeightSyncError unless every tensor lies inside of its bucket; fingerprints follow the buckets."""
+    """Raise WeightSyncError unless every tensor lies inside its bucket. Fingerprints come only after the buckets."""
     sizes = manifest.buckets
     if any(size < 0 or size % ALIGNMENT for size in sizes):
         raise WeightSyncError(f"the manifest of version {manifest.version} contradicts itself")
@@ -174,7 +175,7 @@ def check_offer(manifest: WeightManifest) -> None:
 
 
 def _is_sized(spec: TensorSpec) -> bool:
-    """It says truly how many bytes a tensor of its shape has. Two dimensions below 0 have a product like any other."""
+    """Return whether `nbytes` fits the shape. Each dimension is checked: two negative ones multiply to a positive."""
     dtype = DTYPES.get(spec.dtype)
     return (
         dtype is not None
@@ -184,10 +185,10 @@ def _is_sized(spec: TensorSpec) -> bool:
 
 
 def aligned(nbytes: int) -> int:
-    """Rounded up to whole rows."""
+    """Return `nbytes` rounded up to whole rows."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def view(bucket: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """One tensor inside its bucket."""
+    """Return one tensor inside its bucket, as a view."""
     return bucket[spec.offset : spec.offset + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)

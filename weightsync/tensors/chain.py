@@ -1,6 +1,7 @@
-"""The bounded chain of deltas that ends at the newest version: how the learner extends it, what a follower takes of it.
+"""The bounded chain of deltas that ends at the newest version: how the learner extends it, and which deltas of it a
+worker that follows by pull needs.
 
-A chain lives with its learner: the next incarnation starts its own.
+Each incarnation of the learner starts a chain of its own.
 """
 
 import itertools
@@ -34,12 +35,12 @@ class DeltaChain:
         self._deltas: tuple[Delta, ...] = ()
 
     def extended(self, version: WeightVersion, staged: StagedWeights, deadline: Deadline) -> tuple[Delta, ...]:
-        """The chain to `version`, empty where there is none. Changes nothing: see `advance`."""
+        """Return the chain to `version`, empty where there is none. Changes nothing: see `advance`."""
         delta = self._encode(version, staged, deadline)
         return () if delta is None else _bounded((*self._deltas, delta), self._longest, staged.nbytes)
 
     def advance(self, version: WeightVersion, staged: StagedWeights | None, deltas: tuple[Delta, ...]) -> None:
-        """`version` is announced with `deltas`, and the next one's will be told from it, if it keeps `staged`."""
+        """Note that `version` was announced with `deltas`. The next delta starts from `staged`, if it is given."""
         self._newest = None if staged is None else (version, staged)
         self._deltas = deltas
 
@@ -58,7 +59,7 @@ class DeltaChain:
 
 
 def chain_from(base: WeightVersion, manifest: WeightManifest) -> tuple[DeltaSpec, ...]:
-    """The manifest's deltas from `base` to its version; empty where there is no such chain."""
+    """Return the manifest's deltas from `base` to its version; empty where there is no such chain."""
     chain = tuple(itertools.dropwhile(lambda delta: delta.base != base, manifest.deltas))
     if not chain or chain[-1].version != manifest.version or any(delta.nbytes < 0 for delta in chain):
         return ()
@@ -66,7 +67,7 @@ def chain_from(base: WeightVersion, manifest: WeightManifest) -> tuple[DeltaSpec
 
 
 def _bounded(deltas: tuple[Delta, ...], longest: int, whole_bytes: int) -> tuple[Delta, ...]:
-    """The newest of them. Whoever would need more fetches the whole version."""
+    """Return the newest of `deltas` within both bounds. A worker that would need more fetches the whole version."""
     kept = deltas[-longest:]
     while sum(delta.spec.nbytes for delta in kept) >= whole_bytes:
         kept = kept[1:]

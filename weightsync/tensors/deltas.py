@@ -1,4 +1,4 @@
-"""Lossless deltas: what turns one version's buckets into the next one's, bit for bit.
+"""Lossless deltas: each turns one version's buckets into those of the next, bit for bit.
 
 A delta is one block after another, each of at most `BLOCK_ELEMENTS` elements of one width; together they cover every
 tensor. A block is a header, the gaps between changed elements and the steps from their old values to the new ones, both
@@ -45,7 +45,7 @@ class _Block(NamedTuple):
 
 
 def encode(base: StagedWeights, target: StagedWeights, deadline: Deadline) -> bytes | None:
-    """What turns `base` into `target`. None where their layouts differ, or where it would be no smaller than `target`.
+    """Return the delta from `base` to `target`, or None where their layouts differ or it is no smaller than `target`.
 
     Raises WeightSyncError once the deadline is over.
     """
@@ -66,11 +66,12 @@ def encode(base: StagedWeights, target: StagedWeights, deadline: Deadline) -> by
 
 
 def patch(buckets: Mapping[int, torch.Tensor], tensors: Sequence[TensorSpec], delta: bytes | memoryview) -> None:
-    """Bring `buckets`, by index, from the delta's base to its version, in place: give it copies of what others look at.
+    """Bring `buckets`, by index, from the delta's base to its version. This happens in place: pass copies of buckets
+    that an engine reads.
 
-    Those that are missing are passed over. `tensors` are as `check_manifest` wants them. Raises WeightSyncError where
-    the delta does not fit, whatever its bytes; the buckets are then of no use. One that fits may still be of other
-    weights: compare the result's fingerprints.
+    Buckets that are not given are passed over. `tensors` must have passed `check_manifest`. Raises WeightSyncError
+    where the delta does not fit, whatever its bytes are; the buckets are then of no use. A delta that fits may still be
+    one of other weights: compare the result's fingerprints.
     """
     decompressor = zstandard.ZstdDecompressor()
     rest = memoryview(delta)
@@ -82,7 +83,7 @@ def patch(buckets: Mapping[int, torch.Tensor], tensors: Sequence[TensorSpec], de
 
 
 def by_bucket(tensors: Sequence[TensorSpec], delta: bytes | memoryview) -> dict[int, memoryview]:
-    """The part of a delta that `patch` wants for each bucket, with that bucket's tensors only.
+    """Return the part of a delta that `patch` takes for each bucket, together with that bucket's tensors only.
 
     Raises WeightSyncError where the delta does not fit, or tensors of one bucket do not follow on each other.
     """
@@ -102,7 +103,7 @@ def by_bucket(tensors: Sequence[TensorSpec], delta: bytes | memoryview) -> dict[
 
 
 def _blocks(tensors: Sequence[TensorSpec]) -> Iterator[_Block]:
-    """Neighbours of one width share blocks; the padding between them is zero in every version."""
+    """Yield the blocks of all tensors. Neighbours of one width share blocks; padding between them is always zero."""
     for (bucket, width), run in itertools.groupby(tensors, lambda spec: (spec.bucket, DTYPES[spec.dtype].itemsize)):
         specs = list(run)
         end = specs[-1].offset + specs[-1].nbytes
@@ -111,7 +112,7 @@ def _blocks(tensors: Sequence[TensorSpec]) -> Iterator[_Block]:
 
 
 def _elements(bucket: torch.Tensor, block: _Block) -> Elements:
-    """The block's memory; writing to it writes to the bucket."""
+    """Return the block's memory as a view of the bucket."""
     return bucket.numpy()[block.start : block.end].view(_UNSIGNED[block.width])
 
 
@@ -134,7 +135,7 @@ class _Measured(NamedTuple):
 
 
 def _measured(rest: memoryview) -> _Measured:
-    """Of the block that `rest` begins with."""
+    """Read the header of the block with which `rest` begins."""
     if len(rest) < _HEADER.size:
         raise WeightSyncError(f"a delta ends after {len(rest)} bytes of a block's header of {_HEADER.size}")
     count, gap_bytes, step_bytes = _HEADER.unpack_from(rest)
@@ -147,7 +148,7 @@ def _measured(rest: memoryview) -> _Measured:
 
 
 def _patch_block(elements: Elements | None, rest: memoryview, decompressor: zstandard.ZstdDecompressor) -> memoryview:
-    """Change `elements`, if there are any to change, by the block that `rest` begins with; what follows it."""
+    """Apply the first block of `rest` to `elements`, unless they are None. Returns the bytes after the block."""
     count, steps_at, end = _measured(rest)
     if count and elements is not None:
         if count > elements.size:
@@ -183,12 +184,12 @@ def _inflate(
 
 
 def _planes(values: Elements) -> bytes:
-    """All lowest bytes, then all second ones, and so on: high ones are mostly alike and compress to nothing."""
+    """Return all lowest bytes, then all second ones, and so on: the high ones are mostly alike and compress well."""
     return values.view(np.uint8).reshape(values.size, values.itemsize).T.tobytes()
 
 
 def _zigzag(steps: Elements) -> Elements:
-    """0, -1, 1, -2 ... as 0, 1, 2, 3 ...: small steps in either direction have empty high bytes."""
+    """Return 0, -1, 1, -2 ... as 0, 1, 2, 3 ..., so that small steps in either direction have high bytes of zero."""
     signed = steps.view(f"<i{steps.itemsize}")
     return ((signed << 1) ^ (signed >> (8 * steps.itemsize - 1))).view(steps.dtype)
 

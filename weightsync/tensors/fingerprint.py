@@ -1,10 +1,10 @@
-"""A number that says which tensor this is, cheap wherever it lies, and additive over the parts of a sharded one.
+"""Fingerprints of tensors: cheap on a CPU and a GPU, and additive over the parts of a sharded tensor.
 
     fingerprint = sum over elements i of bits_i * (2 i + 1)  mod 2^64
 
 bits_i is the element's bit pattern as an unsigned number, i its place in the flat tensor. Two sums over each row of a
-matrix suffice for all tensors of which it holds parts, so a GPU is done as fast as it can read. It finds every change
-of one element, and tells versions and misplaced rows apart; it is no defence against forgery.
+matrix suffice for all tensors of which it holds parts, so a GPU computes fingerprints as fast as it can read. They tell
+apart tensors that differ in one element, versions, and misplaced rows; they are no defence against forgery.
 
 R rows, C columns, N parts.
 """
@@ -16,19 +16,19 @@ import torch
 
 MODULUS = 1 << 64
 UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers as wide as an element of so many bytes; those of 2 and 4 bytes are signed, which their masks make good."""
+"""Integers by the width of an element in bytes. Those of 2 and 4 bytes are signed; their masks undo that."""
 MASKS = {1: 0, 2: 0xFFFF, 4: 0xFFFFFFFF, 8: 0}
-"""What cuts the sign that widening fills up with; 0: there is none."""
+"""Masks, by width, that cut off the sign bits which widening adds; 0: no mask is needed."""
 _PIECE_BYTES = 256
 _ROWS_AT_ONCE = 1 << 10
-"""Their numbers stay in a core's cache: four times as fast as where they do not."""
+"""Intermediate numbers of so many rows stay in a core's cache, which is four times as fast."""
 _WORDS = {
     1: (torch.uint8, torch.float32),
     2: (torch.uint16, torch.float64),
     4: (torch.uint32, torch.float64),
     8: (torch.uint32, torch.float64),
 }
-"""What elements of so many bytes are read as, and what holds their sums exactly."""
+"""By the width of an element: the words that it is read as, and the number format that holds their sums exactly."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,28 @@ class MatrixParts:
 
     @staticmethod
     def of(rows: Sequence[tuple[int, int, int, int, int]], device: torch.device) -> "MatrixParts":
-        """From (start, end, offset, row step, column step)."""
+        """Make parts from rows of (start, end, offset, row step, column step)."""
         return MatrixParts(*torch.tensor(rows, dtype=torch.int64).view(-1, 5).T.contiguous().to(device))
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """Of a whole tensor of any number format."""
+    """Return the fingerprint of a whole tensor of any number format."""
     rows = tensor.detach().contiguous().view(1, -1) if tensor.dim() < 2 else tensor.detach().contiguous()
     rows_RC = rows.view(-1, rows.shape[-1]) if rows.numel() else rows.reshape(0, 1)
     return fingerprint_part(rows_RC, 0, rows_RC.shape[1], 1)
 
 
 def fingerprint_part(rows_RC: torch.Tensor, offset: int, row_step: int, column_step: int) -> int:
-    """What these elements add: element (r, c) stands at offset + r * row_step + c * column_step of the flat tensor."""
+    """Return what these elements add to a fingerprint. Element (r, c) stands at
+    offset + r * row_step + c * column_step of the flat tensor."""
     parts = MatrixParts.of([(0, len(rows_RC), offset, row_step, column_step)], rows_RC.device)
     return int(fingerprint_parts([rows_RC], parts)) % MODULUS
 
 
 def fingerprint_parts(matrices: Sequence[torch.Tensor], parts: MatrixParts) -> torch.Tensor:
-    """[N] int64, to be taken mod 2^64: what each part adds. Waits for nothing.
+    """Return what each part adds to its tensor's fingerprint: int64 [N], to be taken mod 2^64. Does not wait for a GPU.
 
-    The rows of all matrices, [rows, columns] each and at least one, are numbered through; R are all of them.
+    There is at least one matrix, each [rows, columns]. Rows are numbered through all of them; R is their sum.
     """
     sums_R, weighted_R = _row_sums([rows.detach().contiguous() for rows in matrices])
     places_R = torch.arange(len(sums_R), device=sums_R.device)
@@ -78,13 +79,13 @@ def fingerprint_parts(matrices: Sequence[torch.Tensor], parts: MatrixParts) -> t
 
 
 def _between(values_R: torch.Tensor, parts: MatrixParts) -> torch.Tensor:
-    """[N] the sums of each part's rows, mod 2^64."""
+    """Return the sums of each part's rows, mod 2^64: [N]."""
     until_R = torch.nn.functional.pad(values_R.cumsum(0), (1, 0))
     return until_R[parts.ends_N] - until_R[parts.starts_N]
 
 
 def _row_sums(matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R] int64 twice: of the bit patterns, and of each times its column."""
+    """Return each row's sum of bit patterns, and its sum of bit patterns times their columns: int64 [R] each."""
     bits = [rows.view(UNSIGNED[rows.element_size()]) for rows in matrices]
     if bits[0].is_cuda:
         from .row_sums import row_sums
@@ -95,9 +96,10 @@ def _row_sums(matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
 
 
 def _sums_by_words(bits_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As matrix products: a CPU is five times slower at adding up integers of 64 bits.
+    """Compute the row sums as matrix products: a CPU is five times slower at adding up integers of 64 bits.
 
-    Exact: each sum of a piece's words, weighted by their columns, stays below 2^24 in fp32 and below 2^53 in fp64.
+    The result is exact: each sum of a piece's words, weighted by their columns, stays below 2^24 in fp32 and below 2^53
+    in fp64.
     """
     rows, columns = bits_RC.shape
     width = bits_RC.element_size()
@@ -119,7 +121,7 @@ def _sums_by_words(bits_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _weights(words: int, per_element: int) -> torch.Tensor:
-    """[B, 2 * w] what each word adds to the sum of its place in an element, and to the weighted one."""
+    """Return what each word adds to the sum of its place in an element, and to the weighted sum: [B, 2 * w]."""
     places, columns = torch.arange(words) % per_element, torch.arange(words) // per_element
     weights = torch.nn.functional.one_hot(places, per_element)
     return torch.cat([weights, weights * columns[:, None]], 1)

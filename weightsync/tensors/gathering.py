@@ -1,8 +1,9 @@
-"""A version on its way into buckets. Where its tensors go is known from the version before, so that the first buckets
-can be sent while the last ones are gathered; the first version, and one of other tensors, is staged whole.
+"""A version that is being gathered into buckets. The places of its tensors are known from the previous version, so the
+learner can send the first buckets while it gathers the last ones; the first version, and one of other tensors, is
+staged whole before it is sent.
 
-Two threads meet here: the learner's own takes the tensors, as gathering them may be collective, and trains on; another
-one sends the buckets.
+Two threads meet here: the learner's own takes the tensors, as gathering them may be collective, and goes on training;
+another one sends the buckets.
 """
 
 import functools
@@ -22,11 +23,11 @@ _FAILED = "the tensors of this version could not be gathered"
 
 
 class OtherTensorsError(WeightSyncError):
-    """The tensors are not those of the version before."""
+    """The tensors are not those of the previous version."""
 
 
 class Gathering:
-    """One version. `take` iterates its tensors once, in order; the rest may be asked by another thread meanwhile."""
+    """One version. `take` iterates its tensors once, in order; another thread may call the other methods meanwhile."""
 
     def __init__(self, staging: "Staging", tensors: Iterable[Named], places: Places | None) -> None:
         self._staging = staging
@@ -34,14 +35,14 @@ class Gathering:
         self._places = places
         self._changed = threading.Condition()
         self._full: list[torch.cuda.Event | None] = []
-        """One for each bucket that is full, or will be once its event has happened."""
+        """An entry for each full bucket; where it is an event, the bucket is full once that has happened."""
         self._is_other = False
         self._is_over = False
         self._staged: StagedWeights | None = None
 
     def take(self) -> None:
-        """All tensors, which may change afterwards; a second time there is nothing to do. Raises WeightSyncError for
-        tensors that cannot be sent."""
+        """Take all tensors, which may change afterwards; a second call does nothing. Raises WeightSyncError for tensors
+        that cannot be sent."""
         if self._is_over:
             return
         try:
@@ -52,12 +53,13 @@ class Gathering:
                 self._changed.notify_all()
 
     def places(self) -> Places:
-        """Where tensors go: known at once from the version before, or once all are taken."""
+        """Return the places of the tensors: at once from the previous version, or else once all tensors are taken."""
         return self._staged or self._places or self.staged()
 
     def buckets(self) -> Iterator[torch.Tensor]:
-        """Each as soon as it is full; all of them again in every further call. Raises OtherTensorsError once a tensor
-        is not what `places` said: they have other places then, once all is `staged`."""
+        """Yield each bucket as soon as it is full; every further call yields all of them again. Raises
+        OtherTensorsError once a tensor does not fit `places`: the tensors then have other places, which `staged`
+        returns."""
         if self._places is None:
             yield from self.staged().buckets
             return
@@ -70,7 +72,7 @@ class Gathering:
             yield bucket
 
     def staged(self) -> StagedWeights:
-        """All of it, as soon as it is there."""
+        """Wait until all tensors are taken, and return the staged version."""
         self._until(lambda: False)
         if self._staged is None:
             raise WeightSyncError(_FAILED)
@@ -102,8 +104,8 @@ class Gathering:
         return StagedWeights(places.tensors, places.buckets, in_order)
 
     def _take_bucket(self, wanted: Sequence[Named], *, is_last: bool) -> tuple[int, tuple[Named, ...]]:
-        """The next tensors to their places, at once: one by one, thousands of small ones would take longer than the
-        wire. (how many were those that are wanted, the one that was not)"""
+        """Copy the next tensors to their places, all together: one by one, thousands of small ones would take longer
+        than sending them. Returns how many were the wanted ones, and the tensor that was not, if any."""
         sources: list[torch.Tensor] = []
         other: tuple[Named, ...] = ()
         try:
@@ -130,7 +132,7 @@ class Gathering:
 
 
 def _recorded(bucket: torch.Tensor) -> torch.cuda.Event | None:
-    """Happens once everything is done that this thread has begun with the bucket; None: it is done."""
+    """Return an event that happens once all work that this thread has begun on the bucket is done; None: it is done."""
     if not bucket.is_cuda:
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -143,22 +145,22 @@ def _fits(given: Named, name: str, view: torch.Tensor) -> bool:
 
 
 class Staging:
-    """Where a model's versions are gathered, one after another."""
+    """The memory in which a model's versions are gathered, one after another."""
 
     def __init__(self, bucket_bytes: int, device: torch.device, *, memory_is_reused: bool) -> None:
-        """`memory_is_reused`: each version overwrites the one before, as there is room for one only."""
+        """`memory_is_reused`: each version overwrites the previous one, as there is room for one only."""
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._memory_is_reused = memory_is_reused
         self._places: Places | None = None
 
     def begin(self, tensors: Iterable[Named]) -> Gathering:
-        """One at a time. Takes no tensor yet. Raises NoRoomError."""
+        """Begin the next version, one at a time. Takes no tensor yet. Raises NoRoomError."""
         if self._places is not None and not self._memory_is_reused:
             self._places = Places(self._places.tensors, allocate(self._places.sizes, self._device))
         return Gathering(self, tensors, self._places)
 
     def stage(self, tensors: Iterable[Named]) -> StagedWeights:
-        """Of whatever names and shapes, into other memory; the next version is expected to have the same."""
+        """Stage tensors of any names and shapes in new memory. The next version is expected to have the same ones."""
         self._places = staged = stage(tensors, self._bucket_bytes, self._device)
         return staged

@@ -1,4 +1,4 @@
-"""Where versions arrive: memory that is used again once nobody looks at it any more."""
+"""Memory in which versions arrive, and which is used again once no engine reads it any more."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,38 +19,38 @@ class Landed:
 
     @property
     def device(self) -> torch.device:
-        """That of its buckets."""
+        """The device of its buckets."""
         return self.buckets[0].device if self.buckets else torch.device("cpu")
 
     def tensors(self, specs: tuple[TensorSpec, ...]) -> list[tuple[str, torch.Tensor]]:
-        """Views, in the order of `specs`; the same list as long as they are the same."""
+        """Return the tensors as views, in the order of `specs`; the same list as long as `specs` are the same."""
         if self._views is None or self._views[0] != specs:
             self._views = specs, views(specs, self.buckets)
         return self._views[1]
 
 
 class Landing:
-    """Sets of buckets on one device. An engine maps a set only once, so the same sets come back as long as they fit."""
+    """Sets of buckets on one device. An engine maps a set only once, so the same sets are used as long as they fit."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[Landed] = []
 
     def take(self, sizes: Sequence[int]) -> Landed:
-        """Buckets of these sizes, to be overwritten."""
-        free, self._free = self._free, []  # one set more than is used would be one too many
+        """Return buckets of these sizes in bytes, which the caller may overwrite."""
+        free, self._free = self._free, []  # keep no more sets than are used
         for landed in free:
             if [bucket.numel() for bucket in landed.buckets] == list(sizes):
                 return landed
         return Landed(allocate(sizes, self._device))
 
     def give_back(self, landed: Landed) -> None:
-        """Nobody looks at it any more."""
+        """Take `landed` back: no engine reads it any more."""
         self._free.append(landed)
 
 
 class Window:
-    """Two buckets through which a whole version passes: one may be received into while the other is looked at."""
+    """Two buckets through which a whole version passes: one is received into while the engine loads the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,10 +59,10 @@ class Window:
         self._of_bucket: dict[int, tuple[TensorSpec, ...]] = {}
 
     def buckets(self, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-        """One for each size: the third lies where the first one did. Raises NoRoomError."""
+        """Yield a bucket for each size: the third has the memory of the first. Raises NoRoomError."""
         largest = max(sizes, default=0)
         if not self._buckets or self._buckets[0].numel() < largest:
-            self._buckets = ()  # or there would be four
+            self._buckets = ()  # freed first, or there would be four
             self._buckets = allocate([largest, largest], self.device)
         for index, size in enumerate(sizes):
             yield self._buckets[index % 2][:size]
@@ -70,7 +70,7 @@ class Window:
     def tensors(
         self, specs: tuple[TensorSpec, ...], index: int, bucket: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:
-        """Views of those that lie in bucket number `index`."""
+        """Return the tensors that lie in bucket number `index`, as views."""
         if self._specs is not specs:
             by_bucket = itertools.groupby(specs, lambda spec: spec.bucket)
             self._specs, self._of_bucket = specs, {number: tuple(some) for number, some in by_bucket}

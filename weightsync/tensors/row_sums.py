@@ -1,6 +1,6 @@
 """Both sums of a fingerprint over the rows of matrices on a GPU, in one pass at the speed of its memory.
 
-Imported where there is a CUDA device, and so Triton.
+Imported only where there is a CUDA device, and so Triton.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ def _kernel(bits, sums, weighted, rows, columns, MASK: tl.constexpr, ROWS: tl.co
 
 
 def row_sums(matrices: Sequence[torch.Tensor], masks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R] int64 twice, mod 2^64: of contiguous integers, cut by the matrix's mask if it is not 0, and of each times its
-    column. R: the rows of all matrices."""
+    """Return each row's sum of integers, and its sum of integers times their columns, mod 2^64: int64 [R] each, R the
+    rows of all matrices. The matrices are contiguous, and each is cut by its mask if that is not 0."""
     heights, device = [len(bits_RC) for bits_RC in matrices], matrices[0].device
     sums_R = torch.zeros(sum(heights), dtype=torch.int64, device=device)
     weighted_R = torch.zeros_like(sums_R)

@@ -1,8 +1,8 @@
-"""Memory that several processes of one machine look at: host memory as a file in RAM, GPU memory by CUDA IPC.
+"""Memory that several processes of one machine map: host memory as a file in RAM, GPU memory by CUDA IPC.
 
-Who makes a buffer sends its handle, a few bytes; who attaches it has the same memory, and must be told when it may be
-read. GPU memory stays there until both have let go of it. The file never has a name, so nothing is left of it when the
-last process that maps it is gone, however that ended; it is reached through its maker's /proc/PID/fd.
+The process that makes a buffer sends its handle, a few bytes. A process that attaches it has the same memory, and must
+be told when it may read. GPU memory lasts until both processes have let go of it. The file never has a name, so it is
+gone with the last process that maps it, however that process ends; others reach it through its maker's /proc/PID/fd.
 """
 
 import mmap
@@ -25,14 +25,14 @@ class _HostHandle(msgspec.Struct, frozen=True, array_like=True, tag="host"):
     nbytes: int
     device: int
     inode: int
-    """Of the file: elsewhere the same path may lead to another one."""
+    """The file's inode: in another container the same path may lead to another file."""
 
 
 class _GpuHandle(msgspec.Struct, frozen=True, array_like=True, tag="gpu"):
-    """What torch needs to map a storage of another process."""
+    """The values that torch needs to map a storage of another process."""
 
     uuid: str
-    """Of the GPU: processes count the GPUs that they see."""
+    """The GPU's UUID: its number differs between processes that see different GPUs."""
     memory: bytes
     nbytes: int
     offset: int
@@ -47,7 +47,7 @@ _decode = msgspec.msgpack.Decoder(_HostHandle | _GpuHandle).decode
 
 @contextmanager
 def host_buffer(nbytes: int) -> Iterator[tuple[torch.Tensor, bytes]]:
-    """uint8 host memory and its handle. Afterwards nobody can attach it any more; those who did keep it.
+    """Yield uint8 host memory and its handle. After the block no process can attach it; those that have keep it.
 
     Raises NoRoomError.
     """
@@ -61,7 +61,7 @@ def host_buffer(nbytes: int) -> Iterator[tuple[torch.Tensor, bytes]]:
 
 
 def gpu_handle(buffer: torch.Tensor) -> bytes:
-    """The handle of a GPU tensor's whole storage, which must outlive its use by others."""
+    """Return the handle of a GPU tensor's whole storage, which must outlive its use by other processes."""
     storage: Any = buffer.untyped_storage()
     _, memory, nbytes, offset, counter, counter_offset, event, waits = storage._share_cuda_()
     handle = _GpuHandle(_uuid(buffer.device), memory, nbytes, offset, counter, counter_offset, event, waits)
@@ -69,7 +69,7 @@ def gpu_handle(buffer: torch.Tensor) -> bytes:
 
 
 def attach(handle: bytes) -> torch.Tensor:
-    """The same memory as a flat uint8 tensor. Raises WeightSyncError where it cannot be reached from here."""
+    """Return the same memory as a flat uint8 tensor. Raises WeightSyncError where this process cannot reach it."""
     try:
         decoded = _decode(handle)
     except msgspec.MsgspecError as error:
@@ -107,7 +107,7 @@ def _attach_gpu(handle: _GpuHandle) -> torch.Tensor:
     device = _device(handle.uuid)
     try:
         storage = _shared_storage(handle, device)
-    except RuntimeError as error:  # torch has no finer one
+    except RuntimeError as error:  # torch has no finer class
         raise WeightSyncError(
             f"{handle.nbytes} bytes of GPU {handle.uuid} cannot be mapped here "
             f"({str(error).partition(chr(10))[0]}): their writer is gone, or runs in a container with processes of its "
@@ -142,7 +142,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def _reserve(descriptor: int, nbytes: int, directory: str) -> None:
-    """All of it now: a write into a full file system that was not reserved kills the process."""
+    """Reserve all of the file now: a write to unreserved pages of a full file system kills the process."""
     try:
         os.posix_fallocate(descriptor, 0, max(1, nbytes))
     except OSError as error:

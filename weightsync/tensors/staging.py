@@ -1,4 +1,4 @@
-"""Named tensors into bounded flat byte buckets, bit for bit: what the learner publishes."""
+"""Copies named tensors into bounded flat byte buckets, bit for bit, which the learner publishes."""
 
 import itertools
 from collections.abc import Iterable
@@ -25,11 +25,11 @@ class Places:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the buckets, in bytes."""
+        """The sizes of the buckets, in bytes."""
         return tuple(bucket.numel() for bucket in self.buckets)
 
     def of(self, index: int) -> list[Named]:
-        """Views of what goes into one bucket, in order."""
+        """Return views for the tensors of one bucket, in order."""
         if index not in self._views:
             specs, bucket = self._specs[index], self.buckets[index]
             for spec in specs:
@@ -50,18 +50,18 @@ class Places:
 
 @dataclass
 class StagedWeights(Places):
-    """One version's tensors as bytes in their places, with what a manifest says of them."""
+    """One version's tensors as bytes in their places, with the entries of a manifest for them."""
 
     fingerprints: tuple[int, ...]
-    """One per tensor."""
+    """One fingerprint for each tensor."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Bytes that are sent."""
         return sum(self.sizes)
 
     def on_cpu(self) -> "StagedWeights":
-        """Itself, or a copy."""
+        """Return this version in host memory: itself, or a copy."""
         return StagedWeights(self.tensors, tuple(bucket.cpu() for bucket in self.buckets), self.fingerprints)
 
 

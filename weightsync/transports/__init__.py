@@ -2,8 +2,9 @@
 
     rendezvous, store            a group forms by words in the broker; torch's own go the same way
     forming > collective, ipc    what a group sends through; deafness closes gloo's port once it is formed
-    pull_server > requests > visits, listening, certificate     what the learner serves to those who pull (`pull.py`)
+    pull_server > requests > visits, listening, certificate     the learner serves workers that pull (`pull.py`)
 
-Invariant: the learner listens at one port of ours, where it is told and nowhere else; who has not shown the run's
-secret there gets nothing, and keeps nobody else out. What torch opens for a group (gloo, NCCL) has no such guard.
+Invariant: Headway's own code listens at one port of the learner, at the configured address and no other. A client that
+has not shown the run's secret there gets nothing and keeps no worker out. The ports that torch opens for a group (gloo,
+NCCL) have no such guard.
 """

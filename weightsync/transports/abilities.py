@@ -1,4 +1,5 @@
-"""What a transport states of itself before a group is formed, so that nobody asks for it by its name; without torch."""
+"""The abilities that a transport states before a group is formed, so that no code decides by a transport's name. Does
+not import torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,20 +12,20 @@ from weightsync.config import WeightsConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TransportAbilities:
-    """A class of the user's own may have them as its attribute `abilities`."""
+    """The abilities of a transport. A class of the user's own may have them as its attribute `abilities`."""
 
     sends_host_memory: bool = True
-    """Buckets may lie in host memory. Where they must not, they go through the GPU's."""
+    """Whether buckets may lie in host memory; otherwise they go through GPU memory."""
     sends_gpu_memory: bool = True
-    """Buckets may lie in GPU memory. Where they must not, they go through the host's."""
+    """Whether buckets may lie in GPU memory; otherwise they go through host memory."""
     maps_memory: bool = False
-    """Receivers map the learner's memory: they must see the GPU on which it lies."""
+    """Whether receivers map the learner's memory, and so must see the GPU on which it lies."""
     shares_gpu: bool = True
-    """Learner and engine may have one GPU together."""
+    """Whether learner and engine may share a GPU."""
     crosses_hosts: bool = True
-    """Members may be on several machines."""
+    """Whether members may be on several machines."""
     notices_deaths: bool = True
-    """The others' calls fail as soon as a member is gone, instead of at their deadline."""
+    """Whether the calls of the other members fail as soon as a member is gone, instead of at their deadline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +34,9 @@ class KnownTransport:
 
     abilities: TransportAbilities
     remedy: str
-    """What it needs where it does not work."""
+    """What to install or change where it does not work."""
     examine: Callable[[TorchFacts], tuple[bool, str]]
-    """(whether it works on this machine, what it moves or what is missing), for `headway doctor`."""
+    """Returns whether it works on this machine, and what it moves or what is missing, for `headway doctor`."""
 
 
 def _has(name: str, found: str, *, needs_gpu: bool = False) -> Callable[[TorchFacts], tuple[bool, str]]:
@@ -73,8 +74,8 @@ TRANSPORTS: dict[str, KnownTransport] = {
 
 
 def abilities_of(transport: str, roots: ImportRoots | None = None) -> TransportAbilities:
-    """What `weights.transport` states. A class of the user's own is imported to be asked, and only where there are
-    `roots`: without them nothing is known against it. Raises ConfigError where it cannot be imported."""
+    """Return the abilities of `weights.transport`. A class of the user's own is imported for that, if `roots` are
+    given; without them it counts as able to do everything. Raises ConfigError where it cannot be imported."""
     if transport in TRANSPORTS:
         return TRANSPORTS[transport].abilities
     if roots is None or ":" not in transport:
@@ -84,7 +85,7 @@ def abilities_of(transport: str, roots: ImportRoots | None = None) -> TransportA
 
 
 def broadcast_device(config: WeightsConfig, abilities: TransportAbilities) -> Literal["cpu", "cuda"]:
-    """Where the learner's buckets lie, and those that are received: on GPUs where the transport wants them there, or
-    there is to be room for a version."""
+    """Return the device of sent and received buckets: GPUs where the transport needs that, or where `weights.staging`
+    keeps a version there."""
     is_on_gpu = config.staging == "device" or (config.staging == "none" and not abilities.sends_host_memory)
     return "cuda" if is_on_gpu else "cpu"

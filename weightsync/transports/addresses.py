@@ -1,4 +1,4 @@
-"""At which address the learner is reached: the configured one, else that of its way to the broker."""
+"""The address at which workers reach the learner: the configured one, or that of its connection to the broker."""
 
 import ipaddress
 import socket
@@ -14,7 +14,7 @@ _DISCARD_PORT = 9
 
 
 def towards_broker(url: str, timeout_s: float = 5.0) -> str:
-    """This machine's address on its connection to the broker; loopback for unix sockets."""
+    """Return this machine's address on its connection to the broker; loopback for unix sockets."""
     parts = urlsplit(url)
     if parts.scheme == "unix" or not parts.hostname:
         return _LOOPBACK
@@ -30,7 +30,8 @@ def towards_broker(url: str, timeout_s: float = 5.0) -> str:
 
 
 def address_towards(host: str) -> str:
-    """Of the interface that leads from here to `host`, which is asked nothing. Raises WeightSyncError if none does."""
+    """Return the address of the interface that leads to `host`, to which nothing is sent. Raises WeightSyncError if
+    there is none."""
     try:
         (family, kind, _, _, address), *_ = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
         with socket.socket(family, kind) as probe:
@@ -44,9 +45,9 @@ def address_towards(host: str) -> str:
 
 
 def learner_address(host: str | None, broker_url: str) -> str:
-    """At which the learner listens, and which workers are told: one of this machine's.
+    """Return the address of this machine at which the learner listens and workers connect.
 
-    Raises WeightSyncError where `host` is none of these, or all of them.
+    Raises WeightSyncError where `host` is no address of this machine, or stands for all of them.
     """
     if host is None:
         return towards_broker(broker_url)

@@ -1,7 +1,7 @@
-"""The seams between versions of weights and whatever carries their bytes.
+"""The seams of transports: broadcast to a group, and pull.
 
 Both carry flat uint8 buckets, of a CPU or a GPU; neither knows what a tensor or an engine is. Calls end by their
-deadline, with WeightSyncError where the bytes did not get through.
+deadline, with WeightSyncError where the bytes did not arrive.
 """
 
 from collections.abc import Callable
@@ -15,31 +15,32 @@ from weightsync.deadline import Deadline
 
 
 class SupersededError(WeightSyncError):
-    """What was asked for has been replaced by a newer version; nothing is wrong."""
+    """A newer version has replaced the one that was asked for; nothing is wrong."""
 
 
 class UnreachableError(WeightSyncError):
-    """Who was asked, the learner or an archive, did not answer, or stopped in the middle; asking again may do."""
+    """The learner or an archive did not answer, or stopped in the middle of an answer. Asking again may help."""
 
 
 class BroadcastGroupTransport(Protocol):
     """One epoch's group: the learner is rank 0. After the first failure the group is of no more use."""
 
     def start(self, bucket: torch.Tensor, deadline: Deadline) -> Callable[[], None]:
-        """Rank 0 sends, all others receive into `bucket`. Same sizes, same order on every rank.
+        """Begin a transfer: rank 0 sends `bucket`, all other ranks receive into it. Sizes and order are the same on all
+        ranks.
 
-        What it returns blocks until the bucket is through, and is to be called, in the same order: until then `bucket`
-        must be left alone.
+        Returns a function that blocks until the transfer has ended. The caller must call it, in the same order, and
+        leave `bucket` alone until then.
         """
         ...
 
     def close(self) -> None:
-        """Leave the group; the others' pending calls fail at once. Idempotent."""
+        """Leave the group. Pending calls of the other ranks fail at once. Idempotent."""
         ...
 
 
 class PullTransport(Protocol):
-    """Fetches a version that is already complete, from any number of workers at their own pace."""
+    """Fetches a version that is already complete. Any number of workers do so, each at its own pace."""
 
     def pull_bucket(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> None:
         """Fill `bucket`, on any device, and verify it. Raises SupersededError, UnreachableError, or WeightSyncError for
@@ -47,9 +48,9 @@ class PullTransport(Protocol):
         ...
 
     def pull_delta(self, manifest: WeightManifest, delta: DeltaSpec, deadline: Deadline) -> memoryview:
-        """One of the manifest's deltas, its digest verified. Raises as `pull_bucket` does."""
+        """Return one of the manifest's deltas, its digest verified. Raises the same errors as `pull_bucket`."""
         ...
 
     def forget(self) -> None:
-        """The pull has ended: what was kept from one bucket to the next is of no more use."""
+        """Drop all that was kept from one bucket to the next: the pull has ended."""
         ...

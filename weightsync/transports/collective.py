@@ -1,8 +1,9 @@
 """Broadcast through a torch.distributed process group of its own, outside any default group.
 
-It needs no `init_process_group` and leaves one that exists alone. Two facts shape this file: a gloo operation
-ends only by success, its own timeout or a closed peer (`abort` does nothing); one of NCCL ends by `abort`, which a
-thread of its own calls at the deadline: the caller may wait for the whole device then, as an allocator that frees does.
+It needs no `init_process_group` and does not touch a default group. Two facts shape this file. A gloo operation ends
+only by success, its own timeout or a closed peer (`abort` does nothing). An NCCL operation ends by `abort`, which a
+separate thread calls at the deadline, as the caller may by then wait for the whole device: an allocator that frees
+does.
 """
 
 import os
@@ -31,18 +32,19 @@ _SETTINGS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-"""Of torch's watchdog, which hears from NCCL of a peer on another host that died: it would end this process at once or
-eight minutes later, and let nobody drop the group for a minute. A group reads them when it is made."""
+"""Settings of torch's watchdog. Without them, when NCCL reports that a peer on another host died, the watchdog would
+end this process, at once or eight minutes later, and the group could not be dropped for a minute. A group reads them
+when it is made."""
 _REMEDY = (
     "; between hosts NCCL_SOCKET_IFNAME names the network to take, and NCCL_DEBUG=INFO tells what NCCL tries, in the"
     " environments of learner and workers"
 )
 _NEVER = timedelta(days=1)
-"""NCCL's own watchdog ends the process when its timeout is over: ours comes first, and ends the group."""
+"""The timeout of NCCL's own watchdog, which would end the process; the caller's deadline ends the group long before."""
 
 
 class ProcessGroupTransport:
-    """A formed group; constructing it blocks until all ranks are there, or the deadline is over."""
+    """A formed group. Constructing it blocks until all ranks are there, or the deadline is over."""
 
     def __init__(self, name: str, store: Store, rank: int, size: int, interface: str, deadline: Deadline) -> None:
         self._kind = COLLECTIVES[name]
@@ -64,7 +66,7 @@ class ProcessGroupTransport:
             ) from error
 
     def start(self, bucket: torch.Tensor, deadline: Deadline) -> Callable[[], None]:
-        """See BroadcastGroupTransport. On a GPU what was begun on the current stream is waited for by the transfer."""
+        """See BroadcastGroupTransport. On a GPU the transfer waits for all work begun on the current stream."""
         what = f"{self._name} broadcast of {bucket.numel()} bytes"
         deadline.check(what)
         if bucket.numel() == 0:
@@ -95,8 +97,8 @@ class ProcessGroupTransport:
             self._abort(backend)
 
     def _connect(self, deadline: Deadline) -> None:
-        """A GPU's group connects in its first operation, within a call that no deadline ends: so now, while all are
-        known to be there, and in a thread that is left behind if that call does not return."""
+        """Connect a GPU's group now, while all ranks are known to be there. It connects in its first operation, in a
+        call that no deadline ends, so that runs in a thread, which is abandoned if the call does not return."""
         backend, failed = self._backend, list[RuntimeError]()
 
         def connect() -> None:
@@ -131,7 +133,7 @@ class ProcessGroupTransport:
             self._alarm.cancel()
 
     def _wait(self, work: Any, backend: Any, deadline: Deadline) -> None:
-        """Until the operation ended. The interpreter is free, and polling keeps Ctrl-C alive."""
+        """Wait until the operation has ended. It polls, so that other threads run and Ctrl-C works."""
         while not work.is_completed():
             if self._kind.ends_by_abort and deadline.is_over():
                 self._abort(backend)
@@ -150,7 +152,7 @@ def _device_of(name: str) -> torch.device:
 
 def _open(
     name: str, store: Store, rank: int, size: int, interface: str, deadline: Deadline
-) -> Any:  # torch gives the three no common type with `broadcast`
+) -> Any:  # torch has no common type with `broadcast` for the three
     timeout = timedelta(seconds=max(0.001, deadline.remaining()))
     kind = backend_class(name)
     store.set_timeout(timeout)
@@ -172,7 +174,7 @@ def _open_gloo(kind: Any, store: Store, rank: int, size: int, interface: str, ti
     options, port = kind._Options(), Port()
     options._timeout = timeout
     with port.noticed():
-        # Without it gloo would take the interface that the host's name resolves to, which is often loopback.
+        # By default gloo would take the interface that the host's name resolves to, which is often loopback.
         options._devices = [kind.create_device(hostname=interface)]
     group = kind(store, rank, size, options)
     port.deafen()
@@ -204,7 +206,7 @@ COLLECTIVES = {
 
 @contextmanager
 def _indulgent() -> Iterator[None]:
-    """A group that is made within it survives its peers."""
+    """A group that is made in this block does not end the process when a peer dies."""
     before = {name: os.environ.get(name) for name in _SETTINGS}
     os.environ.update(_SETTINGS)
     try:
@@ -218,7 +220,7 @@ def _indulgent() -> Iterator[None]:
 
 
 def backend_class(name: str) -> Any:
-    """torch's class. Raises WeightSyncError with the remedy where this process cannot use it."""
+    """Return torch's class for a backend. Raises WeightSyncError with the remedy where this process cannot use it."""
     kind = getattr(torch.distributed, COLLECTIVES[name].class_name, None)
     if kind is None:
         raise WeightSyncError(
@@ -233,7 +235,7 @@ def backend_class(name: str) -> Any:
 
 
 def _nothing() -> None:
-    """An empty bucket is through."""
+    """Wait for the transfer of an empty bucket, which has nothing to send."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Closes gloo's port to newcomers as soon as its group is formed.
 
-gloo listens for as long as a group lives, accepts whoever connects, keeps the connection after the other end has gone,
-and ends the process when there are no more files. It needs the port only until its members are connected. The port
-cannot be closed from outside, as gloo would be woken by that for ever; but the system can drop what comes for it.
+gloo listens as long as a group lives, accepts every connection, keeps it after the other end has gone, and ends the
+process when it runs out of file descriptors. It needs the port only until its members are connected. This process
+cannot close the port, as that would wake gloo for ever, but a socket filter can drop all packets that arrive for it.
 """
 
 import ctypes
@@ -22,15 +22,15 @@ _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 class Port:
-    """One that somebody else's code opens. Where another thread opens one at the same time neither is touched, as
-    nobody says whose is which."""
+    """A port that a library opens. Where another thread opens one at the same time, both are left alone, as it is not
+    known which is the library's."""
 
     def __init__(self) -> None:
         self._inode = 0
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Around what opens it."""
+        """Wrap the call that opens the port."""
         with _NOTICING:
             before = _listening()
             yield
@@ -41,23 +41,23 @@ class Port:
             logger.debug("%d ports were opened at once: which one is ours is not known", len(opened))
 
     def deafen(self) -> None:
-        """Nobody gets a connection any more; those that are there are left as they are."""
+        """Refuse all new connections; existing ones go on."""
         descriptor = _listening().get(self._inode)
         if descriptor is None:
             return
         program = ctypes.create_string_buffer(_DROP_ALL)
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:  # where there are such filters
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:  # not every system has filters
             listener.setsockopt(
                 socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
             )
 
 
 def _listening() -> dict[int, int]:
-    """TCP ports at which this process listens: the sockets' numbers in the system, and their descriptors here."""
+    """Return the TCP sockets at which this process listens: {inode: file descriptor}."""
     found = {}
-    with suppress(OSError):  # no /proc, or no file to read it
+    with suppress(OSError):  # no /proc, or no descriptor left to read it
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed meanwhile, or no socket
+            with suppress(OSError):  # closed meanwhile, or not a socket
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and _is_listening(int(name)):
                     found[os.fstat(int(name)).st_ino] = int(name)
     return found

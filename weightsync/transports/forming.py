@@ -1,4 +1,4 @@
-"""Which transport a broadcast group runs on."""
+"""Opens the transport of a broadcast group by its name."""
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
@@ -34,11 +34,11 @@ def form_group(
     deadline: Deadline,
     roots: ImportRoots | None = None,
 ) -> BroadcastGroupTransport:
-    """Blocks until all ranks are there. Raises WeightSyncError if they are not by the deadline.
+    """Form the group, and block until all ranks are there. Raises WeightSyncError if they are not by the deadline.
 
-    A class of the user's own, below `roots` (by default as ImportRoots has them), is called as
-    `Class(store, rank, size, interface, deadline)`: ranks tell each other in `store`, a torch.distributed one, where
-    they are; `interface` is the address of the interface that leads to the others. What it raises itself must be
+    A class of the user's own, below `roots` (by default those of ImportRoots), is called as
+    `Class(store, rank, size, interface, deadline)`. Ranks exchange their addresses in `store`, a torch.distributed one;
+    `interface` is the address of the interface that leads to the other ranks. The errors that it raises itself must be
     WeightSyncError.
     """
     if name in COLLECTIVES:
@@ -51,6 +51,6 @@ def form_group(
             store, rank, size, interface, deadline
         )
         check_offers(made, BroadcastGroupTransport, name, _KEY)
-    except ConfigError as error:  # of a group that another process opened: whoever cannot join it pulls
+    except ConfigError as error:  # the learner chose the transport; a worker that cannot import it pulls
         raise WeightSyncError(str(error)) from error
     return made

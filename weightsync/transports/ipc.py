@@ -1,8 +1,9 @@
 """Broadcast within one machine through memory that all its processes map: GPU memory by CUDA IPC, else a file in RAM.
 
-For a learner and engines that share a GPU, where NCCL has no place for two ranks, and for whoever has no use for ports.
-The learner copies each bucket into one buffer, the others copy it out; through a Unix socket either side says whose
-turn it is, and that it is gone. The socket lies in a directory that only its user can enter, while the group is formed.
+For a learner and engines that share a GPU, on which NCCL does not allow two ranks, and for hosts on which no ports may
+be opened. The learner copies each bucket into one buffer, and the other members copy it out. Through a Unix socket each
+side tells the other when the buffer is its to use; a closed socket says that it is gone. While the group is formed the
+socket lies in a directory that only its user can enter.
 """
 
 import os
@@ -25,7 +26,7 @@ _LONGEST_WORD = 4096
 
 
 class IpcTransport:
-    """A formed group. Its buffer is as large as the largest bucket so far, and goes with the group."""
+    """A formed group. Its buffer is as large as the largest bucket so far, and is freed with the group."""
 
     def __init__(self, store: Store, rank: int, size: int, deadline: Deadline) -> None:
         self._rank = rank
@@ -34,12 +35,12 @@ class IpcTransport:
         self._buffer: torch.Tensor | None = None
         try:
             self._peers = _accepted(store, size - 1, deadline) if rank == 0 else [_connected(store, deadline)]
-        except (RuntimeError, OSError) as error:  # RuntimeError: the store's
+        except (RuntimeError, OSError) as error:  # the store raises RuntimeError
             raise WeightSyncError(f"the ipc group of {size} processes could not be formed: {error}") from error
         self._taken = [0] * len(self._peers)
 
     def start(self, bucket: torch.Tensor, deadline: Deadline) -> Callable[[], None]:
-        """See BroadcastGroupTransport. A receiver copies only at the end of it."""
+        """See BroadcastGroupTransport. A receiver copies only in the returned function."""
         self._count += 1
         count = self._count
         what = f"ipc broadcast of {bucket.numel()} bytes"
@@ -50,9 +51,9 @@ class IpcTransport:
         return lambda: self._await_taken(count, deadline, what)
 
     def close(self) -> None:
-        """Tell the others and let go of the buffer."""
+        """Close the sockets, which tells the other members, and let go of the buffer."""
         for peer in self._peers:
-            with suppress(OSError):  # it is gone
+            with suppress(OSError):  # the peer is gone
                 peer.shutdown(socket.SHUT_RDWR)
             peer.close()
         self._buffer = None
@@ -78,7 +79,7 @@ class IpcTransport:
 
     def _receive(self, bucket: torch.Tensor, deadline: Deadline, what: str) -> None:
         word = _word(self._peers[0], deadline, what)
-        buffer = self._buffer  # `close` may be called meanwhile
+        buffer = self._buffer  # kept here, as `close` may be called meanwhile
         if buffer is None or word != _SAME:
             buffer = self._buffer = attach(word.removeprefix(_MOVED))
         if buffer.numel() < bucket.numel():
@@ -89,7 +90,7 @@ class IpcTransport:
             self._peers[0].send(_TAKEN)
 
     def _shared(self, bucket: torch.Tensor) -> tuple[torch.Tensor, list[bytes]]:
-        """A buffer that holds `bucket`, and a handle for each receiver, as CUDA counts who has let go."""
+        """Return a buffer that holds `bucket`, and a handle for each receiver: CUDA counts releases by handle."""
         if bucket.is_cuda:
             buffer = torch.empty_like(bucket)
             return buffer, [gpu_handle(buffer) for _ in self._peers]
@@ -99,9 +100,9 @@ class IpcTransport:
 
 
 def _accepted(store: Store, receivers: int, deadline: Deadline) -> list[socket.socket]:
-    """Connections to so many, all of whom are told that the group is formed."""
+    """Accept a connection from each receiver, tell all of them that the group is formed, and return the connections."""
     with TemporaryDirectory(prefix="headway-") as directory, _socket() as listener, _opened(directory) as place:
-        listener.bind(f"/proc/self/fd/{place}/s")  # a path below the directory may be too long for a socket's name
+        listener.bind(f"/proc/self/fd/{place}/s")  # the directory's own path may be too long for a socket's name
         listener.listen(receivers)
         store.set("socket", f"/proc/{os.getpid()}/fd/{place}/s")
         peers: list[socket.socket] = []
@@ -116,7 +117,7 @@ def _accepted(store: Store, receivers: int, deadline: Deadline) -> list[socket.s
 
 
 def _connected(store: Store, deadline: Deadline) -> socket.socket:
-    """A connection to the learner, once all members are there."""
+    """Return a connection to the learner, once all members are there."""
     store.wait(["socket"], timedelta(seconds=deadline.remaining()))
     path = store.get("socket").decode()
     peer = _socket()
@@ -130,7 +131,7 @@ def _connected(store: Store, deadline: Deadline) -> socket.socket:
 
 
 def _socket() -> socket.socket:
-    """One for whole messages, which has nothing to say after a while, and is asked again."""
+    """Return a socket for whole messages whose calls time out soon, so that the caller can check its deadline."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(_LOOK_S)
     return made
@@ -146,7 +147,7 @@ def _opened(directory: str) -> Iterator[int]:
 
 
 def _word(peer: socket.socket, deadline: Deadline, what: str) -> bytes:
-    """The next one from there. Raises WeightSyncError where that is closed, or the deadline over."""
+    """Return the next message from `peer`. Raises WeightSyncError where it has closed, or the deadline is over."""
     while True:
         with _told(what):
             try:
@@ -168,6 +169,6 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _finish(tensor: torch.Tensor) -> None:
-    """Until the copy is there for other processes to see."""
+    """Wait until other processes can read the copy."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()

@@ -1,4 +1,4 @@
-"""Where the learner listens: at the address that it was told and nowhere else, at a port that a firewall can know."""
+"""Opens the learner's port: at the configured address and no other, within the range that a firewall lets through."""
 
 import errno
 import ipaddress
@@ -15,7 +15,7 @@ Ports = tuple[int, int]
 
 
 def listen(address: str, ports: Ports | None = None) -> socket.socket:
-    """A listening socket at `address`, on the first free port of the range, or on any.
+    """Return a listening socket at `address`, on the first free port of the range, or on any free port.
 
     Raises WeightSyncError where the address is not this machine's, or no port of the range is free.
     """
@@ -50,13 +50,13 @@ def _not_ours(address: str, error: OSError) -> WeightSyncError:
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Only this machine's processes reach it."""
+    """Return whether only processes of this machine can reach it."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def allow_many_files() -> None:
-    """Raise this process's limit of open files as far as it may: each connection is one."""
+    """Raise this process's limit of open files as far as it may: each connection is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(ValueError, OSError):  # some systems have a lower bound of their own; then it stays
+        with suppress(ValueError, OSError):  # some systems allow less than their hard limit; then the limit stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

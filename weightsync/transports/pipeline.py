@@ -1,5 +1,5 @@
-"""Both sides of a broadcast: bucket after bucket, each on its way while its owner works on its neighbours, and at last
-the fingerprints, which exist only once the last bucket is full.
+"""Both sides of a broadcast: bucket after bucket, each sent while learner and members work on the next or previous one,
+and then the fingerprints, which exist only once the last bucket is full.
 
     learner    fill k + 1 │ send k         member    receive k + 1 │ fingerprint k
 """
@@ -24,9 +24,9 @@ _NUMBER = np.dtype("<u8")
 def pipelined(
     transport: BroadcastGroupTransport, buckets: Iterable[torch.Tensor], deadline: Deadline
 ) -> Iterator[torch.Tensor]:
-    """Broadcast `buckets`; yields each that is through, while the next one is under way.
+    """Broadcast `buckets`, and yield each once it is through, while the next one is under way.
 
-    Raises what the transport and `buckets` raise. However it ends, none is under way afterwards.
+    Raises the errors of the transport and of `buckets`. However it ends, no transfer is under way afterwards.
     """
     under_way: deque[_UnderWay] = deque()
     try:
@@ -53,18 +53,18 @@ class _UnderWay:
 
 
 def seal(version: WeightVersion, fingerprints: Sequence[int], device: torch.device) -> torch.Tensor:
-    """What follows the last bucket: whose fingerprints these are, and all of them, as bytes."""
+    """Return the seal that follows the last bucket: the version and all of its fingerprints, as bytes."""
     numbers = (version.incarnation, version.step, *fingerprints)
     return torch.from_numpy(np.array(numbers, _NUMBER).view(np.uint8)).to(device)
 
 
 def empty_seal(count: int, device: torch.device) -> torch.Tensor:
-    """Room for the seal of a version of `count` tensors."""
+    """Return memory for the seal of a version of `count` tensors."""
     return torch.zeros((2 + count) * _NUMBER.itemsize, dtype=torch.uint8, device=device)
 
 
 def unsealed(version: WeightVersion, sealed: torch.Tensor) -> tuple[int, ...]:
-    """The fingerprints. Raises WeightSyncError if they are another version's."""
+    """Return the fingerprints in a seal. Raises WeightSyncError if they are another version's."""
     incarnation, step, *fingerprints = sealed.cpu().numpy().view(_NUMBER).tolist()
     if (found := WeightVersion(incarnation, step)) != version:
         raise WeightSyncError(f"version {found} arrived where {version} was offered")

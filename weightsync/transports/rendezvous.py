@@ -1,12 +1,13 @@
-"""Where an epoch's members check in, learn whether it stands, and acknowledge versions: words in the broker.
+"""The meeting of an epoch's members in the broker: they check in, learn whether the group is formed, and acknowledge
+versions. It consists of words, by key:
 
-in/{worker}                what the first process of this worker's name made up to check in
+in/{worker}                the random word by which the first process of this worker's name checked in
 verdict                    open, then go | void
-turn/{version}/{wave}      this wave of members receives now
+turn/{version}/{wave}      set once it is this wave's turn to receive the version (`staging: none`; not a swap turn)
 ack/{version}/{worker}     empty, or what went wrong
 wave/{wave}/...            torch's own keys of that wave's process group
 
-The learner says `verdict` and `turn`, and its part of torch's, where no worker's user may write.
+The learner writes `verdict`, `turn` and its own part of torch's keys where no worker's user may write.
 """
 
 import secrets
@@ -27,22 +28,22 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 _LONGEST_WORD = 4096
 
 
-class Call(Protocol):
-    """Carries out a coroutine of the broker for a thread: its result, or its error."""
+class BrokerCall(Protocol):
+    """Runs a coroutine of the broker for a thread, and returns its result or raises its error."""
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
 
 
 @dataclass(frozen=True)
 class Board:
-    """The broker's meetings, for threads."""
+    """The broker's meetings, usable from threads."""
 
-    call: Call
+    call: BrokerCall
     meetings: Meetings
 
 
 class Rendezvous:
-    """One epoch. Raises what the broker raises."""
+    """The meeting of one epoch. Every call raises the broker's errors."""
 
     def __init__(self, board: Board, group: BroadcastGroup, *, leads: bool) -> None:
         self._board = board
@@ -51,28 +52,28 @@ class Rendezvous:
         self._what = f"broadcast group {group.epoch}"
 
     def open(self) -> None:
-        """Before members are told of the epoch: whoever finds it not open comes too late."""
+        """Open the epoch. The learner does so before it tells members: one that finds no open epoch comes too late."""
         self._say("verdict", _OPEN)
 
     def check_in(self, worker: str) -> bool:
-        """False if somebody of this name already did, as a restarted worker must not pose as its predecessor, or if the
-        epoch is over."""
+        """Check `worker` in. Returns False if a process of this name has already done so, as a restarted worker must
+        not pose as its predecessor, or if the epoch is over."""
         own = secrets.token_bytes(8)
         if self._hear(["verdict"]) == [None]:
             return False
         return self._board.call(self._board.meetings.say_once(self._name, f"in/{worker}", own)) == own
 
     def await_members(self, members: Iterable[str], deadline: Deadline) -> tuple[str, ...]:
-        """Those who did not check in by the deadline."""
+        """Return the members that did not check in by the deadline."""
         keys = {worker: f"in/{worker}" for worker in members}
         return tuple(worker for worker in keys if worker not in self._await_all(keys, deadline))
 
     def decide(self, stands: bool) -> None:
-        """Tell those who checked in, now or late, whether the group will be formed."""
+        """Tell all members that check in, now or later, whether the group will be formed."""
         self._say("verdict", _GO if stands else _VOID)
 
     def await_verdict(self, deadline: Deadline) -> bool:
-        """True if the group is to be formed now."""
+        """Wait for the verdict. Returns whether the group is to be formed now."""
         for pause_s in _pauses():
             (verdict,) = self._hear(["verdict"])
             if verdict != _OPEN:
@@ -90,7 +91,7 @@ class Rendezvous:
         self._say(_turn_key(version, wave), b"")
 
     def await_wave(self, version: WeightVersion, wave: int, deadline: Deadline) -> None:
-        """Until `version` is sent to this wave."""
+        """Wait until `version` is sent to this wave."""
         for pause_s in _pauses():
             if self._hear([_turn_key(version, wave)]) != [None]:
                 return
@@ -98,7 +99,7 @@ class Rendezvous:
             deadline.pause(pause_s)
 
     def store_of(self, wave: int) -> BrokerStore:
-        """For the process group of one wave."""
+        """Return the store for the process group of one wave."""
         board = self._board
         return BrokerStore(board.call, board.meetings, self._name, f"wave/{wave}/", leads=self._leads)
 
@@ -109,22 +110,22 @@ class Rendezvous:
     def await_acknowledgements(
         self, version: WeightVersion, members: Iterable[str], deadline: Deadline
     ) -> dict[str, str]:
-        """What each member answered by the deadline: an empty text for success; silent ones are absent."""
+        """Return what each member answered by the deadline: "" for success. Members without an answer are absent."""
         answers = self._await_all({worker: _ack_key(version, worker) for worker in members}, deadline)
         return {worker: answer[:_LONGEST_WORD].decode(errors="replace") for worker, answer in answers.items()}
 
     def forget(self, version: WeightVersion, members: Iterable[str], waves: int) -> None:
-        """All members have acknowledged `version`."""
+        """Forget the words about `version`, which all members have acknowledged."""
         said = [_ack_key(version, worker) for worker in members]
         said += [_turn_key(version, wave) for wave in range(1, waves)]
         self._board.call(self._board.meetings.forget(self._name, said, leads=True))
 
     def end(self) -> None:
-        """The epoch is over: who comes late finds nothing."""
+        """End the epoch: a member that comes later finds nothing."""
         self._board.call(self._board.meetings.end(self._name))
 
     def _await_all(self, keys: dict[str, str], deadline: Deadline) -> dict[str, bytes]:
-        """What was said under each by the deadline."""
+        """Return the words that were said under `keys` by the deadline."""
         for pause_s in _pauses():
             said = dict(zip(keys, self._hear(list(keys.values())), strict=True))
             if None not in said.values() or deadline.is_over():
@@ -140,7 +141,7 @@ class Rendezvous:
 
 
 def _pauses() -> Iterator[float]:
-    """Ever longer ones: many may wait for the one who does not come."""
+    """Yield ever longer pauses: many members may wait for one that does not come."""
     pause_s = _FIRST_PAUSE_S
     while True:
         yield pause_s
@@ -149,7 +150,8 @@ def _pauses() -> Iterator[float]:
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """A worker's talk with its broker: what fails becomes a WeightSyncError, as all that keeps it from a group."""
+    """Wrap a worker's requests to its broker, and turn their errors into WeightSyncError, like all errors that keep it
+    from a group."""
     try:
         yield
     except BrokerError as error:

@@ -1,7 +1,7 @@
-"""A torch store whose keys lie in the broker: to form a process group needs no port of its own, and the right to use
-the run.
+"""A torch store whose keys lie in the broker: so a process group needs no further port to form, and only users of the
+run can join it.
 
-torch calls it from its own threads while it forms a group, and not for what is sent through it afterwards.
+torch calls the store from its own threads while it forms a group, and not for transfers afterwards.
 """
 
 import time
@@ -17,17 +17,18 @@ from broker.errors import BrokerError
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 _LONGEST_VALUE = 1 << 16
-"""torch says an address, or the name of an NCCL group."""
+"""In bytes. torch stores addresses and names of NCCL groups, which are shorter."""
 
 
 class BrokerStore(Store):
-    """A part of one meeting's. Its methods raise RuntimeError, as those of torch's own stores do.
+    """A store over a part of one meeting's words. Its methods raise RuntimeError, as those of torch's own stores do.
 
-    Whoever gives it to torch must keep it for as long: torch alone keeps no Python object.
+    A caller that passes it to torch must keep a reference as long as torch uses it: torch does not keep the Python
+    object.
     """
 
     timeout: timedelta
-    """torch's, and set by it."""
+    """An attribute that torch reads and sets."""
 
     def __init__(self, call: Callable[..., Any], meetings: Meetings, name: str, part: str, *, leads: bool) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class BrokerStore(Store):
         return bool(self._ask(self._meetings.forget(self._name, [self._part + key], leads=self._leads)))
 
     def clone(self) -> "BrokerStore":
-        """Whoever has it asks the same broker."""
+        """Return this store itself: it may be shared."""
         return self
 
     def _await(self, keys: list[str], timeout: timedelta) -> list[bytes]:

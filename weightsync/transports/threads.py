@@ -1,5 +1,5 @@
-"""Blocking calls in daemon threads, never waited for beyond their time: not by coroutines, nor by other threads, nor by
-the interpreter at its end, as those of a ThreadPoolExecutor are.
+"""Blocking calls in daemon threads. Neither coroutines, nor other threads, nor the interpreter at its end wait for them
+beyond their time; the interpreter would wait for the threads of a ThreadPoolExecutor.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from broker.errors import WeightSyncError
 from weightsync.deadline import Deadline
 
 from .base import UnreachableError
-from .rendezvous import Call
+from .rendezvous import BrokerCall
 
 T = TypeVar("T")
 _JOIN_S = 1.0
@@ -28,20 +28,21 @@ class _Running:
     thread: threading.Thread
     cancelled: threading.Event
     ended: concurrent.futures.Future[None]
-    """Told apart from the result, which belongs to who asked: an error's traceback holds all that the call did."""
+    """Ends with the call. It holds no result: an error's traceback would keep all that the call has used."""
 
 
 class BoundedThreads:
-    """For coroutines, a thread for each call: a frozen learner's host can hold one in a system call for longer than
-    anybody waits."""
+    """Runs blocking calls of coroutines, each in a thread of its own: a frozen learner's host can hold a thread in a
+    system call for longer than any caller waits."""
 
     def __init__(self) -> None:
         self._running: list[_Running] = []
 
     async def run(self, name: str, work: Callable[[], T], cancelled: threading.Event, overdue_s: float | None) -> T:
-        """`work`'s result or error; WeightSyncError if overdue. Sets `cancelled` once nobody waits."""
+        """Return the result of `work`, or raise its error, or WeightSyncError once it is overdue. Sets `cancelled` when
+        the caller stops waiting."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()  # from now on only the thread itself can end it
+        future.set_running_or_notify_cancel()  # from here on only the thread can end the future
         ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         ended.set_running_or_notify_cancel()
         thread = threading.Thread(target=_complete, args=(future, ended, work), name=f"weights-{name}", daemon=True)
@@ -55,15 +56,15 @@ class BoundedThreads:
             raise WeightSyncError(f"{name}: no answer within {overdue_s:g} s; its thread is left") from error
         finally:
             cancelled.set()
-            del future  # an error's traceback holds this frame, and all that the call did
+            del future  # an error's traceback holds this frame, and all that the call has used
 
     @property
     def are_idle(self) -> bool:
-        """Nothing runs, not even what nobody waits for any more."""
+        """Whether no call runs, not even one that no caller waits for."""
         return all(entry.ended.done() for entry in self._running)
 
     async def stop(self, timeout_s: float) -> None:
-        """Tell all to stop, and join those that end in time."""
+        """Cancel all calls, and join the threads that end in time."""
         running = [entry for entry in self._running if entry.thread.is_alive()]
         for entry in running:
             entry.cancelled.set()
@@ -75,13 +76,14 @@ class BoundedThreads:
         self._running = [entry for entry in self._running if entry.thread.is_alive()]
 
 
-def for_threads(loop: asyncio.AbstractEventLoop) -> Call:
-    """Carries out coroutines in `loop` for threads. Raises WeightSyncError where it stands still, or has ended."""
+def for_threads(loop: asyncio.AbstractEventLoop) -> BrokerCall:
+    """Return a function that runs coroutines in `loop` for threads. It raises WeightSyncError where the loop stands
+    still or has ended."""
 
     def call(coroutine: Coroutine[Any, Any, T], /) -> T:
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-        except RuntimeError as error:  # it is closed
+        except RuntimeError as error:  # the loop is closed
             coroutine.close()
             raise WeightSyncError(f"this worker has ended: {error}") from error
         try:
@@ -94,7 +96,7 @@ def for_threads(loop: asyncio.AbstractEventLoop) -> Call:
 
 
 class DaemonPool:
-    """So many threads for calls that are made in the order in which they come."""
+    """A fixed number of threads for calls, which start in the order in which they were submitted."""
 
     def __init__(self, name: str, count: int) -> None:
         self._calls: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
@@ -104,13 +106,13 @@ class DaemonPool:
             threading.Thread(target=self._run, name=f"weights-{name}-{number}", daemon=True).start()
 
     def submit(self, work: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Its result or error, to come."""
+        """Return a future of `work`'s result or error."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._calls.put((future, work))
         return future
 
     def close(self) -> None:
-        """The threads end after all that was submitted. Waits for none."""
+        """Let the threads end after all submitted calls. Does not wait for them."""
         for _ in range(self._count):
             self._calls.put(None)
 
@@ -120,13 +122,13 @@ class DaemonPool:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
-                except BaseException as error:  # noqa: BLE001 - it belongs to who asked
+                except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
                     future.set_exception(error)
 
 
 def in_time(future: concurrent.futures.Future[T], timeout_s: float, deadline: Deadline, what: str) -> T:
-    """Its result or error. Raises UnreachableError after `timeout_s`, and WeightSyncError once the deadline is over,
-    either with `what` it was waited for."""
+    """Return the future's result or raise its error. Raises UnreachableError after `timeout_s`, and WeightSyncError
+    once the deadline is over, both with `what` in the message."""
     patience = Deadline(timeout_s)
     try:
         while not concurrent.futures.wait([future], min(_LOOK_S, patience.remaining())).done:
@@ -147,7 +149,7 @@ def _complete(
         future.set_exception(error)
     except BaseException as error:
         future.set_exception(error)
-        raise  # a bug: its traceback must be seen even if nobody waits for the result
+        raise  # a bug: its traceback must be seen even if no caller waits for the result
     else:
         future.set_result(result)
     finally:

@@ -1,1 +1,1 @@
-"""Pulls: the learner serves its versions over HTTPS, workers fetch what they missed."""
+"""Pulls: the learner serves its versions over HTTPS, and workers fetch the versions that they missed."""

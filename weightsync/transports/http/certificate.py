@@ -1,7 +1,7 @@
-"""TLS between the pull server and those who pull, without an authority.
+"""TLS between the pull server and its workers, without a certificate authority.
 
-The learner makes a certificate when it starts. Workers learn it from the manifest, through the broker, and trust that
-one and no other: whoever stands between them, or listens at the learner's address after it, cannot show it.
+The learner makes a certificate when it starts. Workers get it in the manifest, through the broker, and trust no other:
+a process between them, or one that listens at the learner's address later, cannot prove that it has the key.
 """
 
 import ssl
@@ -11,16 +11,17 @@ from tempfile import NamedTemporaryFile
 
 _NAME = "headway-learner"
 _BEGIN, _END = datetime(2000, 1, 1, tzinfo=UTC), datetime(2100, 1, 1, tzinfo=UTC)
-"""It lives as long as its process; hosts whose clocks differ are to agree that it is valid."""
+"""The certificate's validity, so long that it is valid on hosts with wrong clocks; it is used only as long as its
+process lives."""
 
 
 def new_identity() -> tuple[ssl.SSLContext, str]:
-    """A server's side of TLS, with a key that only this process knows, and its certificate (PEM)."""
+    """Return a server's side of TLS, with a key that only this process knows, and its certificate (PEM)."""
     key, certificate = _self_signed()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # nobody comes back with one
-    with NamedTemporaryFile() as file:  # ssl reads files only; this one is its owner's
+    context.num_tickets = 0  # no client uses a session ticket
+    with NamedTemporaryFile() as file:  # ssl reads files only; only this user can read this one
         file.write(key + certificate)
         file.flush()
         context.load_cert_chain(file.name)
@@ -29,16 +30,16 @@ def new_identity() -> tuple[ssl.SSLContext, str]:
 
 @lru_cache(maxsize=4)
 def trusting(certificate: str) -> ssl.SSLContext:
-    """A client's side of TLS, for a server that has the key to this certificate."""
+    """Return a client's side of TLS, for a server that has the key to this certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # this certificate is the learner's, at whichever address
+    context.check_hostname = False  # the certificate names no address
     context.load_verify_locations(cadata=certificate)
     return context
 
 
 def _self_signed() -> tuple[bytes, bytes]:
-    """(private key, certificate), PEM."""
+    """Return a private key and its certificate, both PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec

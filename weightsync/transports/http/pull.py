@@ -1,7 +1,7 @@
 """Pull: the learner serves its staged buckets over HTTP, workers fetch them at their own pace.
 
-GET {pull_url}/{incarnation}/{step}/{bucket}, or .../delta for what leads to that version from the one before, with a
-bearer token. 404: superseded, look for the newer one. 503: so many pull at this moment that there is no place.
+GET {pull_url}/{incarnation}/{step}/{bucket}, or .../delta for the delta to that version from the previous one, with a
+bearer token. 404: the version was superseded, look for a newer one. 503: too many workers pull at this moment.
 """
 
 import http.client
@@ -25,7 +25,8 @@ from .pull_server import DELTA
 
 
 class HttpPull:
-    """Fetches a manifest's buckets and deltas from the learner's server. `timeout_s` bounds every wait for bytes."""
+    """Fetches a manifest's buckets and deltas from the learner's server. No wait for bytes is longer than
+    `timeout_s`."""
 
     def __init__(self, timeout_s: float, pace: Pace | None = None) -> None:
         self._timeout_s = timeout_s
@@ -51,7 +52,7 @@ class HttpPull:
         return data
 
     def forget(self) -> None:
-        """See PullTransport: nothing is kept."""
+        """See PullTransport. There is nothing to drop."""
 
     def _fetch(
         self, manifest: WeightManifest, version: WeightVersion, name: str, data: memoryview, deadline: Deadline
@@ -60,19 +61,19 @@ class HttpPull:
         while (retry_s := self._try_to_fetch(manifest, version, name, data, deadline)) is not None:
             if patience.is_over():
                 raise UnreachableError(f"{manifest.pull_url} had no place for {self._timeout_s:g} s: others pull")
-            # Not all at once, or the last one would always be the same.
+            # Workers wait for random times: if all came back at once, the same worker could always be the last.
             deadline.pause(retry_s * random.uniform(0.5, 1.0))
             deadline.check(f"pulling version {version}, waiting for a place")
 
     def _try_to_fetch(
         self, manifest: WeightManifest, version: WeightVersion, name: str, data: memoryview, deadline: Deadline
     ) -> float | None:
-        """None, or after how long to come again."""
+        """Fetch `name` into `data`. Returns None, or after how many seconds to try again."""
         connection = _connection(manifest, self._timeout_s)
         try:
             path = f"/{version.incarnation}/{version.step}/{name}"
             connection.connect()
-            if self._pace.bytes_per_s is not None:  # or the system takes megabytes ahead, which the learner waits for
+            if self._pace.bytes_per_s is not None:  # otherwise the system would read megabytes ahead of the pace
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._pace.bytes_per_s)
             connection.request("GET", path, headers={"Authorization": f"Bearer {manifest.pull_token}"})
             with connection.getresponse() as response:
@@ -86,7 +87,7 @@ class HttpPull:
                 f"who answers at {manifest.pull_url} does not show the learner's certificate ({error.verify_message}): "
                 "another process has its port now, or somebody stands between"
             ) from error
-        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a number that is none
+        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a malformed number
             raise UnreachableError(f"pulling version {version} from {manifest.pull_url} failed: {error!r}") from error
         finally:
             connection.close()
@@ -98,7 +99,7 @@ class HttpPull:
 
 
 def _connection(manifest: WeightManifest, timeout_s: float) -> http.client.HTTPConnection:
-    """Not yet connected."""
+    """Return a connection to the learner that is not open yet."""
     address = urlsplit(manifest.pull_url)
     host, port = address.hostname or "", address.port
     if not manifest.pull_certificate:

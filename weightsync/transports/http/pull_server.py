@@ -1,4 +1,4 @@
-"""The learner's end of pull: serves staged buckets and deltas over HTTP, see `pull.py`."""
+"""The learner's end of pulls: serves staged buckets and deltas over HTTP, see `pull.py`."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -15,16 +15,17 @@ from .visits import Visits
 
 DELTA = "delta"
 OLDER = 2
-"""Versions that are kept for those in the middle of them: one that a slow line reads keeps nobody else out."""
+"""Older versions that are kept for workers in the middle of them. More than one, so that a worker behind a slow line
+does not take the only place."""
 _THREADS = 4
-"""As many as a worker has connections: what costs time, encrypting and copying, does not hold the interpreter."""
+"""As many as one worker has connections. Most time goes into encryption and copies, which other threads can overlap."""
 
 
 class PullServer:
     """Serves the newest version's buckets, on a CPU or a GPU, and deltas, in a few threads of its own.
 
-    An older version is served as long as somebody is in the middle of it: steps may be shorter than it takes to fetch
-    a version, and who starts over with each would never get one. There are at most `OLDER` of them.
+    An older version is served as long as a worker is in the middle of it: steps may be shorter than the fetch of a
+    version, and a worker that started over with each would never get one. There are at most `OLDER` of them.
     """
 
     def __init__(
@@ -37,8 +38,8 @@ class PullServer:
         tls: bool | None = None,
         memory_is_reused: bool = False,
     ) -> None:
-        """`tls`: with a certificate that is made now; None: unless only this machine can connect.
-        `memory_is_reused`: the next version's buckets lie where those of the newest do.
+        """`tls`: encrypt, with a certificate that is made now; None: unless only this machine can connect.
+        `memory_is_reused`: the next version's buckets have the memory of the newest version's.
 
         Raises WeightSyncError where it cannot listen at `address` and one of `ports`.
         """
@@ -55,39 +56,40 @@ class PullServer:
         self._visits = Visits(listener, _THREADS, self._requests.visit, context)
 
     def serve(self, version: WeightVersion, buckets: tuple[torch.Tensor, ...]) -> None:
-        """Beside the versions served so far."""
+        """Serve `version`, too."""
         served = ServedVersion(buckets, memory_is_reused=self._memory_is_reused)
         self._versions = {**self._versions, version: served}
 
     def serve_deltas(self, deltas: Mapping[WeightVersion, bytes]) -> None:
-        """By the versions that they lead to, beside those served so far."""
+        """Serve `deltas`, too, given by the versions to which they lead."""
         self._deltas = {**self._deltas, **deltas}
 
     def keep_only(self, version: WeightVersion, deltas: Mapping[WeightVersion, bytes]) -> None:
-        """Forget all other versions but those that are needed, and other deltas; whoever is fetching a bucket of one
-        gets it to its end, then 404."""
+        """Forget other versions that no worker is in the middle of, and all other deltas. A worker that is fetching a
+        bucket of one gets it to its end, and 404 for the next."""
         needed = [(other, served) for other, served in self._versions.items() if other != version and served.is_needed]
-        # Who left a version a moment ago may have all of it, and is not to keep out those who read another one.
+        # A version that a worker is reading now goes before one that its worker may have all of already.
         needed.sort(key=lambda kept: not kept[1].is_read_now)
         self._versions = dict([*needed[:OLDER], (version, self._versions[version])])
         self._deltas = dict(deltas)
 
     def forget(self, version: WeightVersion) -> None:
-        """Serve `version` no more. Whoever still waits for a copy of one of its buckets gets none: their memory may be
-        overwritten from now on."""
+        """Stop serving `version`. A worker that still waits for the copy of one of its buckets gets none, as their
+        memory may be overwritten from now on."""
         if version in self._versions:
             self._versions[version].release()
         self._versions = {other: served for other, served in self._versions.items() if other != version}
         self._deltas = {other: data for other, data in self._deltas.items() if other != version}
 
     def release(self, version: WeightVersion) -> None:
-        """Its buckets are about to be overwritten: it is served on only if it is needed and lies elsewhere by now."""
+        """Note that the buckets of `version` are about to be overwritten: it is served on only if a worker needs it and
+        all of it has been copied."""
         served = self._versions.get(version)
         if served is not None and not (served.release() and served.is_needed):
             self._versions = {other: one for other, one in self._versions.items() if other != version}
 
     def is_ready(self, path: str) -> bool:
-        """`find` need not wait until what `path` names is copied; that is begun."""
+        """Return whether `find` would not wait for a copy of what `path` names; the copy is begun."""
         match path.split("/"):
             case ["", incarnation, step, name] if all(map(_is_number, (incarnation, step, name))):
                 served = self._versions.get(WeightVersion(int(incarnation), int(step)))
@@ -95,7 +97,7 @@ class PullServer:
         return True
 
     def find(self, path: str) -> Found | None:
-        """The bucket or delta that `path` names, if it is still served."""
+        """Return the bucket or delta that `path` names, or None where it is not served any more."""
         match path.split("/"):
             case ["", incarnation, step, name] if _is_number(incarnation) and _is_number(step):
                 return self._find(WeightVersion(int(incarnation), int(step)), name)
@@ -110,7 +112,7 @@ class PullServer:
         return None if served is None or data is None else Found(data, served.being_read)
 
     def close(self) -> None:
-        """Stop serving and join all threads; waits for no client. Idempotent."""
+        """Stop serving and join all threads, without waiting for clients. Idempotent."""
         self._visits.close()
         self._versions, self._deltas = {}, {}
 

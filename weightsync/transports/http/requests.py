@@ -1,4 +1,4 @@
-"""What is said on a connection of the pull server: a request with the run's secret, and the bytes that it names."""
+"""One connection of the pull server: it reads a request with the run's secret, and sends the bytes that it names."""
 
 import hmac
 import io
@@ -16,33 +16,33 @@ from weightsync.deadline import Deadline
 from .visits import PAUSE, READ, WRITE, Visit, Visitor, when_ready
 
 MOST = 256
-"""Requests that are answered at the same time, those of 64 workers; more of them are asked to come again."""
+"""Requests that are answered at the same time, those of 64 workers; further ones are told to come again."""
 _HEAD_S = 10.0
-"""For all that precedes the answer: who says nothing goes then, if not sooner."""
+"""The time that a client has for its request before the connection is closed."""
 _HEAD_BYTES = 2048
 _GET = b"GET "
 _SEND_BUFFER_BYTES = 1 << 20
-"""What the system holds of a bucket, which a slow line takes long to read when all of it has been sent."""
+"""What the system buffers of a bucket: a slow line still takes that long to read once the bucket has been sent."""
 _CHUNK_BYTES = 1 << 20
-"""At most so many are sent before others get their turn; the timeout is for any of them."""
+"""Bytes that are sent before the thread goes on to another connection; each chunk has the whole timeout."""
 
 
 class Found(NamedTuple):
-    """What a path names."""
+    """The bytes that a path names."""
 
     data: memoryview
     being_read: Callable[[], AbstractContextManager[None]]
-    """To be entered around what it takes to read it."""
+    """A context in which they must be sent."""
 
 
 class Requests:
-    """Answers those who know the secret; nothing that others send is kept or looked at."""
+    """Answers clients that show the secret; what other clients send is neither kept nor read further."""
 
     def __init__(
         self, token: str, timeout_s: float, is_ready: Callable[[str], bool], find: Callable[[str], Found | None]
     ) -> None:
-        """`find` a path's bytes, which `is_ready` has made ready. `timeout_s` is for the client to take a chunk of
-        them."""
+        """`find` returns a path's bytes once `is_ready` has returned True. A client has `timeout_s` to take each
+        chunk."""
         self._expected = f"Bearer {token}".encode()
         self._timeout_s = timeout_s
         self._is_ready = is_ready
@@ -52,7 +52,7 @@ class Requests:
         """Requests that are being answered now."""
 
     def visit(self, visitor: Visitor) -> Visit:
-        """One request, and its answer."""
+        """Read one request and answer it."""
         connection = visitor.connection
         deadline = Deadline(_HEAD_S)
         path, authorization = yield from _head(connection, deadline)
@@ -76,7 +76,7 @@ class Requests:
 
     @contextmanager
     def _place(self) -> Iterator[bool]:
-        """Whether there is one among those who are answered, for as long as it is held."""
+        """Yield whether there was a place among the requests that are answered, which is held during the block."""
         with self._counting:
             has_place = self.answered < MOST
             self.answered += has_place
@@ -91,13 +91,13 @@ class Requests:
         head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode()
         yield from _all_sent(connection, memoryview(head), self._timeout_s)
         yield from _all_sent(connection, data, self._timeout_s)
-        # What was sent may be on its way for long; whoever has all of it closes the connection.
+        # The last bytes may be on their way for long; the client closes the connection once it has all of them.
         connection.shutdown(socket.SHUT_WR)
         yield from when_ready(lambda: connection.recv(1), READ, Deadline(self._timeout_s))
 
 
 def _head(connection: socket.socket, deadline: Deadline) -> Generator[int, None, tuple[str, bytes]]:
-    """(path, what is said under Authorization) of a request. Raises ValueError if it is none."""
+    """Return path and Authorization header of a request. Raises ValueError for anything but a worker's request."""
     head = bytearray()
     while not head.endswith(b"\r\n\r\n"):
         some = yield from when_ready(lambda: connection.recv(_HEAD_BYTES), READ, deadline)
@@ -115,7 +115,7 @@ def _answer(connection: socket.socket, status: HTTPStatus, deadline: Deadline, h
 
 
 def _all_sent(connection: socket.socket, data: memoryview, timeout_s: float) -> Visit:
-    """Some at a time: who reads as fast as we send is no reason to leave the others alone."""
+    """Send `data` chunk by chunk: a fast reader must not keep the thread from its other connections."""
     while data:
         some, data, deadline = data[:_CHUNK_BYTES], data[_CHUNK_BYTES:], Deadline(timeout_s)
         while some:

@@ -1,9 +1,9 @@
-"""A few threads that serve any number of connections, of which each costs a file and some memory, and no thread.
+"""A few threads that serve any number of connections: each costs a file descriptor and some memory, but no thread.
 
-A visit is what is said on one connection: a generator that yields what it waits for. It is resumed when that has come,
-and from time to time in any case, so it tries again whatever it does, and looks at its own deadline. Somebody who has
-shown the secret is known. Others may stay as long as there is room: whoever came first makes room for the newest, so
-that who shows the secret at once is always heard.
+A visit is the exchange on one connection: a generator that yields what it waits for. It is resumed when that has
+happened, and from time to time in any case, so it must try its operation again and check its own deadline. A visitor
+that has shown the secret is known. The others, strangers, stay as long as there is room, and the one that came first
+makes room for the newest, so that a worker that shows the secret at once is always served.
 """
 
 import errno
@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 READ, WRITE, PAUSE = selectors.EVENT_READ, selectors.EVENT_WRITE, 0
 _LOOK_S = 0.25
-"""How often all visits look at their deadlines."""
+"""How often all visits are resumed to check their deadlines."""
 _PAUSE_S = 0.005
 STRANGERS = 64
-"""Those who have not shown the secret, for each thread."""
+"""How many visitors that have not shown the secret each thread keeps."""
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 @dataclass(eq=False)
 class Visitor:
-    """Who is at the other end."""
+    """The client at the other end of a connection."""
 
     connection: socket.socket
     is_known: bool = False
-    """The secret was shown: nobody takes this one's place."""
+    """Whether it has shown the secret, so that no newcomer takes its place."""
 
 
 Visit = Generator[int, None, None]
@@ -45,7 +45,8 @@ Visit = Generator[int, None, None]
 
 
 def when_ready(act: Callable[[], T], usually: int, deadline: Deadline) -> Generator[int, None, T]:
-    """What `act` returns, once the connection is ready for it. Raises TimeoutError after the deadline, and OSError."""
+    """Call `act` once the connection is ready for it, and return its result. Raises TimeoutError after the deadline,
+    and OSError."""
     while True:
         try:
             return act()
@@ -85,17 +86,17 @@ class Visits:
             thread.start()
 
     def close(self) -> None:
-        """End all visits and stop listening. Waits for no peer. Idempotent."""
+        """End all visits and stop listening, without waiting for clients. Idempotent."""
         self._is_closing.set()
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes those who wait for the next connection
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the threads that wait for the next connection
         for thread in self._threads:
             thread.join()
         self._listener.close()
 
 
 class _Loop:
-    """One thread's visits. All threads listen: one that is busy leaves the next connection to the others."""
+    """The visits of one thread. All threads listen, so a busy one leaves the next connection to the others."""
 
     def __init__(self, listener: socket.socket, visit: Callable[[Visitor], Visit], tls: ssl.SSLContext | None) -> None:
         self._listener = listener
@@ -114,7 +115,7 @@ class _Loop:
             for key, _ in self._selector.select(_PAUSE_S if self._pausing else _LOOK_S):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.data in self._visits:  # another one of these may have had to make room for a newcomer
+                elif key.data in self._visits:  # an earlier event of this round may have ended this visit to make room
                     self._resume(key.data)
             for visitor in list(self._pausing):
                 self._resume(visitor)
@@ -132,16 +133,16 @@ class _Loop:
             self._selector.register(self._listener, READ)
 
     def _accept(self) -> None:
-        """One connection, so that the other threads get theirs."""
+        """Accept one connection, and leave further ones to the other threads."""
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
             if error.errno in _NO_FILES and not self._make_room():
-                self._selector.unregister(self._listener)  # until the next look: it would be ready all the time
+                self._selector.unregister(self._listener)  # until `_look`: it would be ready all the time
             return
         try:
             visitor = Visitor(self._secured(connection))
-        except OSError:  # gone already
+        except OSError:  # the client has gone already
             connection.close()
             return
         if sum(not other.is_known for other in self._visits) >= STRANGERS:
@@ -151,14 +152,14 @@ class _Loop:
         self._resume(visitor)
 
     def _secured(self, connection: socket.socket) -> socket.socket:
-        """The handshake is made with the first byte that is read."""
+        """Return the connection with TLS, if there is any. The handshake is made when the first byte is read."""
         connection.setblocking(False)
         if self._tls is None:
             return connection
         return self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def _make_room(self) -> bool:
-        """The stranger who is here longest goes. False: there is none."""
+        """End the visit of the stranger that came first. Returns False if there is no stranger."""
         stranger = next((visitor for visitor in self._visits if not visitor.is_known), None)
         if stranger is not None:
             self._end(stranger)
