@@ -1,10 +1,10 @@
-"""`python -m deploy` is `headway`: how supervisors start the roles, with no console script on PATH."""
+"""Makes `python -m deploy` the same as `headway`: supervisors start the roles so, with no console script on PATH."""
 
 import os
 
 from .launch.tether import ENVIRONMENT, tether
 
-# First of all: a rank of torchrun must die with its agent from the start.
+# First, because a rank of torchrun must die with its agent from the start.
 if ENVIRONMENT in os.environ:
     tether()
 

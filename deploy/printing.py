@@ -1,7 +1,7 @@
-"""All that Headway prints goes through here, or `terminal.py`, and a terminal obeys none of it but our own styles.
+"""Headway prints only through this module and `terminal.py`, so that a terminal obeys nothing but Headway's own styles.
 
-Names, errors and reports come from workers, servers, recipes and files. Whatever of them would move a cursor, ring a
-bell, colour or reverse what follows is shown as an escape such as \\x1b instead, and brackets are never markup.
+Names, errors and reports come from workers, servers, recipes and files. Characters in them that would move a cursor,
+ring a bell, or colour or reverse later text are shown as an escape such as \\x1b, and brackets are never markup.
 """
 
 import logging
@@ -16,7 +16,7 @@ import msgspec
 from broker.errors import HeadwayError
 
 _OBEYED = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls of C0, but for tab and new line, and of C1
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls of C0, except tab and new line, and of C1
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # line ends and changes of direction
     "\ud800-\udfff]"  # halves of characters, which no output takes
 )
@@ -24,29 +24,30 @@ PLAIN, OF_ROLES = "%(message)s", "%(asctime)s %(message)s"
 
 
 def visible(text: str) -> str:
-    """The text with escapes for whatever a terminal would obey; tabs and new lines stay."""
+    """Return the text with an escape for every character that a terminal would obey; tabs and new lines stay."""
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def paragraph(text: str) -> str:
-    """The same in one line."""
+    """Return the same in one line."""
     return visible(re.sub(r"\s*[\r\n]+\s*", " ", text.strip()))
 
 
 def say(text: str, *, to_stderr: bool = False) -> None:
-    """A line, or several. Raises HeadwayError where the output takes no more; a reader that left is click's affair."""
+    """Print a line, or several. Raises HeadwayError if the output takes no more; click handles a reader that has
+    left."""
     with told():
         click.echo(visible(text), err=to_stderr)
 
 
 def complain(text: str) -> None:
-    """A paragraph on stderr; where that takes no more, nobody can be told."""
+    """Print a paragraph on stderr. If stderr takes no more, the paragraph is lost."""
     with suppress(HeadwayError, BrokenPipeError):
         say(text, to_stderr=True)
 
 
 def say_json(content: Any, *, in_one_line: bool = False) -> None:
-    """For programs; numbers that JSON lacks become null. Raises as `say` does."""
+    """Print JSON for programs; numbers that JSON lacks become null. Raises as `say` does."""
     encoded = msgspec.json.encode(content)
     text = (encoded if in_one_line else msgspec.json.format(encoded)).decode()
     with told():
@@ -54,11 +55,13 @@ def say_json(content: Any, *, in_one_line: bool = False) -> None:
 
 
 def log_to_stderr(level: int = logging.WARNING, form: str = PLAIN) -> None:
-    """What any part logs from `level` on; the last call counts."""
+    """Log to stderr what any part logs from `level` on. The last call of this function counts."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Visible(form, "%H:%M:%S"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, and would say all twice
+    logging.getLogger(
+        "huggingface_hub"
+    ).propagate = False  # it has a handler of its own, and would log everything twice
 
 
 class _Visible(logging.Formatter):
@@ -68,7 +71,7 @@ class _Visible(logging.Formatter):
 
 @contextmanager
 def told() -> Iterator[None]:
-    """An output that takes no more, as a HeadwayError."""
+    """Turn the error of an output that takes no more into a HeadwayError."""
     try:
         yield
     except BrokenPipeError:

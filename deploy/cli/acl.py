@@ -1,4 +1,4 @@
-"""`headway acl`: what to tell a server so that each role has a user of its own."""
+"""`headway acl`: the rules by which a server gives each role a user of its own."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from deploy.recipe.files import read_yaml
 
 
 def print_acl(run: str | None, passwords: Path | None, *, as_file: bool, is_for_7_0: bool) -> None:
-    """The rules on stdout, without a password; those that were made up on stderr, once."""
+    """Print the rules on stdout without passwords, and newly made passwords on stderr, once."""
     given = _read(passwords) if passwords else dict[str, str]()
     for user in users(run, given):
         command = "user" if as_file else "ACL SETUSER"
         say(f"{command} {user.name} {' '.join(user.rules(is_for_7_0=is_for_7_0))}")
         if not as_file:
-            say(f"CLIENT KILL USER {user.name}")  # else whoever came in by the old password stays
+            say(f"CLIENT KILL USER {user.name}")  # otherwise a client that came in by the old password stays
         if user.role not in given:
             say(f"{user.name} {user.password}", to_stderr=True)
 

@@ -13,7 +13,7 @@ from learner.objective.catalog import PARTS, Composition, Function, compositions
 
 
 def overview() -> RenderableType:
-    """All of it, a line each."""
+    """Return all definitions, one on a line."""
     return Group(_presets_table(), *(_functions_table(part) for part in PARTS), FOOTER)
 
 
@@ -23,7 +23,7 @@ algorithm.objective.kind=cispo, algorithm.objective.options.clip_high=0.3. Your 
 
 
 def page(one: Function | Composition) -> RenderableType:
-    """One definition in full."""
+    """Return one definition in full."""
     if isinstance(one, Function):
         return _function_page(one)
     parts = Table.grid(padding=(0, 2))
@@ -79,7 +79,7 @@ def _defaults(one: Function) -> str:
 
 
 def _inline(value: Any) -> str:
-    """A part of a composition on one line."""
+    """Return a part of a composition on one line."""
     if isinstance(value, dict):
         options = ", ".join(f"{name} {option}" for name, option in value.get("options", {}).items())
         rest = ", ".join(f"{name} {other}" for name, other in value.items() if name not in ("kind", "options"))

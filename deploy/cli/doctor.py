@@ -1,7 +1,7 @@
-"""`headway doctor`: what is installed, what will work here, what to install for the rest.
+"""`headway doctor`: what is installed, what works on this machine, and what to install for the rest.
 
-It must answer on broken installations too, so nothing heavy is imported: metadata says what is installed, and
-torch is asked in a process of its own, with a deadline.
+It must answer on broken installations too, so it imports no large package: metadata says what is installed, and torch
+is asked in a process of its own, with a deadline.
 """
 
 import os
@@ -38,7 +38,7 @@ MARKS = {True: ("works", "green"), False: ("no", "yellow")}
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked for."""
+    """One part of the machine or installation, and whether it works."""
 
     name: str
     works: bool
@@ -47,7 +47,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that `headway doctor` says."""
+    """Everything that `headway doctor` reports."""
 
     machine: tuple[Finding, ...]
     servers: tuple[Finding, ...]
@@ -56,11 +56,11 @@ class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
     transports: tuple[Finding, ...]
     rewards: tuple[Finding, ...]
     ready: bool
-    """`headway run arithmetic.yaml` will work."""
+    """Whether `headway run arithmetic.yaml` works."""
 
 
 def examine() -> MachineReport:
-    """Look at this machine. Never raises on a broken installation: that is a finding."""
+    """Examine this machine. It raises nothing for a broken installation, which is a finding."""
     torch = _ask_torch()
     servers, engines, backends = _servers(), _engines(torch), _backends(torch)
     return MachineReport(
@@ -78,7 +78,7 @@ def examine() -> MachineReport:
 
 
 def report_tables(report: MachineReport) -> RenderableType:
-    """The report for people."""
+    """Return the report as tables for people."""
     table = Table(box=None, padding=(0, 2), show_header=False)
     for column in ("name", "works", "detail"):
         table.add_column(column, overflow="fold")
@@ -176,7 +176,7 @@ def _package(name: str, use: str) -> Finding:
 
 
 def _ask_torch(python: str = sys.executable) -> TorchFacts:
-    """From a process of its own; where there is no answer, `problem` says why."""
+    """Ask torch in a process of its own. Without an answer, `problem` says why."""
     try:
         answer = subprocess.run(
             [python, "-W", "ignore", "-c", TORCH_PROBE],

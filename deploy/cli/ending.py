@@ -1,9 +1,9 @@
-"""How a process of ours ends: as Python does it, but the interpreter is not taken down.
+"""Ends a process as Python does, but without taking the interpreter down.
 
-Libraries have threads that nobody can join: gloo's serve a group as long as anything holds it, and torch's caches hold
-groups for good. Such a thread needs the interpreter to let go of a tensor, or to come back from a long call. If that is
-being taken down, Python ends the thread instead, in the midst of C++ that allows no such thing: the process aborts with
-"terminate called without an active exception", after all its work was done.
+Libraries have threads that cannot be joined: gloo's threads serve a group as long as any object holds it, and torch's
+caches hold groups for good. Such a thread needs the interpreter to release a tensor or to return from a long call. If
+the interpreter is being taken down, Python ends the thread in the midst of C++ code that does not allow it, and the
+process aborts with "terminate called without an active exception" although its work is done.
 """
 
 import atexit
@@ -13,23 +13,23 @@ from typing import NoReturn
 
 
 class Ending:
-    """To be made before anything else asks to be called at exit: what asks first is called last."""
+    """Ends the process. Make one before any library registers with atexit: what is registered first is called last."""
 
     def __init__(self) -> None:
         self._code: int | None = None
         atexit.register(self._leave)
 
     def exit(self, code: int) -> NoReturn:
-        """As `sys.exit` does it: threads are joined, and all that asked to be called at exit is called."""
+        """Exit as `sys.exit` does: threads are joined and all atexit functions are called."""
         self._code = code
         sys.exit(code)
 
     def _leave(self) -> None:
         if self._code is None:
-            return  # an error that nobody caught: Python has its own code for it
+            return  # an uncaught error: Python has its own code for it
         try:
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
         except OSError:
-            return  # Python finds the same, and says so
+            return  # Python finds the same error and reports it
         os._exit(self._code)

@@ -1,4 +1,4 @@
-"""`headway`: the group of all commands, and how every one of them ends: its exit code, and errors as one paragraph."""
+"""`headway`: the group of all commands, and how each of them ends: its exit code, and an error as one paragraph."""
 
 import io
 import os
@@ -20,9 +20,9 @@ BUG_EXIT, INTERRUPT_EXIT = 70, 130
 
 
 def main() -> None:
-    """`headway`. Every error is one paragraph on stderr; --debug, anywhere, adds the traceback."""
+    """Run `headway`. Every error is one paragraph on stderr; --debug, anywhere, adds the traceback."""
     ending = Ending()
-    sys.path.append(os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()))  # rewards and sources of the user's own
+    sys.path.append(os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()))  # the user's own rewards and sources
     if not sys.stderr.isatty():  # in a log or a pipe, transformers' progress bars are noise
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     log_to_stderr()
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def answer(arguments: Sequence[str]) -> int:
-    """Do what the command line says, and tell what went wrong; the exit code."""
+    """Run the command, print its error if it fails, and return the exit code."""
     debug = "--debug" in arguments
     try:
         code = cli.main([each for each in arguments if each != "--debug"], prog_name="headway", standalone_mode=False)
@@ -44,7 +44,7 @@ def answer(arguments: Sequence[str]) -> int:
         code = _complain(str(error), debug, error.exit_code)
     except OSError as error:
         code = _complain(f"{error}. Make room.", debug) if error.errno in FULL else _confess(error, debug)
-    except Exception as error:  # noqa: BLE001 - the outermost edge: what is no HeadwayError is a bug of ours
+    except Exception as error:  # noqa: BLE001 - the outermost edge: an error that is no HeadwayError is a bug
         code = _confess(error, debug)
     return code or 0
 
@@ -70,7 +70,7 @@ def _confess(error: Exception, debug: bool) -> int:
 
 
 def _traceback_of(error: Exception, debug: bool) -> str:
-    """Where it is to be found."""
+    """Return the traceback, or where to find it."""
     if debug:
         return "The traceback is above."
     with tempfile.NamedTemporaryFile(

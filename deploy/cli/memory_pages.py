@@ -1,4 +1,4 @@
-"""What `headway plan-memory` prints: each rank's memory, and which setting would save most of it."""
+"""What `headway plan-memory` prints: each rank's memory, and the setting that would save most of it."""
 
 import itertools
 from collections import Counter
@@ -25,7 +25,7 @@ from weightsync.transports.abilities import abilities_of, broadcast_device
 
 GB, MB = 10**9, 10**6
 USABLE = 0.95
-"""Of a device's memory: the rest goes to CUDA's context and into gaps between tensors."""
+"""The part of a device's memory that can be used. The rest goes to CUDA's context and to gaps between tensors."""
 
 NOTE = """
 Parameters, gradients and optimizer state are exact, the rest is an estimate of the peak. A sequence longer than
@@ -34,10 +34,10 @@ learner.micro_batch_tokens is a micro-batch of its own, and takes more."""
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One setting, and what the largest rank would hold with it."""
+    """One changed setting, and the bytes of the largest rank with it."""
 
     setting: str
-    """As an override: `learner.compute.recompute=full`."""
+    """The setting as an override: `learner.compute.recompute=full`."""
     largest_bytes: int
 
 
@@ -53,22 +53,22 @@ class Turns:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """What is known before the learner starts."""
+    """The memory of a learner's ranks, as far as it is known before the learner starts."""
 
     planned: PlannedModel
     ranks: list[RankMemory]
-    """Largest first."""
+    """The ranks, largest first."""
     activations: dict[str, int]
-    """Bytes on the rank that has most of them, by `learner.compute.recompute`."""
+    """Bytes on the rank that has most activations, by `learner.compute.recompute`."""
     changes: list[Change]
-    """That save memory, best first."""
+    """Changes that save memory, best first."""
     device_bytes: int | None
     turns: Turns | None = None
     """None: learner and engines have devices of their own."""
 
     @property
     def fits(self) -> bool | None:
-        """None: no device's size is known."""
+        """Whether the largest rank fits; None if no device's size is known."""
         return None if self.device_bytes is None else is_enough(self.device_bytes, self.ranks[0].total)
 
 
@@ -77,7 +77,7 @@ def is_enough(device_bytes: int, total: int) -> bool:
 
 
 def report(recipe: Recipe, device_gb: float | None = None) -> MemoryReport:
-    """Raises ConfigError where the model cannot be read or the layout cannot be."""
+    """Plan the recipe's memory. Raises ConfigError if the model cannot be read or the layout is impossible."""
     planned = PlannedModel(
         shape=shape_of(load_config(recipe.model)),
         learner=recipe.learner,
@@ -98,7 +98,8 @@ def report(recipe: Recipe, device_gb: float | None = None) -> MemoryReport:
 
 
 def _versions(recipe: Recipe) -> dict[int, int]:
-    """By rank: the first one's GPU has what is sent, and the first one of each colocated engine what has come."""
+    """Return by rank how many versions its GPU keeps: the first rank's GPU has the version that is sent, and the first
+    rank of each colocated engine the version that has come."""
     weights, each = recipe.weights, gpus_of(recipe.engine)
     sent = [0] if broadcast_device(weights, abilities_of(weights.transport)) == "cuda" else []
     is_beside = recipe.run.is_colocated and weights.staging == "device"
@@ -123,13 +124,13 @@ def _changes(recipe: Recipe, planned: PlannedModel, largest: int) -> Iterator[Ch
             changed = with_overrides(recipe, setting.split())
             total = plan_memory(replace(planned, learner=changed.learner, versions=_versions(changed)))[0].total
         except ConfigError:
-            continue  # what this model, number of ranks or transport does not allow
+            continue  # this model, number of ranks or transport does not allow the setting
         if total < largest:
             yield Change(setting=setting, largest_bytes=total)
 
 
 def _settings(recipe: Recipe) -> Iterator[str]:
-    """Overrides that may save memory, one at a time."""
+    """Yield overrides that may save memory, one at a time."""
     learner = recipe.learner
     yield from ("learner.compute.recompute=selective", "learner.compute.recompute=full")
     yield "learner.compute.offload_optimizer=true"
@@ -141,7 +142,7 @@ def _settings(recipe: Recipe) -> Iterator[str]:
 
 
 def as_builtins(found: MemoryReport) -> dict[str, Any]:
-    """For JSON: all numbers in bytes."""
+    """Return the report for JSON, with all numbers in bytes."""
     planned, learner = found.planned, found.planned.learner
     return {
         "parameters": planned.shape.num_parameters,
@@ -161,7 +162,7 @@ def as_builtins(found: MemoryReport) -> dict[str, Any]:
 
 
 def page(found: MemoryReport) -> RenderableType:
-    """Largest ranks first; those that hold the same in one line."""
+    """Return the report for people: largest ranks first, equal ranks in one line."""
     return Group(
         styled(_headline(found)),
         _ranks_table(found.ranks),
@@ -203,7 +204,7 @@ def _ranks_table(ranks: list[RankMemory]) -> Table:
 
 
 def _spans(numbers: list[int]) -> str:
-    """Ascending numbers as 0-3, 6."""
+    """Return ascending numbers in the form 0-3, 6."""
     places = itertools.count()
     runs = [list(run) for _, run in itertools.groupby(numbers, key=lambda number: number - next(places))]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,4 +1,4 @@
-"""`headway runs`: the runs that a server holds, one of them closely, and what nobody needs any more taken away."""
+"""`headway runs`: lists the runs that a server holds, shows one of them, and deletes one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +16,12 @@ from deploy.run.in_use import described, refuse_if_in_use
 from deploy.terminal import Terminal
 
 PATIENCE_S = 3.0
-"""Somebody waits for the answer."""
+"""Seconds to wait for the broker: a user waits for the answer."""
 NO_RUN = "headway-runs"
 
 
 def list_runs(url: str, *, as_json: bool) -> None:
-    """A line for every run."""
+    """Print a line for every run."""
     usages = [usage for run in _names(url) if (usage := _usage(url, run)) is not None]
     if as_json:
         say_json([_plain(usage) for usage in usages])
@@ -30,7 +30,7 @@ def list_runs(url: str, *, as_json: bool) -> None:
 
 
 def show_run(url: str, run: str, *, as_json: bool) -> None:
-    """Everything about one run. Raises RunNotFoundError."""
+    """Print everything about one run. Raises RunNotFoundError."""
     usage = _usage(url, run)
     with _client(url, run) as client:
         status = client.call(client.broker.status.snapshot())
@@ -46,7 +46,7 @@ def show_run(url: str, run: str, *, as_json: bool) -> None:
 
 
 def delete_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: Callable[[str], object]) -> None:
-    """Removes the run from the server, and nothing else. Raises HeadwayError where somebody may still use it."""
+    """Remove the run from the server, and nothing else. Raises HeadwayError if a learner or worker may still use it."""
     usage = _usage(url, run)
     if usage is None:
         raise RunNotFoundError(f"No run {run} there. Runs there: {', '.join(_names(url)) or 'none'}.")

@@ -1,9 +1,9 @@
-"""The seam between what a run starts and where it runs: a launcher takes commands and gives handles to watch.
+"""The seam between a run's processes and the place where they run: a launcher takes commands and returns handles.
 
     Supervisor ──Command──► Launcher.start ──► Handle   exit code, log, orderly stop, kill
 
-A supervisor asks a handle to terminate, gives it as long as its role needs, and kills it then. A user's own launcher
-subclasses `Launcher`, and `Handle` or a launcher of ours that it wraps.
+A supervisor asks a handle to terminate, waits as long as its role needs, and then kills it. A user's own launcher
+subclasses `Launcher`; its handles subclass `Handle`, or come from a launcher of Headway's that it wraps.
 """
 
 import os
@@ -24,10 +24,10 @@ from .farewell import ENVIRONMENT
 BROKER = "HEADWAY_BROKER"
 TAIL_LINES = 12
 ERROR_PREFIX = "Error: "
-"""The command line starts its one-paragraph errors with this; nothing else in a log does."""
+"""The start of the command line's one-paragraph errors. No other line of a log starts with it."""
 
 NO_MORE_OF_IT = re.compile(r"\n(?=\s*(\n|$)|[IWEF]\d{4} \d\d:|\d\d:\d\d:\d\d |Traceback \()")
-"""Where that paragraph ends: torchrun goes on with a report of its own, and other ranks with their logs."""
+"""Where that paragraph ends: torchrun goes on with a report of its own, and other ranks go on with their logs."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Resources:
     processes: int = 1
     """Ranks of a learner, which torchrun starts."""
     threads: int | None = None
-    """Of each process, on CPU cores."""
+    """CPU threads of each process."""
     gpus: int | None = None
-    """How many, of all processes together; 0: it uses none."""
+    """GPUs of all processes together; 0: the command uses none."""
     devices: str | None = None
-    """Which of them, as CUDA_VISIBLE_DEVICES names them; None: whichever the launcher gives it."""
+    """The GPUs as CUDA_VISIBLE_DEVICES names them; None: the launcher chooses them."""
 
     def variables(self) -> dict[str, str]:
-        """They are set before numpy and torch are imported: later is too late for OpenMP, and a process that has seen
-        all GPUs cannot be given one."""
+        """Return environment variables that must be set before numpy and torch are imported: OpenMP reads them only
+        once, and a process that has seen all GPUs cannot be limited to one."""
         threads = (
             {} if self.threads is None else dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), f"{self.threads}")
         )
@@ -54,27 +54,27 @@ class Resources:
 
 @dataclass(frozen=True)
 class Command:
-    """What to start."""
+    """A process to start."""
 
     name: str
     argv: tuple[str, ...]
     log: Path | None
-    """What it prints is appended to this file; None: it shares our terminal."""
+    """The file to which its output is appended; None: it shares this process's terminal."""
     cwd: Path | None = None
-    """The launcher makes it where it is missing; None: our own."""
+    """Its working directory, which the launcher makes if it is missing; None: this process's own."""
     environment: Mapping[str, str] = field(default_factory=dict)
     resources: Resources = Resources()
     relay: bool = False
-    """Signals go to its children instead: torchrun cuts drains short."""
+    """Whether signals go to its children instead: torchrun cuts drains short."""
     farewell: Path | None = None
-    """This file is there once the command has done its work, see `farewell.py`; None: its exit code is believed."""
+    """The file that exists once the command has done its work, see `farewell.py`; None: its exit code decides."""
 
     def variables(self) -> dict[str, str]:
-        """What its process has in its environment on top of the launcher's own."""
+        """Return what its process has in its environment on top of the launcher's own."""
         farewell = {} if self.farewell is None else {ENVIRONMENT: str(self.farewell)}
         return {
             "HEADWAY_IMPORT_PATH": os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()),
-            "PYTHONSAFEPATH": "1",  # a folder of the user's called `broker` must not shadow ours
+            "PYTHONSAFEPATH": "1",  # a user's folder called `broker` must not shadow Headway's
             "PYTHONUNBUFFERED": "1",  # logs are whole even after kill -9
             **self.resources.variables(),
             **self.environment,
@@ -82,16 +82,17 @@ class Command:
         }
 
     def shown_variables(self) -> dict[str, str]:
-        """The same as anybody may see them and set them in a terminal: no password, and no file of a supervisor's."""
+        """Return the variables that may be shown and set in a terminal: without a password and without a supervisor's
+        file."""
         shown = {name: value for name, value in self.variables().items() if name != ENVIRONMENT}
         return shown | ({BROKER: without_secrets(shown[BROKER])} if BROKER in shown else {})
 
     def directory(self) -> Path:
-        """In which it is started."""
+        """Return the directory in which it is started."""
         return self.cwd or Path.cwd()
 
     def line(self) -> str:
-        """For a shell: the command in its directory, with `shown_variables` set."""
+        """Return the command for a shell: in its directory, with `shown_variables` set."""
         place = shlex.quote(str(self.directory()))
         settings = [f"{name}={value}" for name, value in self.shown_variables().items()]
         return f"(mkdir -p {place} && cd {place} && {shlex.join(('exec', 'env', *settings, *self.argv))})"
@@ -105,7 +106,7 @@ class Handle(ABC):
 
     @abstractmethod
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it. Does not block."""
+        """Return its exit code: None while it runs; negative: the signal that ended it. Does not block."""
 
     @abstractmethod
     def terminate(self) -> None:
@@ -113,19 +114,20 @@ class Handle(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End it and all that it started, at once; nothing of it is left once this returns. Idempotent."""
+        """End it and all that it started, at once. None of its processes is left once this returns. Idempotent."""
 
     @abstractmethod
     def log(self) -> str:
-        """The end of what this start has printed, at most some 64 KiB; empty where it shares our terminal."""
+        """Return the end of what this start has printed, at most some 64 KiB; empty if it shares this process's
+        terminal."""
 
     def is_done(self) -> bool:
-        """It has ended as it should, its work done or handed back."""
+        """Whether it has ended as it should, with its work done or handed back."""
         farewell = self.command.farewell
         return self.exit_code() == 0 and (farewell is None or farewell.exists())
 
     def describe_exit(self) -> str:
-        """Such as `exited with code 1` or `was killed by SIGKILL`."""
+        """Return words such as `exited with code 1` or `was killed by SIGKILL`."""
         code = self.exit_code()
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
@@ -134,7 +136,7 @@ class Handle(ABC):
         return f"exited with code {code}"
 
     def last_words(self) -> str:
-        """The error it printed last, else the last lines of its log, of this start only; and why there may be none."""
+        """Return the last error of this start, or else the last lines of its log, and why these may be missing."""
         if self.command.log is None:
             return "its error stands above."
         said = _said("\n" + self.log())
@@ -142,16 +144,17 @@ class Handle(ABC):
 
 
 class Launcher(ABC):
-    """Starts commands. Supervisors call it from the main thread alone."""
+    """Starts commands. Supervisors call it from the main thread only."""
 
     starts_processes: ClassVar[bool] = True
-    """False: nothing runs, is written or waited for; a handle is done as soon as it is there."""
+    """False: nothing runs, is written or waited for, and a handle is done from the start."""
 
     @abstractmethod
     def start(self, command: Command) -> Handle:
-        """Start it without waiting for it. A command may be started again once its handle before has ended.
+        """Start the command without waiting for it. A command may be started again once its previous handle has ended.
 
-        Its farewell file of before is gone and its directory is there. Raises OSError where it cannot be started.
+        The launcher removes the farewell file of the previous start and makes the directory. Raises OSError if the
+        command cannot be started.
         """
 
 

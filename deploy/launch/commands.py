@@ -1,4 +1,4 @@
-"""The exact commands of a run's roles: what a launcher starts, and what `--dry-run` shows."""
+"""The exact commands of a run's roles: a launcher starts them, and `--dry-run` shows them."""
 
 import os
 import sys
@@ -20,24 +20,24 @@ PYTHON = (sys.executable, "-m", "deploy", "--debug")
 
 
 def prepare_command(recipe_name: str, overrides: Sequence[str], options: Sequence[str]) -> Command:
-    """Makes the run's directory, which `headway run` does in its own process."""
+    """Return the command that makes the run's directory. `headway run` does that in its own process."""
     return Command(name="prepare", argv=(*_plainly(), "prepare", recipe_name, *overrides, *options), log=None)
 
 
 def server_command(directory: Path) -> Command:
-    """Serves as the server does that `headway run` keeps: with these data, passwords and address."""
+    """Return the command that serves as `headway run`'s server does: with the same data, passwords and address."""
     return Command(name="server", argv=(*_plainly(), "broker", "--port", "0", "--directory", str(directory)), log=None)
 
 
 def warm_up_command(recipe: Recipe, directory: Path, stage: Planned) -> Command:
-    """A stage without workers, such as supervised training, of a run whose directory is prepared."""
+    """Return the command for a stage without workers, such as supervised training, in a prepared directory."""
     output = directory / stage.directory.relative_to(recipe.run_directory)
     which = ("--stage", f"{stage.number}") if stage.number else ()
     return sft_command(recipe, (str(directory / CONFIG), "--output", str(output), *which), stage.number)
 
 
 def sft_command(recipe: Recipe, arguments: Sequence[str], number: int) -> Command:
-    """`headway sft` for stage `number` on our own terminal, under torchrun if the learner has several ranks."""
+    """Return `headway sft` for stage `number` in this terminal, under torchrun if the learner has several ranks."""
     return Command(
         name=f"Stage {recipe.plan[number].name}",
         argv=(*ranks(recipe.learner.processes, _plainly()), "sft", *arguments),
@@ -48,15 +48,15 @@ def sft_command(recipe: Recipe, arguments: Sequence[str], number: int) -> Comman
 
 
 def _plainly() -> tuple[str, ...]:
-    """For a child on our own terminal: tracebacks are for logs, and for users who ask."""
+    """Return the options of a child in this terminal: it prints tracebacks only if the user asks for them."""
     return PYTHON if "--debug" in sys.argv else PYTHON[:-1]
 
 
 def learner_command(
     recipe: Recipe, directory: Path, url: str, resume: bool, rewind: Rewind | None, *, farewell: Path | None = None
 ) -> Command:
-    """The learner, under torchrun if it has several ranks; it starts from the model that the last stage before it left,
-    if there is one."""
+    """Return the learner's command, under torchrun if it has several ranks. The learner starts from the model that the
+    last stage before it left, if there is one."""
     return Command(
         name="learner",
         argv=(*ranks(recipe.learner.processes), *learner_arguments(directory, resume, rewind)),
@@ -69,20 +69,20 @@ def learner_command(
 
 
 def learner_arguments(directory: Path, resume: bool, rewind: Rewind | None) -> tuple[str, ...]:
-    """`headway learner` in a directory that is prepared."""
+    """Return the arguments of `headway learner` in a prepared directory."""
     options = (*(("--resume",) if resume else ()), *rewind_arguments(rewind))
     return ("learner", str(directory / CONFIG), "--prepared", *options)
 
 
 def rewind_arguments(rewind: Rewind | None) -> tuple[str, ...]:
-    """The options that ask for it."""
+    """Return the options that ask for the rewind."""
     if rewind is None:
         return ()
     return ("--rewind-to", f"{rewind.step}", *(("--regenerate",) if rewind.regenerate else ()))
 
 
 def ranks(processes: int, command: tuple[str, ...] = PYTHON) -> tuple[str, ...]:
-    """`python -m deploy`, as so many ranks."""
+    """Return `python -m deploy` as so many ranks."""
     if processes == 1:
         return command
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
@@ -100,8 +100,8 @@ def worker_commands(
     devices: Sequence[str] = (),
     gpus: int | None = None,
 ) -> list[Command]:
-    """`count` workers, each in an empty directory of its own: they share nothing but the broker, and GPUs if `devices`,
-    of one worker after the other, are fewer. `gpus`: how many each takes, where that is known."""
+    """Return `count` workers, each in an empty directory of its own: they share only the broker, and GPUs if `devices`,
+    given to one worker after the other, are fewer. `gpus`: how many each takes, if known."""
     commands = []
     for index in range(count):
         name = f"worker-{index}"
@@ -122,20 +122,20 @@ def worker_commands(
 
 
 def connection(url: str, run: str) -> dict[str, str]:
-    """For a child, in whichever directory. Arguments would show a password to every user, and torchrun takes --run for
-    its own."""
+    """Return a child's environment that names broker and run, in any directory. Arguments would show a password to
+    every user, and torchrun takes --run for its own."""
     file = os.environ.get(PASSWORD_FILE)
     place = {PASSWORD_FILE: os.path.abspath(os.path.expanduser(file))} if file else {}
     return {BROKER: with_whole_paths(url), "HEADWAY_RUN": run, **place}
 
 
 def learner_resources(recipe: Recipe) -> Resources:
-    """Each rank has a GPU, unless the learner trains on a CPU."""
+    """Return the learner's resources: each rank has a GPU, unless the learner trains on a CPU."""
     learner = recipe.learner
     gpus = 0 if learner.device == "cpu" else learner.processes
     return Resources(processes=learner.processes, threads=learner.threads, gpus=gpus)
 
 
 def engine_gpus(engine: EngineConfig) -> int:
-    """Of one worker."""
+    """Return the GPUs of one worker."""
     return 0 if abilities_of(engine).follows_device and engine.device == "cpu" else gpus_of(engine)

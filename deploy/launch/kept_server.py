@@ -1,4 +1,4 @@
-"""The run's server as `headway run` keeps it: one that dies is started again, on the same data and address."""
+"""The server that `headway run` keeps: one that dies is started again, on the same data and address."""
 
 import time
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from .processes import guarded
 from .supervisor import HEALTHY_S, RoleFailedError
 
 MAX_RESTARTS = 5
-"""In a row; then something is wrong that another start does not mend."""
+"""Restarts in a row; after more of them the cause is one that another start does not cure."""
 LOG_LINES = 12
 
 
 class KeptServer:
-    """An embedded server between `with` and its end, whose owner calls `check` now and then."""
+    """Runs an embedded server inside a `with` block. Its owner calls `check` now and then."""
 
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
         self._server = EmbeddedServer(directory, has_users=True)
@@ -27,21 +27,21 @@ class KeptServer:
         self._guard = ExitStack()
         self._started = 0.0
         self._failures = 0
-        """In a row."""
+        """Restarts in a row."""
         self.restarts = 0
-        """Of the whole run, for the summary."""
+        """Restarts in the whole run, for the summary."""
 
     def url_of(self, role: Role) -> str:
-        """As this role reaches it; the same after every start."""
+        """Return the URL by which this role reaches the server; it is the same after every start."""
         return self._server.url_of(role)
 
     @property
     def pid(self) -> int:
-        """Of the server that runs now."""
+        """The process id of the server that runs now."""
         return self._server.pid
 
     def check(self) -> None:
-        """Start a dead server again. Raises RoleFailedError where it keeps dying, HeadwayError if it does not start."""
+        """Start a dead server again. Raises RoleFailedError if it keeps dying, HeadwayError if it does not start."""
         if self._server.is_alive():
             return
         self._failures = 1 if time.monotonic() - self._started > HEALTHY_S else self._failures + 1
@@ -68,7 +68,7 @@ class KeptServer:
         self._server.stop()
 
     def _start(self) -> None:
-        self._guard.close()  # a guard of the dead one might some day signal another process of that number
+        self._guard.close()  # the dead server's guard could later signal another process with that number
         self._server.start()
         self._started = time.monotonic()
         self._guard.enter_context(guarded(self._server.pid))

@@ -47,7 +47,7 @@ from .server_traits import check_traits
 from .supervisor import Supervisor
 
 PATIENCE_S = 3.0
-"""Somebody waits for the answer."""
+"""Seconds to wait for the broker: a user waits for the answer."""
 QUOTES = "'\""
 SHOWN = (
     ("held-out pass rate, before", "eval_before", ".3f"),
@@ -67,7 +67,7 @@ SHOWN = (
     ("server restarts", "server_restarts", "d"),
     ("wall clock, s", "wall_s", ",.0f"),
 )
-"""Of summary.json, in the table at the end."""
+"""The keys of summary.json in the table at the end, and their headings."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Local:
     recipe: Recipe
     recipe_name: str
     overrides: Sequence[str]
-    """Both as the user typed them, for what to try next."""
+    """Recipe and overrides as the user typed them, for the hints at the end."""
     resume: bool
     overwrite: bool
     console: Terminal
@@ -86,7 +86,7 @@ class Local:
     launcher: Launcher = field(default_factory=LocalLauncher)
 
     def run(self) -> int:
-        """Run to the end; the exit code. Raises HeadwayError."""
+        """Run to the end and return the exit code. Raises HeadwayError."""
         if not self.launcher.starts_processes:
             return self._show()
         with held(self.recipe.run_directory), ExitStack() as stack:
@@ -109,7 +109,7 @@ class Local:
         check_packages(self.recipe, has_workers=True)
         check_data(self.recipe)
         if self.recipe.broker.url != "embedded":
-            ping(self.recipe.broker.url, self.recipe.run.name, self._say)  # before anything is taken away
+            ping(self.recipe.broker.url, self.recipe.run.name, self._say)  # before anything is removed
             if self.overwrite and not self.is_forced:
                 refuse_if_in_use(self.recipe.broker.url, self.recipe.run.name)
         check_rewind(self.recipe, self.rewind)
@@ -118,7 +118,7 @@ class Local:
         return prepare(self.recipe, resume=self.resume, overwrite=self.overwrite, say=self._say).resolve()
 
     def _own_server(self, directory: Path, stack: ExitStack) -> KeptServer | None:
-        """None: the recipe names one that somebody else runs."""
+        """Start a server for the run. Returns None if the recipe names an existing one."""
         if self.recipe.broker.url != "embedded":
             return None
         return stack.enter_context(KeptServer(directory / SERVER, self._say))
@@ -134,7 +134,7 @@ class Local:
                 forget(self.recipe.broker.url, self.recipe.run.name)
 
     def _show(self) -> int:
-        """Hand the launcher what a run would start, in that order, and write nothing."""
+        """Give the launcher what a run would start, in that order, and write nothing."""
         directory = self.recipe.run_directory.resolve()
         self.launcher.start(prepare_command(self.recipe_name, self._shown_overrides(), self._manner()))
         for one in planned(self.recipe):
@@ -150,7 +150,7 @@ class Local:
         return self._supervisor(directory, server, private, self._say).run()
 
     def _manner(self) -> tuple[str, ...]:
-        """The options with which the run was asked for."""
+        """Return the options that the user gave besides overrides."""
         given = {"--resume": self.resume, "--overwrite": self.overwrite, "--force": self.is_forced}
         return (*(option for option, is_given in given.items() if is_given), *rewind_arguments(self.rewind))
 
@@ -176,7 +176,7 @@ class Local:
     def _supervisor(
         self, directory: Path, server: KeptServer | None, private: Path, say: Callable[[str], None]
     ) -> Supervisor:
-        """Of the learner and its workers, whose own directories lie below `private`."""
+        """Return the supervisor of the learner and its workers. The workers' own directories lie below `private`."""
         recipe = self.recipe
         workers = worker_commands(
             self._url_of(Role.WORKER, server),
@@ -223,7 +223,7 @@ class Local:
         yield f"{program()} status --watch", "look into a run from another terminal"
 
     def _with_a_looser_bound(self) -> str:
-        """The recipe as it was typed, under a name that is free."""
+        """Return the arguments as the user typed them, with a looser bound on lag and a name that is free."""
         bound = max(8, 2 * self.recipe.staleness.max_lag)
         parent, name = self.recipe.run_directory.parent, "stale"
         while (parent / name).exists():
@@ -237,13 +237,13 @@ class Local:
 
 
 def _showable(override: str) -> str:
-    """A URL without its password."""
+    """Return the override with the password of a URL removed."""
     key, sign, value = override.partition("=")
     return f"{key}{sign}{without_secrets(value.strip(QUOTES))}" if key.strip() == "broker.url" else override
 
 
 def warm_up(recipe: Recipe, directory: Path, say: Callable[[str], None], launcher: Launcher | None = None) -> int:
-    """Run the recipe's stages that need no workers, one after another, but for those that are done; the exit code."""
+    """Run the recipe's unfinished stages that need no workers, one after another, and return the exit code."""
     launcher = launcher or LocalLauncher()
     for one in planned(recipe):
         if one.is_complete:
@@ -258,18 +258,19 @@ def warm_up(recipe: Recipe, directory: Path, say: Callable[[str], None], launche
 
 
 def stop_notice(stage: StageConfig) -> str:
-    """A stage without workers says this when it is told to stop."""
+    """Return what `headway` prints when a stage without workers is told to stop."""
     return f"stage {stage.name} goes on from here next time"
 
 
 def after_warm_up(recipe: Recipe) -> Recipe:
-    """The recipe as the learner runs it: from the model that the last stage before it left, if there is one."""
+    """Return the recipe that the learner runs: it starts from the model of the last stage before it, if there is
+    one."""
     return starting_after(recipe, planned(recipe))
 
 
 def ping(url: str, run: str, say: Callable[[str], object]) -> None:
-    """Says what is risky about the server. Raises BrokerUnavailableError where none answers, BrokerError where the URL
-    is none or the server is none for us."""
+    """Print what is risky about the server. Raises BrokerUnavailableError if none answers, BrokerError for an invalid
+    URL or a server that Headway cannot use."""
     BlockingBroker(url, run, timeout_s=PATIENCE_S).close()
     check_traits(url, say, timeout_s=PATIENCE_S)
 
@@ -284,12 +285,12 @@ def forget(url: str, run: str) -> None:
 
 
 def program() -> str:
-    """What the user types for `headway` here: its path, where the virtual environment is not active."""
+    """Return what the user types for `headway`: its path if the virtual environment is not active."""
     return "headway" if shutil.which("headway") else os.path.relpath(sys.argv[0])
 
 
 def check_rewind(recipe: Recipe, rewind: Rewind | None) -> None:
-    """Raises HeadwayError before anything is started, where the run cannot go back there."""
+    """Raise HeadwayError, before anything is started, if the run cannot go back to that step."""
     if rewind is None:
         return
     from learner.checkpoints.checkpoint import CheckpointStore
@@ -303,7 +304,7 @@ def check_rewind(recipe: Recipe, rewind: Rewind | None) -> None:
 
 
 def summary_table(summary: dict[str, Any], run: str) -> Table:
-    """What summary.json says, for people."""
+    """Return summary.json as a table for people."""
     table = Table(title=f"Run {run}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")

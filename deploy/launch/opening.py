@@ -1,4 +1,5 @@
-"""Which launcher a run has. Not in the room's page: every role imports that, before it ties itself to its parent."""
+"""Opens a run's launcher. This is no part of the room's page, which every role imports before it ties itself to its
+parent."""
 
 from typing import Any
 
@@ -10,7 +11,8 @@ from .base import Launcher
 
 
 def open_launcher(config: LauncherConfig) -> Launcher:
-    """A user's own is called as Class(**options). Raises ConfigError where it cannot be made, or is no launcher."""
+    """Open the recipe's launcher. A user's own is called as Class(**options). Raises ConfigError if it cannot be made
+    or is no launcher."""
     made = _class_of(config.kind)
     try:
         launcher = made(**config.options)

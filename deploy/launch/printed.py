@@ -1,4 +1,4 @@
-"""The launcher of `--dry-run`: it shows what would be started, for a shell or for a program, and starts nothing."""
+"""The launcher of `--dry-run`: it shows what a run would start, for a shell or for a program, and starts nothing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ class PrintedLauncher(Launcher):
 
 
 class Printed(Handle):
-    """Of a command that has been shown: it is done."""
+    """The handle of a shown command: it is done from the start."""
 
     def exit_code(self) -> int:
         return 0
@@ -31,17 +31,17 @@ class Printed(Handle):
         return True
 
     def terminate(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: no process runs."""
 
     def kill(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: no process runs."""
 
     def log(self) -> str:
         return ""
 
 
 def as_text(command: Command) -> str:
-    """A comment that names it and what it takes, then its line for a shell."""
+    """Return a comment with the command's name and resources, and the command's line for a shell."""
     takes = "; ".join([*_taken(command.resources), *([f"log: {command.log}"] if command.log else [])])
     url = command.variables().get(BROKER, "")
     hidden = [f"# Its URL's password is not shown: set {PASSWORD}."] if url and without_secrets(url) != url else []
@@ -49,7 +49,7 @@ def as_text(command: Command) -> str:
 
 
 def as_builtins(command: Command) -> dict[str, Any]:
-    """For JSON."""
+    """Return the command for JSON."""
     taken = command.resources
     return {
         "name": command.name,

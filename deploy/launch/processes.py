@@ -1,4 +1,4 @@
-"""The `local` launcher: each command as a child process with a session of its own, tethered to us."""
+"""The `local` launcher: each command is a child process with a session of its own, tethered to this process."""
 
 import os
 import signal
@@ -20,19 +20,19 @@ TAIL_BYTES = 64 * 1024
 
 
 class LocalLauncher(Launcher):
-    """On this machine. The kernel ends its children should this process be killed."""
+    """Starts child processes on this machine. The kernel ends them if this process is killed."""
 
     def start(self, command: Command) -> "Child":
         return Child(command)
 
 
 class Child(Handle):
-    """A started Command."""
+    """A child process."""
 
     def __init__(self, command: Command) -> None:
         super().__init__(command)
         if command.farewell is not None:
-            command.farewell.unlink(missing_ok=True)  # of the process before
+            command.farewell.unlink(missing_ok=True)  # left by the process before
         if command.cwd is not None:
             command.cwd.mkdir(parents=True, exist_ok=True)
         with _open_log(command.log) as log:
@@ -49,11 +49,11 @@ class Child(Handle):
 
     @property
     def pid(self) -> int:
-        """Also the id of its session and process group."""
+        """Its process id, which is also the id of its session and process group."""
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """Return its exit code: None while it runs; negative: the signal that ended it."""
         return self._process.poll()
 
     def terminate(self) -> None:
@@ -64,7 +64,7 @@ class Child(Handle):
 
     def kill(self) -> None:
         """End it and all that it started, at once, and reap it. Idempotent."""
-        with suppress(ProcessLookupError):  # the whole group is gone already
+        with suppress(ProcessLookupError):  # the whole group has ended already
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -95,7 +95,7 @@ class Child(Handle):
 
 @contextmanager
 def guarded(pid: int) -> Iterator[None]:
-    """The process `pid` (our server) gets SIGTERM should we be killed meanwhile."""
+    """While this block runs, the kernel sends the server process `pid` SIGTERM if this process is killed."""
     guard = subprocess.Popen(
         [sys.executable, "-IS", tether.__file__, "--guard", str(os.getpid()), str(pid)],
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""What users are told of a server before they rely on it."""
+"""Traits of a server that users must know before they rely on it."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from broker.errors import BrokerError
 
 
 def check_traits(url: str, say: Callable[[str], object], *, timeout_s: float) -> None:
-    """Says what is risky about the server at `url`. Raises BrokerError where it would lose samples without a word, and
-    BrokerUnavailableError where it does not answer."""
+    """Print what is risky about the server at `url`. Raises BrokerError if it would lose samples silently, and
+    BrokerUnavailableError if it does not answer."""
     traits, shown = asyncio.run(inspect(url, timeout_s=timeout_s)), without_password(url)
     if traits.evictions:
         raise BrokerError(

@@ -18,38 +18,38 @@ from .processes import LocalLauncher
 
 POLL_S = 0.1
 HEALTHY_S = 60.0
-"""A worker that lived so long has recovered: its restarts are counted anew."""
+"""Seconds after which a living worker has recovered, so that its restarts are counted anew."""
 MAX_BACKOFF_S = 10.0
 DRAIN_WORKER_S = 20.0
-"""Longer than a worker needs to hand its leases back; one that hangs is killed then."""
+"""Seconds for a worker to drain: more than it needs to hand its leases back. Then it is killed."""
 
 
 class RoleFailedError(HeadwayError):
-    """A role keeps failing; the message ends with its own last error."""
+    """A role keeps failing. The message ends with the role's own last error."""
 
 
 @dataclass
 class Slot:
-    """One role's place: the process in it, and how it has fared."""
+    """One role's place: the process in it, and its record."""
 
     command: Command
     child: Handle | None = None
     started: float = 0.0
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     restart_at: float = 0.0
     has_left: bool = False
-    """It ended by itself, its work handed back."""
+    """Whether its process ended by itself with its work handed back."""
 
     def start(self, launcher: Launcher) -> None:
-        """Start the process, again if it ran before."""
+        """Start the process, or start it again."""
         self.child = launcher.start(self.command)
         self.started = time.monotonic()
 
 
 @dataclass
 class Supervisor:
-    """Runs `workers` and a `learner` whose end ends the run; without one, until all workers have left."""
+    """Runs `workers` and a `learner` whose end ends the run. Without a learner it runs until all workers have left."""
 
     workers: Sequence[Command]
     learner: Command | None = None
@@ -60,10 +60,10 @@ class Supervisor:
     """True for a stage without workers: told to stop, its process ends with an error, which it prints itself."""
     say: Callable[[str], None] = say
     check: Callable[[], None] | None = None
-    """Called now and then while all is well, for what else must be kept alive; what it raises ends the run."""
+    """Called now and then while all is well, to keep other processes alive. An error that it raises ends the run."""
     launcher: Launcher = field(default_factory=LocalLauncher)
     restarts: int = field(default=0, init=False)
-    """Of all workers, for the summary."""
+    """Restarts of all workers, for the summary."""
 
     def __post_init__(self) -> None:
         self._slots = [Slot(command) for command in self.workers]
@@ -71,9 +71,9 @@ class Supervisor:
         self._stops: list[signal.Signals] = []
 
     def run(self) -> int:
-        """Supervise to the end: 0 when all is done, 128 + signal when stopped. Raises RoleFailedError.
+        """Supervise to the end: return 0 when all is done, 128 + signal when stopped. Raises RoleFailedError.
 
-        Workers alone are done whenever all of them have handed their work back.
+        Workers without a learner are done when all of them have handed their work back.
         """
         with self._signals():
             try:
@@ -116,7 +116,7 @@ class Supervisor:
                     slot.start(self.launcher)
             elif not slot.has_left and slot.child.exit_code() is not None:
                 if slot.child.is_done():
-                    slot.has_left = True  # on purpose: the run is over, or somebody drained it
+                    slot.has_left = True  # on purpose: the run is over, or a user drained it
                 else:
                     self._died(slot, slot.child)
 
@@ -130,7 +130,7 @@ class Supervisor:
             raise RoleFailedError(_obituary(child, f"It failed again {after}: {self._whole()} been stopped."))
         pause = min(self.backoff_s * 2 ** (slot.failures - 1), MAX_BACKOFF_S)
         self.say(_obituary(child, f"Restarting it in {pause:g} s ({slot.failures} of {self.max_restarts})."))
-        child.kill()  # what it may have left behind in its session
+        child.kill()  # kills what it may have left in its session
         slot.child, slot.restart_at = None, time.monotonic() + pause
         self.restarts += 1
 
@@ -160,7 +160,7 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def _workers_left(self) -> bool:
-        """There was no learner to stop, and every worker ended as it was asked to."""
+        """Whether there was no learner to stop and every worker ended as it was asked to."""
         ends = [slot.child is not None and slot.child.is_done() for slot in self._slots]
         return self._learner is None and all(ends)
 

@@ -1,7 +1,7 @@
-"""A child that never outlives its parent: `python tether.py PARENT_PID COMMAND...` has the kernel see to it.
+"""Makes a child end with its parent: the kernel ends the process of `python tether.py PARENT_PID COMMAND...`.
 
-Done in the child after exec, because a preexec_fn is unsafe once the parent has threads. The kernel watches
-the thread that started the child, so supervisors start their children from the main thread only.
+It is done in the child after exec, because a preexec_fn is unsafe once the parent has threads. The kernel watches the
+thread that started the child, so supervisors start their children from the main thread only.
 """
 
 import ctypes
@@ -15,14 +15,14 @@ ENVIRONMENT = "HEADWAY_TETHERED"
 
 
 def tether(parent: int | None = None) -> None:
-    """Kill this process when its parent ends; at once if `parent` is given and already gone."""
+    """Have the kernel kill this process when its parent ends; at once if `parent` is given and has ended already."""
     _prctl(signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
 def guard(parent: int, victim: int) -> None:
-    """Wait for our parent's end, then ask `victim` to end: for a process that somebody else starts."""
+    """Wait for the parent's end, then send `victim` SIGTERM: for a process that another library starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     _prctl(signal.SIGTERM)
     if os.getppid() == parent:

@@ -1,1 +1,1 @@
-"""A run as it is now, for a terminal."""
+"""A run as it is now, for a terminal and for metric sinks."""

@@ -1,4 +1,4 @@
-"""Progress while a run runs, from the broker's StatusBoard alone: a live panel, or a line a step."""
+"""Shows progress while a run runs, from the broker's StatusBoard alone: a live panel, or one line for each step."""
 
 import threading
 import time
@@ -32,11 +32,11 @@ STATES = {
     "finished": "Finished.",
     "stopped": "Stopped after a checkpoint.",
 }
-"""The run's states for people; what is not here speaks for itself."""
+"""The run's states in words for people. Other states are shown as they are."""
 
 
 class Monitor:
-    """Polls `snapshot` in a thread of its own and shows it on `console` between `with` and its end."""
+    """Polls `snapshot` in a thread of its own and shows it on `console`, inside a `with` block."""
 
     def __init__(self, snapshot: Callable[[], RunStatus], console: Terminal, max_lag: int | None = None) -> None:
         self._snapshot, self._console, self._max_lag = snapshot, console, max_lag
@@ -62,7 +62,7 @@ class Monitor:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """A line above the panel."""
+        """Print a line above the panel."""
         self._console.print(text, soft_wrap=True)
 
     def _watch(self) -> None:
@@ -76,7 +76,7 @@ class Monitor:
         try:
             status = self._snapshot()
         except RunNotFoundError:
-            return  # the learner has not claimed the run yet
+            return  # no learner has claimed the run yet
         except HeadwayError as error:
             self._tell_state(f"broker: {error}")
             return
@@ -91,7 +91,9 @@ class Monitor:
         if self._is_first_look:
             self._is_first_look = False
             self._printed = _last_but_one(status.recent_steps)
-            self._state = status.state if status.state in RUN_OVER else ""  # of a run that is being resumed: old
+            self._state = (
+                status.state if status.state in RUN_OVER else ""
+            )  # the old state of a run that is being resumed
         self._tell_state(status.state)
         for step in status.recent_steps:
             if (step.incarnation, step.step) > self._printed:
@@ -105,13 +107,14 @@ class Monitor:
 
 
 def _last_but_one(steps: Sequence[StepMetrics]) -> tuple[int, int]:
-    """Who joins a run, or resumes one, is told where it stands: what was before had another load."""
+    """Return incarnation and step of the last step but one. A monitor that joins a run tells only later steps, because
+    earlier ones had another load."""
     return (steps[-2].incarnation, steps[-2].step) if len(steps) > 1 else (-1, -1)
 
 
 @contextmanager
 def watch(url: str, run: str, console: Terminal, max_lag: int | None = None) -> Iterator[Monitor]:
-    """A Monitor of the run, with a connection of its own."""
+    """Yield a Monitor of the run, with a connection of its own."""
     broker = BlockingBroker(url, run)
 
     def snapshot() -> RunStatus:
@@ -125,7 +128,7 @@ def watch(url: str, run: str, console: Terminal, max_lag: int | None = None) -> 
 
 
 def step_line(step: StepMetrics) -> str:
-    """One learner step in one line."""
+    """Return one learner step in one line."""
     return (
         f"step {step.step + 1:>4}/{step.total_steps}  reward {step.reward_mean:.3f}"
         f"  lag {step.lag_mean:.2f} (max {step.lag_max})  {step.response_tokens_mean:.0f} tokens/response"
@@ -134,7 +137,7 @@ def step_line(step: StepMetrics) -> str:
 
 
 def panel(status: RunStatus, max_lag: int | None, elapsed_s: float) -> RenderableType:
-    """The whole picture in a few lines."""
+    """Return the whole picture in a few lines."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", min_width=9)
     rows.add_column(ratio=1)
@@ -144,7 +147,7 @@ def panel(status: RunStatus, max_lag: int | None, elapsed_s: float) -> Renderabl
 
 
 def sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """One block character a value."""
+    """Return one block character for each value."""
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[min(max(round((value - low) * scale), 0), len(SPARKS) - 1)] for value in values)
 
@@ -214,7 +217,7 @@ def _load(status: RunStatus) -> str:
 
 
 def _remaining(status: RunStatus) -> str:
-    """From the pace of the last steps."""
+    """Return the remaining time, from the pace of the last steps."""
     step, pace = status.last_step, [step.step_s for step in status.recent_steps[-WINDOW:]]
     if step is None or not pace or step.step + 1 >= step.total_steps:
         return ""

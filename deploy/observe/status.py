@@ -1,4 +1,4 @@
-"""One look at a run: versions, queue depths, workers, lag histogram, throughput, as tables or as JSON."""
+"""One snapshot of a run: versions, queue depths, workers, lag histogram and throughput, as tables or as JSON."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,24 +12,24 @@ from broker.schema import QueueDepths, RunStatus, StepMetrics, Tallies, WeightVe
 from deploy.run.figures import generated_per_s, lag_histogram, trained_per_s
 
 RECENT_STEPS = 20
-"""Throughput and lag are of the last so many steps."""
+"""Steps over which throughput and lag are computed."""
 BAR_WIDTH = 30
 SUSPICIOUS_WORKERS = 3
-"""One that is broken, and the one that replaced it, are no reason to suspect anybody."""
+"""Workers with refused samples that raise suspicion. A broken worker and its replacement are only two."""
 
 
 def version_text(version: WeightVersion | None) -> str:
-    """`1.37`: incarnation and step; a dash where there are no weights yet."""
+    """Return incarnation and step such as `1.37`, or a dash before the first weights."""
     return "-" if version is None else str(version)
 
 
 def recent(status: RunStatus) -> tuple[StepMetrics, ...]:
-    """The last steps, oldest first."""
+    """Return the last steps, oldest first."""
     return status.recent_steps[-RECENT_STEPS:]
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
-    """All of RunStatus but the history of steps, with what the tables add up."""
+    """Return all of RunStatus without the history of steps, and with the sums that the tables show."""
     plain: dict[str, Any] = msgspec.to_builtins(status, str_keys=True)
     del plain["recent_steps"]
     plain["announced"] = version_text(status.announced)
@@ -44,7 +44,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 
 
 def status_tables(status: RunStatus) -> RenderableType:
-    """The same for people."""
+    """Return the same as tables for people."""
     tables = [_head(status), _queues(status.queues), _lengths(status.tallies), _workers(status.workers), _lags(status)]
     if status.quarantined or status.dead_letters:
         tables.append(_refused(status))
@@ -93,7 +93,7 @@ def _queues(queues: QueueDepths) -> Table:
 
 
 def _refused(status: RunStatus) -> Table:
-    """What was sent and cannot be, newest last, and who gets no more leases for it."""
+    """Return refused samples, segments and prompts, newest last, and the quarantined workers."""
     table = Table(title="Refused, and generated anew", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("sample", "from", "reason"):
         table.add_column(heading, overflow="fold")
@@ -106,7 +106,8 @@ def _refused(status: RunStatus) -> Table:
 
 
 def _suspicion(status: RunStatus) -> Iterator[str]:
-    """A quarantine stops no one who begins again under a new name each time."""
+    """Yield a warning if samples of many workers were refused: a quarantine does not stop a worker that begins again
+    under a new name each time."""
     if status.refused_workers >= SUSPICIOUS_WORKERS:
         yield (
             f"{status.refused_lately} samples from {status.refused_workers} workers were refused within a minute:"
@@ -117,7 +118,7 @@ def _suspicion(status: RunStatus) -> Iterator[str]:
 
 
 def _lengths(tallies: Tallies) -> Table:
-    """Are the prompts that are trained those that were begun?"""
+    """Return begun and trained groups by length of the prompt, which shows whether training loses some lengths."""
     table = Table(title="Groups by length of the prompt", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("tokens up to", "begun", "trained"):
         table.add_column(heading, justify="right")

@@ -1,1 +1,1 @@
-"""What a user asks for: recipes, their keys and limits, and what they need installed."""
+"""A user's recipe: its keys and limits, its checks, and the packages that it needs."""

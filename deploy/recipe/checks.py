@@ -1,4 +1,4 @@
-"""What contradicts itself in a recipe whose values are all valid alone."""
+"""Finds contradictions in a recipe whose values are all valid alone."""
 
 from collections.abc import Collection, Iterator
 from itertools import chain
@@ -34,12 +34,12 @@ def check_values(recipe: Recipe, source: str) -> None:
 
 
 def check_engine(engine: EngineConfig, source: str) -> None:
-    """Raise ConfigError for an engine that there is not; one of the user's own is looked for where workers run."""
+    """Raise ConfigError for an unknown engine. A user's own engine is looked for where workers run."""
     _check_kind(engine.kind, ENGINES, f"{source}: engine.kind")
 
 
 def _check_kinds(recipe: Recipe, source: str) -> None:
-    """Now, and not once prompts are read or workers start."""
+    """Check the kinds now, before prompts are read or workers start."""
     check_engine(recipe.engine, source)
     _check_kind(recipe.weights.transport, TRANSPORTS, f"{source}: weights.transport")
     _check_kind(recipe.prompts.kind, PROMPTS, f"{source}: prompts.kind")
@@ -55,7 +55,7 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
 
 
 def _check_stage(stage: StageConfig, where: str) -> None:
-    """Options of a user's own stage are checked where it is imported, which is where it runs."""
+    """Check a stage's kind. Options of a user's own stage are checked where the stage is imported and runs."""
     _check_kind(stage.kind, STAGES, f"{where}.kind")
     if stage.kind in STAGES and stage.options:
         known = ("phases",) if stage.kind == "sft" else ()
@@ -167,7 +167,7 @@ def _impossible_transfers(recipe: Recipe) -> Iterator[str]:
 
 
 def _device_of(engine: EngineConfig) -> str:
-    """Empty where the engine takes what its process sees."""
+    """Return the engine's device; empty if the engine takes what its process sees."""
     return engine.device if abilities_of(engine).follows_device else ""
 
 
@@ -187,7 +187,7 @@ def _useless_archives(weights: WeightsConfig) -> Iterator[str]:
 
 
 def _impossible_layouts(learner: LearnerConfig) -> Iterator[str]:
-    """What the model's sizes have to say is known once it is opened."""
+    """Yield contradictions in a layout. Limits that follow from the model's sizes are known only once it is opened."""
     try:
         check_splits(learner.backend, backend_abilities(learner.backend).splits, learner.layout)
         check_ranks(learner.layout, learner.processes)
@@ -196,7 +196,7 @@ def _impossible_layouts(learner: LearnerConfig) -> Iterator[str]:
 
 
 def _missing_abilities(recipe: Recipe) -> Iterator[str]:
-    """What a backend would have to refuse once processes and devices are there."""
+    """Yield what the backend would have to refuse once processes and devices are there."""
     learner, compute = recipe.learner, recipe.learner.compute
     if compute.compile and learner.device == "cpu":
         yield "learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing."
@@ -212,5 +212,5 @@ def _missing_abilities(recipe: Recipe) -> Iterator[str]:
 
 
 def _shown(url: str) -> str:
-    """Without what may be a user and a password."""
+    """Return the URL without a possible user and password."""
     return url.partition("?")[0].rpartition("@")[2]

@@ -1,6 +1,6 @@
-"""What `run.placement=colocated` means for the rest of a recipe: learner and engines on the same devices in turns.
+"""Derives what `run.placement=colocated` means for a recipe: learner and engines have the same devices in turns.
 
-Worker i has the GPUs of the learner's ranks from i * tensor_parallel_size on, so that one engine is on each of them.
+Worker i has the GPUs of the learner's ranks from i * tensor_parallel_size on, so that one engine is on each GPU.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,14 +17,14 @@ from .recipe import Recipe
 
 
 def colocated_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that a colocated recipe need not name; {} for any other, or one that is malformed."""
+    """Return the keys that a colocated recipe may omit; {} for any other recipe, or for a malformed one."""
     if _section(raw, "run").get("placement") != "colocated":
         return {}
     learner, engine = _section(raw, "learner"), _section(raw, "engine")
     weights: dict[str, Any] = {"swaps_at_once": 1.0}
     workers: dict[str, Any] = {}
     if learner.get("device") == "cuda":
-        weights |= {"transport": "ipc", "staging": "host"}  # on GPUs there would have to be room for two versions more
+        weights |= {"transport": "ipc", "staging": "host"}  # on GPUs there would have to be room for two more versions
         processes = learner.get("processes", 1)
         if isinstance(processes, int):
             workers["count"] = max(1, processes // _gpus_each(engine))
@@ -32,7 +32,7 @@ def colocated_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def impossible_turns(recipe: Recipe) -> Iterator[str]:
-    """What contradicts taking turns on the same devices."""
+    """Yield contradictions to taking turns on the same devices."""
     learner, engine, workers = recipe.learner, recipe.engine, recipe.workers
     abilities, transport = abilities_of(engine), transport_abilities(recipe.weights.transport)
     if abilities.follows_device and (engine.device == "cpu") != (learner.device == "cpu"):
@@ -67,10 +67,11 @@ def impossible_turns(recipe: Recipe) -> Iterator[str]:
 
 
 def worker_gpus(recipe: Recipe, visible: str) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of one worker after the other, of those that `visible` names; none if workers have no own.
+    """Return CUDA_VISIBLE_DEVICES for each worker, from those that `visible` names; none if workers have no GPUs of
+    their own.
 
-    With a transport that maps memory, versions that are kept on GPUs lie on the learner's first one, from where each
-    worker copies them: it sees that too, after its own.
+    With a transport that maps memory, versions that are kept on GPUs lie on the learner's first GPU, from which each
+    worker copies them. So each worker sees that GPU too, after its own.
     """
     engine, learner, weights = recipe.engine, recipe.learner, recipe.weights
     if learner.device == "cpu" and not recipe.workers.devices:
@@ -90,7 +91,7 @@ def worker_gpus(recipe: Recipe, visible: str) -> list[str]:
 
 
 def _gpus_each(engine: Mapping[str, Any]) -> int:
-    """Of an engine as it is written; what is wrong with it is said later."""
+    """Return the GPUs of an engine as it is written. Another check tells what is wrong with a malformed one."""
     options = engine.get("options")
     try:
         return gpus_of(EngineConfig(kind=engine.get("kind", ""), options=options if isinstance(options, dict) else {}))

@@ -1,6 +1,6 @@
-"""What a recipe's data files say wrong, asked before a server, a stage or a learner is started.
+"""Checks a recipe's data files before a server, a stage or a learner is started.
 
-What takes a tokenizer to know is told by the learner, with the same file and row.
+The learner reports errors that need a tokenizer, with the same file and row.
 """
 
 from itertools import chain
@@ -11,11 +11,12 @@ from learner.data.prompts import open_source
 from .recipe import Recipe
 
 LOCAL = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
-"""The others are of a hub, or the user's own code, which runs where it is wanted."""
+"""Kinds of data on this machine. Other kinds come from a hub or from the user's own code, which runs where it is
+needed."""
 
 
 def check_data(recipe: Recipe) -> None:
-    """Raise ConfigError, with file and row, where prompts or the warm-up's examples cannot be had."""
+    """Raise ConfigError, with file and row, if prompts or the warm-up's examples cannot be read."""
     if recipe.prompts.kind in LOCAL:
         source = open_source(recipe.prompts, recipe.run.seed)
         if recipe.evaluation.prompts:

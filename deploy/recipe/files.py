@@ -1,4 +1,4 @@
-"""Recipes as files: where they are, how YAML and `a.b=c` are read. OmegaConf reads 5e-4 as a number."""
+"""Recipes as files: where they are, and how YAML and `a.b=c` are read. OmegaConf reads 5e-4 as a number."""
 
 import io
 import os
@@ -20,12 +20,12 @@ LARGEST_FILE = 256 << 10
 
 
 def shipped_recipes() -> list[str]:
-    """Names of the recipes that come with Headway."""
+    """Return the names of the recipes that come with Headway."""
     return sorted(path.name for path in SHIPPED.glob("*.yaml"))
 
 
 def find_recipe(name: str) -> Path:
-    """A file of that path, else the shipped recipe of that name (with or without .yaml)."""
+    """Return the file of that path, or else the shipped recipe of that name (with or without .yaml)."""
     if os.path.isfile(name):
         return Path(name)
     if Path(name).name == name:
@@ -41,7 +41,7 @@ def find_recipe(name: str) -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The file's mapping, references resolved. Raises ConfigError."""
+    """Return the file's mapping with references resolved. Raises ConfigError."""
     text = _read_text(path)
     loaded = _parse(text, str(path))
     if isinstance(loaded, ListConfig) or not isinstance(loaded, DictConfig):
@@ -70,7 +70,7 @@ def _parse(text: str, source: str) -> Any:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], source: str) -> dict[str, Any]:
-    """`a.b=c` and `rewards[0].weight=2`, on top of the file, in order."""
+    """Apply `a.b=c` and `rewards[0].weight=2` to the file's mapping, in order."""
     config = OmegaConf.create(raw)
     for override in overrides:
         key, equals, _ = override.partition("=")
@@ -86,7 +86,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], source: str) 
 
 
 def to_yaml(raw: dict[str, Any]) -> str:
-    """YAML that `read_yaml` reads back to the same values."""
+    """Return YAML that `read_yaml` reads back to the same values."""
     return OmegaConf.to_yaml(OmegaConf.create(raw))
 
 
@@ -133,7 +133,7 @@ def _syntax_error(error: yaml.YAMLError) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """What libraries go on with is how to change their own limits."""
+    """Return a library's first sentence: the next ones say how to change the library's own limits."""
     return text.partition(". See ")[0].rstrip(".")
 
 

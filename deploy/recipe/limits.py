@@ -1,7 +1,7 @@
-"""Beyond which a number is valid alone and yet no run: it would neither start nor say why.
+"""Limits of numbers that are valid alone, but with which a run would neither start nor say why.
 
-Lower bounds that follow from what a key means stand with the key. These are of what machines, formats and protocols can
-do, and each has its reason.
+Lower bounds that follow from a key's meaning stand with the key. These limits follow from machines, formats and
+protocols, and each has its reason.
 """
 
 import re
@@ -20,7 +20,7 @@ MOST_PROMPTS_AHEAD = 1 << 17
 
 
 class Limit(NamedTuple):
-    """Of one key, both ends included."""
+    """The limits of one key, both included, and their reason."""
 
     low: float
     high: float
@@ -115,7 +115,7 @@ LIMITS = {
 
 
 def beyond_limits(config: msgspec.Struct) -> Iterator[str]:
-    """What is wrong with a number of a recipe, or of some of its sections, and why."""
+    """Yield what is wrong with numbers of a recipe, or of some of its sections, and why."""
     for path, value in _numbers(msgspec.to_builtins(config), ""):
         limit = LIMITS.get(re.sub(r"\[\d+\]", "", path))
         if limit is not None and not limit.low <= value <= limit.high:

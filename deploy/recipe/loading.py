@@ -1,4 +1,4 @@
-"""Recipes read from YAML and overrides, typed and closed; written back, and sent to workers."""
+"""Reads recipes from YAML and overrides into typed, closed structs, and writes them for files and for workers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from .words import check_shape, explain
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe by path or shipped name, with `a.b=c` overrides. Raises ConfigError, naming the key."""
+    """Read a recipe by path or shipped name, with `a.b=c` overrides. Raises ConfigError, which names the key."""
     found = find_recipe(str(path))
     raw = apply_overrides(read_yaml(found), overrides, found.name)
     _name_the_run(raw, found.stem)
@@ -28,27 +28,28 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """The same recipe with `a.b=c` overrides on top. Raises ConfigError."""
+    """Return the same recipe with `a.b=c` overrides. Raises ConfigError."""
     if not overrides:
         return recipe
     return _to_recipe(apply_overrides(msgspec.to_builtins(recipe), overrides, recipe.run.name), recipe.run.name)
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML; `load_recipe` of it gives an equal Recipe, but for a password in broker.url."""
+    """Return the resolved recipe as YAML. `load_recipe` of it gives an equal Recipe, except for a password in
+    broker.url."""
     return to_yaml(msgspec.to_builtins(_without_secrets(recipe)))
 
 
 def recipe_to_bytes(recipe: Recipe) -> bytes:
-    """What the learner stores in the broker, so that a worker needs only a URL and the run's name.
+    """Return what the learner stores in the broker, so that a worker needs only a URL and the run's name.
 
-    How processes are started is the affair of whoever starts them, and is not in it.
+    It lacks `launcher`: only the command that starts processes decides how they are started.
     """
     return msgspec.json.encode(replace(_without_secrets(recipe), launcher=LauncherConfig()))
 
 
 def recipe_from_bytes(stored: bytes) -> Recipe:
-    """The inverse of `recipe_to_bytes`. Raises ConfigError."""
+    """Return the recipe of bytes that `recipe_to_bytes` returned. Raises ConfigError."""
     try:
         return msgspec.json.decode(stored, type=Recipe)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -63,7 +64,7 @@ def _without_secrets(recipe: Recipe) -> Recipe:
 
 
 def _name_the_run(raw: dict[str, Any], stem: str) -> None:
-    """A recipe that names no run is called like its file."""
+    """Name a run without a name after its recipe's file."""
     run = raw.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", stem)
@@ -85,14 +86,14 @@ def _to_recipe(raw: dict[str, Any], source: str) -> Recipe:
 
 
 def _choose_model(recipe: Recipe) -> Recipe:
-    """A path wins over random weights, so that one override replaces a shipped recipe's model."""
+    """Choose a model's path over random weights, so that one override replaces a shipped recipe's model."""
     if not recipe.model.path:
         return recipe
     return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, random=None))
 
 
 def _with_preset(algorithm: dict[str, Any], source: str) -> dict[str, Any]:
-    """The preset's keys beneath the user's own."""
+    """Put the preset's keys beneath the user's own."""
     preset = algorithm.get("preset", AlgorithmConfig().preset)
     try:
         return _merge(preset_defaults(str(preset)), {**algorithm, "preset": preset})
@@ -101,7 +102,7 @@ def _with_preset(algorithm: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` wins key by key; lists are replaced whole."""
+    """Merge key by key, where `above` wins. Lists are replaced as a whole."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)

@@ -1,4 +1,4 @@
-"""What a recipe takes that not every installation has: asked before the first stage, not after it."""
+"""Checks, before the first stage, that the packages of a recipe which not every installation has are there."""
 
 from broker.user_code.roots import ImportRoots
 from learner.backends import check_installed as check_backend_installed
@@ -10,8 +10,8 @@ from .sinks import check_sink_packages
 
 
 def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
-    """Raise ConfigError where the learner, or a worker if this machine has any, would find its package missing, would
-    not import what the recipe names, or would have an engine that cannot do what the recipe asks of it."""
+    """Raise ConfigError if the learner, or a worker on this machine if there are any, lacks a package, would not import
+    what the recipe names, or has an engine that cannot do what the recipe asks of it."""
     check_paths(recipe)
     for index, stage in enumerate(recipe.stages):
         if ":" in stage.kind:

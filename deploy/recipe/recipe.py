@@ -1,6 +1,6 @@
-"""The recipe: every room's own configuration under one roof.
+"""The recipe: the configurations of all rooms in one struct.
 
-A value that two rooms share is written once here and passed on by deploy. Nothing here imports torch.
+A value that two rooms share is written once here, and deploy passes it on. This module does not import torch.
 """
 
 from pathlib import Path
@@ -34,17 +34,19 @@ from .sinks import SinkConfig
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the run is called and where its report goes."""
+    """The run's name, directory, seed and placement."""
 
     name: Annotated[
         str,
         Meta(
             pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z",
-            description="names the run, its keys and directory: 1 to 100 letters, digits, dots, dashes, underscores",
+            description="name of the run, its keys and directory: 1 to 100 letters, digits, dots, dashes, underscores",
         ),
     ]
-    directory: Annotated[str, Meta(min_length=1, description="the run writes into directory/name")] = "runs"
-    seed: Annotated[int, Meta(ge=0, description="of prompts, sampling and initial weights")] = 0
+    directory: Annotated[
+        str, Meta(min_length=1, description="parent of the run's directory: the run writes into directory/name")
+    ] = "runs"
+    seed: Annotated[int, Meta(ge=0, description="seed of prompts, sampling and initial weights")] = 0
     placement: Annotated[
         Literal["separated", "colocated"],
         Meta(
@@ -69,7 +71,7 @@ class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a run can be told."""
+    """The whole configuration of a run."""
 
     run: RunConfig
     prompts: PromptsConfig
@@ -91,13 +93,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sft: SftConfig = SftConfig()
     stages: Annotated[
         tuple[StageConfig, ...],
-        Meta(description="what trains the model, in order: each starts from what the one before left; none: sft, rl"),
+        Meta(description="stages in order, each of which starts from the model of the one before; none: sft, rl"),
     ] = ()
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
-    metrics: Annotated[
-        tuple[SinkConfig, ...], Meta(description="where steps, evaluations and looks at the workers are written")
-    ] = (SinkConfig(kind="jsonl"),)
+    metrics: Annotated[tuple[SinkConfig, ...], Meta(description="sinks that get steps, evaluations and heartbeats")] = (
+        SinkConfig(kind="jsonl"),
+    )
     launcher: LauncherConfig = LauncherConfig()
 
     @property
@@ -107,15 +109,15 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def has_learner(self) -> bool:
-        """Whether one of its stages is trained from what workers generate."""
+        """Whether a stage is trained from what workers generate."""
         return any(stage.has_workers for stage in self.plan)
 
     @property
     def run_directory(self) -> Path:
-        """Where this run's report, logs and checkpoints are."""
+        """The directory of this run's report, logs and checkpoints."""
         return Path(self.run.directory) / self.run.name
 
 
 def plan_of(sft: SftConfig, stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
-    """A recipe that names no stages has supervised training as its `sft` section says, and then `rl`."""
+    """Return the stages. A recipe that names none has supervised training by its `sft` section, and then `rl`."""
     return stages or (StageConfig(kind="sft", phases=sft.phases), StageConfig(kind="rl"))

@@ -1,6 +1,7 @@
-"""How large a recipe becomes once the references in it are replaced by what they name: asked before they are.
+"""Measures how large a recipe becomes with its references replaced, before they are replaced.
 
-A kilobyte can stand for gigabytes: `${a}${a}` repeats what may repeat again. (OmegaConf counts YAML's aliases itself.)
+A kilobyte can become gigabytes: `${a}${a}` repeats a value that may repeat another one. (OmegaConf counts YAML's
+aliases itself.)
 """
 
 import re
@@ -13,7 +14,7 @@ _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
 def check_references(raw: Any, source: str) -> None:
-    """Raise ConfigError where `${a.b}` references, replaced, make too much of it, lie within themselves, or are more
+    """Raise ConfigError if `${a.b}` references, replaced, make the recipe too large, contain themselves, or are more
     than the path of another value or `${oc.env:NAME}`."""
     if _Expansion(raw, source).characters((), raw, ()) > MOST_CHARACTERS:
         raise ConfigError(f"{source} has more than {MOST_CHARACTERS:,} characters once its references are replaced.")
@@ -53,7 +54,7 @@ class _Expansion:
         return [name for name in named if ":" not in name]
 
     def _named(self, path: tuple[str, ...], name: str, within: tuple[tuple[str, ...], ...]) -> int:
-        """What is not there is told where it is looked up."""
+        """Return the size of a named value; 0 for a missing one, which the look-up reports."""
         dots = len(name) - len(name.lstrip("."))
         start = path[: len(path) - dots] if dots else ()
         target = (*start, *(part for part in re.split(r"[.\[\]]+", name) if part))

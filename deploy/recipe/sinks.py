@@ -1,4 +1,4 @@
-"""`metrics:` of a recipe: the sinks that come with Headway, what each can be told, and which package it needs."""
+"""`metrics:` of a recipe: the sinks that come with Headway, their options and the packages that they need."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,26 +14,27 @@ from broker.user_code.options import typed_options
 
 
 class JsonlOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """There are none: where a run's record lies is known to all who read it."""
+    """There are no options: every reader knows where a run's record lies."""
 
 
 class TensorBoardOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where event files go."""
+    """Options of the TensorBoard sink."""
 
     directory: Annotated[
-        str, Meta(description="event files go to directory/RUN, which several runs may share; empty: the run's own")
+        str,
+        Meta(description="parent of the event files' directory/RUN, which runs may share; empty: the run's directory"),
     ] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownSink:
-    """What is known of a sink before it is made."""
+    """A sink's options and package, known before the sink is made."""
 
     options: type[msgspec.Struct]
     package: str = ""
-    """A module that not every installation has; empty: none."""
+    """The module of a package that not every installation has; empty: none."""
     remedy: str = ""
-    """What to do where that is missing."""
+    """How to install it."""
 
 
 SINKS = {
@@ -45,14 +46,14 @@ SINKS = {
 
 
 class SinkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One sink that the learner tells of every step, evaluation and look at the workers."""
+    """One sink, to which the learner gives every step, evaluation and heartbeat."""
 
     kind: Annotated[str, Meta(description=f"{', '.join(SINKS)}, or your own as package.module:Class")]
-    options: Annotated[dict[str, Any], Meta(description="further arguments of the sink")] = {}
+    options: Annotated[dict[str, Any], Meta(description="options of that kind, or arguments of your own class")] = {}
 
 
 def check_sinks(configs: Sequence[SinkConfig], source: str) -> None:
-    """Raise ConfigError for a kind or an option that there is not; one's own is asked once the learner makes it."""
+    """Raise ConfigError for an unknown kind or option. The learner checks a user's own sink when it makes it."""
     for index, config in enumerate(configs):
         if config.kind in SINKS:
             typed_options(config.options, SINKS[config.kind].options, f"{source}: metrics[{index}].options")
@@ -61,7 +62,7 @@ def check_sinks(configs: Sequence[SinkConfig], source: str) -> None:
 
 
 def check_sink_packages(configs: Sequence[SinkConfig]) -> None:
-    """Raise ConfigError, with the remedy, where the package of a sink is missing."""
+    """Raise ConfigError, with the remedy, if the package of a sink is missing."""
     for index, config in enumerate(configs):
         known = SINKS.get(config.kind)
         if known is not None and known.package and not is_installed(known.package):

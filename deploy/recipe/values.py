@@ -1,4 +1,4 @@
-"""What any value of a recipe must be to be stored, sent and read again: plain, finite, of bounded size and depth."""
+"""Checks that a recipe's values can be stored, sent and read again: plain, finite, of bounded size and depth."""
 
 import math
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from typing import Any
 from broker.errors import ConfigError
 
 DEEPEST = 40
-"""Sections within sections; five are in use."""
+"""Levels of sections within sections; recipes use five."""
 LARGEST_INTEGER = 2**63 - 1
 
 
 def check_plain(raw: dict[str, Any], source: str) -> None:
-    """Raise ConfigError for the first value that JSON and files of ours could not hold, with its path."""
+    """Raise ConfigError, with its path, for the first value that JSON and Headway's files could not hold."""
     for complaint in _complaints(raw, "", 0):
         raise ConfigError(f"{source}: {complaint}")
 

@@ -1,4 +1,4 @@
-"""What a recipe says against its keys and types, in words: the key's full path, its value, what is expected and why."""
+"""Explains errors of a recipe's keys and types in words: the key's full path, its value, what is expected and why."""
 
 import difflib
 import re
@@ -23,7 +23,7 @@ WORDS = {
 
 
 def check_shape(raw: dict[str, Any], struct: type[msgspec.Struct], source: str) -> None:
-    """Raise ConfigError on the first unknown key, with the nearest valid one."""
+    """Raise ConfigError for the first unknown key, with the nearest valid one."""
     for path, fields in _unknown(raw, struct, ""):
         nearest = _nearest(path, fields, struct)
         hint = f"; did you mean {nearest}?" if nearest else f". Valid here: {', '.join(fields)}."
@@ -33,7 +33,7 @@ def check_shape(raw: dict[str, Any], struct: type[msgspec.Struct], source: str) 
 
 
 def explain(error: msgspec.ValidationError, raw: Any, struct: type[msgspec.Struct], source: str) -> str:
-    """msgspec's complaint as one paragraph."""
+    """Return msgspec's complaint as one paragraph."""
     text, _, where = str(error).partition(" - at `$")
     path = where.rstrip("`").lstrip(".")
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
@@ -45,7 +45,7 @@ def explain(error: msgspec.ValidationError, raw: Any, struct: type[msgspec.Struc
 
 
 def _unknown(raw: Any, annotation: Any, path: str) -> Iterator[tuple[str, list[str]]]:
-    """(path of an unknown key, valid keys beside it), depth first."""
+    """Yield (path of an unknown key, valid keys beside it), depth first."""
     kind = _plain(annotation)
     if get_origin(kind) is tuple and isinstance(raw, list | tuple):
         for index, item in enumerate(raw):
@@ -62,7 +62,8 @@ def _unknown(raw: Any, annotation: Any, path: str) -> Iterator[tuple[str, list[s
 
 
 def _nearest(path: str, fields: list[str], struct: type[msgspec.Struct]) -> str:
-    """A key of just that name elsewhere, else a sibling spelled alike, else a key spelled alike elsewhere, else ''."""
+    """Return the nearest key: one of just that name elsewhere, else a similar sibling, else a similar key elsewhere,
+    else ''."""
     parent, _, leaf = path.rpartition(".")
     prefix = f"{parent}." if parent else ""
     everywhere = {path.rpartition(".")[2]: path for path in _all_paths(struct, "")}
@@ -84,7 +85,7 @@ def _all_paths(annotation: Any, path: str) -> Iterator[str]:
 
 
 def _expected(path: str, struct: type[msgspec.Struct]) -> str:
-    """Type, bounds and meaning of the key at `path`."""
+    """Return type, bounds and meaning of the key at `path`."""
     annotation = _annotation(path, struct)
     metas = list(_metas(annotation))
     words = _type_words(_plain(annotation))
@@ -116,7 +117,7 @@ def _wants_text(path: str, struct: type[msgspec.Struct], value: Any) -> bool:
 
 
 def _annotation(path: str, struct: type[msgspec.Struct]) -> Any:
-    """The annotation of the field at a path such as `sft.phases[0].max_steps`."""
+    """Return the annotation of the field at a path such as `sft.phases[0].max_steps`."""
     annotation: Any = struct
     for step in _steps(path):
         kind = _plain(annotation)
@@ -142,7 +143,7 @@ def _steps(path: str) -> list[str | int]:
 
 
 def _plain(annotation: Any) -> Any:
-    """Without Annotated and without `| None`."""
+    """Return the annotation without Annotated and without `| None`."""
     if get_origin(annotation) is Annotated:
         return _plain(get_args(annotation)[0])
     if _is_union(annotation):
@@ -151,7 +152,7 @@ def _plain(annotation: Any) -> Any:
 
 
 def _metas(annotation: Any) -> Iterator[Meta]:
-    """All that is said of one value, outermost first."""
+    """Yield all Metas of one value, outermost first."""
     if get_origin(annotation) is Annotated:
         yield from (item for item in get_args(annotation) if isinstance(item, Meta))
         yield from _metas(get_args(annotation)[0])

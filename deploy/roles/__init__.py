@@ -1,1 +1,1 @@
-"""What each process does, in which order it opens what it needs, and how it ends."""
+"""The work of each process: what it opens, in which order, and how it ends."""

@@ -52,9 +52,9 @@ log = logging.getLogger(__name__)
 NOT_YET = "A learner claims its run once the stages before it are done."
 WATCH_S = 1.0
 PATIENCE_S = 3.0
-"""Somebody waits for the answer."""
+"""Seconds to wait for the broker: a user waits for the answer."""
 _WORKERS_OWN = ("engine.", "weights.follow=", "weights.archive=", "weights.pull_bytes_per_s=")
-"""Overrides that a worker may choose for itself: what it runs on, and how it is connected."""
+"""The start of overrides that a worker may choose for itself: its engine, and how it is connected."""
 
 
 def run_learner(
@@ -67,7 +67,7 @@ def run_learner(
     rewind: Rewind | None,
     is_forced: bool = False,
 ) -> int:
-    """This process is the learner or one rank of it; or it starts torchrun, where ranks are wanted."""
+    """Run the learner, or one rank of it, in this process; or start torchrun if the recipe wants several ranks."""
     is_rank = "RANK" in os.environ
     if is_rank and not prepared:
         _check_warmed_up(recipe, resume=resume, overwrite=overwrite)
@@ -76,7 +76,7 @@ def run_learner(
             stack.enter_context(held(recipe.run_directory))
             check_packages(recipe, has_workers=False)
             check_data(recipe)
-            ping(url, recipe.run.name, complain)  # first: a run that cannot start leaves nothing and takes nothing away
+            ping(url, recipe.run.name, complain)  # first: a run that cannot start leaves nothing and removes nothing
             check_rewind(recipe, rewind)
             if resume:
                 check_resumable(recipe, rewind)
@@ -126,7 +126,7 @@ def run_workers(
 ) -> int:
     """Supervise `count` workers until the run is over or a signal stops them. They may import what is `allowed`.
 
-    A launcher that starts no processes is only given their commands.
+    A launcher that starts no processes only gets their commands.
     """
     engine_threads = _engine_threads(overrides)
     named = [argument for module in allowed for argument in ("--allow-import", module)]
@@ -135,7 +135,7 @@ def run_workers(
         place = Path(tempfile.gettempdir(), f"headway-workers-{run}")
         commands = worker_commands(url, run, count, arguments, place, place / "logs", engine_threads)
         return Supervisor(commands, launcher=launcher).run()
-    with suppress(BrokerUnavailableError):  # workers wait for it
+    with suppress(BrokerUnavailableError):  # workers wait for the broker
         check_traits(url, complain, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
     with tempfile.TemporaryDirectory(prefix="headway-workers-") as private:
@@ -149,10 +149,10 @@ def run_workers(
 
 
 def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> None:
-    """One worker. Its id is new for every process: a restarted one must not be taken for the dead.
+    """Run one worker. Its id is new for every process, so that a restarted worker is not taken for the dead one.
 
-    Where another run has taken the name over, or its configuration has changed, the process begins anew as it was
-    started, and joins that: no weights, caches or leases of before are left in it.
+    If another run takes the name over, or the run's configuration changes, the process executes itself anew with the
+    same arguments and joins that run: it keeps no weights, caches or leases.
     """
     from .worker import ConfigChangedError, work
 
@@ -167,8 +167,8 @@ def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed:
 
 
 def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str], number: int = 0) -> int:
-    """This process is a stage without workers, or one rank of it; or it starts torchrun with `arguments`, where ranks
-    are wanted. `number`: which of the recipe's stages.
+    """Run a stage without workers, or one rank of it, in this process; or start torchrun with `arguments` if the recipe
+    wants several ranks. `number`: the index among the recipe's stages.
 
     The directory is marked complete at the very end.
     """
@@ -194,7 +194,7 @@ def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str], number: int 
 
 
 def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: bool) -> None:
-    """Print the pass rate of a model's directory."""
+    """Print the pass rate of the model in a directory."""
     if os.path.isfile(checkpoint):
         raise ConfigError(f"{checkpoint} is a file; --checkpoint wants the directory of a model.")
     if not os.path.exists(checkpoint / "config.json"):
@@ -217,7 +217,7 @@ def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: 
 def run_replay(
     run: str, preset: str | None, overrides: Sequence[str], *, first_step: int, steps: int | None, as_json: bool
 ) -> int:
-    """Print how the replay compares; 1 where the same settings did not give the same bits."""
+    """Print how the replay compares. Returns 1 if the same settings did not give the same bits."""
     from deploy.run.comparison import comparison_json, comparison_table, verdict
 
     from .replay import Replay, find_run, original_recipe, replayed_recipe
@@ -236,7 +236,7 @@ def run_replay(
 
 
 def show_status(url: str | None, run: str | None, *, as_json: bool, watch: bool) -> None:
-    """Once, or again and again. Without --broker, of the newest run below ./runs."""
+    """Show a run's status once, or again and again. Without --broker it shows the newest run below ./runs."""
     url, run = _find_run(url, run)
     with _snapshots(url, run) as snapshot:
         if watch:
@@ -253,7 +253,7 @@ def show_status(url: str | None, run: str | None, *, as_json: bool, watch: bool)
 
 
 def _watch_status(snapshot: Callable[[], RunStatus], as_json: bool) -> None:
-    """Until Ctrl-C. A run that no learner has claimed yet is waited for."""
+    """Show the status until Ctrl-C. Waits for a run that no learner has claimed yet."""
     status = _first_status(snapshot)
     if as_json:
         while True:
@@ -323,7 +323,8 @@ class _WorkersOwn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _engine_threads(overrides: Sequence[str]) -> int:
-    """Of --count workers; also refuses what a worker may not decide for itself, and what no worker could read."""
+    """Return the engine's threads of --count workers. Raises ConfigError for an override that a worker may not choose,
+    or could not read."""
     for override in overrides:
         if not override.startswith(_WORKERS_OWN):
             raise ConfigError(

@@ -11,8 +11,8 @@ from learner.rows.routing import Routing, routing_of
 
 
 def recipe_backend(recipe: Recipe) -> Backend:
-    """Collective over the ranks. Equal recipes give equal weights."""
-    recipe_routing(recipe)  # a model that it does not fit is refused before it is loaded
+    """Open the policy's backend. Collective over the ranks. Equal recipes give equal weights."""
+    recipe_routing(recipe)  # refuses a model that does not fit before it is loaded
     return open_backend(
         recipe.learner.backend,
         recipe.model,
@@ -25,12 +25,12 @@ def recipe_backend(recipe: Recipe) -> Backend:
 
 
 def recipe_routing(recipe: Recipe) -> Routing | None:
-    """How the model chooses experts, if choices are replayed. Raises ConfigError where they cannot be."""
+    """Return how the model chooses experts, if choices are replayed. Raises ConfigError if they cannot be replayed."""
     return routing_of(load_config(recipe.model)) if recipe.algorithm.router_replay else None
 
 
 def recipe_critic(recipe: Recipe, ranks: Ranks) -> Critic:
-    """The critic of advantage.kind=gae, which starts from the same weights. Collective over the ranks."""
+    """Open the critic of advantage.kind=gae, which starts from the same weights. Collective over the ranks."""
     algorithm = recipe.algorithm
     return Critic(
         open_backend(

@@ -1,6 +1,6 @@
-"""Pass rate on held-out prompts: the workers' engine and rewards, lent to the learner's process.
+"""The pass rate on held-out prompts, measured in the learner's process with the workers' rewards and an engine.
 
-Between evaluations the engine sleeps: the memory is the learner's.
+Between evaluations the engine sleeps, and the learner has the memory.
 """
 
 import asyncio
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 
 class Evaluator:
-    """An embedded engine of its own, whatever engine the workers run: small, on this host, used now and then."""
+    """Measures pass rates with an embedded engine, whatever engine the workers run: small, on this host, used now and
+    then."""
 
     def __init__(self, recipe: Recipe, model: ModelFiles | Path, prompts: Sequence[Prompt]) -> None:
-        """`model`: its files without weights, or a directory whose weights are measured unless others are given."""
+        """`model`: its files without weights, or a directory with weights, which are measured unless others are
+        given."""
         from transformers.utils.logging import disable_progress_bar
 
         from rollout_workers.decoding import load_decoding
@@ -55,7 +57,7 @@ class Evaluator:
     def measure(
         self, tensors: Iterable[tuple[str, "torch.Tensor"]] | None = None, prompts: int | None = None
     ) -> "EvalResult":
-        """One sample of each prompt (the first `prompts` of them), under these weights if some are given."""
+        """Measure one sample of each prompt (of the first `prompts` of them), under these weights if some are given."""
         return self._runner.run(self._measure(None if tensors is None else list(tensors), self._prompts[:prompts]))
 
     def close(self) -> None:
@@ -90,7 +92,7 @@ class Evaluator:
             self._recipe.evaluation.pass_reward,
             self._environment,
         )
-        if tensors is not None:  # the next ones bring their own
+        if tensors is not None:  # the next measurement brings its own weights
             await self._engine.sleep()
         return result
 
@@ -101,7 +103,7 @@ class Evaluator:
 
 
 def evaluate_checkpoint(recipe: Recipe, checkpoint: Path, prompts: int | None) -> "EvalResult":
-    """Pass rate of the model in `checkpoint` on the recipe's held-out prompts. Raises HeadwayError."""
+    """Return the pass rate of the model in `checkpoint` on the recipe's held-out prompts. Raises HeadwayError."""
     from learner.data.prompts import open_prompts
     from learner.models.model import load_tokenizer
 

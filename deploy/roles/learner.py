@@ -67,7 +67,7 @@ PROBE_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What every rank has before anybody talks to the broker."""
+    """What every rank has before rank 0 connects to the broker."""
 
     recipe: Recipe
     backend: Backend
@@ -96,10 +96,10 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
         if experience is not None:
             experience.set_state("training")
         gc.collect()
-        gc.freeze()  # what packages leave for good: to look at all of it takes a good part of a step
+        gc.freeze()  # objects that packages keep for good: examining them all takes a good part of a step
         is_finished = RlStage(learner).run()
         if experience is not None:
-            status = experience.status()  # while the workers are there to be counted
+            status = experience.status()  # now, while the workers are there to be counted
             experience.set_state("finished" if is_finished else "stopped")
             _conclude(recipe, status)
 
@@ -134,13 +134,13 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
             state=origin.state.cursor if origin.state else None,
         ),
         held_out=[p for p in prompts.held_out(recipe.evaluation.prompts) if len(p.token_ids) <= max_prompt_tokens],
-        probe_tokens=[*probe, *probe][:PROBE_TOKENS],  # twice: a prompt of one token predicts none
+        probe_tokens=[*probe, *probe][:PROBE_TOKENS],  # twice, because a prompt of one token predicts none
         files=replace(model_files(load_config(recipe.model), tokenizer), limits=_limits(recipe)),
     )
 
 
 def _limits(recipe: Recipe) -> SampleLimits:
-    """What a sample of this run can be."""
+    """Return the limits of a sample of this run."""
     routing = recipe_routing(recipe)
     return SampleLimits(
         vocabulary=getattr(load_config(recipe.model).get_text_config(), "vocab_size", None),
@@ -155,7 +155,7 @@ def _load(backend: Backend, updater: Updater, checkpoint: Path) -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """For whatever draws from the process's own generators, such as a user's loss; checkpoints hold their states."""
+    """Seed the process's own generators, from which a user's loss may draw. Checkpoints hold their states."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -163,7 +163,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, Phases, Start]]:
-    """Rank 0's hold on the run: claimed, with the model's files in the broker for workers to start from."""
+    """Connect rank 0 to the run and claim it, with the model's files in the broker for workers to start from."""
     recipe = parts.recipe
     with ExitStack() as stack:
         blocking = BlockingBroker(url, recipe.run.name)
@@ -194,7 +194,7 @@ def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, Phases, Sta
 
 
 def _claim(parts: Parts, blocking: BlockingBroker) -> tuple[Claimed, ExperienceLog]:
-    """The run is ours, and its directory says so before any weights are published."""
+    """Claim the run, and note that in its directory before any weights are published."""
     recipe, origin, directory = parts.recipe, parts.origin, parts.recipe.run_directory
     identity = identify(blocking, origin, directory, identity_of(directory))
     note_identity(directory, identity)
@@ -253,7 +253,7 @@ def _learner(
 
 
 def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
-    """What turns batches into updates of `backend`, as the recipe wants it. Collective over the ranks."""
+    """Return what turns batches into updates of `backend`, as the recipe wants it. Collective over the ranks."""
     objective = Objective(
         recipe.algorithm,
         is_one_update=recipe.learner.updates_per_step == 1,
@@ -277,7 +277,7 @@ def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
 
 
 def _cost(recipe: Recipe) -> CostModel:
-    """Of the recipe's model by its shape; of a usual one where its configuration has other names for its sizes."""
+    """Return the cost model of the recipe's model, or of a usual one if its configuration names its sizes otherwise."""
     try:
         return CostModel.of_model(shape_of(load_config(recipe.model)))
     except AttributeError:
@@ -285,7 +285,7 @@ def _cost(recipe: Recipe) -> CostModel:
 
 
 def _rules(recipe: Recipe) -> RunRules:
-    """What the broker must know of the recipe: each rule is the setting of the same name."""
+    """Return what the broker must know of the recipe. Each rule is the setting of the same name."""
     settings: dict[str, Any] = {}
     for section in (recipe.learner, recipe.staleness, recipe.broker):
         settings |= msgspec.structs.asdict(section)
@@ -293,7 +293,7 @@ def _rules(recipe: Recipe) -> RunRules:
 
 
 def _conclude(recipe: Recipe, status: RunStatus | None) -> None:
-    """summary.json and the plot."""
+    """Write summary.json and the plot."""
     extras: dict[str, int] = {"max_lag_allowed": recipe.staleness.max_lag}
     if status is not None:
         queues = status.queues

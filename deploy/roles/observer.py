@@ -1,4 +1,4 @@
-"""What the learner's loop reports, made into the events that sinks are told, live metrics and evaluations."""
+"""Turns what the learner's loop reports into events for sinks, live metrics and evaluations."""
 
 import logging
 import math
@@ -17,12 +17,14 @@ from learner.stages.loop import TrainedStep
 from .evaluation import Evaluator
 
 HEARTBEAT_S = 10.0
-"""Between two looks at the workers, for sinks that want them: a look fetches the last steps as well."""
+"""Seconds between two heartbeat events for sinks that want them. Each fetches the last steps from the broker as
+well."""
 log = logging.getLogger(__name__)
 
 
 class RunObserver:
-    """Every rank has one, since evaluations gather weights; only the first rank's has sinks, and so on."""
+    """Observes the loop. Every rank has one, since evaluations gather weights; only the first rank's writes and
+    measures."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class RunObserver:
             pass
 
     def on_step(self, step: TrainedStep) -> None:
-        """Tell sinks and broker."""
+        """Give a step to sinks and broker."""
         if self._sinks is None or self._experience is None:
             return
         event = step_event(step, self._recipe.learner.steps, time.monotonic() - self._started)
@@ -87,7 +89,8 @@ class RunObserver:
 
 
 def step_event(step: TrainedStep, total_steps: int, time_s: float) -> StepEvent:
-    """One step of a run or of a replay, with what it trained; `time_s` since its loop started."""
+    """Return the event of one step of a run or of a replay, with what it trained; `time_s` in seconds since its loop
+    began."""
     trajectories = [trajectory for group in step.groups for trajectory in group.trajectories]
     metrics = _metrics(step, trajectories, total_steps, time_s)
     return StepEvent(metrics=metrics, tids=tuple(str(trajectory.tid) for trajectory in trajectories))
@@ -127,5 +130,5 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no word for the others."""
+    """Return the value, or None for one that JSON cannot express."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""`headway replay`: a run's learner over again from its experience log, offline, with the same settings or others.
+"""`headway replay`: trains a run's learner again from its experience log, offline, with the same or other settings.
 
 runs/RUN/replays/NAME/    metrics.jsonl  trained.jsonl  summary.json  model/
 """
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def find_run(run: str) -> Path:
-    """The directory of that path, else the run of that name below ./runs. Raises ConfigError."""
+    """Return the directory of that path, or else of the run of that name below ./runs. Raises ConfigError."""
     for directory in (Path(run), Path("runs", run)):
         if os.path.isfile(directory / CONFIG):
             return directory
@@ -48,14 +48,14 @@ def find_run(run: str) -> Path:
 
 
 def original_recipe(directory: Path) -> Recipe:
-    """What the run in `directory` was told last, wherever the directory is now."""
+    """Return the last recipe of the run in `directory`, even if the directory was moved."""
     recipe = load_recipe(directory / CONFIG)
     place = msgspec.structs.replace(recipe.run, directory=str(directory.parent), name=directory.name)
     return msgspec.structs.replace(recipe, run=place)
 
 
 def replayed_recipe(original: Recipe, preset: str | None, overrides: Sequence[str]) -> Recipe:
-    """The same with the algorithm of a preset, if one is named, and overrides on top. Raises ConfigError."""
+    """Return the same recipe with a preset's algorithm, if one is named, and with overrides. Raises ConfigError."""
     if preset is None:
         return with_overrides(original, overrides)
     algorithm = msgspec.convert({**preset_defaults(preset), "preset": preset}, AlgorithmConfig)
@@ -65,13 +65,13 @@ def replayed_recipe(original: Recipe, preset: str | None, overrides: Sequence[st
 
 @dataclass(kw_only=True)
 class Replay:
-    """One replay in this process, whatever number of ranks the run's learner had."""
+    """Runs one replay in this process, however many ranks the run's learner had."""
 
     original: Recipe
     recipe: Recipe
     first_step: int
     steps: int | None
-    """At most so many; None: all that were logged."""
+    """Most steps to replay; None: all that were logged."""
 
     def __post_init__(self) -> None:
         directory = self.original.run_directory
@@ -84,7 +84,7 @@ class Replay:
         self._output = _free_directory(directory / REPLAYS / self.recipe.algorithm.preset)
 
     def run(self) -> Comparison:
-        """Train, write what a run leaves, and compare. Raises ReplayError where the log or a checkpoint is missing."""
+        """Train, write a run's files, and compare. Raises ReplayError if the log or a checkpoint is missing."""
         start, steps = self._start(), self._range()
         torch.set_num_threads(self.recipe.learner.threads)
         seed_generators(self.recipe.run.seed)
@@ -106,7 +106,7 @@ class Replay:
         return self._comparison(metrics, weights)
 
     def _start(self) -> Checkpoint | None:
-        """None: the run's first weights."""
+        """Return the checkpoint to start from; None: the run's first weights."""
         if self.first_step and self.first_step not in self._checkpoints:
             raise ReplayError(
                 f"There is no checkpoint at step {self.first_step} to start from; --from can be"
@@ -115,7 +115,7 @@ class Replay:
         return self._checkpoints.get(self.first_step) if self.first_step else None
 
     def _range(self) -> range:
-        """The steps that were trained, as far as the log holds them."""
+        """Return the trained steps, as far as the log holds them."""
         stop = min(self._log.held_until(self.first_step), 1 + max(self._before, default=-1))
         if stop <= self.first_step:
             held = ", ".join(str(step) for step in self._checkpoints if self._log.held_until(step) > step)
@@ -159,7 +159,7 @@ def _write(record: JsonlSink, step: TrainedStep, total_steps: int, time_s: float
 
 
 def _free_directory(wanted: Path) -> Path:
-    """The first of NAME, NAME-2, NAME-3 ... that is not there."""
+    """Return the first of NAME, NAME-2, NAME-3 ... that does not exist."""
     number, path = 1, wanted
     while path.exists():
         number += 1

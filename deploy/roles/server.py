@@ -1,4 +1,4 @@
-"""`headway broker`: the embedded server in a terminal of its own, or a look at one that is there already."""
+"""`headway broker`: runs the embedded server in a terminal of its own, or checks an existing server."""
 
 import shlex
 import signal
@@ -18,7 +18,7 @@ from deploy.run.directory import held, writable
 
 POLL_S = 0.2
 PATIENCE_S = 3.0
-"""Somebody waits for the answer."""
+"""Seconds to wait for the server: a user waits for the answer."""
 COMMANDS = {
     Role.LEARNER: "headway learner RECIPE.yaml",
     Role.WORKER: "headway workers --count 2",
@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def run_server(directory: Path, port: int | None) -> int:
-    """Serve until a signal; the data stay in `directory`, so the next start goes on with them."""
+    """Serve until a signal. The data stay in `directory`, and the next start continues with them."""
     stops: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -58,7 +58,7 @@ def run_server(directory: Path, port: int | None) -> int:
 
 
 def check_server(url: str) -> int:
-    """Say whether Headway can use the server at `url`, and its runs. Raises HeadwayError where it cannot."""
+    """Print whether Headway can use the server at `url`, and its runs. Raises HeadwayError if Headway cannot use it."""
     check_traits(url, complain, timeout_s=PATIENCE_S)
     client = BlockingBroker(url, "headway-check", timeout_s=PATIENCE_S)
     try:

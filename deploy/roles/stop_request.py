@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a question that long work asks itself now and then."""
+"""SIGTERM and SIGINT as a flag that long work checks now and then."""
 
 import signal
 from types import FrameType
@@ -7,7 +7,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """True, when called, once somebody has asked for an orderly end: finish the step, write a checkpoint."""
+    """Returns True, when called, once a signal has asked for an orderly end: finish the step, write a checkpoint."""
 
     def __init__(self) -> None:
         self._is_made = False
@@ -20,4 +20,4 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._is_made = True
         for each in STOPS:
-            signal.signal(each, signal.SIG_DFL)  # the second one stops at once
+            signal.signal(each, signal.SIG_DFL)  # the second signal stops the process at once

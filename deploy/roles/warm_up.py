@@ -1,4 +1,4 @@
-"""The role of a stage without workers, which is opened with a pass rate that the workers' room measures."""
+"""The role of a stage without workers. It gives the stage pass rates that the workers' engine and rewards measure."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,15 +37,16 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     loss: float | None
     pass_rate: float
-    """Of the model as it was saved, on the held-out prompts."""
+    """The pass rate of the saved model on the held-out prompts."""
 
 
 def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 0) -> StageOutcome:
-    """Run this stage of the recipe from what the ones before left, and write a model for `from_pretrained` to `output`.
+    """Run this stage of the recipe from the model of the stages before it, and write a model for `from_pretrained`.
 
-    One that was stopped goes on where it was. Raises StageError when it is stopped.
+    The model goes to the directory `output`. A stopped stage continues where it was. Raises StageError when it is
+    stopped.
     """
-    check_algorithm(recipe.algorithm)  # what follows must not fail for a misspelt option
+    check_algorithm(recipe.algorithm)  # the learner must not fail later for a misspelt option
     config, identity = recipe.plan[number], stage_identity(recipe, number)
     recipe = starting_after(recipe, [one for one in planned(recipe) if one.number < number])
     backend = recipe_backend(recipe)
@@ -76,20 +77,20 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
 
 
 def stage_identity(recipe: Recipe, number: int) -> str:
-    """Of all that decides what the stage makes, and in which form its checkpoints are."""
+    """Return an identity of all that decides what the stage makes, and of the form of its checkpoints."""
     learner = recipe.learner
     parts = (origin(recipe, number), recipe.optimizer, learner.backend, learner.layout, learner.processes)
     return hashlib.blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
 
 
 def _measured(recipe: Recipe, stage: StageConfig) -> int:
-    """The most held-out prompts that anybody will ask for."""
+    """Return the most held-out prompts that a gate or the final measurement asks for."""
     return max([recipe.evaluation.prompts, *(phase.gate_prompts for phase in stage.phases if phase.until_pass_rate)])
 
 
 @contextmanager
 def _gate(recipe: Recipe, held_out: Sequence[Prompt], ranks: Ranks) -> Iterator[Gate]:
-    """Measures the pass rate of the tensors that it is given, on the first so many of the held-out prompts."""
+    """Yield a function that measures the pass rate of given tensors on the first so many of the held-out prompts."""
     files = model_files(load_config(recipe.model), load_tokenizer(recipe.model))
     with Evaluator(recipe, files, held_out) as evaluator:
 
@@ -103,7 +104,7 @@ def _gate(recipe: Recipe, held_out: Sequence[Prompt], ranks: Ranks) -> Iterator[
 
 
 class ProgressBars:
-    """One bar a part on a terminal, a line now and then elsewhere."""
+    """Shows one bar for each part on a terminal, and a line now and then elsewhere."""
 
     def __init__(self, console: Terminal) -> None:
         self._console = console
@@ -125,7 +126,7 @@ class ProgressBars:
         self._progress.stop()
 
     def show(self, progress: base.Progress) -> None:
-        """After every step."""
+        """Show the progress. Called after every step."""
         passed = "" if progress.pass_rate is None else f"  pass rate {progress.pass_rate:.2f}"
         name = progress.part
         if name not in self._tasks:

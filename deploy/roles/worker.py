@@ -1,4 +1,4 @@
-"""The worker role: one process, one engine. All it is given is a broker URL and a run name."""
+"""The worker role: one process with one engine. It is given only a broker URL and a run name."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class ConfigChangedError(HeadwayError):
-    """A learner took the run over with another configuration than the one this worker started with."""
+    """A learner took the run over with another configuration than the one that this worker started with."""
 
 
 def work(url: str, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> None:
@@ -63,7 +63,7 @@ async def _run(url: str, run: str, worker: str, overrides: Sequence[str], allowe
 
 
 async def _fetch_config_and_libraries(broker: Broker) -> bytes:
-    """Importing torch takes seconds; they pass while the learner is not there yet either."""
+    """Fetch the configuration while the libraries are imported: importing torch takes seconds."""
     libraries = asyncio.create_task(asyncio.to_thread(_import_libraries))
     stored = await _fetch_config(broker)
     await libraries
@@ -76,7 +76,7 @@ def _import_libraries() -> None:
 
 
 async def _fetch_config(broker: Broker) -> bytes:
-    """The run's resolved configuration, as soon as a learner has stored it."""
+    """Wait for a learner to store the run's resolved configuration, and return it."""
     from rollout_workers.outages import Outages
 
     outages = Outages(broker.url)
@@ -91,7 +91,7 @@ async def _fetch_config(broker: Broker) -> bytes:
 
 @asynccontextmanager
 async def _drained_when_changed(broker: Broker, stored: bytes, drain: asyncio.Event) -> AsyncIterator[None]:
-    """Drain once what workers need of the run's configuration has changed; then raise ConfigChangedError."""
+    """Drain the worker once what workers need of the run's configuration has changed; then raise ConfigChangedError."""
     watch = asyncio.create_task(_watch_config(broker, stored))
     watch.add_done_callback(lambda _: drain.set())
     try:
@@ -110,14 +110,14 @@ async def _watch_config(broker: Broker, stored: bytes) -> None:
             now = await broker.status.config() or stored
         except ForeignRunError:
             raise
-        except BrokerError:  # an outage: the worker says so
+        except BrokerError:  # an outage, which the worker logs itself
             continue
         if now != stored and _workers_part(now) != _workers_part(stored):
             raise ConfigChangedError(f"The configuration of run {broker.run} has changed since this worker started.")
 
 
 def _workers_part(stored: bytes) -> tuple[Any, ...]:
-    """What a worker's work depends on."""
+    """Return the parts of the configuration that a worker's work depends on."""
     recipe = recipe_from_bytes(stored)
     broker, parts = recipe.broker, (recipe.model, recipe.rewards, recipe.sampling, recipe.engine, recipe.workers)
     leases = broker.lease_ttl_s, broker.payload_ttl_s, broker.payload_shards, broker.replicas
@@ -151,7 +151,7 @@ async def _work(
     if is_colocated and not await _or_drained(_may_open(broker, recipe, worker), drain):
         return
     with staying_awake(broker, worker) if is_colocated else nullcontext():
-        # vLLM wants the loop's own thread.
+        # vLLM wants the event loop's own thread.
         engine = open_engine(
             recipe.engine,
             model,
@@ -162,7 +162,7 @@ async def _work(
         )
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)
     gc.collect()
-    gc.freeze()  # what an engine's packages leave for good is millions of objects, to be looked at ten times a second
+    gc.freeze()  # an engine's packages keep millions of objects for good, which would be examined ten times a second
     rollout = Worker(
         broker=broker,
         engine=engine,
@@ -187,7 +187,7 @@ async def _work(
 
 
 async def _may_open(broker: Broker, recipe: Recipe, worker: str) -> bool:
-    """As soon as the learner leaves the device to engines; False where the run is over."""
+    """Wait until the learner leaves the device to engines. Returns False if the run is over."""
     from rollout_workers.outages import Outages
     from rollout_workers.run_end import RunEnd
     from rollout_workers.swaps.colocation import until_engine_may_open
@@ -207,7 +207,7 @@ async def _drain_when_asked(worker: "Worker", drain: asyncio.Event) -> None:
 
 
 async def _or_drained(wanted: Coroutine[Any, Any, T], drain: asyncio.Event) -> T | None:
-    """The result; or None, once asked to drain while it was not there yet."""
+    """Return the result, or None if the worker was asked to drain before it was there."""
     tasks = asyncio.ensure_future(wanted), asyncio.ensure_future(drain.wait())
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
@@ -216,5 +216,5 @@ async def _or_drained(wanted: Coroutine[Any, Any, T], drain: asyncio.Event) -> T
 
 
 def _seed(recipe: Recipe, worker: str) -> int:
-    """Workers must not sample the same tokens; the same worker's name gives the same seed."""
+    """Return the worker's seed. Workers must not sample the same tokens; the same worker name gives the same seed."""
     return zlib.crc32(f"{recipe.run.seed}:{worker}".encode())

@@ -1,1 +1,1 @@
-"""A run's directory: what lies in it, who holds it, how it is read again."""
+"""A run's directory: its files, the process that holds it, and how it is read again."""

@@ -1,4 +1,4 @@
-"""A replay next to the run that it replays: what differs in the settings, in every step and in the weights."""
+"""Compares a replay with the run that it replays: the settings, every step, and the weights."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from broker.schema import StepMetrics
 from deploy.recipe.recipe import Recipe
 
 ALGORITHM_COLUMNS = {"ess": "ess", "clip_fraction": "clipped", "kl_behavior": "kl"}
-"""Of what the loss reports, in the table; all of it is in metrics.jsonl."""
+"""Of the loss's metrics, those in the table, with their headings. metrics.jsonl has all of them."""
 MAX_ROWS = 50
 MISSING = "-"
 
 
 class ComparedWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """The weights after the steps below `step`, here and in the run's checkpoint."""
+    """The weights after the steps below `step`, in the replay and in the run's checkpoint."""
 
     step: int
     checkpoint: str
@@ -30,21 +30,21 @@ class ComparedWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """All there is to say of one replay."""
+    """The outcome of one replay."""
 
     run: str
     directory: str
     changed: tuple[str, ...]
-    """Settings that are not the run's."""
+    """Paths of the settings that differ from the run's."""
     ranks: int
-    """Of the run; a replay has one."""
+    """Ranks of the run's learner; a replay has one."""
     replayed: tuple[StepMetrics, ...]
     original: dict[int, StepMetrics]
     weights: tuple[ComparedWeights, ...]
 
     @property
     def first_difference(self) -> int | None:
-        """The first step whose loss or gradient norm is not the original's, to the last bit."""
+        """The first step whose loss or gradient norm differs from the original's in any bit."""
         for step in self.replayed:
             before = self.original.get(step.step)
             if before is not None and (step.loss, step.grad_norm) != (before.loss, before.grad_norm):
@@ -53,23 +53,23 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_identical(self) -> bool:
-        """Every step that both have, and the weights of every checkpoint on the way."""
+        """Whether every step that both have is equal, and the weights of every checkpoint on the way."""
         return self.first_difference is None and all(weights.is_equal for weights in self.weights)
 
     @property
     def is_as_promised(self) -> bool:
-        """The same settings gave the same bits; other settings promise nothing."""
+        """Whether the same settings gave the same bits. Other settings promise nothing."""
         return bool(self.changed) or self.is_identical
 
 
 def changed_settings(original: Recipe, replayed: Recipe) -> tuple[str, ...]:
-    """Paths of the values that are not the same."""
+    """Return the paths of the values that differ."""
     before, after = (dict(_leaves(msgspec.to_builtins(recipe), "")) for recipe in (original, replayed))
     return tuple(sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path)))
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """For programs: figures of every step, and the verdict."""
+    """Return the comparison for programs: figures of every step, and the verdict."""
     return {
         "run": comparison.run,
         "directory": comparison.directory,
@@ -85,7 +85,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Steps as rows; where the original's figures are others, they stand below."""
+    """Return the steps as rows. The original's figures stand below where they differ."""
     steps = comparison.replayed
     reported = [name for name in ALGORITHM_COLUMNS if any(name in step.algorithm for step in steps)]
     table = Table(title=f"Replay of {comparison.run}", title_justify="left", box=SIMPLE_HEAD)
@@ -101,7 +101,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def verdict(comparison: Comparison) -> Iterator[str]:
-    """The outcome, in sentences."""
+    """Yield the outcome, in sentences."""
     steps, step = comparison.replayed, comparison.first_difference
     if step is None:
         yield f"Loss and gradient norm of all {len(steps)} steps equal the original's, bit for bit."
@@ -132,7 +132,7 @@ def _short(figures: dict[str, float | None], name: str) -> str:
 
 
 def _thinned(steps: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
-    """So few that a terminal shows them; the last among them."""
+    """Return so few steps that a terminal can show them, with the last one among them."""
     stride = -(-len(steps) // MAX_ROWS) or 1
     return steps[::-1][::stride][::-1]
 

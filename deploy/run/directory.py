@@ -1,12 +1,12 @@
-"""A run's directory: made once, never shared by two runs, found again by `headway status`.
+"""A run's directory: it is made once, two runs never share it, and `headway status` finds it.
 
 runs/NAME/        config.yaml  metrics.jsonl  trained.jsonl  evaluations.jsonl  summary.json
                   plots/  checkpoints/  experience/  replays/  logs/  sft/  stages/  broker/
                   settings.json: the recipe once more, for --resume to compare
-                  identity: which run it is, for a broker where another one may get its name
-                  incarnation: the last that a learner was given here
-                  broker.json, while it runs: where its server is
-runs/.NAME.lock   held by whoever runs it; says who
+                  identity: tells the run from another one of its name on the broker
+                  incarnation: the last one that a learner of this run was given
+                  broker.json: the URL of its server, while the run lasts
+runs/.NAME.lock   held by the process that runs it, and names that process
 """
 
 import fcntl
@@ -54,18 +54,18 @@ BEFORE_TRAINING = {
     EXPERIENCE,
     "logs",
 }
-"""What a start leaves that came to nothing: no step, no checkpoint."""
+"""The files and directories of a start that failed before its first step and checkpoint."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run can be looked at while it runs."""
+    """The server and name of a run while it runs."""
 
     url: str
     run: str
 
 
 def prepare(recipe: Recipe, *, resume: bool, overwrite: bool, say: Callable[[str], None] = say) -> Path:
-    """Make the run's directory and write config.yaml. Raises ConfigError where a run is there already."""
+    """Make the run's directory and write config.yaml. Raises ConfigError if it holds a run already."""
     directory = recipe.run_directory
     with writable(directory):
         if resume and not (directory / CONFIG).exists():
@@ -97,7 +97,7 @@ def _clear(recipe: Recipe, overwrite: bool, say: Callable[[str], None]) -> None:
 
 
 def _clear_false_start(recipe: Recipe, say: Callable[[str], None]) -> None:
-    """Only finished stages are worth keeping, and only if this recipe would make the same."""
+    """Keep only finished stages that this recipe would make again."""
     directory = recipe.run_directory
     for name in (SERVER, EXPERIENCE):
         shutil.rmtree(directory / name, ignore_errors=True)
@@ -110,7 +110,7 @@ def _clear_false_start(recipe: Recipe, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def writable(directory: Path, choice: str = "run.directory=...") -> Iterator[None]:
-    """A place that the system refuses, in words that help."""
+    """Turn the system's refusal of a directory into a HeadwayError with a remedy."""
     try:
         yield
     except OSError as error:
@@ -123,18 +123,18 @@ def writable(directory: Path, choice: str = "run.directory=...") -> Iterator[Non
 
 @contextmanager
 def held(directory: Path, choice: str = "name (run.name=...)") -> Iterator[None]:
-    """Nobody else runs in `directory` meanwhile. The lock goes with the process, however that ends."""
+    """Hold `directory` so that no other process runs in it. The lock ends with the process, however that ends."""
     with _lock(directory) as is_ours:
         if not is_ours:
             who = _who_holds(directory)
             raise HeadwayError(f"Another process runs in {directory}{who}. Stop it first, or choose another {choice}.")
-        with suppress(OSError):  # a full disk: then nobody can say who holds it
+        with suppress(OSError):  # a full disk: then other processes cannot say which one holds it
             _lock_path(directory).write_bytes(msgspec.json.encode(Holder.this_process()))
         yield
 
 
 def is_held(directory: Path) -> bool:
-    """True while some process runs in `directory`."""
+    """Whether a process runs in `directory`."""
     with _lock(directory) as is_ours:
         return not is_ours
 
@@ -144,7 +144,7 @@ def _lock_path(directory: Path) -> Path:
 
 
 def _who_holds(directory: Path) -> str:
-    """Empty where nobody can say."""
+    """Return which process holds the directory; empty if that is unknown."""
     try:
         return f": {described(msgspec.json.decode(_lock_path(directory).read_bytes(), type=Holder))}"
     except (OSError, msgspec.DecodeError):
@@ -153,7 +153,7 @@ def _who_holds(directory: Path) -> str:
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[bool]:
-    """Whether the lock was to be had; if so it is ours meanwhile."""
+    """Take the lock if it is free, and yield whether this process has it."""
     path = _lock_path(directory)
     with writable(directory):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,21 +170,23 @@ def _lock(directory: Path) -> Iterator[bool]:
 
 
 def identity_of(directory: Path) -> str:
-    """Of the run in `directory`; empty where it has none yet."""
+    """Return the identity of the run in `directory`; empty if it has none yet."""
     path = directory / IDENTITY
     with _read(path, "Bring it back from a copy, or start the run anew with --overwrite."):
         return path.read_text().strip() if path.exists() else ""
 
 
 def note_identity(directory: Path, identity: str) -> None:
-    """Durable once this returns: to be called before the run is claimed, which nobody else can go on with."""
+    """Write the identity durably. Call it before the run is claimed: no other learner can continue a claim without
+    it."""
     with writable(directory):
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(directory / IDENTITY, f"{identity}\n".encode())
 
 
 def last_incarnation(directory: Path) -> int:
-    """0 before the first. A server that loses its last second, and a claim with it, would give the same one again."""
+    """Return the last incarnation; 0 before the first. A server that loses its last second, and a claim with it, would
+    give the same incarnation again."""
     path = directory / INCARNATION
     remedy = f"Write into it the highest number that there is below {directory / CHECKPOINTS}, plus 100."
     with _read(path, remedy):
@@ -192,7 +194,7 @@ def last_incarnation(directory: Path) -> int:
 
 
 def note_incarnation(directory: Path, incarnation: int) -> None:
-    """Durable once this returns: to be called before any weights are published under it."""
+    """Write the incarnation durably. Call it before any weights are published under it."""
     with writable(directory):
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(directory / INCARNATION, f"{incarnation}\n".encode())
@@ -200,7 +202,8 @@ def note_incarnation(directory: Path, incarnation: int) -> None:
 
 @contextmanager
 def endpoint(directory: Path, url: str, run: str) -> Iterator[None]:
-    """`headway status` finds this run meanwhile; a password it takes from its own environment."""
+    """Let `headway status` find this run inside the block. The password comes from the environment of `headway
+    status`."""
     path = directory / ENDPOINT
     replace_file(path, json.dumps({"url": without_secrets(url), "run": run}).encode() + b"\n")
     try:
@@ -210,7 +213,8 @@ def endpoint(directory: Path, url: str, run: str) -> Iterator[None]:
 
 
 def find_endpoint(parent: Path, run: str | None) -> Endpoint:
-    """Of `run` below `parent`, else of the one that started last. Raises HeadwayError if it is not going on."""
+    """Return the endpoint of `run` below `parent`, or else of the run that started last. Raises HeadwayError if it does
+    not run."""
     if run is not None and is_name(run) and (parent / run / ENDPOINT).exists() and is_held(parent / run):
         return _read_endpoint(parent / run / ENDPOINT)
     found = newest_endpoint(parent)
@@ -220,7 +224,7 @@ def find_endpoint(parent: Path, run: str | None) -> Endpoint:
 
 
 def newest_endpoint(parent: Path) -> Endpoint:
-    """Of the run below `parent` that started last. Raises HeadwayError if none is going on."""
+    """Return the endpoint of the run below `parent` that started last. Raises HeadwayError if none runs."""
     alive = (path for path in parent.glob(f"*/{ENDPOINT}") if is_held(path.parent))  # a killed run leaves its file
     found = sorted(alive, key=lambda path: path.stat().st_mtime)
     if not found:
@@ -238,8 +242,8 @@ def _read_endpoint(path: Path) -> Endpoint:
 
 @contextmanager
 def _read(path: Path, remedy: str) -> Iterator[None]:
-    """What is damaged of our own files, in words that help."""
+    """Turn the error of a damaged file into a HeadwayError with a remedy."""
     try:
         yield
-    except (OSError, ValueError) as error:  # of msgspec, too
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors, too
         raise HeadwayError(f"{path} cannot be read: {error}. {remedy}") from error

@@ -1,4 +1,4 @@
-"""What happens in a run, as metric sinks are told: each struct is written once, by the learner's first rank."""
+"""The events of a run that metric sinks are given. The learner's first rank makes each event once."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ class StepEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     metrics: StepMetrics
     tids: tuple[str, ...]
-    """Of the trajectories that it trained, as `group:round:sample`."""
+    """The trajectories that it trained, as `group:round:sample`."""
 
     @property
     def oldest_step(self) -> int:
@@ -32,14 +32,14 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     step: int
     time_s: float
-    """Since this learner started its loop."""
+    """Seconds since this learner began its loop."""
     workers: tuple[WorkerInfo, ...]
-    """What each living worker said with its last heartbeat."""
+    """The last heartbeat of each living worker."""
     queues: QueueDepths
 
     @classmethod
     def of(cls, status: RunStatus, metrics: StepMetrics) -> "HeartbeatEvent":
-        """The look at the run that followed the step of `metrics`."""
+        """Return the event of the look at the run that followed the step of `metrics`."""
         return cls(
             incarnation=metrics.incarnation,
             step=metrics.step,

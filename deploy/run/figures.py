@@ -1,4 +1,4 @@
-"""Every figure that is worked out from a run's events, as summary, plots, `headway status` and sinks show them."""
+"""Computes every figure from a run's events, as summary, plots, `headway status` and sinks show them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,30 +10,30 @@ from broker.schema import StepMetrics, WorkerInfo
 from .events import EvaluationEvent
 
 EDGE_STEPS = 3
-"""`reward_first` and `reward_last` are means of so many steps."""
+"""Steps of which `reward_first` and `reward_last` are means."""
 WINDOW = 5
 """Steps of the moving average."""
 
 
 def trained_per_s(steps: Sequence[StepMetrics]) -> float:
-    """Tokens trained in a second of these steps, waiting included; 0 without any."""
+    """Return tokens trained per second of these steps, waiting included; 0 without steps."""
     seconds = sum(step.step_s for step in steps)
     return sum(step.trained_tokens for step in steps) / seconds if seconds else 0.0
 
 
 def wait_fraction(steps: Sequence[StepMetrics]) -> float:
-    """The share of these steps' time in which the learner waited for a batch, from 0 to 1."""
+    """Return the share of these steps' time in which the learner waited for a batch, from 0 to 1."""
     seconds = sum(step.step_s for step in steps)
     return sum(step.take_s for step in steps) / seconds if seconds else 0.0
 
 
 def generated_per_s(workers: Sequence[WorkerInfo]) -> float:
-    """Tokens that these workers generate in a second, as they say."""
+    """Return tokens that these workers generate per second, by their own count."""
     return sum(worker.tokens_per_s for worker in workers)
 
 
 def lag_histogram(steps: Sequence[StepMetrics]) -> dict[int, int]:
-    """Trajectories that these steps trained, by lag."""
+    """Return the number of trajectories that these steps trained, by lag."""
     counts: Counter[int] = Counter()
     for step in steps:
         counts.update(step.lag_histogram)
@@ -41,13 +41,13 @@ def lag_histogram(steps: Sequence[StepMetrics]) -> dict[int, int]:
 
 
 def moving_average(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Mean of the last `window` values at every point; of fewer at the start."""
+    """Return at every point the mean of the last `window` values, or of fewer at the start."""
     spans = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(span) / len(span) for span in spans]
 
 
 def learned(lineage: Sequence[StepMetrics]) -> dict[str, Any]:
-    """What the steps that lead to the last weights add up to, by the summary's keys."""
+    """Return the sums over the steps that lead to the last weights, by the summary's keys."""
     rewards = [step.reward_mean for step in lineage]
     return {
         "reward_first": fmean(rewards[:EDGE_STEPS]) if rewards else None,
@@ -60,7 +60,7 @@ def learned(lineage: Sequence[StepMetrics]) -> dict[str, Any]:
 
 
 def spent(steps: Sequence[StepMetrics]) -> dict[str, Any]:
-    """What all the work cost, by the summary's keys; `steps` has abandoned ones too, as time does not come back."""
+    """Return what all work cost, by the summary's keys. `steps` includes abandoned ones, whose time was spent too."""
     return {
         "wall_s": _wall_s(steps),
         "trained_tokens_per_s": trained_per_s(steps),
@@ -70,13 +70,13 @@ def spent(steps: Sequence[StepMetrics]) -> dict[str, Any]:
 
 
 def evaluated(lineage: Sequence[EvaluationEvent]) -> dict[str, Any]:
-    """The first pass rate and the last, by the summary's keys; None for one that was not measured."""
+    """Return the first and the last pass rate, by the summary's keys; None for one that was not measured."""
     rates = [evaluation.pass_rate for evaluation in lineage]
     return {"eval_before": rates[0] if rates else None, "eval_after": rates[-1] if len(rates) > 1 else None}
 
 
 def _wall_s(steps: Sequence[StepMetrics]) -> float:
-    """The sum over incarnations: each counts its own time from 0."""
+    """Return the sum over incarnations: each counts its own time from 0."""
     longest: dict[int, float] = {}
     for step in steps:
         longest[step.incarnation] = max(step.time_s, longest.get(step.incarnation, 0.0))

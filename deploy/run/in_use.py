@@ -1,4 +1,4 @@
-"""A run that is alive is neither overwritten nor deleted by mistake, wherever its learner and workers are."""
+"""Refuses to overwrite or delete a living run by mistake, wherever its learner and workers are."""
 
 from datetime import datetime
 
@@ -8,12 +8,12 @@ from broker.errors import HeadwayError
 from rollout_workers.run_end import RUN_OVER
 
 PATIENCE_S = 3.0
-"""Somebody waits for the answer."""
+"""Seconds to wait for the broker: a user waits for the answer."""
 _NAMED = 3
 
 
 def refuse_if_in_use(url: str, run: str) -> None:
-    """Raises HeadwayError, which says who uses the run, where a learner or workers of it are alive."""
+    """Raise HeadwayError, which names the processes, if a learner or workers of the run are alive."""
     client = BlockingBroker(url, run, timeout_s=PATIENCE_S)
     try:
         use = client.call(client.broker.holding.use())
@@ -35,6 +35,6 @@ def _users(use: Use) -> list[str]:
 
 
 def described(holder: Holder) -> str:
-    """Such as `process 12 of ali on gpu-3, since 2026-11-23 07:00:12`; the time is ours."""
+    """Return words such as `process 12 of ali on gpu-3, since 2026-11-23 07:00:12`, with the time of this machine."""
     since = datetime.fromtimestamp(holder.since).strftime("%Y-%m-%d %H:%M:%S")
     return f"process {holder.pid} of {holder.user} on {holder.host}, since {since}"

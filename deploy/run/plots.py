@@ -14,14 +14,14 @@ from .whole_files import told
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette: told apart with any colour vision, and in grey by lightness.
+# Okabe and Ito's palette: its colours differ for any colour vision, and in lightness when printed in grey.
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7F7F7F"
 
 
 def plot(directory: Path, max_lag: int | None = None) -> Path:
     """Draw `directory`/plots/reward_lag.png from the run's files, with the bound on lag if it is given.
 
-    Raises HeadwayError where it cannot be written.
+    Raises HeadwayError if it cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

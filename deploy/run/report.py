@@ -1,7 +1,7 @@
 """What a run leaves behind: metrics.jsonl, trained.jsonl, evaluations.jsonl, summary.json and a plot.
 
-A killed and resumed learner repeats steps since its checkpoint, so the files hold abandoned lines too:
-`lineage` keeps the ones whose training is part of the final weights, and every figure is computed from those.
+A killed and resumed learner repeats the steps since its checkpoint, so the files hold abandoned lines too. `lineage`
+returns the lines whose training is part of the final weights, and every figure is computed from those.
 """
 
 import json
@@ -26,10 +26,10 @@ METRICS, TRAINED, EVALUATIONS, SUMMARY = "metrics.jsonl", "trained.jsonl", "eval
 
 
 class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of trained.jsonl: what one step trained."""
+    """One line of trained.jsonl: the trajectories of one step."""
 
     identity: str = ""
-    """Of the run; empty in lines from before runs had one."""
+    """The run's identity; empty in lines of older versions, whose runs had none."""
     incarnation: int
     step: int
     tids: tuple[str, ...]
@@ -41,15 +41,16 @@ Line = TypeVar("Line", StepMetrics, TrainedLine, EvaluationEvent)
 
 
 def read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """The file's whole lines; none if there is no file. A last line torn by a crash is left out.
+    """Return the file's whole lines; none if there is no file. A last line that a crash has torn is left out.
 
-    So is a damaged one before it, with a warning that names it. Raises HeadwayError where the file cannot be read.
+    A damaged line before it is left out too, with a warning that names it. Raises HeadwayError if the file cannot be
+    read.
     """
     return _read(path, kind)[0]
 
 
 def _read(path: Path, kind: type[Line]) -> tuple[list[Line], int]:
-    """The lines, and how many more there are that nobody can read."""
+    """Return the readable lines and the number of the others."""
     found, unreadable = [], 0
     for number, line in enumerate(_whole_lines(path), start=1):
         try:
@@ -70,7 +71,7 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 
 def lineage(lines: Sequence[Line]) -> list[Line]:
-    """The lines that lead to the last weights, in order.
+    """Return the lines that lead to the last weights, in order.
 
     An incarnation forks where it logs its first step: it replaces what earlier ones logged from that step on.
     """
@@ -85,18 +86,18 @@ def lineage(lines: Sequence[Line]) -> list[Line]:
 
 
 def count_trained_twice(lines: Sequence[TrainedLine]) -> int:
-    """How many trajectories within one lineage were trained again; every time counts. 0 is the promise."""
+    """Return how many trajectories within one lineage were trained again; every time counts. Headway promises 0."""
     counts = Counter(tid for line in lineage(lines) for tid in line.tids)
     return sum(count - 1 for count in counts.values())
 
 
 def max_lag_seen(lines: Sequence[TrainedLine]) -> int:
-    """The largest lag of any token trained in the lineage."""
+    """Return the largest lag of any token trained in the lineage."""
     return max((line.step - line.oldest_step for line in lineage(lines)), default=0)
 
 
 def summarize(directory: Path, extras: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Write summary.json from the files and what only the caller knows (`extras` wins), and return it.
+    """Write summary.json from the files and from what only the caller knows (`extras` wins), and return it.
 
     `unreadable_lines` counts what the figures lack because files were damaged. Raises HeadwayError.
 
@@ -124,7 +125,7 @@ def amend_summary(directory: Path, changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_summary(directory: Path) -> dict[str, Any]:
-    """summary.json; empty if the run never got so far. Raises HeadwayError where it is damaged."""
+    """Return summary.json; empty if the run has none. Raises HeadwayError if it is damaged."""
     path = directory / SUMMARY
     if not path.exists():
         return {}
@@ -138,7 +139,7 @@ def read_summary(directory: Path) -> dict[str, Any]:
 
 
 def _unknown() -> dict[str, Any]:
-    """Keys that stay at these values unless `extras` says more."""
+    """Return the keys that keep these values unless `extras` has others."""
     return {
         "dropped_stale": 0,
         "max_lag_allowed": None,
@@ -148,7 +149,7 @@ def _unknown() -> dict[str, Any]:
 
 
 def _with(summary: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` wins, except that None says nothing."""
+    """Return the summary with `changes`, except those that are None."""
     merged = {**summary, **{key: value for key, value in changes.items() if value is not None}}
     wall_s = merged.get("wall_s") or 0.0
     rate = merged.get("generated_tokens", 0) / wall_s if wall_s else 0.0

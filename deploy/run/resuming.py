@@ -1,11 +1,11 @@
-"""Which keys of a recipe a resumed run may change, and what becomes of those that it may not.
+"""Which keys of a recipe a resumed run may change.
 
-    FIXED     never: what was trained, or where the run stands in its prompts, would mean something else
-    ANEW      with --regenerate only: samples that wait to be trained, and batches, were made by the old value
-    RAISED    may be raised: samples and prompts that are under way would be too long for a lower value
-    FREE      any time; it holds from the checkpoint on
+    FIXED     never: trained steps, or the run's place in its prompts, would mean something else
+    ANEW      only with --regenerate: the old value made the samples and batches that wait to be trained
+    RAISED    only to a larger value: samples and prompts under way would be too long for a smaller one
+    FREE      at any time; the new value holds from the checkpoint on
 
-Every key of the recipe is in exactly one of them.
+Every key of the recipe is in exactly one of these groups.
 """
 
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ FREE = frozenset(
 
 
 def check_resumable(recipe: Recipe, rewind: Rewind | None) -> None:
-    """Raises ConfigError, before anything is started, for keys that differ from the last start's and may not."""
+    """Raise ConfigError, before anything is started, for keys that differ from the last start's and may not."""
     before = _last_settings(recipe.run_directory)
     now = msgspec.json.decode(recipe_to_bytes(recipe))
     is_anew = rewind is not None and rewind.regenerate
@@ -94,7 +94,8 @@ def check_resumable(recipe: Recipe, rewind: Rewind | None) -> None:
 
 
 def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """The paths of all keys below `struct`; one that is a list, a mapping or may be absent is one key."""
+    """Yield the paths of all keys below `struct`. A list, a mapping or a section that may be absent counts as one
+    key."""
     for name, kind in get_type_hints(struct).items():
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             yield from keys_of(kind, f"{prefix}{name}.")
@@ -117,14 +118,14 @@ def _refusals(before: Any, now: Any, *, is_anew: bool) -> Iterator[str]:
 
 
 class _Stages(msgspec.Struct):
-    """The two sections of a recipe that say which stages there are."""
+    """The two sections of a recipe that name its stages."""
 
     sft: SftConfig = SftConfig()
     stages: tuple[StageConfig, ...] = ()
 
 
 def _alike(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`sft` told as `stages`, where only one of both does: the same run may be told in either way."""
+    """Express `sft` as `stages` if only one of the two recipes does: the same run may be written in either way."""
     if bool(before.get("stages")) == bool(now.get("stages")):
         return before, now
     return _with_stages(before), _with_stages(now)
@@ -140,7 +141,8 @@ _ABSENT = object()
 
 
 def _last_settings(directory: Path) -> dict[str, Any] | None:
-    """None: of a start that came to nothing. config.yaml is the user's to edit; older versions wrote that alone."""
+    """Return the settings of the last start; None if it left none. They come from settings.json, since a user may edit
+    config.yaml; older versions wrote config.yaml only."""
     try:
         settings: dict[str, Any] = msgspec.json.decode((directory / SETTINGS).read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
@@ -149,7 +151,7 @@ def _last_settings(directory: Path) -> dict[str, Any] | None:
 
 
 def _value(settings: Any, key: str) -> Any:
-    """What an older version did not have is absent."""
+    """Return a key's value; one that an older version did not have is absent."""
     for part in key.split("."):
         if not isinstance(settings, dict) or part not in settings:
             return _ABSENT

@@ -1,9 +1,9 @@
-"""What the stages that train without workers leave in a run's directory, whether that is complete, and of which recipe.
+"""The output of stages without workers in a run's directory: whether it is complete, and of which recipe.
 
-    runs/NAME/sft/               of supervised training as the first stage
-              stages/2-NAME/     of any other, by its number and name
+    runs/NAME/sft/               supervised training as the first stage
+              stages/2-NAME/     any other stage, by its number and name
 
-sft.json, or stage.json, says that a directory is complete and is written last.
+sft.json or stage.json says that a directory is complete. It is written last.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ OUTCOME, OWN_OUTCOME = "sft.json", "stage.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A stage that trains without workers, and where its model will be."""
+    """A stage that trains without workers, and the directory of its model."""
 
     number: int
     """Its index among the recipe's stages."""
@@ -37,7 +37,7 @@ class Planned:
 
 
 def planned(recipe: Recipe) -> list[Planned]:
-    """In order; those that are left out are not among them."""
+    """Return the stages that train without workers, in order."""
     return [
         Planned(number=number, stage=stage, directory=recipe.run_directory / _place(number, stage))
         for number, stage in enumerate(recipe.plan)
@@ -46,7 +46,8 @@ def planned(recipe: Recipe) -> list[Planned]:
 
 
 def starting_after(recipe: Recipe, stages: Sequence[Planned]) -> Recipe:
-    """The recipe as what follows these stages is given it: from the model that the last complete one left, if any."""
+    """Return the recipe for the role after these stages: its model is the one that the last complete stage left, if
+    any."""
     left = [one.directory for one in stages if one.is_complete]
     if not left:
         return recipe
@@ -54,12 +55,12 @@ def starting_after(recipe: Recipe, stages: Sequence[Planned]) -> Recipe:
 
 
 def is_complete(directory: Path) -> bool:
-    """True once `mark_complete` has been called."""
+    """Whether `mark_complete` has been called."""
     return any((directory / name).exists() for name in (OUTCOME, OWN_OUTCOME))
 
 
 def is_of(directory: Path, recipe: Recipe) -> bool:
-    """True if the directory is complete and a stage of `recipe` would make the same model again."""
+    """Whether the directory is complete and a stage of `recipe` would make the same model again."""
     for name in (OUTCOME, OWN_OUTCOME):
         try:
             made_from = msgspec.json.decode((directory / name).read_bytes()).get("made_from")
@@ -77,7 +78,7 @@ def mark_complete(directory: Path, recipe: Recipe, outcome: Any, number: int = 0
 
 
 def origin(recipe: Recipe, number: int) -> Any:
-    """What decides the model that this stage leaves; as JSON, so that it compares with what was read."""
+    """Return what decides the model that this stage leaves, as JSON, so that it compares with what was read."""
     stages = recipe.plan[: number + 1]
     trains = {"sft": SftConfig(phases=stages[0].phases)} if _is_first_sft(number, stages[-1]) else {"stages": stages}
     parts = {"model": recipe.model, **trains, "prompts": recipe.prompts, "seed": recipe.run.seed}
@@ -91,5 +92,6 @@ def _place(number: int, stage: StageConfig) -> Path:
 
 
 def _is_first_sft(number: int, stage: StageConfig) -> bool:
-    """Which runs had before there were stages: what it leaves is where and what it was then."""
+    """Whether the stage is the only one that runs had before there were stages: its output keeps the old place and
+    form."""
     return number == 0 and stage.kind == "sft"

@@ -1,4 +1,4 @@
-"""Files of a run, written whole or not at all: a disk that is full in mid-write leaves what was there before."""
+"""Writes files of a run whole or not at all: a disk that fills up during a write leaves the file as it was."""
 
 import os
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from learner.checkpoints.checkpoint import sync
 from learner.checkpoints.disk import not_written
 
 UNFINISHED = ".part"
-"""What a process that was killed in mid-write leaves has this ending."""
+"""The ending of files that a process left when it was killed during a write."""
 
 
 @contextmanager
 def told(path: Path) -> Iterator[None]:
-    """What the system refuses of `path`, as a HeadwayError with the remedy."""
+    """Turn the system's refusal of `path` into a HeadwayError with the remedy."""
     try:
         yield
     except OSError as error:
@@ -23,9 +23,9 @@ def told(path: Path) -> Iterator[None]:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Add the line and its end, both or neither. Raises HeadwayError, with the file as it was.
+    """Append the line and its end, both or neither. Raises HeadwayError and leaves the file as it was.
 
-    A process that is killed meanwhile may tear the line: `cut_torn_line` first, if another one goes on.
+    A process that is killed meanwhile may tear the line: a process that continues the file calls `cut_torn_line` first.
     """
     with told(path), path.open("ab", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)
@@ -37,7 +37,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Leave the file's whole lines. Raises HeadwayError."""
+    """Keep only the file's whole lines. Raises HeadwayError."""
     with told(path):
         content = path.read_bytes() if path.exists() else b""
         if content and not content.endswith(b"\n"):
@@ -45,7 +45,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Durable when this returns. Raises HeadwayError, with the file as it was."""
+    """Replace the file durably. Raises HeadwayError and leaves the file as it was."""
     part = path.with_name(f".{path.name}{UNFINISHED}")
     try:
         with told(path):
@@ -61,7 +61,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
-    """All of it: a disk that is nearly full takes a part, and raises only when it is asked again."""
+    """Write all of it: a disk that is nearly full takes a part, and raises only at the next write."""
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

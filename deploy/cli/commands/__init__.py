@@ -1,1 +1,2 @@
-"""The commands, a file for each group of them. Each parses first and imports what it needs after."""
+"""The commands, in a file for each group. Each command parses its arguments first and imports what it needs
+afterwards."""

@@ -10,7 +10,7 @@ from deploy.printing import say, say_json
 
 @contextmanager
 def shown(as_json: bool) -> Iterator[Launcher]:
-    """A launcher whose commands are printed: one by one, or all together at the end as one JSON object."""
+    """Yield a launcher whose commands are printed: each as it is given, or all at the end as one JSON object."""
     if not as_json:
         yield PrintedLauncher(lambda command: say(as_text(command)))
         return

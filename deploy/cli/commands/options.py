@@ -1,4 +1,4 @@
-"""Options that several commands have, and what of them excludes each other."""
+"""Options that several commands share, and which of them exclude each other."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def connection(command: F) -> F:
-    """--broker and --run: which run a role joins."""
+    """Add --broker and --run: the run that a role joins."""
     command = click.option(
         "--run", "run", envvar="HEADWAY_RUN", show_envvar=True, required=True, help="The run's name."
     )(command)
@@ -46,14 +46,14 @@ _BEGINNING = (
 
 
 def beginning(command: F) -> F:
-    """--resume, --overwrite, --force, --rewind-to and --regenerate: from where a run begins; see `rewind_of`."""
+    """Add --resume, --overwrite, --force, --rewind-to and --regenerate: where a run begins; see `rewind_of`."""
     for option in reversed(_BEGINNING):
         command = option(command)
     return command
 
 
 def rewind_of(resume: bool, overwrite: bool, step: int | None, regenerate: bool) -> "Rewind | None":
-    """What --rewind-to asks for. Raises UsageError for options that exclude or need each other."""
+    """Return what --rewind-to asks for. Raises UsageError for options that exclude or need each other."""
     if resume and overwrite:
         raise click.UsageError("--resume and --overwrite exclude each other.")
     if step is None:

@@ -1,4 +1,4 @@
-"""One role of a run, or one part of its work, in this terminal."""
+"""The commands for one role of a run, or for one part of its work, in this terminal."""
 
 import logging
 from pathlib import Path
@@ -183,5 +183,5 @@ def replay(
 
 
 def _log_to_stderr() -> None:
-    """A role tells its log, or the terminal that it has for itself, what it does."""
+    """Log to stderr: a role logs to its log file, or to the terminal that it has for itself."""
     log_to_stderr(logging.INFO, OF_ROLES)

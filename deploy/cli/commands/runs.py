@@ -1,4 +1,4 @@
-"""What runs there are: `headway status` looks at one, `headway runs` at all that a broker holds."""
+"""The commands about existing runs: `headway status` shows one, `headway runs` all that a broker holds."""
 
 import click
 

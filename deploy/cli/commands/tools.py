@@ -1,4 +1,5 @@
-"""Commands that need no run: what works here, what fits, which losses there are, who may do what on a server."""
+"""Commands that need no run: what works on this machine, what fits, which losses exist, what a role may do on a
+server."""
 
 import math
 from pathlib import Path

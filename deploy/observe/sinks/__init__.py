@@ -1,13 +1,13 @@
-"""Where a run's metrics go: one typed event for a step, an evaluation and a heartbeat, handed to any number of sinks.
+"""Sends a run's metrics to any number of sinks, as typed events: a step, an evaluation, a heartbeat.
 
     learner ─ event ─► Sinks ─┬─ jsonl        the run's record, written before the learner goes on
                               └─ queue ─► tensorboard, or your own, in a thread of its own
 
-The events are `deploy.run.events`, a sink is `base.MetricSink`. The invariant: the run's record is written whole or the
-learner ends; whatever any other sink does, training goes on, and what that sink lost is counted.
+The events are in `deploy.run.events`, and a sink is a `base.MetricSink`. The invariant: the run's record is written
+whole, or the learner ends. Training goes on whatever another sink does, and the events that it loses are counted.
 
-Your own sink: `package.module:Class`, called as Class(**options) by the learner, which has its recipe from its own
-operator; workers, which have theirs from the broker, import no sinks.
+Your own sink is `package.module:Class`, which the learner calls as Class(**options), because the learner's operator
+gave it the recipe. Workers have theirs from the broker, and import no sinks.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from .delivery import Sinks
 
 
 def open_sinks(configs: Sequence[SinkConfig], run: SinkRun) -> Sinks:
-    """The recipe's sinks, ready to be told the events of `run`. Raises ConfigError for one that there is not or that
-    cannot be made, HeadwayError where the run's record cannot be opened."""
+    """Open the recipe's sinks for the events of `run`. Raises ConfigError for a sink that does not exist or cannot be
+    made, HeadwayError if the run's record cannot be opened."""
     check_sink_packages(configs)
     names = [f"metrics[{index}] ({config.kind})" for index, config in enumerate(configs)]
     made = [make_sink(config, f"metrics[{index}]") for index, config in enumerate(configs)]
@@ -32,7 +32,7 @@ def open_sinks(configs: Sequence[SinkConfig], run: SinkRun) -> Sinks:
 
 
 def make_sink(config: SinkConfig, where: str) -> MetricSink:
-    """One sink, not opened yet; `where` is its key. Raises ConfigError."""
+    """Make one sink without opening it; `where` is its key. Raises ConfigError."""
     match config.kind:
         case "jsonl":
             from .jsonl import JsonlSink

@@ -1,4 +1,4 @@
-"""What a metric sink is: something that is told every event of a run, and does with it what it likes."""
+"""The seam between a run and its metric sinks: a sink is given every event of the run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from deploy.run.events import Event
 
 @dataclass(frozen=True, kw_only=True)
 class SinkRun:
-    """The run whose events a sink is told."""
+    """The run whose events a sink is given."""
 
     name: str
     identity: str
@@ -19,26 +19,26 @@ class SinkRun:
 
 
 class MetricSink(Protocol):
-    """One place that a run's events go to. `Sinks` makes all calls of one sink in the same thread, one after another.
+    """A destination of a run's events. `Sinks` makes all calls of one sink in the same thread, one after another.
 
-    A sink of a resumed run may be told steps again that it was told before: those since the last checkpoint are
-    trained anew, under the next incarnation.
+    A sink of a resumed run may be given steps again: those since the last checkpoint are trained anew, under the next
+    incarnation.
     """
 
     is_record: bool
-    """Whether the run cannot do without what this sink writes: if so, an error of its ends the learner, which resumes
-    once the cause is gone. All other sinks get a thread, may be slow, and lose events rather than hold training up."""
+    """Whether the run needs what this sink writes. If so, its error ends the learner, which resumes once the cause is
+    gone. Every other sink gets a thread, may be slow, and loses events rather than delay training."""
     wants_heartbeats: bool
-    """Whether it does something with a HeartbeatEvent; nobody asks the server for them otherwise."""
+    """Whether the sink uses HeartbeatEvents. Without such a sink the learner does not ask the server for them."""
 
     def open(self, run: SinkRun) -> None:
-        """Prepare to be told the events of `run`; called once, before the first one."""
+        """Prepare for the events of `run`. Called once, before the first event."""
         ...
 
     def write(self, event: Event) -> None:
-        """Take one event. It may block; a record has written all of it when this returns, or raises HeadwayError."""
+        """Take one event. It may block. A record has written all of it when this returns, or raises HeadwayError."""
         ...
 
     def close(self) -> None:
-        """Write what is held back; called once, after the last event."""
+        """Write what is held back. Called once, after the last event."""
         ...

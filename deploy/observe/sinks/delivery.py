@@ -1,4 +1,4 @@
-"""Events handed to all sinks of a run, so that none of them but the run's record can stop or slow down training."""
+"""Gives events to all sinks of a run, so that none of them but the run's record can stop or delay training."""
 
 import logging
 import queue
@@ -14,14 +14,14 @@ from deploy.run.events import Event
 from .base import MetricSink, SinkRun
 
 MOST_WAITING = 1024
-"""Events that wait for one sink; what comes while so many do is lost to it."""
+"""Events that may wait for one sink; the sink loses further ones."""
 CLOSE_S = 10.0
-"""For all sinks together to write what they have been told, once the run ends."""
+"""Seconds for all sinks together to write their events when the run ends."""
 log = logging.getLogger(__name__)
 
 
 class Sinks:
-    """The opened sinks of one run. Closed at the end, each is given a chance to write what it was told."""
+    """The opened sinks of one run. Closing gives each sink time to write its events."""
 
     def __init__(
         self,
@@ -31,12 +31,12 @@ class Sinks:
         most_waiting: int = MOST_WAITING,
         close_s: float = CLOSE_S,
     ) -> None:
-        """`sinks` by the name that warnings call them. Raises HeadwayError where a record cannot be opened."""
+        """`sinks` by the name that warnings use. Raises HeadwayError if a record cannot be opened."""
         self._close_s = close_s
         self._records = [sink for sink in sinks.values() if sink.is_record]
         self._others = [_Lane(name, sink, run, most_waiting) for name, sink in sinks.items() if not sink.is_record]
         self.wants_heartbeats = any(sink.wants_heartbeats for sink in sinks.values())
-        """Whether any of them does something with a HeartbeatEvent."""
+        """Whether any sink uses HeartbeatEvents."""
         for record in self._records:
             record.open(run)
         for lane in self._others:
@@ -44,18 +44,18 @@ class Sinks:
 
     @property
     def lost(self) -> dict[str, int]:
-        """Events that each sink did not take so far, by its name; records lose none."""
+        """Events that each sink has lost so far, by its name. Records lose none."""
         return {lane.name: lane.lost for lane in self._others}
 
     def write(self, event: Event) -> None:
-        """Hand `event` to all sinks. Only a record is waited for; raises HeadwayError where one cannot write it."""
+        """Give `event` to all sinks. Only a record is waited for. Raises HeadwayError if a record cannot write it."""
         for record in self._records:
             record.write(event)
         for lane in self._others:
             lane.put(event)
 
     def close(self) -> None:
-        """Close all sinks, and say what each has lost; one that hangs is left behind."""
+        """Close all sinks, and log what each has lost. A sink that hangs is abandoned."""
         for record in self._records:
             record.close()
         deadline = time.monotonic() + self._close_s
@@ -84,9 +84,9 @@ class _Lane:
         self._thread = Thread(target=self._work, name=f"sink {name}", daemon=True)
         self._is_told = False
         self._dropped = 0
-        """By the caller's thread, while too many waited."""
+        """Events that the caller's thread dropped because too many waited."""
         self._failed = 0
-        """In the sink's thread."""
+        """Events that failed in the sink's thread."""
 
     @property
     def lost(self) -> int:
@@ -108,7 +108,7 @@ class _Lane:
             )
 
     def end(self) -> None:
-        """No event follows."""
+        """Note that no event follows."""
         self._waiting.put(None)
 
     def join(self, timeout_s: float) -> None:
@@ -131,7 +131,7 @@ class _Lane:
             self._has_done("closing", self._sink.close)
 
     def _has_done(self, what: str, call: Callable[[], None]) -> bool:
-        """Whether the sink got through `call`; its first error is told."""
+        """Make the call and return whether it succeeded. The sink's first error is logged."""
         try:
             call()
         except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""The run's own record: metrics.jsonl, trained.jsonl and evaluations.jsonl, of which all figures are computed."""
+"""The run's own record: metrics.jsonl, trained.jsonl and evaluations.jsonl, from which all figures are computed."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from .base import SinkRun
 
 
 class JsonlSink:
-    """Appends lines to the files of a run, or of a replay; a resumed learner goes on where the old one ended.
+    """Appends lines to the files of a run or of a replay. A resumed learner continues these files.
 
     A line is written whole, or HeadwayError says why it is not there.
     """
@@ -25,7 +25,7 @@ class JsonlSink:
         self._identity = ""
 
     def open(self, run: SinkRun) -> None:
-        """Make the directory, and cut what a killed learner left of a line. Raises HeadwayError."""
+        """Make the directory, and remove a line that a killed learner left unfinished. Raises HeadwayError."""
         self._directory, self._identity = run.directory, run.identity
         with told(run.directory):
             run.directory.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ class JsonlSink:
             cut_torn_line(run.directory / name)
 
     def write(self, event: Event) -> None:
-        """A step is a line of metrics.jsonl and one of trained.jsonl; an evaluation is one of evaluations.jsonl."""
+        """Append a step to metrics.jsonl and to trained.jsonl, or an evaluation to evaluations.jsonl."""
         match event:
             case StepEvent():
                 self._append(METRICS, event.metrics)
@@ -42,7 +42,7 @@ class JsonlSink:
                 self._append(EVALUATIONS, event)
 
     def close(self) -> None:
-        """Do nothing: every line is there already."""
+        """Do nothing: every line is written already."""
 
     def _trained(self, event: StepEvent) -> TrainedLine:
         return TrainedLine(

@@ -1,4 +1,4 @@
-"""Curves for TensorBoard: a step's figures, pass rates, and the pool of workers, all over learner steps."""
+"""Curves for TensorBoard: a step's figures, pass rates and the pool of workers, all over learner steps."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 DIRECTORY = "tensorboard"
-"""Of the run's directory."""
+"""Name of its directory inside the run's."""
 NO_CURVES = {"incarnation", "step", "total_steps", "lag_histogram", "algorithm"}
-"""Of StepMetrics: what says which step it is, and what has parts."""
+"""Fields of StepMetrics without a curve: they name the step, or consist of parts."""
 
 
 class TensorBoardSink:
     """Writes event files once there is something to write, and flushes them after every event.
 
-    A resumed learner trains steps anew; what an earlier one wrote of these and later steps is purged, so that curves
-    show the steps that lead to the last weights.
+    A resumed learner trains steps anew. The sink purges what an earlier learner wrote of these and later steps, so that
+    curves show the steps that lead to the last weights.
     """
 
     is_record = False
@@ -43,7 +43,7 @@ class TensorBoardSink:
         self._directory = Path(chosen, run.name) if chosen else run.directory / DIRECTORY
 
     def write(self, event: Event) -> None:
-        """One point of each curve. Raises OSError where it cannot be written."""
+        """Write one point of each curve. Raises OSError if it cannot be written."""
         step = event.metrics.step if isinstance(event, StepEvent) else event.step
         writer = self._written_from(step)
         for tag, value in _points(event):
@@ -77,7 +77,7 @@ def _points(event: Event) -> Iterator[tuple[str, float]]:
 
 
 def _of_step(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
-    """What is not finite is None, and leaves a gap in its curve."""
+    """Yield a step's points. A value that is not finite is None and leaves a gap in its curve."""
     for name, value in msgspec.structs.asdict(metrics).items():
         if name not in NO_CURVES and value is not None:
             yield f"step/{name}", value
