@@ -40,7 +40,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         str,
         Meta(
             pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z",
-            description="name of the run, its keys and directory: 1 to 100 letters, digits, dots, dashes, underscores",
+            description="names the run, its keys and directory: 1 to 100 letters, digits, dots, dashes, underscores",
         ),
     ]
     directory: Annotated[
