@@ -25,6 +25,13 @@ LINKED_TEST = re.compile(r"\]\(reference/tests\.md#([\w-]+)\)")
 UNITS = {"_bytes_per_s": "bytes a second", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "_steps": "steps"}
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
+GUIDES = {
+    "headway acl": "[Two or more machines](../guides/roles.md#two-or-more-machines)",
+    "headway broker": "[Separate roles](../guides/roles.md)",
+    "headway status": "[What headway status shows](../guides/metrics.md#what-headway-status-shows)",
+}
+"""What a guide says of a command, by the command's full name."""
+
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     """Add the generated pages, and the results of the benchmarks."""
@@ -185,6 +192,8 @@ def _commands_below(group: click.Group, above: click.Context) -> Iterator[tuple[
 def _command_page(command: click.Command, context: click.Context) -> str:
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     text = f"\n## {context.command_path}\n\n```text\n{usage}\n```\n\n{inspect.cleandoc(command.help or '')}\n"
+    if guide := GUIDES.get(context.command_path):
+        text += f"\nThe guide: {guide}.\n"
     for option in command.params:
         record = option.get_help_record(context) if isinstance(option, click.Option) else None
         if record:
