@@ -1,4 +1,5 @@
-"""Code of the user's own: which of it may run (`roots.py`), and where: in processes that can be killed.
+"""Code of the user's own: which of it may run (`roots.py`), whether it offers what its seam promises (`own.py`), and
+where it runs, if it may hang: in processes that can be killed.
 
     pool ── call, deadline ──► shared hosts ── raised, late, or gone? ──► once more, alone in a host ──► UserCodeError
                                (many calls each)                          (one call at a time)

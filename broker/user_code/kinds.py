@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from inspect import getattr_static
 
 from broker.errors import ConfigError
 
@@ -26,8 +27,19 @@ def check_offers(made: object, seam: type, path: str, where: str, *, not_asked: 
     for what it is `not_asked` to do, as it has stated that it cannot."""
     promised = {name for base in seam.__mro__ for name in (*vars(base), *getattr(base, "__annotations__", ()))}
     promised = {name for name in promised if not name.startswith("_") and name not in not_asked}
-    if missing := sorted(name for name in promised if not hasattr(made, name)):
-        raise ConfigError(
-            f"{where}: {path!r} makes a {type(made).__name__}, which lacks {', '.join(missing)}; what it must offer"
-            f" stands in {seam.__module__}:{seam.__name__}."
-        )
+    if missing := [name for name in promised if not hasattr(made, name) or _is_stub(made, name, seam)]:
+        raise lacks(type(made), missing, seam, path, where)
+
+
+def _is_stub(made: object, name: str, seam: type) -> bool:
+    """A class that names a protocol as its base inherits the empty body of each method that it does not define."""
+    inherited = getattr_static(type(made), name, None)
+    return getattr(seam, "_is_protocol", False) and inherited is getattr_static(seam, name, made)
+
+
+def lacks(kind: type, missing: Iterable[str], seam: type, path: str, where: str) -> ConfigError:
+    """The error for a class that lacks something that the protocol `seam` promises."""
+    return ConfigError(
+        f"{where}: {path!r} makes a {kind.__name__}, which lacks {', '.join(sorted(missing))}; what it must offer"
+        f" stands in {seam.__module__}:{seam.__name__}."
+    )

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from broker.errors import ConfigError
 from broker.installation import is_installed
-from broker.user_code.kinds import check_offers, unknown_kind
+from broker.user_code.kinds import unknown_kind
+from broker.user_code.own import make_own
 from broker.user_code.roots import load
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 
@@ -75,14 +76,25 @@ def open_backend(
 
     `head`: the model's own, or one of a single output, for a critic that starts from the same body.
     """
-    opener = _opener(kind, head)
-    backend: Backend | ValueBackend = opener(model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
-    if kind not in BACKENDS:
-        from .base import Backend as PolicySeam
-        from .base import ValueBackend as ValueSeam
 
-        check_offers(backend, PolicySeam if head == "policy" else ValueSeam, kind, "learner.backend")
-    return backend
+    def opened(opener: Callable[..., Any]) -> "Backend | ValueBackend":
+        backend: Backend | ValueBackend = opener(
+            model, optimizer, device=device, seed=seed, layout=layout, compute=compute
+        )
+        return backend
+
+    if kind in BACKENDS:
+        return opened(_class(kind, head))
+    if ":" not in kind:
+        raise unknown_kind(kind, BACKENDS, "learner.backend")
+    from .base import Backend as PolicySeam
+    from .base import ValueBackend as ValueSeam
+
+    seam = PolicySeam if head == "policy" else ValueSeam
+    own: Backend | ValueBackend = make_own(
+        kind, seam, "learner.backend", lambda found: opened(_told(kind, found, head))
+    )
+    return own
 
 
 def abilities_of(kind: str) -> BackendAbilities:
@@ -97,25 +109,21 @@ def check_installed(kind: str) -> None:
         raise ConfigError(f"learner.backend={kind} needs {known.package[1]}, which is not installed. {known.remedy}")
 
 
-def _opener(kind: str, head: str) -> Callable[..., Any]:
-    """Return the class to call with the arguments that `FsdpBackend` takes; a class of the user's own gets `head`,
-    too."""
-    if known := BACKENDS.get(kind):
-        check_installed(kind)
-        path = known.policy if head == "policy" else known.critic
-        return _class(path) if path else _no_critic(kind)
-    if ":" not in kind:
-        raise unknown_kind(kind, BACKENDS, "learner.backend")
-    own = _class(kind)
+def _class(kind: str, head: str) -> Callable[..., Any]:
+    """The class of a backend that comes with Headway."""
+    check_installed(kind)
+    known = BACKENDS[kind]
+    path = known.policy if head == "policy" else known.critic
+    found: Callable[..., Any] = load(path, "learner.backend") if path else _no_critic(kind)
+    return found
+
+
+def _told(kind: str, own: Callable[..., Any], head: str) -> Callable[..., Any]:
+    """A class of the user's own, which is told by `head` that it is to hold a critic."""
     if head == "policy":
         return own
     takes_head = "head" in inspect.signature(own).parameters
     return functools.partial(own, head=head) if takes_head else _no_critic(kind)
-
-
-def _class(path: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = load(path, "learner.backend")
-    return found
 
 
 def _no_critic(kind: str) -> NoReturn:

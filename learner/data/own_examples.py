@@ -1,17 +1,19 @@
 """Examples of the warm-up that a function of the user's own yields, in a process that can be killed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import msgspec
 
+from broker.errors import ConfigError
 from broker.user_code.blocking import BlockingHost
-from broker.user_code.roots import import_directory, load
+from broker.user_code.roots import ImportRoots, import_directory
 from broker.user_code.wire import Program
 from learner.config import SftPhaseConfig
 
 AT_ONCE = 16
+_KEY = "sft.phases.kind"
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,12 +42,19 @@ def _yielded(host: BlockingHost) -> Iterator[Example]:
 
 
 class OpenedExamples:
-    """The function where it runs."""
+    """The function where it runs. A function has no methods that a seam could promise, so what it returns is checked
+    here."""
 
     places = 1
 
     def __init__(self, kind: str, path: str, seed: int, options: dict[str, Any]) -> None:
-        self._examples = iter(load(kind, "sft.phases.kind")(path=path, seed=seed, **options))
+        made = ImportRoots((kind,)).load(kind, _KEY)(path=path, seed=seed, **options)
+        if not isinstance(made, Iterable):
+            raise ConfigError(
+                f"{_KEY}: {kind!r} returned a {type(made).__name__}, which yields nothing; what it must yield stands in"
+                f" {Example.__module__}:{Example.__name__}."
+            )
+        self._examples = iter(made)
 
     def next(self, count: int) -> Any:
         """So many more, fewer where they end."""

@@ -12,14 +12,14 @@
 The invariant: a stage that was stopped or killed, and is opened again, ends with the weights that it would have had.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from broker.errors import ConfigError
-from broker.user_code.kinds import check_offers, unknown_kind
+from broker.user_code.kinds import unknown_kind
 from broker.user_code.options import typed_options
-from broker.user_code.roots import ImportRoots
+from broker.user_code.own import make_own
 from learner.config import STAGES, StageConfig
 
 if TYPE_CHECKING:
@@ -47,13 +47,19 @@ def _open_own(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
     """The recipe was given to this very process, so what it names is trusted."""
     from .base import Stage
 
-    own = ImportRoots((config.kind,)).load(config.kind, f"{where}.kind")
+    def opened(own: Any) -> Stage:
+        stage: Stage = own(parts, _options_of(own, config, where))
+        return stage
+
+    stage: Stage = make_own(config.kind, Stage, f"{where}.kind", opened)
+    return stage
+
+
+def _options_of(own: Any, config: StageConfig, where: str) -> msgspec.Struct:
     options = getattr(own, "Options", None)
     if not (isinstance(options, type) and issubclass(options, msgspec.Struct)):
         raise ConfigError(
             f"{where}.kind: {config.kind!r} has no Options. A stage declares them as a msgspec.Struct of that name in"
             " its class, without fields if it has none."
         )
-    stage: Stage = own(parts, typed_options(config.options, options, f"{where}.options"))
-    check_offers(stage, Stage, config.kind, f"{where}.kind")
-    return stage
+    return typed_options(config.options, options, f"{where}.options")

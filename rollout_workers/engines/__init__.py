@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from broker.errors import ConfigError
 from broker.installation import is_installed
-from broker.user_code.kinds import check_offers, unknown_kind
+from broker.user_code.kinds import unknown_kind
+from broker.user_code.own import make_own
 from broker.user_code.roots import ImportRoots, load
 from rollout_workers.config import EngineConfig
 
@@ -83,24 +84,22 @@ def open_engine(
     ConfigError for an engine that cannot be opened, or cannot do what will be asked of it.
     """
     roots = roots or ImportRoots()
-    opener = _opener(config.kind, roots)
     asked = {"tells_experts": tells_experts, "sleeps": sleeps}
+    if config.kind not in ENGINES and ":" not in config.kind:
+        raise unknown_kind(config.kind, ENGINES, "engine.kind")
+    check_installed(config.kind)
     abilities = abilities_of(config, roots)
     check_asked(config.kind, abilities, **asked)
-    told = inspect.signature(opener).parameters
-    engine: Engine = opener(config, model_dir, seed=seed, **{name: asked[name] for name in asked if name in told})
-    if config.kind not in ENGINES:
-        from .base import Engine as Seam
 
-        check_offers(engine, Seam, config.kind, "engine.kind", not_asked=() if abilities.sleeps else SLEEPING)
-    return engine
+    def started(opener: Any) -> "Engine":
+        told = inspect.signature(opener).parameters
+        engine: Engine = opener(config, model_dir, seed=seed, **{name: asked[name] for name in asked if name in told})
+        return engine
 
+    if known := ENGINES.get(config.kind):
+        return started(load(known.opener, "engine.kind"))
+    from .base import Engine as Seam
 
-def _opener(kind: str, roots: ImportRoots) -> Any:
-    """Return the class or function that makes the engine."""
-    if known := ENGINES.get(kind):
-        check_installed(kind)
-        return load(known.opener, "engine.kind")
-    if ":" in kind:
-        return roots.load(kind, "engine.kind")
-    raise unknown_kind(kind, ENGINES, "engine.kind")
+    not_asked = () if abilities.sleeps else SLEEPING
+    own: Engine = make_own(config.kind, Seam, "engine.kind", started, roots=roots, not_asked=not_asked)
+    return own

@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 
 from broker.errors import UserCodeError
+from broker.user_code.own import make_own
 from broker.user_code.pool import Pool
 from broker.user_code.roots import ImportRoots
 from broker.user_code.wire import Program
 from rollout_workers.config import EnvironmentConfig
 from rollout_workers.rewards.failures import Failures
 
-from .base import Episode, Step
+from .base import Environment, Episode, Step
 
 THREADS = 32
 COROUTINES = 1024
@@ -82,7 +83,14 @@ class Opened:
     """The user's class in its process. It checks what the class returns, and sends it as plain data."""
 
     def __init__(self, path: str, options: dict[str, Any], named: list[str], directory: str) -> None:
-        self._environment = ImportRoots(tuple(named), Path(directory)).load(path, "environment.kind")(**options)
+        self._environment = make_own(
+            path,
+            Environment,
+            "environment.kind",
+            lambda own: own(**options),
+            roots=ImportRoots(tuple(named), Path(directory)),
+            not_asked=("close",),
+        )
         self._most: int = self._environment.max_turns
         if not isinstance(self._most, int) or self._most < 1:
             raise ValueError(f"its max_turns is {self._most!r}, which is no number of turns")

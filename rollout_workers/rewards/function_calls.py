@@ -25,7 +25,9 @@ COROUTINES = 1024
 
 def open_calls(path: str, signature: Literal["auto", "verl", "trl"], named: Sequence[str], directory: str) -> "Calls":
     """Return the function, ready to be called. Raises ConfigError if it does not exist, is not allowed, or has neither
-    signature."""
+    signature.
+
+    A function has no methods that a seam could promise, so its signature is checked in place of them."""
     function = ImportRoots(tuple(named), Path(directory)).load(path, "rewards.kind")
     return Calls(function, _detect(path, function) if signature == "auto" else signature)
 

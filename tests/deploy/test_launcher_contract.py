@@ -165,7 +165,7 @@ def test_a_launcher_of_ones_own_starts_commands_its_own_way(tmp_path: Path) -> N
     [
         (LauncherConfig(kind="own_launchers:Nice"), "launcher: own_launchers:Nice cannot be made: TypeError"),
         (LauncherConfig(kind="local", options={"x": 1}), "launcher: local cannot be made: TypeError"),
-        (LauncherConfig(kind="own_launchers:Other"), "'own_launchers:Other' is no deploy.launch.base.Launcher"),
+        (LauncherConfig(kind="own_launchers:Other"), "makes a Other, which lacks start, starts_processes; "),
         (LauncherConfig(kind="nowhere_to_be_found:X"), "launcher.kind: cannot import 'nowhere_to_be_found'"),
         (LauncherConfig(kind="subprocess:Popen"), "belongs to Python's standard library"),
     ],

@@ -49,8 +49,9 @@ class Fails(Countdown):
         ]()
 
 
-class Endless:
-    max_turns = 0
+class Endless(Countdown):
+    def __init__(self):
+        self.max_turns = 0
 '''
 CONFIGS = {
     "single_turn": EnvironmentConfig(),

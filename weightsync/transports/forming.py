@@ -3,7 +3,8 @@
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
 from broker.errors import ConfigError, WeightSyncError
-from broker.user_code.kinds import check_offers, unknown_kind
+from broker.user_code.kinds import unknown_kind
+from broker.user_code.own import make_own
 from broker.user_code.roots import ImportRoots
 from weightsync.deadline import Deadline
 from weightsync.transports.abilities import TRANSPORTS
@@ -47,10 +48,13 @@ def form_group(
         return IpcTransport(store, rank, size, deadline)
     try:
         check_transport(name, roots)
-        made: BroadcastGroupTransport = (roots or ImportRoots()).load(name, _KEY)(
-            store, rank, size, interface, deadline
+        made: BroadcastGroupTransport = make_own(
+            name,
+            BroadcastGroupTransport,
+            _KEY,
+            lambda own: own(store, rank, size, interface, deadline),
+            roots=roots or ImportRoots(),
         )
-        check_offers(made, BroadcastGroupTransport, name, _KEY)
     except ConfigError as error:  # the learner chose the transport; a worker that cannot import it pulls
         raise WeightSyncError(str(error)) from error
     return made

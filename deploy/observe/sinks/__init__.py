@@ -12,10 +12,9 @@ gave it the recipe. Workers have theirs from the broker, and import no sinks.
 
 from collections.abc import Sequence
 
-from broker.errors import ConfigError
-from broker.user_code.kinds import check_offers, unknown_kind
+from broker.user_code.kinds import unknown_kind
 from broker.user_code.options import typed_options
-from broker.user_code.roots import ImportRoots
+from broker.user_code.own import in_one_paragraph, make_own
 from deploy.recipe.sinks import SINKS, JsonlOptions, SinkConfig, TensorBoardOptions, check_sink_packages
 
 from .base import MetricSink, SinkRun
@@ -50,10 +49,6 @@ def make_sink(config: SinkConfig, where: str) -> MetricSink:
 
 
 def _own(config: SinkConfig, where: str) -> MetricSink:
-    found = ImportRoots((config.kind,)).load(config.kind, f"{where}.kind")
-    try:
-        sink: MetricSink = found(**config.options)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{where}: {config.kind} cannot be made: {type(error).__name__}: {error}.") from error
-    check_offers(sink, MetricSink, config.kind, f"{where}.kind")
+    with in_one_paragraph(config.kind, where):
+        sink: MetricSink = make_own(config.kind, MetricSink, f"{where}.kind", lambda own: own(**config.options))
     return sink

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 
 from broker.user_code.blocking import BlockingHost
-from broker.user_code.kinds import check_offers
-from broker.user_code.roots import import_directory, load
+from broker.user_code.own import make_own
+from broker.user_code.roots import import_directory
 from broker.user_code.wire import Program
 from learner.config import PromptsConfig
 
@@ -50,8 +50,9 @@ class OpenedPrompts:
     places = 1
 
     def __init__(self, kind: str, path: str, seed: int, options: dict[str, Any]) -> None:
-        self._source: PromptSource = load(kind, "prompts.kind")(path=path, seed=seed, **options)
-        check_offers(self._source, PromptSource, kind, "prompts.kind")
+        self._source: PromptSource = make_own(
+            kind, PromptSource, "prompts.kind", lambda own: own(path=path, seed=seed, **options)
+        )
 
     def size(self) -> int | None:
         """See PromptSource."""
