@@ -6,8 +6,8 @@
 
 `stages/loop.py` fits a screen: take -> pack -> proximal logprobs -> loss -> step -> publish -> commit.
 
-    stages/         whole runs of a learner: reinforcement learning, the warm-up, a replay
-    data/           prompts for the workers, worked examples for the warm-up
+    stages/         whole runs of a learner: reinforcement learning, supervised training, a replay
+    data/           prompts for the workers, worked examples for supervised training
     experience/     groups on their way to an update: fed, taken, logged, rewound
     rows/           sequences laid end to end: what a row costs, how a batch is packed
     objective/      one update: the loss composed of `algorithms`, the critic, shaped rewards

@@ -1,4 +1,4 @@
-"""What the learner can be told, with defaults."""
+"""The learner's settings, with defaults."""
 
 from typing import Annotated, Any, Literal
 
@@ -17,38 +17,47 @@ class RandomModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     architecture: Annotated[str, Meta(description="transformers' model type, such as qwen3_moe or qwen3")]
     config: Annotated[dict[str, Any], Meta(description="arguments of its transformers configuration")] = {}
-    alphabet: Annotated[str, Meta(min_length=1, description="its tokenizer has one token a character of these")]
+    alphabet: Annotated[
+        str, Meta(min_length=1, description="characters of its tokenizer, which has one token for each")
+    ]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which model is trained."""
+    """The model that is trained."""
 
-    path: Annotated[str, Meta(description="a Hugging Face directory or hub id; empty: `random`")] = ""
-    random: Annotated[RandomModelConfig | None, Meta(description="start from random weights instead")] = None
+    path: Annotated[str, Meta(description="a Hugging Face directory or hub id; empty: the model is `random`")] = ""
+    random: Annotated[
+        RandomModelConfig | None, Meta(description="a model to start with random weights, in the place of `path`")
+    ] = None
     dtype: Annotated[
         Literal["float32", "bfloat16"], Meta(description="number format of the forward and backward pass")
     ] = "float32"
 
 
 class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where prompts come from."""
+    """The source of prompts, and their order."""
 
     kind: Annotated[
         str,
         Meta(description=f"{', '.join(PROMPTS)}, or your own as package.module:Class"),
     ]
-    path: Annotated[str, Meta(description="file, dataset id or task names (a,b), as the kind wants it")] = ""
+    path: Annotated[
+        str, Meta(description="file, dataset id or task names separated by commas, depending on the kind")
+    ] = ""
     options: Annotated[dict[str, Any], Meta(description="further arguments of the source")] = {}
-    shuffle: Annotated[bool, Meta(description="a new order for every epoch, from the run's seed")] = True
-    epochs: Annotated[int, Meta(ge=0, description="passes over the prompts; 0: until learner.steps is reached")] = 0
-    system_prompt: Annotated[str, Meta(description="put before text prompts of chat models")] = ""
+    shuffle: Annotated[bool, Meta(description="the run's seed gives every epoch a new order")] = True
+    epochs: Annotated[int, Meta(ge=0, description="passes over the prompts; 0: as many as learner.steps takes")] = 0
+    system_prompt: Annotated[
+        str, Meta(description="system message that turns each text prompt into a conversation; empty: none")
+    ] = ""
     deadline_s: Annotated[
-        float, Meta(gt=0, description="for one call of your own source; one that passes it is killed, and called again")
+        float,
+        Meta(gt=0, description="longest one call of your own source may take, in seconds; it is then made once more"),
     ] = 60.0
 
 
 class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much better a response was than could be expected."""
+    """The measure of how much better a response was than could be expected."""
 
     kind: Annotated[
         str,
@@ -57,7 +66,7 @@ class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "a critic), or your own as package.module:function"
         ),
     ] = "group_mean_std"
-    options: Annotated[dict[str, Any], Meta(description="its keyword arguments")] = {}
+    options: Annotated[dict[str, Any], Meta(description="keyword arguments of the advantage function")] = {}
 
 
 class ObjectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,80 +78,91 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = "ppo_clip"
     anchor: Annotated[
         Literal["behavior", "proximal"],
-        Meta(description="ratio against the sampling policy, or against the learner's weights before the step"),
+        Meta(description="policy in the ratio's denominator: the one that sampled, or the learner's before the step"),
     ] = "behavior"
-    options: Annotated[dict[str, Any], Meta(description="its keyword arguments, such as clip_high")] = {}
+    options: Annotated[dict[str, Any], Meta(description="keyword arguments of the objective, such as clip_high")] = {}
 
 
 class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One weight or mask on what lag does; several apply in order."""
+    """One weight or mask that corrects for lag; several apply in order."""
 
     kind: Annotated[
         str,
         Meta(description="truncated_is, icepop, ... (`headway algorithms`), or your own as package.module:function"),
     ]
-    options: Annotated[dict[str, Any], Meta(description="its keyword arguments, such as cap")] = {}
+    options: Annotated[dict[str, Any], Meta(description="keyword arguments of the correction, such as cap")] = {}
 
 
 class AggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the losses of tokens become the loss of a batch."""
+    """The way in which the losses of tokens become the loss of a batch."""
 
     kind: Annotated[
         Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_denominator"],
-        Meta(description="what is averaged"),
+        Meta(description="unit over which token losses are averaged (`headway algorithms`)"),
     ] = "token_mean"
-    options: Annotated[dict[str, Any], Meta(description="its keyword arguments")] = {}
+    options: Annotated[dict[str, Any], Meta(description="keyword arguments of the aggregation")] = {}
 
 
 class KlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A penalty that holds the policy near a reference."""
 
-    kind: Annotated[Literal["k1", "k2", "k3"], Meta(description="Schulman's estimator")] = "k3"
+    kind: Annotated[Literal["k1", "k2", "k3"], Meta(description="estimator of the divergence, by Schulman's names")] = (
+        "k3"
+    )
     coefficient: Annotated[
-        float, Meta(ge=0, description="factor of the penalty; 0: off, no reference model is kept")
+        float, Meta(ge=0, description="factor of the penalty; 0: no penalty and no reference model")
     ] = 0.0
     place: Annotated[
-        Literal["loss", "reward"], Meta(description="added to the loss, or taken from the reward before advantages")
+        Literal["loss", "reward"],
+        Meta(description="the penalty is added to the loss, or taken from the reward before advantages"),
     ] = "loss"
     ema_decay: Annotated[
         float,
         Meta(
             ge=0,
             le=1,
-            description="the reference after a step: this much of itself, the rest of the policy; 1: it never changes",
+            description="share of itself that the reference keeps in a step; the rest is the policy's. 1: no change",
         ),
     ] = 1.0
 
 
 class RewardShapingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is done to rewards before they are compared."""
+    """Changes to rewards before they are compared."""
 
     overlong_buffer: Annotated[
         int,
-        Meta(ge=0, description="DAPO's soft penalty over the last so many tokens of sampling.max_new_tokens; 0: off"),
+        Meta(
+            ge=0,
+            description="tokens before sampling.max_new_tokens over which DAPO's soft penalty rises; 0: no penalty",
+        ),
     ] = 0
     length_normalized: Annotated[
-        bool, Meta(description="divide a reward by its response's length, in units of sampling.max_new_tokens")
+        bool, Meta(description="rewards are divided by the response's length in units of sampling.max_new_tokens")
     ] = False
 
 
 class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The value model of advantage.kind=gae: the policy's first weights with a head of one output."""
 
-    learning_rate: Annotated[float, Meta(gt=0, description="its own, constant")] = 1e-5
-    clip: Annotated[float, Meta(ge=0, description="values move at most so far from the old ones in an update")] = 0.2
+    learning_rate: Annotated[float, Meta(gt=0, description="constant learning rate of the critic")] = 1e-5
+    clip: Annotated[
+        float,
+        Meta(ge=0, description="distance from its old value, in units of the return, to which an update pulls a value"),
+    ] = 0.2
 
 
 class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The loss as a composition; `preset` names a published one, whose values the other keys override."""
 
-    preset: Annotated[str, Meta(description="grpo, gspo, dapo, tis, ... (`headway algorithms`)")] = "grpo"
+    preset: Annotated[
+        str, Meta(description="name of a published composition: grpo, gspo, dapo, tis, ... (`headway algorithms`)")
+    ] = "grpo"
     advantage: AdvantageConfig = AdvantageConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     corrections: tuple[CorrectionConfig, ...] = ()
     proximal: Annotated[
         Literal["recompute", "log_linear", "linear"],
-        Meta(description="the weights before the step: by a forward pass, or between behavior and current by age"),
+        Meta(description="source of proximal logprobs: a forward pass, or interpolation by lag (behavior to current)"),
     ] = "recompute"
     aggregation: AggregationConfig = AggregationConfig()
     kl: KlConfig = KlConfig()
@@ -151,45 +171,51 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     router_replay: Annotated[
         bool,
         Meta(
-            description="train each token with the experts that it was given when it was sampled (mixture-of-experts "
-            "models; vLLM tells them on GPUs only)"
+            description="each token is trained with the experts that it had when it was sampled "
+            "(mixture-of-experts models; vLLM reports experts on GPUs only)"
         ),
     ] = False
     dynamic_sampling: Annotated[
         int,
         Meta(
             ge=0,
-            description="DAPO's: groups whose samples all got the same reward are dropped and replaced, in at most so "
-            "many rounds a step; 0: off",
+            description="largest number of rounds a step in which groups whose samples all got the same reward are "
+            "dropped and replaced, as in DAPO; 0: they are kept",
         ),
     ] = 0
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW."""
+    """The settings of AdamW."""
 
-    learning_rate: Annotated[float, Meta(ge=0, description="peak learning rate; 0: a control that learns nothing")] = (
-        1e-6
-    )
+    learning_rate: Annotated[
+        float, Meta(ge=0, description="peak learning rate; 0: nothing is learned, as a control")
+    ] = 1e-6
     beta1: Annotated[float, Meta(ge=0, lt=1, description="decay of the first moment")] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1, description="decay of the second moment")] = 0.95
-    epsilon: Annotated[float, Meta(gt=0, description="added to the denominator")] = 1e-8
+    epsilon: Annotated[float, Meta(gt=0, description="constant added to the update's denominator")] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0, description="decoupled weight decay")] = 0.0
-    max_grad_norm: Annotated[float, Meta(gt=0, description="gradients are clipped to this norm")] = 1.0
-    warmup_steps: Annotated[int, Meta(ge=0, description="linear rise of the learning rate")] = 0
+    max_grad_norm: Annotated[
+        float, Meta(gt=0, description="largest norm of the gradients, which are scaled down to it")
+    ] = 1.0
+    warmup_steps: Annotated[int, Meta(ge=0, description="steps over which the learning rate rises linearly")] = 0
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When the learner's state is made durable, and what is kept of how it came about."""
+    """Checkpoints of the learner's state, and the log of the batches that led to it."""
 
     every_steps: Annotated[int, Meta(ge=1, description="steps between checkpoints")] = 20
-    keep: Annotated[int, Meta(ge=1, description="newest checkpoints kept on disk")] = 2
+    keep: Annotated[int, Meta(ge=1, description="number of newest checkpoints kept on disk")] = 2
     asynchronous: Annotated[
-        bool, Meta(description="train on while one is written; CPU memory must hold a copy of it meanwhile")
+        bool,
+        Meta(description="training goes on while a checkpoint is written; CPU memory holds a copy of it meanwhile"),
     ] = True
     log_bytes: Annotated[
         int,
-        Meta(ge=0, description="the experience log, from which steps are trained again, is kept this small; 0: off"),
+        Meta(
+            ge=0,
+            description="largest size in bytes of the experience log, from which steps are trained again; 0: no log",
+        ),
     ] = 8 << 30
 
 
@@ -200,26 +226,30 @@ class SftPhaseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     path: Annotated[
         str,
         Meta(
-            description="file with the fields `query`, which is put into the chat template as prompts are, and "
-            "`response`; or task names"
+            description="file with the fields `query`, which is rendered as prompts are, and `response`; or task names"
         ),
     ] = ""
     options: Annotated[dict[str, Any], Meta(description="further arguments of the source")] = {}
-    learning_rate: Annotated[float, Meta(gt=0, description="constant after a short linear rise")] = 1e-5
-    batch_size: Annotated[int, Meta(ge=1, description="examples a step")] = 64
-    max_steps: Annotated[int, Meta(ge=1, description="stop after so many steps at the latest")] = 1000
+    learning_rate: Annotated[float, Meta(gt=0, description="learning rate, constant after a short linear rise")] = 1e-5
+    batch_size: Annotated[int, Meta(ge=1, description="examples in one step")] = 64
+    max_steps: Annotated[int, Meta(ge=1, description="largest number of steps in the phase")] = 1000
     until_pass_rate: Annotated[
-        float, Meta(ge=0, le=1, description="stop once held-out prompts pass at this rate; 0: run all steps")
+        float,
+        Meta(ge=0, le=1, description="pass rate on held-out prompts at which the phase ends; 0: it runs all steps"),
     ] = 0.0
     gate_every_steps: Annotated[int, Meta(ge=1, description="steps between measurements of the pass rate")] = 25
-    gate_prompts: Annotated[int, Meta(ge=1, description="prompts of one measurement")] = 128
-    deadline_s: Annotated[float, Meta(gt=0, description="for the next few examples of your own function")] = 60.0
+    gate_prompts: Annotated[int, Meta(ge=1, description="held-out prompts in one measurement")] = 128
+    deadline_s: Annotated[
+        float, Meta(gt=0, description="longest wait, in seconds, for the next few examples of your own function")
+    ] = 60.0
 
 
 class SftConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The supervised warm-up before reinforcement learning."""
 
-    phases: Annotated[tuple[SftPhaseConfig, ...], Meta(description="run one after another; none: no warm-up")] = ()
+    phases: Annotated[
+        tuple[SftPhaseConfig, ...], Meta(description="phases, which run one after another; none: no warm-up")
+    ] = ()
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -227,9 +257,10 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     kind: Annotated[str, Meta(description=f"{', '.join(STAGES)}, or your own as package.module:Class")]
     phases: Annotated[
-        tuple[SftPhaseConfig, ...], Meta(description="of sft: run one after another; none: the stage is left out")
+        tuple[SftPhaseConfig, ...],
+        Meta(description="phases of kind=sft, which run one after another; none: the stage is left out"),
     ] = ()
-    options: Annotated[dict[str, Any], Meta(description="of your own stage: what its Options declare")] = {}
+    options: Annotated[dict[str, Any], Meta(description="options of your own stage, as its Options declare them")] = {}
 
     @property
     def name(self) -> str:
@@ -238,17 +269,17 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def has_workers(self) -> bool:
-        """Whether workers generate what it trains: then it is the run's learner, and the last stage."""
+        """True if workers generate the stage's data; it is then the run's learner and the last stage."""
         return self.kind == "rl"
 
     @property
     def is_left_out(self) -> bool:
-        """Supervised training without a phase is none."""
+        """True for supervised training without a phase, which does not run."""
         return self.kind == "sft" and not self.phases
 
 
 class LayoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Over how many ranks the model is split.
+    """The number of ranks over which the model is split.
 
     tensor * pipeline * context ranks hold one replica of it together; replicas share a step's batches.
     """
@@ -264,16 +295,16 @@ class LayoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ComputeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a backend trades between memory and time."""
+    """A backend's trades of time for memory, and of compilation for speed."""
 
     recompute: Annotated[
         Literal["none", "selective", "full"],
-        Meta(description="activations made again in the backward pass: none, the cheap ones, or whole layers"),
+        Meta(description="activations that the backward pass computes again: none, the cheap ones, or whole layers"),
     ] = "none"
-    offload_optimizer: Annotated[bool, Meta(description="keep the optimizer's state in CPU memory (fsdp)")] = False
-    compile: Annotated[
-        bool, Meta(description="compile the layers with torch.compile (fsdp, on a GPU, where it is recommended)")
-    ] = False
+    offload_optimizer: Annotated[bool, Meta(description="the optimizer's state is kept in CPU memory (fsdp)")] = False
+    compile: Annotated[bool, Meta(description="layers are compiled with torch.compile (fsdp; recommended on GPUs)")] = (
+        False
+    )
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -282,20 +313,24 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     backend: Annotated[str, Meta(description="fsdp, megatron, or your own as package.module:Class")] = "fsdp"
     layout: LayoutConfig = LayoutConfig()
     compute: ComputeConfig = ComputeConfig()
-    device: Annotated[str, Meta(description="cpu or cuda")] = "cpu"
+    device: Annotated[str, Meta(description="device of every rank: cpu or cuda")] = "cpu"
     processes: Annotated[
-        int, Meta(ge=1, description="all ranks; `headway run` starts them on this machine (torchrun)")
+        int, Meta(ge=1, description="number of ranks, which `headway run` starts on this machine with torchrun")
     ] = 1
     threads: Annotated[int, Meta(ge=1, description="CPU threads of one rank")] = 1
-    steps: Annotated[int, Meta(ge=1, description="optimizer steps of the run")] = 100
-    groups_per_step: Annotated[int, Meta(ge=1, description="prompts trained in one step")] = 32
-    group_size: Annotated[int, Meta(ge=1, description="G, samples of one prompt")] = 8
+    steps: Annotated[int, Meta(ge=1, description="number of steps in the run")] = 100
+    groups_per_step: Annotated[
+        int, Meta(ge=1, description="prompts trained in one step, each with its group of samples")
+    ] = 32
+    group_size: Annotated[int, Meta(ge=1, description="samples of one prompt (G)")] = 8
     micro_batch_tokens: Annotated[int, Meta(ge=1, description="packed tokens of one forward pass")] = 16384
-    updates_per_step: Annotated[int, Meta(ge=1, description="optimizer updates that one batch is split into")] = 1
+    updates_per_step: Annotated[
+        int, Meta(ge=1, description="optimizer updates in one step, each on a share of its batch")
+    ] = 1
 
 
 def preset_defaults(name: str) -> dict[str, Any]:
-    """The keys that the preset sets, for deploy to merge beneath the user's own. Raises ConfigError."""
+    """Returns the keys that the preset sets, for deploy to merge beneath the user's own. Raises ConfigError."""
     from algorithms.presets import PRESETS
 
     if name not in PRESETS:

@@ -7,7 +7,7 @@
     checkpoint_writer.py   one checkpoint at a time, written while training goes on
     stage_checkpoints.py   the same for stages without workers, and the model that they leave
     colocation.py          learner and engines on the same devices in turns
-    replay.py              the learner over again from its log
+    replay.py              trains a run's batches again from its log
 
 The invariant: a stage that was stopped or killed, and is opened again, ends with the weights that it would have had.
 """
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def open_stage(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
-    """A stage that trains without workers, where it was stopped if it was. Collective. `where`: its key in the recipe.
+    """Returns a stage that trains without workers, at the point where it was stopped. Collective.
 
-    Raises ConfigError for a kind or an option that there is not.
+    `where` is its key in the recipe. Raises ConfigError for an unknown kind or option.
     """
     assert not config.has_workers, "the learner's role opens it, with a broker besides"
     match config.kind:
@@ -44,7 +44,7 @@ def open_stage(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
 
 
 def _open_own(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
-    """The recipe was given to this very process, so what it names is trusted."""
+    """Returns the user's own stage; its module is trusted, since the recipe was given to this very process."""
     from .base import Stage
 
     def opened(own: Any) -> Stage:

@@ -14,7 +14,7 @@ from learner.ranks import Ranks
 
 
 class CheckpointWriter:
-    """All calls are collective, and raise CheckpointError on every rank if one cannot write."""
+    """Writes checkpoints. All calls are collective, and raise CheckpointError on every rank if one cannot write."""
 
     def __init__(self, store: CheckpointStore, ranks: Ranks, *, asynchronous: bool) -> None:
         self._store = store

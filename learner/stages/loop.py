@@ -104,14 +104,14 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.loss: float | None = None
-        """Of the last step that this process trained."""
+        """The loss of the last step that this process trained; None before the first."""
         self._caught_up_at = self.config.caught_up_at
         self._saved_step = -1 if self.config.is_branch else self.version.step
         self._writer = CheckpointWriter(self.checkpoints, self.ranks, asynchronous=self.config.asynchronous)
 
     def run(self) -> bool:
-        """Train to the last step or the last prompt, or until asked to stop (False); the end is a checkpoint, if the
-        models can be had."""
+        """Train to the last step or the last prompt, or until asked to stop (False). At the end write a checkpoint,
+        unless engines keep the device."""
         if self.config.is_branch:
             self.commit()
         if self.experience is not None:
@@ -127,7 +127,7 @@ class Learner:
             watch.lap("evaluate")
             try:
                 groups = self.take()
-            except Interrupted:  # the models are not here: steps that no checkpoint contains are trained again
+            except Interrupted:  # engines keep the device; a resumed learner repeats steps that no checkpoint contains
                 self.commit_durable(self._writer.wait())
                 return False
             watch.lap("take")
@@ -141,7 +141,7 @@ class Learner:
         return True
 
     def train(self, groups: Sequence[Group], watch: Stopwatch) -> None:
-        """One step, from its batch to published weights."""
+        """Trains one step, from its batch to published weights."""
         before = self.version
         try:
             judged = self.updater.judge(groups, before.step)
@@ -156,13 +156,13 @@ class Learner:
         watch.lap("train")
         self.publish()
         watch.lap("publish")
-        # Before the checkpoint: a crash between the two repeats a line, which the record copes with, and loses none.
+        # Before the checkpoint: a crash between the two then repeats a line, which readers of the record drop.
         self.observer.on_step(
             TrainedStep(version=before, groups=groups, judged=judged, update=update, seconds=watch.seconds)
         )
 
     def _way_out(self, error: Exception) -> str:
-        """Says how to go on after a step that failed: its batch stays pinned, so a resumed learner trains it again."""
+        """Returns how to go on after a step that failed; its batch stays pinned, so a resumed learner repeats it."""
         reason, saved = str(error).strip().split("\n")[0], self.checkpoints.latest()
         anew = f"--resume --rewind-to {saved.state.step} --regenerate" if saved else "--overwrite"
         loses = f"all that was sampled since the checkpoint of step {saved.state.step}" if saved else "the run"
@@ -236,7 +236,7 @@ class Learner:
         self.commit_durable(self._writer.wait())
 
     def checkpoint(self) -> None:
-        """Begin to write the state; the checkpoint before must be durable first, and the weights announced."""
+        """Begins to write the state, once the checkpoint before is durable and the weights are announced."""
         if self.experience is not None:
             self.experience.settle()
         if self.version.step == self._saved_step:

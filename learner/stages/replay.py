@@ -1,4 +1,4 @@
-"""The learner over again from its log: the same batches in the same order, with no broker and no workers."""
+"""A replay trains the batches of a run's log again, in the same order, without a broker or workers."""
 
 from collections.abc import Iterator
 
@@ -11,13 +11,13 @@ from .loop import Stopwatch, TrainedStep
 
 
 class ReplayError(HeadwayError):
-    """The run cannot be replayed as asked; the message says what can."""
+    """The run cannot be replayed as asked; the message says which steps can be."""
 
 
 def replay(updater: Updater, experience_log: ExperienceLog, steps: range) -> Iterator[TrainedStep]:
-    """Train these steps; after each yield the backend holds the weights that the step led to.
+    """Trains these steps and yields each; the backend then holds the weights that the step led to.
 
-    With the settings, the rank count and the first weights of the run, every bit is as it was. Raises ReplayError.
+    With the run's settings, rank count and first weights the results are the same, bit for bit. Raises ReplayError.
     """
     for step in steps:
         watch = Stopwatch()

@@ -1,11 +1,11 @@
-"""Where a learner begins in its run: from which checkpoint, under which identity, and what it trains again.
+"""A learner finds where it begins in its run: its checkpoint, its identity, and the steps that it trains again.
 
     choose a checkpoint ──► identify the run ──► open the log ──► claim the run ──► Start, which all ranks share
-    (every rank loads it)   (what is noted,      (holds what      (the broker says what
-                             saved, or joined)    is replayed)     it has and has forgotten)
+    (every rank loads it)   (noted, saved        (holds batches   (the broker says what
+                             or joined)           to replay)       it has and has forgotten)
 
-Whoever starts the learner notes the identity before the run is claimed, and the incarnation before weights are
-published under it; nothing here writes into the run's directory but the log.
+The caller notes the identity before it claims the run, and the incarnation before weights are published under it. This
+module writes only the log into the run's directory.
 """
 
 import logging
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What the user asks for, and the checkpoint that every rank has loaded for it."""
+    """The user's request, and the checkpoint that every rank has loaded for it."""
 
     resume: bool
     rewind: Rewind | None
     checkpoint: Checkpoint | None
-    """None: the run's first weights."""
+    """The checkpoint; None for the run's first weights."""
     is_branch: bool
-    """It goes on from another checkpoint than the latest."""
+    """True if the learner goes on from another checkpoint than the latest."""
 
     @property
     def state(self) -> LearnerState | None:
@@ -46,39 +46,39 @@ class Origin:
 
     @property
     def step(self) -> int:
-        """The first that is to be trained."""
+        """The first step to train."""
         return self.state.step if self.state else 0
 
     @property
     def is_anew(self) -> bool:
-        """The user wants what was sampled for the steps from here on to be forgotten."""
+        """True if the samples for the steps from here on are to be forgotten and generated anew."""
         return self.rewind is not None and self.rewind.regenerate
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Where all ranks begin, as rank 0 learned it from the broker."""
+    """The point at which all ranks begin, as rank 0 learned it from the broker."""
 
     version: WeightVersion
     identity: str
-    """Of the run."""
+    """The run's identity."""
     caught_up_at: int
     is_branch: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claimed:
-    """The run, where to begin in it, and the steps that the log must give."""
+    """A claimed run, the point at which to begin in it, and the steps to train from the log."""
 
     claim: Claim
     start: Start
     replayed: range
-    """The broker has settled or forgotten them."""
+    """The steps that the broker has settled or forgotten."""
 
 
 def choose_origin(
     checkpoints: CheckpointStore, load: Callable[[Path], None], ranks: Ranks, *, resume: bool, rewind: Rewind | None
 ) -> Origin:
-    """Load the checkpoint that is asked for, or the newest that every rank can load. Collective.
+    """Loads the requested checkpoint, or the newest that every rank can load. Collective.
 
     Raises RewindError where there is none at the step of `rewind`, CheckpointError where none can be loaded.
     """
@@ -92,10 +92,10 @@ def choose_origin(
 
 
 def identify(blocking: BlockingBroker, origin: Origin, directory: Path, noted: str) -> str:
-    """The identity of the run in `directory`, where `noted` is written down; to be noted before the run is claimed.
+    """Returns the run's identity; `noted` is the one in `directory`. The caller notes it before it claims the run.
 
-    A run from before there were any takes its checkpoint's, the broker's, or a new one. Raises ConfigError for the
-    checkpoint of another run.
+    A run that was made before runs had identities takes its checkpoint's, the broker's, or a new one. Raises
+    ConfigError for the checkpoint of another run.
     """
     saved = origin.state.identity if origin.state else ""
     if origin.checkpoint and noted and saved not in ("", noted):
@@ -110,8 +110,8 @@ def identify(blocking: BlockingBroker, origin: Origin, directory: Path, noted: s
 def open_log(
     origin: Origin, checkpoints: CheckpointStore, directory: Path, max_bytes: int, identity: str
 ) -> ExperienceLog:
-    """The log in `directory`, empty for a run that starts. Raises RewindError where it lacks what a rewind would train
-    again."""
+    """Opens the log in `directory`, empty for a run that starts. Raises RewindError where it lacks a batch that a
+    rewind trains again."""
     opened = ExperienceLog(directory, max_bytes, checkpoints.oldest_step, identity=identity)
     if origin.rewind is not None:
         check_rewind(checkpoints, opened, origin.rewind)
@@ -131,9 +131,9 @@ def claim_run(
     rules: RunRules,
     config: bytes,
 ) -> Claimed:
-    """Take the run over. `last_incarnation`: the last that a learner noted; `config`: what workers read of the recipe.
+    """Takes the run over. `last_incarnation` is the last that a learner noted, `config` the recipe as workers read it.
 
-    Raises what `Batches.claim` raises.
+    Raises the errors of `Batches.claim`.
     """
     saved_incarnation = origin.state.incarnation if origin.state else 0
     mark = CheckpointMark(max(saved_incarnation, last_incarnation), origin.step)
@@ -157,9 +157,9 @@ def claim_run(
 
 
 def _begin(origin: Origin, claim: Claim, identity: str, replayable_to: int) -> Claimed:
-    """What follows from what the broker still has."""
+    """Returns the start that follows from the broker's memory of the run."""
     is_anew = origin.is_anew or claim.is_rewound
-    is_forgotten = claim.highest_announced is None  # by a server that is not the one that the run began with
+    is_forgotten = claim.highest_announced is None  # another server than the one that the run began with
     is_replayed = not is_anew and (is_forgotten or claim.committed_step > origin.step)
     start = Start(
         version=WeightVersion(claim.owner.incarnation, origin.step),

@@ -9,7 +9,7 @@ from .loop import Learner
 
 
 class RlStage:
-    """One rank of it. Where it begins is decided in `resuming.py`, with the broker, before the loop is opened."""
+    """One rank of the learner's loop. `resuming.py` decides, with the broker, where it begins before it is opened."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -20,11 +20,11 @@ class RlStage:
         return StageMetrics(steps=self._learner.version.step, loss=self._learner.loss)
 
     def run(self) -> bool:
-        """To the last step or the last prompt; False when asked to stop before. See `Learner.run`."""
+        """Trains to the last step or the last prompt; False if stopped before. See `Learner.run`."""
         return self._learner.run()
 
     def save(self) -> Path:
-        """The checkpoint that `run` ended with. Raises CheckpointError where somebody has removed it."""
+        """Returns the checkpoint that `run` ended with. Raises CheckpointError where it was removed."""
         latest = self._learner.checkpoints.latest()
         if latest is None:
             raise CheckpointError("The run has ended, and its checkpoints are gone.")

@@ -1,7 +1,7 @@
 """Supervised training: packed cross-entropy on {query, response} examples, phase by phase.
 
-A phase with a gate ends once held-out prompts pass at its rate. A stage that was stopped goes on at its last
-checkpoint, after the examples that were trained before it.
+A phase with a pass rate (its gate) ends once held-out prompts reach that rate. A stage that was stopped goes on at its
+last checkpoint, after the examples that were trained before it.
 """
 
 from collections import deque
@@ -23,24 +23,24 @@ from learner.rows.packing import PackableSequence, pack
 from .base import Progress, StageError, StageMetrics, StageParts
 
 RISE_STEPS = 20
-"""The learning rate rises over so many steps: fresh Adam moments make the first ones too large."""
+"""The number of steps over which the learning rate rises: fresh Adam moments make the first steps too large."""
 
 
 class SftProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the stage is; checkpoints hold it."""
+    """The stage's progress, which its checkpoints hold."""
 
     phase: int = 0
     step: int = 0
-    """Of the phase: so many are trained."""
+    """The number of trained steps of the phase."""
     steps: int = 0
-    """Of all phases."""
+    """The number of trained steps of all phases."""
     loss: float | None = None
     pass_rate: float | None = None
-    """As the phase measured it last."""
+    """The pass rate as the phase measured it last."""
 
 
 class SftStage:
-    """The warm-up of one model, over all phases."""
+    """The supervised training of one model, over all phases."""
 
     def __init__(self, parts: StageParts, phases: Sequence[SftPhaseConfig]) -> None:
         self._parts = parts
@@ -49,20 +49,20 @@ class SftStage:
 
     @property
     def metrics(self) -> StageMetrics:
-        """Over all phases."""
+        """The metrics over all phases."""
         return StageMetrics(steps=self._progress.steps, loss=self._progress.loss)
 
     def run(self) -> bool:
-        """All phases in order; False when asked to stop before the end. Raises StageError where a pass rate is not
+        """Trains all phases in order; False if stopped before the end. Raises StageError if a pass rate is not
         reached."""
         return all(self._run_phase(self._phases[number]) for number in range(self._progress.phase, len(self._phases)))
 
     def save(self) -> Path:
-        """The model as the last phase left it."""
+        """Writes the model as the last phase left it, and returns its directory."""
         return self._parts.checkpoints.leave(self._progress.steps, msgspec.to_builtins(self._progress))
 
     def _run_phase(self, phase: SftPhaseConfig) -> bool:
-        """From where it is to the end of the phase."""
+        """Trains from the present step to the end of the phase; False if stopped before."""
         examples = self._examples(phase)
         for step in range(self._progress.step + 1, phase.max_steps + 1):
             batch = list(islice(examples, phase.batch_size))
@@ -81,13 +81,13 @@ class SftStage:
         return True
 
     def _examples(self, phase: SftPhaseConfig) -> Iterator[Example]:
-        """Those that are not trained yet."""
+        """Yields the examples that are not trained yet."""
         examples = open_examples(phase, seed=self._parts.seed + self._progress.phase)
         deque(islice(examples, self._progress.step * phase.batch_size), maxlen=0)
         return examples
 
     def _train(self, batch: Sequence[Example], phase: SftPhaseConfig, step: int) -> None:
-        """One step, which is then reported."""
+        """Trains and reports one step."""
         loss = self._step(batch, phase.learning_rate * min(1.0, step / RISE_STEPS))
         pass_rate = self._progress.pass_rate
         if phase.until_pass_rate and step % phase.gate_every_steps == 0:
@@ -132,9 +132,9 @@ class SftStage:
 
 
 def tokenize(example: Example, tokenizer: PreTrainedTokenizerBase, renderer: Renderer) -> PackableSequence:
-    """Query and response as one sequence that ends with the stop token; only the response is trained.
+    """Returns query and response as one sequence that ends with the stop token; only the response is trained.
 
-    The query has the tokens that a prompt of that text has, so that what is learned here is what training samples from.
+    The query has the same tokens as a prompt of that text, from which reinforcement learning will sample.
     """
     _, query = renderer.render(example.query, "an SFT query")
     response = [

@@ -1,7 +1,7 @@
-"""Where a stage that trains without workers was when it was stopped or killed, and the model that it leaves.
+"""The checkpoints of a stage that trains without workers, and the model that it leaves.
 
-DIRECTORY/                what the stage leaves: a Hugging Face model, with all that it takes to open the stage again
-.DIRECTORY.checkpoints/   while it runs: one checkpoint now and then
+DIRECTORY/                the finished stage: a Hugging Face model, with all that it takes to open the stage again
+.DIRECTORY.checkpoints/   the running stage: one checkpoint now and then
 """
 
 import logging
@@ -27,23 +27,23 @@ from learner.ranks import Ranks
 from .checkpoint_writer import CheckpointWriter
 
 EVERY_S = 60.0
-"""A stage that is killed repeats about so much; one that is done sooner writes none."""
+"""The time between checkpoints, which a killed stage repeats at most; a shorter stage writes none."""
 
 log = logging.getLogger(__name__)
 
 
 def checkpoints_of(directory: Path) -> Path:
-    """Where a stage that leaves its model in `directory` keeps its checkpoints."""
+    """Returns where a stage that leaves its model in `directory` keeps its checkpoints."""
     return directory.with_name(f".{directory.name}.checkpoints")
 
 
 class StageCheckpoints:
-    """Of one stage. All calls are collective; those that write raise CheckpointError on every rank if one cannot."""
+    """One stage's checkpoints. All calls are collective; a write that fails raises CheckpointError on every rank."""
 
     def __init__(
         self, backend: Backend, ranks: Ranks, directory: Path, identity: str, *, every_s: float = EVERY_S
     ) -> None:
-        """`identity`: of all that decides what the stage makes; checkpoints of another one are removed."""
+        """`identity` stands for all that decides the stage's model; checkpoints of another identity are removed."""
         self._backend = backend
         self._ranks = ranks
         self._directory = directory
@@ -55,7 +55,7 @@ class StageCheckpoints:
         self._kept_s = time.monotonic()
 
     def load(self) -> dict[str, Any]:
-        """What `keep` or `leave` was told last, with the backend as it was then; empty where the stage begins."""
+        """Returns the place last given to `keep` or `leave`, and loads the backend of that time; {} for a new stage."""
         found = [each for each in self._found() if each.state.identity == self._identity]
         if found:
             return load_first(found, self._backend.load, self._ranks).state.cursor
@@ -63,32 +63,32 @@ class StageCheckpoints:
         return {}
 
     def keep_if_due(self, step: int, place: dict[str, Any]) -> None:
-        """`keep`, where the last one was long ago."""
+        """Calls `keep` if the last checkpoint is older than `every_s`."""
         if self._ranks.any(time.monotonic() >= self._kept_s + self._every_s):
             self.keep(step, place)
 
     def keep(self, step: int, place: dict[str, Any]) -> None:
-        """Write the backend and `place`, for `load`; `step` grows."""
+        """Writes the backend and `place` for `load`. `step` must grow from call to call."""
         self._writer.begin({"": self._backend}, self._state(step, place))
         self._writer.wait()
         self._kept_s = time.monotonic()
 
     def leave(self, step: int, place: dict[str, Any]) -> Path:
-        """Write both as what the stage leaves, and remove its checkpoints; the directory of the model."""
+        """Writes both as the finished stage, removes its checkpoints, and returns the model's directory."""
         state = self._state(step, place)
         Saving(self._ranks, self._directory, {"": self._backend}, None).finish(partial(seal, state=state))
         self._remove()
         return self._directory
 
     def _found(self) -> list[Checkpoint]:
-        """Newest first."""
+        """Returns the checkpoints, newest first."""
         try:
             return [read_checkpoint(self._directory)]
         except CheckpointError:  # nothing is left yet
             return self._store.lineage()[::-1]
 
     def _remove(self) -> None:
-        """No rank goes on before they are gone."""
+        """Removes the checkpoints; no rank goes on before they are gone."""
         if self._ranks.is_first:
             shutil.rmtree(self._root, ignore_errors=True)
         self._ranks.any(False)

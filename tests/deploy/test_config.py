@@ -114,9 +114,8 @@ def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
         ),
         (
             "sft.phases[0].until_pass_rate=3",
-            "mine.yaml: sft.phases[0].until_pass_rate is 3; expected a number >= 0 and <= 1 (stop"
-            " once held-out"
-            " prompts pass at this rate; 0: run all steps).",
+            "mine.yaml: sft.phases[0].until_pass_rate is 3; expected a number >= 0 and <= 1 (pass"
+            " rate on held-out prompts at which the phase ends; 0: it runs all steps).",
         ),
         (
             "prompts.kind=7",
