@@ -12,7 +12,7 @@
     worker.py       the loop: refresh weights -> lease -> generate, score and answer turns -> submit
     evaluate.py     the pass rate on held-out prompts
     samples/        one sample: played turn by turn, recorded with version spans, saved in segments, held by a lease
-    swaps/          new weights in a running engine: when, how they are verified, who has the device
+    swaps/          new weights in a running engine: their turn, their verification, and the use of the device
     engines/        turn prompts into tokens; `engines/base.py` is the seam
     rewards/        score responses; `rewards/base.py` is the seam
     environments/   end an episode after a turn, or say what the model reads next; `environments/base.py` is the seam

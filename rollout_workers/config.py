@@ -1,4 +1,4 @@
-"""What a user configures of the rollout workers, with defaults."""
+"""The settings of rollout workers, with defaults."""
 
 from typing import Annotated, Literal
 

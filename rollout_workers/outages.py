@@ -1,5 +1,4 @@
-"""What a worker does while the broker does not answer: it keeps generating, repeats its calls, and logs the outage
-once."""
+"""Rides out a broker that does not answer: the worker keeps generating, repeats its calls, and logs the outage once."""
 
 import asyncio
 import logging

@@ -26,7 +26,7 @@ from .environments.single_turn import SingleTurn
 from .outages import Outages
 from .rewards.base import Scorer, UnscoredError
 from .run_end import RunEnd
-from .samples.episode import Episodes, Judged
+from .samples.episode import Episodes, JudgedTurn
 from .samples.generation import generate, room
 from .samples.held_leases import HeldLeases
 from .samples.recorder import Recorder
@@ -201,7 +201,7 @@ class Worker:
             return reply.leases
         return ()
 
-    async def _play(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> Judged | None:
+    async def _play(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> JudgedTurn | None:
         if recorder.tokens:
             log.info("%s goes on after %d tokens", lease.tid, len(recorder.tokens))
             self.resumed_tokens += len(recorder.tokens)

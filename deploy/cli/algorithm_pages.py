@@ -1,4 +1,4 @@
-"""What `headway algorithms` prints."""
+"""The pages that `headway algorithms` prints."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `headway plan-memory` prints: each rank's memory, and the setting that would save most of it."""
+"""The pages that `headway plan-memory` prints: each rank's memory, and the setting that would save most of it."""
 
 import itertools
 from collections import Counter
@@ -43,7 +43,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """Where memory is while the engines of a colocated run generate, in bytes."""
+    """Memory that a learner keeps while the engines of a colocated run generate, in bytes."""
 
     host: int
     """The state of the largest rank, in host memory."""

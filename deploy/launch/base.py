@@ -27,12 +27,12 @@ ERROR_PREFIX = "Error: "
 """The start of the command line's one-paragraph errors. No other line of a log starts with it."""
 
 NO_MORE_OF_IT = re.compile(r"\n(?=\s*(\n|$)|[IWEF]\d{4} \d\d:|\d\d:\d\d:\d\d |Traceback \()")
-"""Where that paragraph ends: torchrun goes on with a report of its own, and other ranks go on with their logs."""
+"""The end of that paragraph: torchrun goes on with a report of its own, and other ranks go on with their logs."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a command takes of the machine on which it is started; None where the recipe leaves that open."""
+    """The resources that a command takes on its machine; None where the recipe leaves that open."""
 
     processes: int = 1
     """Ranks of a learner, which torchrun starts."""

@@ -57,7 +57,7 @@ class Supervisor:
     backoff_s: float = 0.5
     drain_notice: str = "the learner finishes its step and writes a checkpoint"
     fails_when_stopped: bool = False
-    """True for a stage without workers: told to stop, its process ends with an error, which it prints itself."""
+    """True for a stage without workers: a signal makes its process end with an error, which it prints itself."""
     say: Callable[[str], None] = say
     check: Callable[[], None] | None = None
     """Called now and then while all is well, to keep other processes alive. An error that it raises ends the run."""

@@ -91,7 +91,7 @@ def worker_gpus(recipe: Recipe, visible: str) -> list[str]:
 
 
 def _gpus_each(engine: Mapping[str, Any]) -> int:
-    """Return the GPUs of an engine as it is written. Another check tells what is wrong with a malformed one."""
+    """Return the GPUs of an engine as it is written. Another check reports malformed ones."""
     options = engine.get("options")
     try:
         return gpus_of(EngineConfig(kind=engine.get("kind", ""), options=options if isinstance(options, dict) else {}))

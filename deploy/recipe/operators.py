@@ -1,4 +1,4 @@
-"""What a worker takes from its operator instead of from the configuration in the broker.
+"""Decides what a worker takes from its operator instead of from the configuration in the broker.
 
 Every client that can write to the broker can write that configuration. So its import paths are resolved below the
 modules that the worker's operator named, and it may set only sizes and switches of an engine's options. The operator

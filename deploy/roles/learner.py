@@ -67,7 +67,7 @@ PROBE_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What every rank has before rank 0 connects to the broker."""
+    """The parts that every rank opens before rank 0 connects to the broker."""
 
     recipe: Recipe
     backend: Backend

@@ -32,7 +32,7 @@ LINE_EVERY_STEPS = 50
 
 
 class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage left behind."""
+    """The outcome of a finished stage."""
 
     steps: int
     loss: float | None

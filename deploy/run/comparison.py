@@ -11,7 +11,7 @@ from broker.schema import StepMetrics
 from deploy.recipe.recipe import Recipe
 
 ALGORITHM_COLUMNS = {"ess": "ess", "clip_fraction": "clipped", "kl_behavior": "kl"}
-"""Of the loss's metrics, those in the table, with their headings. metrics.jsonl has all of them."""
+"""The metrics of the loss that the table shows, with their headings. metrics.jsonl has all metrics."""
 MAX_ROWS = 50
 MISSING = "-"
 

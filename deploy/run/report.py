@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, trained.jsonl, evaluations.jsonl, summary.json and a plot.
+"""The files that a run leaves behind: metrics.jsonl, trained.jsonl, evaluations.jsonl, summary.json and a plot.
 
 A killed and resumed learner repeats the steps since its checkpoint, so the files hold abandoned lines too. `lineage`
 returns the lines whose training is part of the final weights, and every figure is computed from those.

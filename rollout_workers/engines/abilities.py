@@ -1,4 +1,4 @@
-"""What an engine states of itself before it starts, so that no other code depends on its name."""
+"""The abilities that an engine states before it starts, so that no other code depends on its name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ def _always(option: str, value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAbilities:
-    """What an engine can do. A user's own class or function may have them as its attribute `abilities`. The defaults
-    are what every engine promises (`base.py`), so an engine states only what it lacks or adds."""
+    """The abilities of an engine. A user's own class or function may have them as its attribute `abilities`. The
+    defaults are what every engine promises (`base.py`), so an engine states only what it lacks or adds."""
 
     gpu_options: tuple[str, ...] = ()
     """The names in `engine.options` whose product is the number of GPUs of one engine."""

@@ -1,4 +1,4 @@
-"""What an engine holds of each tensor that it was given, in arrays: there may be tens of thousands of tensors.
+"""The part that an engine holds of each tensor that it was given, in arrays: there may be tens of thousands.
 
 N tensors.
 """
@@ -15,7 +15,7 @@ Elements = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Held:
-    """What all shards of an engine hold together, or one shard."""
+    """The tensors that all shards of an engine hold together, or one shard, as fingerprints and sizes."""
 
     names: tuple[str, ...]
     fingerprints_N: Fingerprints

@@ -13,7 +13,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: Prompt
     answers: tuple[str, ...]
-    """What the model said, turn by turn, without the tokens that ended the turns. The last one is to be answered."""
+    """The model's answers, turn by turn, without the tokens that ended the turns. The last one is to be answered."""
     rewards: tuple[float, ...] = ()
     """The rewards of the turns before the last."""
     score: float
@@ -32,7 +32,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     components: Mapping[str, float] = {}
     """Further measures of the episode, for people to read. Those of its last turn are kept."""
     says: str | tuple[int, ...] = ""
-    """What the model reads next, as text or as token ids; empty: the episode ends."""
+    """Text or token ids that the model reads next; empty: the episode ends."""
 
 
 class Environment(Protocol):

@@ -1,4 +1,4 @@
-"""A second try after a wrong answer: it measures whether the model mends an answer that it is told is wrong."""
+"""A second try after a wrong answer: it trains and measures whether the model corrects its answers."""
 
 from typing import Annotated
 
@@ -9,10 +9,10 @@ from .base import Episode, Step
 
 
 class SecondTryOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the environment says after a wrong answer, and how the next answer is rewarded."""
+    """The hint after a wrong answer, and the reward of the next answer."""
 
     hint: Annotated[str, Meta(min_length=1)] = "\nNot right. Try once more:\n"
-    """What the model reads after a wrong answer; `{prompt}` in it stands for the prompt's text."""
+    """Text that the model reads after a wrong answer; `{prompt}` in it stands for the prompt's text."""
     discount: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Factor of the second answer's score."""
     right_from: float = 1.0

@@ -14,7 +14,7 @@ from rollout_workers.rewards.base import Scorer
 from .recorder import Recorder
 
 
-class Judged(NamedTuple):
+class JudgedTurn(NamedTuple):
     """A scored and answered turn."""
 
     reward: float
@@ -39,7 +39,7 @@ class Episodes:
         recorder: Recorder,
         generate: Callable[[], Awaitable[None]],
         room: Callable[[], int],
-    ) -> Judged | None:
+    ) -> JudgedTurn | None:
         """Play turns until the sample needs the engine no more. Returns the judgement of its last turn, or None if that
         turn is still to be judged. `generate` records a turn to its end; `room` returns how many tokens may follow.
         Raises as `judge` does."""
@@ -52,7 +52,7 @@ class Episodes:
                 return judged
             recorder.hear(judged.said, judged.reward)
 
-    async def judge(self, prompt: Prompt, recorder: Recorder, room: int) -> Judged:
+    async def judge(self, prompt: Prompt, recorder: Recorder, room: int) -> JudgedTurn:
         """Score the turn that was recorded last, and let the environment answer it. Raises UnscoredError or
         RewardError."""
         bounds = [*((turn.start, turn.end) for turn in recorder.turns), (recorder.turn_start, len(recorder.tokens))]
@@ -70,7 +70,7 @@ class Episodes:
         said = self._tokens(step.says)
         if said and len(said) >= room:  # the model needs room to answer
             said, step = [], await self._environment.step(replace(episode, finish_reason="length", room=0))
-        return Judged(step.reward, {**score.components, **step.components}, said)
+        return JudgedTurn(step.reward, {**score.components, **step.components}, said)
 
     async def close(self) -> None:
         """Close environment and scorer."""

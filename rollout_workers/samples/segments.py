@@ -104,7 +104,7 @@ class SegmentLog:
         return not self._is_off
 
     def _follow(self, expected: int, segment: Segment) -> None:
-        """Adapt to the segments that the broker has, where they differ from ours."""
+        """Adapt to the segments that the broker has, where they differ from the sent ones."""
         if expected == segment.index + 1:  # the broker has this segment: its answer was lost
             self._cuts.append(segment.start + len(segment.tokens))
         elif expected < segment.index:  # the broker lost its last second in a restart: cut those segments anew

@@ -1,1 +1,1 @@
-"""New weights in a running engine: received, swapped in turns and verified; and who uses the device."""
+"""New weights in a running engine, swapped in turns and verified; and a device that engine and learner use in turns."""

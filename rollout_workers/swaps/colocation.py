@@ -1,9 +1,9 @@
-"""An engine that has its device in turns with the learner: it sleeps while the learner trains.
+"""Lets an engine have its device in turns with the learner: the engine sleeps while the learner trains.
 
-    may generate ──► wake ──► swap (the newest weights) ──► lease, generate
-    may no more  ──► running samples are set aside, as segments ──► sleep ──► the learner is told
+    phase generate ──► wake ──► swap (the newest weights) ──► lease, generate
+    phase train    ──► set running samples aside, as segments ──► sleep ──► tell the server
 
-The server decides who is awake (`broker/client/phases.py`). A broker that is away leaves everything as it is.
+The server decides which engines are awake (`broker/client/phases.py`). While the broker is away nothing changes.
 """
 
 import asyncio

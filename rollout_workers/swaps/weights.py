@@ -30,7 +30,7 @@ PROBE_S = 300.0
 version for ever."""
 
 Contents = Literal["nothing", "version", "mixture", "away"]
-"""What an engine holds. "nothing": no weights, before the first version and after a sleep. "version": the newest
+"""The contents of an engine. "nothing": no weights, before the first version and after a sleep. "version": the newest
 verified version. "mixture": parts of two versions, because the rest of one did not come; the engine is paused. "away":
 it sleeps."""
 

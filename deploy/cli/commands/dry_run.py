@@ -1,4 +1,4 @@
-"""What --dry-run prints."""
+"""The output of --dry-run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

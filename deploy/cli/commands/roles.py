@@ -58,7 +58,7 @@ def learner(
 ) -> int:
     """Run the learner alone.
 
-    It hands RECIPE, resolved, to the workers through the broker.
+    It gives the resolved RECIPE to the workers through the broker.
     """
     from deploy.recipe.loading import load_recipe
 
@@ -91,9 +91,9 @@ def workers(
 ) -> int:
     """Run COUNT workers.
 
-    All but engine.*, weights.follow, weights.archive and weights.pull_bytes_per_s is taken from the run's own
+    They take all keys but engine.*, weights.follow, weights.archive and weights.pull_bytes_per_s from the run's own
     configuration, which the broker holds. Workers may start before the learner, and leave and join while it trains.
-    Ctrl-C hands their work back and stops.
+    At Ctrl-C they hand their work back and stop.
     """
     from deploy.roles.alone import run_workers
 
@@ -113,7 +113,7 @@ def workers(
 @allow_import_option
 @click.option("--name", default="worker", help="Its name in logs and tables; made unique.")
 def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], name: str) -> None:
-    """One worker in this process, as `run` and `workers` start it."""
+    """Run one worker in this process, as `run` and `workers` start it."""
     _log_to_stderr()
     from deploy.roles.alone import run_worker
 
@@ -170,11 +170,11 @@ def evaluate(recipe: str, overrides: tuple[str, ...], checkpoint: Path, prompts:
 def replay(
     run: str, overrides: tuple[str, ...], preset: str | None, first_step: int, steps: int | None, as_json: bool
 ) -> int:
-    """Train RUN's learner over again from its experience log, and compare.
+    """Train RUN's learner again from its experience log, and compare.
 
-    Offline, in one process: no broker, no workers, the same batches in the same order. RUN is a name below
-    ./runs or a directory. With the run's own settings the result is the same to the last bit, else the exit
-    code is 1; with another loss it shows what that would have made of the same experience.
+    The replay runs offline in one process, without broker and workers, on the same batches in the same order. RUN is
+    a name below ./runs or a directory. With the run's own settings the result is the same to the last bit, or else
+    the exit code is 1. With another loss the replay shows what that loss makes of the same experience.
     """
     _log_to_stderr()
     from deploy.roles.alone import run_replay

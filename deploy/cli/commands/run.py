@@ -31,8 +31,8 @@ def run(
 ) -> int:
     """Run a whole RECIPE on this machine.
 
-    That is a server, the stages before the learner, the learner and its workers. RECIPE is a YAML file or the name
-    of one that ships. Ctrl-C drains, writes a checkpoint and stops; a second one stops at once.
+    It starts a server, the stages before the learner, the learner and its workers. RECIPE is a YAML file or the
+    name of one that ships. Ctrl-C drains, writes a checkpoint and stops; a second one stops at once.
     """
     rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
     from deploy.recipe.loading import load_recipe

@@ -28,7 +28,7 @@ def runs() -> None:
 @server_option
 @click.option("--json", "as_json", is_flag=True, help="A JSON array.")
 def list_runs(url: str, as_json: bool) -> None:
-    """A line for every run: state, weights, reward, workers, bytes, and how long nobody has used it."""
+    """Print a line for every run: state, weights, reward, workers, bytes, and how long it has been idle."""
     from deploy.cli.runs import list_runs
 
     list_runs(url, as_json=as_json)
@@ -39,7 +39,7 @@ def list_runs(url: str, as_json: bool) -> None:
 @server_option
 @json_option
 def show_run(run: str, url: str, as_json: bool) -> None:
-    """Everything about RUN."""
+    """Show everything about RUN."""
     from deploy.cli.runs import show_run
 
     show_run(url, run, as_json=as_json)

@@ -36,9 +36,9 @@ def acl(run: str | None, passwords: Path | None, as_file: bool, is_for_7_0: bool
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def algorithms(name: str | None, as_json: bool) -> None:
-    """Show what losses there are: equations, defaults, sources.
+    """Show the losses with their equations, defaults and sources.
 
-    With NAME one preset or one function in full.
+    With NAME, show one preset or one function in full.
     """
     from deploy.cli.algorithm_pages import overview, page
     from deploy.terminal import Terminal
@@ -89,9 +89,9 @@ def plan_memory(recipe: str, overrides: tuple[str, ...], device_memory: float | 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def doctor(as_json: bool) -> None:
-    """Show what will work on this machine.
+    """Show what works on this machine.
 
-    And what is installed, and what to install for the rest.
+    It also shows what is installed, and how to install the rest.
     """
     from deploy.cli.doctor import examine, report_tables
     from deploy.terminal import Terminal

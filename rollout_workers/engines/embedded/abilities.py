@@ -1,4 +1,4 @@
-"""What the embedded engine can do. This module imports none of it."""
+"""The abilities of the embedded engine. This module does not import the engine."""
 
 from broker.installation import TorchFacts, version_of
 from rollout_workers.engines.abilities import EngineAbilities, KnownEngine

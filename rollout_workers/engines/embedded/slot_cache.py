@@ -79,7 +79,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the T packed tokens of one forward are, and where their keys and values go."""
+    """The places of the T packed tokens of one forward, and the cache for their keys and values."""
 
     cache: SlotCache | None
     """None: keys and values are not kept (scoring)."""

@@ -46,7 +46,7 @@ class DirectLoading:
         self._published: tuple[Published, ...] = ()
         """The tensors of the last whole version, in order."""
         self._known: frozenset[Published] = frozenset()
-        """The same as a set."""
+        """The tensors of `_published` as a set."""
         self._placement: Placement | None = None
         self._rows: HeldRows | None = None
         self._copies: tuple[Mapping[str, torch.Tensor], list[int], Copies] | None = None

@@ -15,7 +15,7 @@ ROWS_AT_ONCE = 1 << 21
 """Rows of parameters that are added up together. Each row needs some tens of bytes."""
 
 
-class _Run(NamedTuple):
+class _ParameterBatch(NamedTuple):
     """Parameters that are added up together, and the tensors that their rows belong to."""
 
     parameters: tuple[str, ...]
@@ -69,7 +69,7 @@ def _run(
     of_parameter: Mapping[str, Sequence[Block]],
     number: Mapping[str, int],
     parameters: Mapping[str, torch.Tensor],
-) -> _Run:
+) -> _ParameterBatch:
     device, first, rows, numbers = parameters[names[0]].device, 0, [], []
     for name in names:
         for block in of_parameter[name]:
@@ -77,4 +77,4 @@ def _run(
             rows.append((start, start + block.rows, block.offset, block.row_step, block.column_step))
             numbers.append(number[block.source])
         first += heights[name]
-    return _Run(tuple(names), MatrixParts.of(rows, device), torch.tensor(numbers, device=device))
+    return _ParameterBatch(tuple(names), MatrixParts.of(rows, device), torch.tensor(numbers, device=device))

@@ -1,8 +1,8 @@
 """vLLM as an engine: AsyncLLM in this process, its workers in their own.
 
-    start ─► engine ─┬─ chunks, experts   a request in vLLM's words, its answers in ours
-                     ├─ arrival           all that was sampled before a pause has come
-                     └─ calls ─► vLLM's processes: extension ─► transfer (names: of what vLLM loads)
+    start ─► engine ─┬─ chunks, experts   a request in vLLM's words, its outputs as chunks
+                     ├─ arrival           waits for all that was sampled before a pause
+                     └─ calls ─► vLLM's processes: extension ─► transfer (names: those by which vLLM loads)
 
-Nothing is imported here: vLLM's processes import `extension` before they load a model.
+This module imports nothing, because vLLM's processes import `extension` before they load a model.
 """

@@ -1,4 +1,4 @@
-"""What vLLM can do as an engine. This module imports none of it."""
+"""The abilities of vLLM as an engine. This module does not import vLLM."""
 
 from broker.installation import TorchFacts, version_of
 from rollout_workers.engines.abilities import EngineAbilities, KnownEngine
