@@ -1,1 +1,1 @@
-"""One update: the composed objective, the critic, shaped rewards, and what applies them."""
+"""One update of the policy: the composed objective, the critic, shaped rewards, and the optimizer steps."""

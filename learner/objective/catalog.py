@@ -30,21 +30,21 @@ PARTS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True):
-    """One definition."""
+    """One function of the mathematics, as its definition describes it."""
 
     name: str
     part: str
-    """The part of a composition in which it stands."""
+    """The part of a composition to which the function belongs."""
     equation: str
     notes: str
     source: str
     defaults: dict[str, Any]
     is_weight: bool
-    """It multiplies by the policy's ratio to the behavior policy: at most one correction may."""
+    """True for a correction that multiplies by the policy's ratio to the behavior policy; at most one may."""
 
 
 class Composition(msgspec.Struct, frozen=True, kw_only=True):
-    """One preset."""
+    """One preset, with the parts that it is composed of."""
 
     name: str
     algorithm: dict[str, Any]

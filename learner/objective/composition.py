@@ -28,18 +28,18 @@ from learner.config import AlgorithmConfig
 log = logging.getLogger(__name__)
 
 Surrogate = Callable[..., tuple[torch.Tensor, Metrics]]
-"""See `algorithms.objectives` for the signature, which is that of users' own."""
+"""The signature of objectives, users' own too; `algorithms.objectives` describes it."""
 Correction = Callable[..., tuple[torch.Tensor, Metrics]]
-"""See `algorithms.corrections`."""
+"""The signature of corrections; `algorithms.corrections` describes it."""
 Advantage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Metrics]]
 """(rewards_S, group_S) -> (advantages_S, metrics); see `algorithms.advantages`."""
 Aggregation = Callable[..., torch.Tensor]
-"""See `algorithms.aggregation`."""
+"""The signature of aggregations; `algorithms.aggregation` describes it."""
 
 GAE = "gae"
-"""Advantages by a critic: no function of rewards alone."""
+"""The kind of advantages by a critic, which are no function of rewards alone."""
 GIVEN = {"tokens", "sequences", "mean_weight", "limit"}
-"""Keyword arguments that the learner gives, not the recipe."""
+"""Keyword arguments that the learner gives; a recipe cannot set them."""
 
 POSITIVE = {"cap", "threshold", "budget", "length", "high", "tau_positive", "tau_negative"}
 """Options that make no sense at 0."""
@@ -57,19 +57,19 @@ class BoundCorrection:
 
     @property
     def needs_batch(self) -> bool:
-        """It must know of the whole update before the loss of its first micro-batch."""
+        """True if the correction needs statistics of the whole update before the loss of its first micro-batch."""
         return self.kind in OF_BATCH
 
     @property
     def is_trust_region(self) -> bool:
-        """It looks at the current policy, whatever the objective's anchor."""
+        """True if the correction looks at the current policy, whatever the objective's anchor is."""
         return self.kind in TRUST_REGIONS
 
     def for_batch(
         self, policy_logprobs: Sequence[torch.Tensor], batches: Sequence[Tokens], sum_over_ranks: OverRanks
     ) -> "BoundCorrection":
-        """Binds the statistics of the whole update; `policy_logprobs` are those that the correction will get.
-        Collective where it `needs_batch`.
+        """Returns the correction with the statistics of the whole update bound; `policy_logprobs` are those that it
+        will get. Collective if it `needs_batch`.
         """
         if not self.needs_batch:
             return self
@@ -100,7 +100,7 @@ def needs_reference(config: AlgorithmConfig) -> bool:
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
-    """Raise ConfigError where the parts are unknown or do not fit together."""
+    """Raises ConfigError where parts are unknown or do not fit together."""
     if needs_critic(config):
         gae_options(config)
     else:
@@ -165,25 +165,25 @@ def _check_corrections(config: AlgorithmConfig) -> None:
 
 
 def open_advantage(config: AlgorithmConfig) -> Advantage:
-    """The advantage function with its options bound; the user's own is imported."""
+    """Returns the advantage function with its options bound; a user's own is imported."""
     advantage: Advantage = _open(config.advantage, ADVANTAGES, "algorithm.advantage", also=(GAE,))
     return advantage
 
 
 def gae_options(config: AlgorithmConfig) -> dict[str, float]:
-    """gamma and lam of a critic's advantages. Raises ConfigError."""
+    """Returns gamma and lam of a critic's advantages. Raises ConfigError."""
     options = _open(config.advantage, {GAE: gae}, "algorithm.advantage").keywords
     return {name: options.get(name, parameter.default) for name, parameter in options_of(gae).items()}
 
 
 def open_surrogate(config: AlgorithmConfig) -> Surrogate:
-    """The objective with its options bound."""
+    """Returns the objective with its options bound."""
     surrogate: Surrogate = _open(config.objective, OBJECTIVES, "algorithm.objective")
     return surrogate
 
 
 def open_corrections(config: AlgorithmConfig) -> list[BoundCorrection]:
-    """The corrections in order, with their options bound."""
+    """Returns the corrections in order, with their options bound."""
     return [
         BoundCorrection(_open(correction, CORRECTIONS, "algorithm.corrections"), correction.kind)
         for correction in config.corrections
@@ -191,7 +191,7 @@ def open_corrections(config: AlgorithmConfig) -> list[BoundCorrection]:
 
 
 def open_aggregation(config: AlgorithmConfig, max_new_tokens: int | None = None) -> Aggregation:
-    """The aggregation with its options bound; a fixed denominator without a length has this one."""
+    """Returns the aggregation with its options bound; `max_new_tokens` is the default length of a fixed denominator."""
     aggregation: Aggregation = _open(config.aggregation, AGGREGATIONS, "algorithm.aggregation")
     if config.aggregation.kind == "fixed_denominator" and "length" not in config.aggregation.options:
         return functools.partial(aggregation, length=max_new_tokens or 1)
@@ -199,7 +199,7 @@ def open_aggregation(config: AlgorithmConfig, max_new_tokens: int | None = None)
 
 
 def open_proximal(config: AlgorithmConfig) -> Callable[..., torch.Tensor] | None:
-    """Returns the stand-in for a forward pass of the proximal policy; None where there is none."""
+    """Returns the function that replaces a forward pass of the proximal policy; None if there is none."""
     return PROXIMAL.get(config.proximal)
 
 
@@ -214,7 +214,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _open(part: Any, known: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Any:
-    """The function that `part.kind` names with `part.options` bound; those of built-in ones are checked."""
+    """Returns the function that `part.kind` names with `part.options` bound; options of built-in ones are checked."""
     if ":" in part.kind:
         return functools.partial(load(part.kind, f"{where}.kind"), **part.options)
     if part.kind not in known:
@@ -227,7 +227,7 @@ def _open(part: Any, known: Mapping[str, Any], where: str, also: tuple[str, ...]
 
 
 def _renamed(kind: str, options: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The options under today's names: recipes and runs of before call the age weight's limit max_lag, 0 for none."""
+    """Returns the options under today's names. Older recipes call the age weight's limit max_lag, 0 for no limit."""
     if kind != "age_weight" or "max_lag" not in options:
         return options
     if "zero_above_lag" in options:
@@ -239,7 +239,7 @@ def _renamed(kind: str, options: Mapping[str, Any], where: str) -> Mapping[str, 
 
 @functools.cache
 def _hint_at_new_name(hint: str) -> None:
-    """Once a process, as a recipe is looked at more than once."""
+    """Logs the hint once a process, since a recipe is checked more than once."""
     log.warning("%s", hint)
 
 

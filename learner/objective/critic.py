@@ -51,13 +51,13 @@ class Critic:
         self._learning_rate = learning_rate
 
     def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-        """V of the state in which each token is chosen, under the weights as they are."""
+        """Returns V of the state in which each token is chosen, under the current weights."""
         return self.backend.values(batches)
 
     def returns_and_advantages(
         self, batches: Sequence[PackedBatch], rewards: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     ) -> Estimates:
-        """Generalized advantage estimation. `batches` must be the whole step's: they are whitened together."""
+        """Estimates advantages (GAE). `batches` must be the whole step's, since advantages are whitened together."""
         estimates = [
             gae(rewards_T, values_T, batch.loss_mask_T, batch.cu_seqlens, gamma=self._gamma, lam=self._lam)
             for batch, rewards_T, values_T in zip(batches, rewards, values, strict=True)
@@ -73,7 +73,7 @@ class Critic:
     def update(
         self, batches: Sequence[PackedBatch], returns: Sequence[torch.Tensor], old_values: Sequence[torch.Tensor]
     ) -> dict[str, float]:
-        """One optimizer update over `batches`, the mean of the clipped loss over their trained tokens."""
+        """Makes one optimizer update with the mean of the clipped loss over the trained tokens of `batches`."""
         (tokens,) = self._ranks.sum([sum(float(batch.loss_mask_T.sum()) for batch in batches)])
 
         def loss(index: int, values_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
@@ -95,24 +95,24 @@ class Critic:
         self.backend.load(directory)
 
     def _whole(self, values: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> Sums:
-        """`whitening_sums` over all micro-batches and ranks."""
+        """Returns `whitening_sums` over all micro-batches and ranks."""
         parts = [whitening_sums(values_T, mask_T) for values_T, mask_T in zip(values, masks, strict=True)]
         total, square_total, count = self._ranks.sum([float(sum(column)) for column in zip(*parts, strict=True)])
         return total, square_total, count
 
 
 def outcome_rewards(batch: PackedBatch) -> torch.Tensor:
-    """[T] the reward of each sequence at its last trained token, 0 elsewhere; it comes in the place of advantages.
+    """[T] the reward of each sequence at its last trained token, 0 elsewhere; `advantages_T` holds the rewards here.
 
-    A reward for tokens of its own, such as a KL penalty, is added by the caller.
+    The caller adds rewards of single tokens, such as a KL penalty.
     """
     return at_last_trained(batch.advantages_T, batch.loss_mask_T, batch.cu_seqlens)
 
 
 def _report(advantage_sums: Sums, return_sums: Sums) -> dict[str, float]:
-    """explained_variance: 1 - Var(return - V) / Var(return), where return - V is the advantage before whitening.
+    """Returns explained_variance: 1 - Var(return - V) / Var(return); return - V is the advantage before whitening.
 
-    1 for a perfect critic, 0 for one that knows no more than the mean, or where all returns are equal.
+    It is 1 for a perfect critic, and 0 for one that predicts only the mean, or if all returns are equal.
     """
     (advantage, advantage_square, count), (return_, return_square, _) = advantage_sums, return_sums
     tokens = max(count, 1.0)
@@ -127,6 +127,6 @@ def _report(advantage_sums: Sums, return_sums: Sums) -> dict[str, float]:
 
 
 def _nothing() -> dict[str, float]:
-    """The report of an empty micro-batch, so that a rank without sequences has one with all names."""
+    """Returns the report of an empty micro-batch, so that a rank without sequences reports all names, too."""
     empty = torch.zeros(0)
     return {name: float(value) for name, value in clipped_value_loss(empty, empty, empty, empty)[1].items()}

@@ -1,10 +1,10 @@
-"""Composes the loss of an AlgorithmConfig from functions of `algorithms`, and does nothing more.
+"""Composes the loss of an AlgorithmConfig from functions of `algorithms`.
 
     share = sum_t shares_t * (objective_t * weights_t + kl.coefficient * kl_t)
 
-objective_t is the surrogate with its ratio against the anchor, weights_t the corrections for what the
-behavior policy was, shares_t the aggregation over the whole batch. The KL penalty is not weighted.
-`composition` says which names there are and which fit together.
+objective_t is the surrogate with its ratio against the anchor, weights_t the product of the corrections for lag,
+shares_t the aggregation over the whole batch. The KL penalty is not weighted. `composition` lists the names, and which
+of them fit together.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from .composition import (
 
 
 class Denominators(NamedTuple):
-    """The counts that one update trains, over all its micro-batches and ranks."""
+    """The tokens and sequences that one update trains, over all its micro-batches and ranks."""
 
     tokens: float
     """The tokens with mask 1."""
@@ -43,26 +43,26 @@ class Denominators(NamedTuple):
 
 
 def local(values: Sequence[float]) -> Sequence[float]:
-    """The reduction over one rank."""
+    """Returns the values: the reduction over a single rank."""
     return values
 
 
 def denominators(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = local) -> Denominators:
-    """Counts of the whole update. Collective where `sum_over_ranks` is."""
+    """Returns the counts of the whole update. Collective if `sum_over_ranks` is."""
     tokens = sum(float(batch.loss_mask_T.sum()) for batch in batches)
     sequences = sum(float(aggregation.trained_sequences(batch.loss_mask_T, batch.cu_seqlens)) for batch in batches)
     return Denominators(*sum_over_ranks([tokens, sequences]))
 
 
 class Objective:
-    """One composition, checked. Raises ConfigError for a combination that makes no sense, with the reason."""
+    """One checked composition. Raises ConfigError, with the reason, for parts that do not fit together."""
 
     def __init__(
         self, config: AlgorithmConfig, *, is_one_update: bool = False, max_new_tokens: int | None = None
     ) -> None:
-        """`is_one_update`: each batch is trained in a single update, so that the proximal policy is the
-        current one, whose logprobs the loss has anyway, and no forward pass is spent on them.
-        `max_new_tokens`: the length of a fixed denominator that has none of its own.
+        """`is_one_update`: each batch is trained in a single update. The proximal policy is then the current one, and
+        the loss uses its logprobs without another forward pass. `max_new_tokens`: the default length of a fixed
+        denominator.
         """
         check_algorithm(config)
         self.needs_proximal = needs_proximal(config) and not is_one_update
@@ -84,10 +84,10 @@ class Objective:
         reference_logprobs: Sequence[torch.Tensor] | None = None,
         current_logprobs: Sequence[torch.Tensor] | None = None,
     ) -> TokenLoss:
-        """The loss of one update over `batches`; logprobs are [T], one a batch. Collective over the ranks.
+        """Returns the loss of one update over `batches`; logprobs are [T], one a batch. Collective over the ranks.
 
-        `current_logprobs` are those of the weights that this update begins with: the same that the loss is given with
-        gradient, but all before the first, for what must know of the whole update.
+        `current_logprobs` are those of the weights before this update, for corrections that need statistics of the
+        whole update. The loss gets the same numbers again, with gradient.
         """
         proximal_logprobs = _needed(proximal_logprobs, self.needs_proximal)
         current_logprobs = _needed(current_logprobs, self.needs_current)
@@ -113,13 +113,14 @@ class Objective:
         return loss
 
     def _is_of_current(self, correction: BoundCorrection) -> bool:
-        """True where it weighs the current policy: a trust region does, and all do without a proximal one."""
+        """True if the correction weighs the current policy: a trust region does, and without a proximal policy all
+        do."""
         return correction.is_trust_region or not self.needs_proximal
 
     def _proximal(
         self, batch: PackedBatch, current_T: torch.Tensor, recomputed: Sequence[torch.Tensor] | None, index: int
     ) -> torch.Tensor:
-        """The policy before the step: recomputed, interpolated, or the current one where that is the same."""
+        """Returns logprobs of the policy before the step: recomputed, interpolated, or the current ones if equal."""
         if self._approximate_proximal is not None:
             return self._approximate_proximal(current_T, batch.tokens)
         return recomputed[index] if recomputed else current_T.detach()
@@ -130,7 +131,8 @@ class Objective:
         sum_over_ranks: OverRanks = local,
         max_over_ranks: OverRanks = local,
     ) -> dict[str, float]:
-        """Metrics of the batch from its micro-batches' reports. Collective; every rank has at least one."""
+        """Returns the batch's metrics from its micro-batches' reports. Collective; every rank has at least one
+        report."""
         mine = merge(reports)
         added = sorted(name for name in mine if is_additive(name))
         compared = sorted(name for name in mine if not is_additive(name))
@@ -170,7 +172,7 @@ class Objective:
 
 
 def supervised_loss(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = local) -> TokenLoss:
-    """Cross-entropy: the mean of -log pi(y_t) over the trained tokens of all batches and ranks."""
+    """Returns the cross-entropy loss: the mean of -log pi(y_t) over the trained tokens of all batches and ranks."""
     tokens = denominators(batches, sum_over_ranks).tokens
 
     def loss(index: int, current_logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
@@ -187,7 +189,7 @@ def _needed(logprobs: Sequence[torch.Tensor] | None, is_needed: bool) -> Sequenc
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:
-    """All at once, so that a GPU is waited for only once."""
+    """Reads all metrics at once, so that the process waits for a GPU only once."""
     if not metrics:
         return {}
     values = torch.stack([value.double() for value in metrics.values()]).tolist()

@@ -1,4 +1,4 @@
-"""Shapes the rewards of a batch's trajectories, and compares them to an advantage for each.
+"""Shapes the rewards of a batch's trajectories, and compares them; each trajectory gets an advantage.
 
 rewards ─ length, overlong penalty, KL ─► shaped rewards ─ advantage function ─► advantages
 """
@@ -25,13 +25,13 @@ class RewardStats:
     std: float
     """The standard deviation over the whole batch, dividing by n."""
     flat_groups: float
-    """Share of groups whose samples all got the same reward: in a comparison they teach nothing."""
+    """The share of groups whose samples all got the same reward, so that comparing them teaches nothing."""
     components: dict[str, float]
-    """Mean of each reward function's own score."""
+    """The mean score of each reward function."""
 
 
 def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
-    """All of them, in the order of `groups`."""
+    """Returns all trajectories in the order of `groups`."""
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
@@ -41,7 +41,7 @@ def teaches(group: Group) -> bool:
 
 
 def shaped_rewards(groups: Sequence[Group], config: RewardShapingConfig, max_new_tokens: int) -> torch.Tensor:
-    """[S] float64. Raises HeadwayError for a reward like NaN."""
+    """[S] float64 rewards. Raises HeadwayError for a reward that is not finite."""
     trajectories = trajectories_of(groups)
     for trajectory in trajectories:
         if not math.isfinite(trajectory.reward):
@@ -56,7 +56,7 @@ def shaped_rewards(groups: Sequence[Group], config: RewardShapingConfig, max_new
 
 
 def compared(groups: Sequence[Group], rewards_S: torch.Tensor, advantage: Advantage) -> list[float]:
-    """An advantage for each trajectory, in the order of `groups`."""
+    """Returns an advantage for each trajectory, in the order of `groups`."""
     advantages_S, _ = advantage(rewards_S, _numbers(groups))
     return [float(advantage) for advantage in advantages_S.tolist()]
 
@@ -76,5 +76,5 @@ def reward_stats(groups: Sequence[Group]) -> RewardStats:
 
 
 def _numbers(groups: Sequence[Group]) -> torch.Tensor:
-    """[S] each trajectory's group."""
+    """[S] the number of each trajectory's group."""
     return torch.tensor([number for number, group in enumerate(groups) for _ in group.trajectories], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""One batch into one weight version: rewards, advantages, packing, proximal logprobs, loss, optimizer."""
+"""One batch makes one weight version: rewards, advantages, packing, proximal logprobs, loss, optimizer."""
 
 import dataclasses
 import logging
@@ -43,9 +43,9 @@ class Update:
     """The outcome of one batch's updates."""
 
     loss: float
-    """Mean over the batch's optimizer updates."""
+    """The mean loss over the batch's optimizer updates."""
     grad_norm: float
-    """Largest of the updates, before clipping; not finite if one was skipped."""
+    """The largest gradient norm of the updates, before clipping; not finite if an update was skipped."""
     learning_rate: float
     micro_batches: int
     """The number of micro-batches of this rank."""
@@ -67,8 +67,8 @@ class _Part:
 class Updater:
     """Turns batches into optimizer updates. Collective over the ranks.
 
-    `reference` is needed for a KL penalty, `critic` for advantages by generalized estimation. `cost`: what replicas are
-    balanced by; the same on every rank. `routing`: of a model whose routers replay what the engine's chose.
+    `reference` is needed for a KL penalty, `critic` for advantages by generalized estimation. `cost` balances replicas
+    and is the same on every rank. `routing` describes a model whose routers replay the engine's choices.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Updater:
 
     @property
     def models(self) -> list[Trained]:
-        """All that it computes with."""
+        """All models on this rank's device."""
         critics = [] if self._critic is None else [self._critic.backend]
         references = [] if self._reference is None else [self._reference]
         return [self._backend, *references, *critics]
@@ -131,7 +131,7 @@ class Updater:
                 log.warning("%s has no %s: it starts from the first weights", checkpoint, name)
 
     def judge(self, groups: Sequence[Group], step: int) -> JudgedBatch:
-        """Advantages within each group; tokens over the staleness bound become context."""
+        """Computes advantages within each group; tokens over the staleness bound become context."""
         rewards_S = shaped_rewards(groups, self._shaping, self._max_new_tokens)
         if self._advantage is None:
             advantages = rewards_S.tolist()
@@ -142,7 +142,7 @@ class Updater:
         return JudgedBatch(sequences=self._sequences(groups, advantages, step), rewards=reward_stats(groups))
 
     def update(self, sequences: Sequence[PackableSequence], step: int) -> Update:
-        """`updates_per_step` optimizer updates; proximal logprobs are those before the first of them."""
+        """Makes `updates_per_step` optimizer updates; proximal logprobs are those before the first of them."""
         parts = self._parts(sequences)
         proximal = [self._logprobs(part.batches) if self._objective.needs_proximal else None for part in parts]
         learning_rate = self.learning_rate(step)
@@ -176,7 +176,7 @@ class Updater:
         )
 
     def learning_rate(self, step: int) -> float:
-        """A linear rise, then constant."""
+        """Returns the learning rate of a step: a linear rise, then constant."""
         rise = self._optimizer.warmup_steps
         return self._optimizer.learning_rate * (min(1.0, (step + 1) / rise) if rise else 1.0)
 
@@ -232,7 +232,8 @@ class Updater:
         return parts
 
     def _less_kl(self, rewards_S: torch.Tensor, sequences: Sequence[PackableSequence]) -> torch.Tensor:
-        """[S] the rewards less the KL penalty of their sequences, on every rank; each replica computes its own."""
+        """[S] the rewards less the KL penalty of their sequences, on every rank; each replica computes its
+        sequences'."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         chosen = plan(lengths, self._ranks.replicas, self._learner.micro_batch_tokens, self._cost)[self._ranks.replica]
         batches = [concatenate([sequences[index] for index in indices]) for indices in chosen]
@@ -248,7 +249,7 @@ class Updater:
         return torch.tensor(self._ranks.sum(shaped_S.tolist()), dtype=rewards_S.dtype)
 
     def _kl_of_tokens(self, batch: PackedBatch, reference_T: torch.Tensor) -> torch.Tensor:
-        """[T] of the policy that sampled."""
+        """[T] the KL estimate of the sampling policy to the reference."""
         assert self._reward_kl is not None
         return self._reward_kl(batch.behavior_logprobs_T, reference_T.to(batch.loss_mask_T.device), batch.loss_mask_T)
 
@@ -272,7 +273,7 @@ def _means(reports: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def split(sequences: Sequence[PackableSequence], parts: int) -> list[Sequence[PackableSequence]]:
-    """Nearly equal runs in order, none empty: groups stay together as far as the numbers allow."""
+    """Splits into nearly equal runs in order, none empty; groups stay together as far as the numbers allow."""
     parts = min(parts, len(sequences))
     bounds = [len(sequences) * part // parts for part in range(parts + 1)]
     return [sequences[start:end] for start, end in pairwise(bounds)]

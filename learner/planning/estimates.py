@@ -1,4 +1,4 @@
-"""What is reckoned alike for every backend: activations, the output head, and published versions."""
+"""Estimates that are alike for every backend: activations, the output head, and published versions."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,13 +11,15 @@ Selective = Callable[[ModelShape, int], int]
 
 
 def activation_bytes(planned: PlannedModel, layers: Sequence[int], in_flight: float, selective: Selective) -> int:
-    """After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.
+    """Returns the bytes of activations.
+
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.
 
     Theirs is s*b*h * 34 bytes a layer with dropout, GELU and 4h wide blocks, and 5*a*s/h more for the attention matrix.
     Here rows are packed, so T tokens stand for s*b; flash attention keeps no matrix; there is no dropout; the
     feed-forward is gated. All are divided by context and, thanks to sequence parallelism, tensor (their equation 4).
-    What is made again in the backward pass exists for one layer at a time. Kernels are taken to be fused: unfused ones
-    keep more, by a fifth to a third on a CPU.
+    Recomputed activations exist for one layer at a time. Kernels are taken to be fused: unfused ones keep a fifth to a
+    third more on a CPU.
     """
     shape, tensor = planned.shape, planned.learner.layout.tensor
     kept = [_kept_numbers(planned, layer, selective) for layer in layers]
@@ -26,7 +28,7 @@ def activation_bytes(planned: PlannedModel, layers: Sequence[int], in_flight: fl
 
 
 def _kept_numbers(planned: PlannedModel, layer: int, selective: Selective) -> int:
-    """A token, of one layer: all of them; what `recompute: selective` keeps; or the layer's input."""
+    """Returns the numbers kept for a token in one layer: all, those of `recompute: selective`, or the layer's input."""
     shape = planned.shape
     match planned.learner.compute.recompute:
         case "none":
@@ -38,7 +40,7 @@ def _kept_numbers(planned: PlannedModel, layer: int, selective: Selective) -> in
 
 
 def all_numbers(shape: ModelShape, layer: int) -> int:
-    """A token: inputs and outputs of two norms; attention; gate, up, their activation and product; rows of experts.
+    """Counts for a token: inputs and outputs of two norms; attention; gate, up, activation, product; experts' rows.
 
     With experts, each chosen one has a copy of the token and an output of its own.
     """
@@ -49,12 +51,12 @@ def all_numbers(shape: ModelShape, layer: int) -> int:
 
 
 def attention_numbers(shape: ModelShape) -> int:
-    """A token: queries, keys, values, and what comes out."""
+    """Counts for a token: queries, keys, values, and attention's output."""
     return 2 * (shape.heads + shape.key_value_heads) * shape.head_width
 
 
 def head_bytes(planned: PlannedModel) -> int:
-    """Of `token_logprobs`: a chunk of logits and their gradient, the weight's gradient summed in fp32 and rounded."""
+    """Returns the bytes in `token_logprobs`: a chunk of logits, their gradient, the weight's in fp32 and rounded."""
     from learner.backends.token_logprobs import LOGITS_PER_CHUNK
 
     rows = planned.vocabulary_rows

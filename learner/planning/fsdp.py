@@ -1,4 +1,4 @@
-"""What an fsdp rank holds."""
+"""The memory that an fsdp rank holds."""
 
 from learner.models.layout import check_context, check_ranks
 from learner.models.shape import ModelShape
@@ -8,7 +8,7 @@ from .planned import FP32, MOMENTS, PlannedModel, RankMemory
 
 
 def plan(planned: PlannedModel) -> list[RankMemory]:
-    """Every rank. Raises ConfigError for a layout that cannot be."""
+    """Returns the memory of every rank. Raises ConfigError for a layout that is impossible."""
     learner, shape = planned.learner, planned.shape
     check_ranks(learner.layout, learner.processes)
     check_context(learner.layout.context, shape.heads, shape.key_value_heads)
@@ -16,7 +16,8 @@ def plan(planned: PlannedModel) -> list[RankMemory]:
 
 
 def _rank(planned: PlannedModel, rank: int) -> RankMemory:
-    """Every tensor is cut along its first dimension, the first ranks have a row more (`torch.chunk`)."""
+    """Plans one rank. Every tensor is cut along its first dimension; the first ranks have a row more
+    (`torch.chunk`)."""
     ranks = planned.learner.processes
     elements = sum(_rows(p.shape[0], ranks, rank) * (p.size // p.shape[0]) for p in planned.shape.parameters)
     on_device = 0 if planned.learner.compute.offload_optimizer else MOMENTS * elements
@@ -42,12 +43,11 @@ def _rows(count: int, ranks: int, rank: int) -> int:
 
 
 def _gathered_bytes(planned: PlannedModel) -> int:
-    """What FSDP2 holds whole while layers are computed, at its most, in the backward pass.
+    """Returns the most bytes that FSDP2 holds gathered at once, which is in the backward pass.
 
-    In `model.dtype` the embedding, head and last norm all the time, the layer at work, and the next one that is being
-    gathered, or of a small model everything; of one of these its gradients, and in fp32 those that are being reduced.
-    Of a small model besides, with several ranks, the fp32 sums of all gradients: they are reduced after the last
-    micro-batch.
+    In `model.dtype`: the embedding, head and last norm all the time, the layer at work and the next one, or a small
+    model whole. Also the gradients of one layer, and in fp32 those that are being reduced. A small model on several
+    ranks also holds fp32 sums of all gradients until they are reduced after the last micro-batch.
     """
     from learner.backends.fsdp.sharding import GATHERED_GRADIENT_BYTES, GATHERED_WEIGHT_BYTES
 
@@ -66,6 +66,6 @@ def _size(shape: ModelShape, layer: int | None) -> int:
 
 
 def _selective(shape: ModelShape, layer: int) -> int:
-    """What matrices and attention put out."""
+    """Counts the outputs of matrices and attention."""
     rows = shape.experts_per_token if shape.has_experts(layer) else 1
     return (2 + rows) * shape.width + attention_numbers(shape) + 2 * shape.feed_forward_width(layer)

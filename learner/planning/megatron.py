@@ -1,4 +1,4 @@
-"""What a Megatron rank holds."""
+"""The memory that a Megatron rank holds."""
 
 from learner.models.layout import check_layout
 from learner.models.shape import ModelShape, Parameter
@@ -8,14 +8,15 @@ from .planned import FP32, MOMENTS, PlannedModel, RankMemory
 
 
 def plan(planned: PlannedModel) -> list[RankMemory]:
-    """Every rank. Raises ConfigError for a layout that cannot be."""
+    """Returns the memory of every rank. Raises ConfigError for a layout that is impossible."""
     learner = planned.learner
     check_layout(learner.layout, learner.processes, planned.shape, planned.compute_bytes)
     return [_rank(planned, rank) for rank in range(learner.processes)]
 
 
 def _rank(planned: PlannedModel, rank: int) -> RankMemory:
-    """Ranks are numbered with tensor innermost, then context and replicas, and pipeline stages outermost."""
+    """Plans one rank; ranks are numbered with tensor innermost, then context and replicas, pipeline stages
+    outermost."""
     layout = planned.learner.layout
     stage_ranks = planned.learner.processes // layout.pipeline
     stage, place = divmod(rank, stage_ranks)
@@ -43,14 +44,14 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
 
 
 def _stage_of(planned: PlannedModel, layer: int) -> int:
-    """Each stage has `virtual_pipeline` runs of consecutive layers, dealt out in turn."""
+    """Returns a layer's stage. Each stage has `virtual_pipeline` runs of consecutive layers, dealt out in turn."""
     layout = planned.learner.layout
     run = planned.shape.layers // (layout.pipeline * layout.virtual_pipeline)
     return layer // run % layout.pipeline
 
 
 def _stage_elements(planned: PlannedModel, stage: int) -> tuple[int, int]:
-    """(shared, of experts) on one rank of the stage. A tied embedding stands in the last stage once more."""
+    """Returns (shared, experts') elements on one rank of the stage. The last stage has a copy of a tied embedding."""
     last = planned.learner.layout.pipeline - 1
     dense = experts = 0
     for parameter in planned.shape.parameters:
@@ -89,10 +90,11 @@ def _stage_name(planned: PlannedModel, stage: int, layers: list[int]) -> str:
 
 
 def _in_flight(planned: PlannedModel, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once, at most, if an update has so many.
+    """Returns the most micro-batches whose activations a stage holds at once, if an update has that many.
 
-    One forward, one backward: as many as there are stages from this one to the last. Interleaved: Megatron's warm-up of
-    2 * (stages after this one) + (virtual_pipeline - 1) * pipeline runs of layers, and the one at work.
+    The plain schedule (one forward, one backward) holds as many as there are stages from this one to the last. The
+    interleaved one holds its first forward passes, 2 * (stages after this one) + (virtual_pipeline - 1) * pipeline runs
+    of layers, and the run at work.
     """
     pipeline, runs = planned.learner.layout.pipeline, planned.learner.layout.virtual_pipeline
     after = pipeline - stage - 1
@@ -100,6 +102,6 @@ def _in_flight(planned: PlannedModel, stage: int) -> float:
 
 
 def _selective(shape: ModelShape, layer: int) -> int:
-    """All numbers but those of a dense feed-forward, or of experts those of the activation, which are made again."""
+    """Counts all numbers but the recomputed ones: those of a dense feed-forward, or of the experts' activation."""
     again = 1 if shape.has_experts(layer) else 4
     return all_numbers(shape, layer) - again * shape.feed_forward_width(layer)

@@ -8,8 +8,8 @@ Parameters, gradients and optimizer state are exact but for the padding of buffe
     megatron   2 bytes (float32:   4 bytes, whole      master, 2 moments: 12   replicas and context ranks; an
                4), whole                               (float32: 8), sharded   expert's: ranks with the same experts
 
-"Whole" is all of the rank's part: 1/tensor of every matrix and of the vocabulary, 1/(expert * expert_tensor) of the
-experts, norms and routers as they are, in the layers of its pipeline stage. An fsdp rank has besides what it gathers.
+"Whole" means the rank's whole part: 1/tensor of every matrix and of the vocabulary, 1/(expert * expert_tensor) of the
+experts, all norms and routers, in the layers of its pipeline stage. An fsdp rank also holds gathered tensors.
 """
 
 from broker.errors import ConfigError
@@ -21,7 +21,8 @@ from .planned import PlannedModel, RankMemory
 
 
 def plan_memory(planned: PlannedModel) -> list[RankMemory]:
-    """Every rank, largest first. Raises ConfigError for a layout that cannot be, or a backend that states no plan."""
+    """Returns every rank's memory, largest first. Raises ConfigError for an impossible layout or a backend without
+    plan."""
     backend = planned.learner.backend
     known = BACKENDS.get(backend)
     if known is None:

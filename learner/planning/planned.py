@@ -1,4 +1,4 @@
-"""What is planned: a model, how it is trained, and the bytes of each rank that come of it."""
+"""The subject of a plan, a model and its training, and the result: the bytes of each rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ class RankMemory:
     gathered: int
     """The tensors that fsdp gathers while layers are computed."""
     activations: int
-    """Kept for the backward pass."""
+    """Activations that are kept for the backward pass."""
     head: int
-    """The output head: a chunk of logits, and the gradient of its weight while that is summed."""
+    """A chunk of logits, and the gradient of the output head's weight while it is summed."""
     other_models: int
-    """The reference of the KL penalty, and the critic of gae, which holds about what the policy holds."""
+    """The reference of the KL penalty, and the critic of gae, which takes about as much as the policy."""
     published: int
-    """Whole versions of the weights that lie beside it, for engines."""
+    """Whole versions of the weights, kept for engines."""
 
     @property
     def total(self) -> int:
@@ -46,7 +46,7 @@ class PlannedModel:
     shape: ModelShape
     learner: LearnerConfig
     dtype: Literal["float32", "bfloat16"]
-    """`model.dtype`, of the forward and backward pass."""
+    """`model.dtype`, the number format of the forward and backward pass."""
     has_reference: bool = False
     has_critic: bool = False
     versions: Mapping[int, int] = field(default_factory=dict)
