@@ -1,16 +1,21 @@
 """The Python of the guides, run as a reader would run it: written into a module that a recipe names."""
 
 import re
+import shlex
 from pathlib import Path
 
 from broker.schema import Prompt
 from broker.user_code.roots import ImportRoots
+from deploy.recipe.loading import load_recipe, recipe_to_bytes
+from deploy.recipe.recipe import Recipe
 from rollout_workers.config import EnvironmentConfig
 from rollout_workers.environments import Episode, Step, open_environment
 
 from .pages import ROOT
 
 GUIDES = ROOT / "docs" / "guides"
+RECIPE = re.compile(r"^```yaml\n(.*?)^```", re.M | re.S)
+OF_THE_READER = "model: {path: somewhere}\nprompts: {kind: arithmetic}\nrewards: [{kind: arithmetic}]\n"
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 SEVEN = Prompt(group="0-1", token_ids=[1], text="3+4=", ground_truth="7", data_source="sums", num_samples=1)
 
@@ -47,3 +52,32 @@ def test_the_tables_of_the_guide_have_every_field_of_an_episode_and_a_step() -> 
     for struct, title in ((Episode, "### Episode"), (Step, "### Step")):
         section = page.split(title)[1].split("\n#")[0]
         assert set(re.findall(r"^\| `(\w+)`", section, re.M)) == set(struct.__struct_fields__)
+
+
+def recipes(guide: str, directory: Path) -> list[Recipe]:
+    """The recipes in a guide, each with what it leaves to the reader."""
+    path = directory / "own.yaml"
+    loaded = []
+    for block in RECIPE.findall((GUIDES / guide).read_text()):
+        path.write_text(OF_THE_READER + block)
+        loaded.append(load_recipe(path))
+    return loaded
+
+
+def test_both_spellings_of_sft_before_rl_mean_the_same(tmp_path: Path) -> None:
+    short, long = recipes("stages.md", tmp_path)
+    assert not short.stages
+    assert not long.sft.phases
+    assert short.plan == long.plan
+    assert [stage.kind for stage in long.plan] == ["sft", "rl"]
+
+
+def test_the_override_of_a_stage_s_phase_is_taken(tmp_path: Path) -> None:
+    lines = (GUIDES / "stages.md").read_text().splitlines()
+    of_both = [shlex.split(line, comments=True)[-1] for line in lines if line.startswith("headway run ")]
+    assert of_both == ["stages[0].phases[0].max_steps=200", "sft.phases[0].max_steps=200"]
+    for recipe, override in zip(recipes("stages.md", tmp_path), reversed(of_both), strict=True):
+        assert recipe.plan[0].phases[0].max_steps == 400
+        named = tmp_path / "named.yaml"
+        named.write_bytes(recipe_to_bytes(recipe))
+        assert load_recipe(named, [override]).plan[0].phases[0].max_steps == 200
