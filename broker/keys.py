@@ -48,6 +48,10 @@ worker:W*             string  what worker W says of itself (frame)              
 session:W*            string  the session that worker W's name belongs to        2 minutes       heartbeat
 workers*              set     names of workers                                   a day           heartbeat
 serving*              set     names of those with a version that do not drain     a day           heartbeat, turn
+pool:NAME*            string  what the supervisor of pool NAME says (frame)      its TTL         pool
+pools*                set     names of pools                                     a day           pool
+supervisors*          hash    pool -> the session of its supervisor              a day           pool
+wanted*               hash    pool -> workers wanted                             a day           pool, scale
 turns*                zset    tokens of workers that swap, by deadline           its last turn   turn
 phase*                string  in a colocated run: engines may generate (server's id)  until renewed   phase
 awake*                zset    in a colocated run: who is awake (holders), by deadline  a day         awake, phase
@@ -95,6 +99,11 @@ def check_run_name(run: str) -> str:
 def check_worker_name(worker: str) -> str:
     """The name itself, if it is one. Raises BrokerError."""
     return _checked(worker, "worker")
+
+
+def check_pool_name(pool: str) -> str:
+    """The name itself, if it is one. Raises BrokerError."""
+    return _checked(pool, "pool")
 
 
 def is_name(text: str) -> bool:

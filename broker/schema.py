@@ -299,6 +299,23 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str = ""
 
 
+class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the supervisor of a pool of workers says of it."""
+
+    pool: str
+    host: str
+    pid: int
+    """The supervisor's."""
+    running: int
+    """Worker processes that run and were not asked to leave."""
+    leaving: int = 0
+    """Worker processes that were asked to hand their work back and leave."""
+    restarting: int = 0
+    """Workers that failed and are started again after a pause."""
+    wanted: int = 0
+    """Workers that `scale` asked for last; written when it is read."""
+
+
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """One learner step, as written to metrics.jsonl and shown live."""
 
@@ -440,6 +457,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Samples refused in the last minute that no honest worker of this run sends; at most the last 1000."""
     refused_workers: int = 0
     """From so many worker processes."""
+    pools: tuple[PoolInfo, ...] = ()
+    """The pools whose supervisors live, by name."""
 
 
 class RunRules(msgspec.Struct, frozen=True, kw_only=True):

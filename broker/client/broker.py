@@ -15,6 +15,7 @@ from .holding import Holding
 from .leases import Leases
 from .meetings import Meetings
 from .phases import Phases
+from .pools import Pools
 from .prompts import PromptVerbs
 from .status import StatusBoard
 from .strays import Strays
@@ -41,6 +42,7 @@ class Broker:
         self.archive = ArchivedBlobs(self._connection)
         self.turns = TurnVerbs(self._connection)
         self.phases = Phases(self._connection)
+        self.pools = Pools(self._connection)
         self.usage = Usage(self._connection)
         self.holding = Holding(self._connection)
         self.strays = Strays(self._connection, self.versions)

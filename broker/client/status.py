@@ -15,6 +15,7 @@ from broker.keys import PREFIX, check_worker_name, is_name, run_of
 from broker.owner import Owner
 from broker.schema import (
     DeadLetter,
+    PoolInfo,
     QueueDepths,
     RunStatus,
     StepMetrics,
@@ -87,6 +88,12 @@ class StatusBoard:
         heard = ((name, self._readable(frame, WorkerInfo, f"worker {name}")) for name, frame in said if is_name(name))
         return tuple(info for name, info in heard if info is not None and self._is_of(name, info))
 
+    def _pools(self, flat: Sequence[Any]) -> tuple[PoolInfo, ...]:
+        """Returns the pools of {name, frame, workers wanted...}, without unreadable reports."""
+        said = zip(map(_text, flat[::3]), flat[1::3], flat[2::3], strict=True)
+        heard = ((self._readable(frame, PoolInfo, f"pool {name}"), wanted) for name, frame, wanted in said)
+        return tuple(replace(info, wanted=wanted) for info, wanted in heard if info is not None)
+
     def _is_of(self, name: str, info: WorkerInfo) -> bool:
         if info.worker != name:
             self._warn_once(name, f"Worker {name} is passed over: it reports as {info.worker[:200]!r}.")
@@ -130,7 +137,7 @@ class StatusBoard:
             raise RunNotFoundError(
                 f"No run {self._connection.run} at {self._connection.url}. Runs there: {await self.runs_for_people()}."
             )
-        _, tally, sizes, frames, workers, quarantined, letters, (refused_lately, refused_workers) = reply
+        _, tally, sizes, frames, workers, quarantined, letters, (refused_lately, refused_workers), pools = reply
         steps = tuple(step for frame in frames if (step := self._readable(frame, StepMetrics, "a step")))
         announced = (
             WeightVersion(int(meta["announced_incarnation"]), int(meta["announced_step"]))
@@ -152,6 +159,7 @@ class StatusBoard:
             dead_letters=tuple(_letter(*map(_text, letter)) for letter in reversed(letters)),
             refused_lately=refused_lately,
             refused_workers=refused_workers,
+            pools=self._pools(pools),
         )
 
     async def runs(self) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
--- include: lib_base lib_workers
+-- include: lib_base lib_workers lib_pools
 -- flags: no-writes allow-oom
 -- snapshot() -> {meta, tally, {pool, retry, leases, ready, pinned groups}, {StepMetrics frame...}, {worker, frame...},
 --   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...},
---   {samples refused in the last minute by a worker's fault, how many workers these came from}}
--- Reads: meta, tally, pool, retry, leases, ready, pinned, batch:*, steps, workers, worker:*, quarantined, dead.
+--   {samples refused in the last minute by a worker's fault, how many workers these came from},
+--   {pool, frame, workers wanted...}}
+-- Reads: meta, tally, pool, retry, leases, ready, pinned, batch:*, steps, workers, worker:*, quarantined, dead, pools,
+--   pool:*, wanted.
 local sizes, pinned = {}, 0
 for i, queue in ipairs({ 'pool', 'retry', 'leases', 'ready' }) do sizes[i] = call('ZCARD', P .. queue) end
 for _, step in ipairs(call('ZRANGE', P .. 'pinned', 0, -1)) do pinned = pinned + call('LLEN', P .. 'batch:' .. step) end
@@ -42,4 +44,4 @@ local quarantined = {}
 for n, holder in ipairs(call('SMEMBERS', P .. 'quarantined')) do quarantined[n] = name_of(holder) end
 
 return { call('HGETALL', META), call('HGETALL', P .. 'tally'), sizes, call('LRANGE', P .. 'steps', 0, -1),
-  alive_workers(), quarantined, dead_letters(), refused_lately() }
+  alive_workers(), quarantined, dead_letters(), refused_lately(), alive_pools() }

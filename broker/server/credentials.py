@@ -20,6 +20,20 @@ _FOLDER = "passwords"
 _PASSWORD_BYTES = 24
 
 
+def url_as(role: Role, url: str) -> str:
+    """Returns the URL of an embedded server by which another role reaches it; any other URL as it is.
+
+    The role's password file lies beside that of the role that the URL names.
+    """
+    for other in Role:
+        name, file = f"{User(other, None, '').name}@", quote(f"/{_FOLDER}/{other}")
+        if name in url and url.endswith(file):
+            return url.replace(name, f"{User(role, None, '').name}@", 1).removesuffix(file) + quote(
+                f"/{_FOLDER}/{role}"
+            )
+    return url
+
+
 class Credentials:
     """The passwords below `directory`, a server's own."""
 

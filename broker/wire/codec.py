@@ -21,6 +21,7 @@ from broker.schema import (
     SCHEMA_VERSION,
     BroadcastGroup,
     ModelFiles,
+    PoolInfo,
     Probe,
     Prompt,
     RunRules,
@@ -65,6 +66,7 @@ _KINDS: dict[type, int] = {
     Probe: 9,
     RunRules: 10,
     WeightVersion: 11,
+    PoolInfo: 13,
 }
 
 _READABLE_SINCE: dict[int, int] = {_KINDS[Prompt]: 7, _KINDS[StepMetrics]: 7}

@@ -101,6 +101,7 @@ for command in (
     roles.evaluate,
     roles.replay,
     runs.status,
+    runs.scale,
     runs.runs,
     tools.acl,
     tools.algorithms,

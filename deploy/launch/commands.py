@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from broker.connection.address import PASSWORD_FILE, with_whole_paths
@@ -89,36 +90,38 @@ def ranks(processes: int, command: tuple[str, ...] = PYTHON) -> tuple[str, ...]:
     return (sys.executable, *torchrun, *command[1:])
 
 
-def worker_commands(
-    url: str,
-    run: str,
-    count: int,
-    arguments: Sequence[str],
-    private: Path,
-    logs: Path,
-    worker_threads: int,
-    devices: Sequence[str] = (),
-    gpus: int | None = None,
-) -> list[Command]:
-    """Return `count` workers, each in an empty directory of its own: they share only the broker, and GPUs if `devices`,
-    given to one worker after the other, are fewer. `gpus`: how many each takes, if known."""
-    commands = []
-    for index in range(count):
-        name = f"worker-{index}"
-        commands.append(
-            Command(
-                name=name,
-                argv=(*PYTHON, "worker", "--name", name, *arguments),
-                log=logs / f"{name}.log",
-                cwd=private / name,
-                environment=connection(url, run),
-                resources=Resources(
-                    threads=worker_threads, gpus=gpus, devices=devices[index % len(devices)] if devices else None
-                ),
-                farewell=private / f"{name}.farewell",
-            )
+@dataclass(frozen=True, kw_only=True)
+class WorkerCommand:
+    """Gives the command of worker 0, 1, 2, ... of a pool, each in an empty directory of its own: they share only the
+    broker, and GPUs if `devices`, given to one worker after the other, are fewer."""
+
+    url: str
+    run: str
+    arguments: Sequence[str]
+    """Of `headway worker`."""
+    private: Path
+    """The workers' own directories lie below it."""
+    logs: Path
+    threads: int
+    devices: Sequence[str] = ()
+    """CUDA_VISIBLE_DEVICES of one worker after the other; none: every worker sees all GPUs."""
+    gpus: int | None = None
+    """The number that each worker takes, where that is known."""
+    prefix: str = "worker"
+    """Workers are called PREFIX-NUMBER."""
+
+    def __call__(self, number: int) -> Command:
+        name = f"{self.prefix}-{number}"
+        devices = self.devices[number % len(self.devices)] if self.devices else None
+        return Command(
+            name=name,
+            argv=(*PYTHON, "worker", "--name", name, *self.arguments),
+            log=self.logs / f"{name}.log",
+            cwd=self.private / name,
+            environment=connection(self.url, self.run),
+            resources=Resources(threads=self.threads, gpus=self.gpus, devices=devices),
+            farewell=self.private / f"{name}.farewell",
         )
-    return commands
 
 
 def connection(url: str, run: str) -> dict[str, str]:

@@ -33,15 +33,17 @@ from learner.experience.rewind import Rewind
 
 from .base import Launcher
 from .commands import (
+    WorkerCommand,
     engine_gpus,
     learner_command,
     prepare_command,
     rewind_arguments,
     server_command,
     warm_up_command,
-    worker_commands,
 )
+from .following import following
 from .kept_server import KeptServer
+from .pool import POOL, Pool
 from .processes import LocalLauncher
 from .server_traits import check_traits
 from .supervisor import Supervisor
@@ -164,7 +166,8 @@ class Local:
             watch(self._url_of(Role.OBSERVER, server), name, self.console, recipe.staleness.max_lag) as monitor,
         ):
             supervisor = self._supervisor(directory, server, Path(private), monitor.say)
-            code = supervisor.run()
+            with following(self._url_of(Role.WORKER, server), name, supervisor.pools):
+                code = supervisor.run()
         if (directory / "summary.json").exists():
             restarts = {
                 "worker_restarts": supervisor.restarts,
@@ -178,20 +181,19 @@ class Local:
     ) -> Supervisor:
         """Return the supervisor of the learner and its workers. The workers' own directories lie below `private`."""
         recipe = self.recipe
-        workers = worker_commands(
-            self._url_of(Role.WORKER, server),
-            recipe.run.name,
-            recipe.workers.count,
-            passed_on(recipe),
-            private,
-            directory / "logs",
-            recipe.engine.threads,
-            worker_gpus(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", "")),
-            engine_gpus(recipe.engine),
+        command = WorkerCommand(
+            url=self._url_of(Role.WORKER, server),
+            run=recipe.run.name,
+            arguments=passed_on(recipe),
+            private=private,
+            logs=directory / "logs",
+            threads=recipe.engine.threads,
+            devices=worker_gpus(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", "")),
+            gpus=engine_gpus(recipe.engine),
         )
         url, farewell = self._url_of(Role.LEARNER, server), private / "learner.farewell"
         return Supervisor(
-            workers,
+            [Pool(POOL, recipe.workers.count, command)],
             learner_command(recipe, directory, url, self.resume, self.rewind, farewell=farewell),
             recipe.workers.max_restarts,
             say=say,

@@ -14,14 +14,13 @@ from broker.errors import LASTING_EXIT, HeadwayError
 from deploy.printing import say
 
 from .base import Command, Handle, Launcher
+from .pool import DRAIN_WORKER_S, Pool, Slot
 from .processes import LocalLauncher
 
 POLL_S = 0.1
 HEALTHY_S = 60.0
 """Seconds after which a living worker has recovered, so that its restarts are counted anew."""
 MAX_BACKOFF_S = 10.0
-DRAIN_WORKER_S = 20.0
-"""Seconds for a worker to drain: more than it needs to hand its leases back. Then it is killed."""
 
 
 class RoleFailedError(HeadwayError):
@@ -29,29 +28,10 @@ class RoleFailedError(HeadwayError):
 
 
 @dataclass
-class Slot:
-    """One role's place: the process in it, and its record."""
-
-    command: Command
-    child: Handle | None = None
-    started: float = 0.0
-    failures: int = 0
-    """Failures in a row."""
-    restart_at: float = 0.0
-    has_left: bool = False
-    """Whether its process ended by itself with its work handed back."""
-
-    def start(self, launcher: Launcher) -> None:
-        """Start the process, or start it again."""
-        self.child = launcher.start(self.command)
-        self.started = time.monotonic()
-
-
-@dataclass
 class Supervisor:
-    """Runs `workers` and a `learner` whose end ends the run. Without a learner it runs until all workers have left."""
+    """Runs pools of workers and a `learner` whose end ends the run. Without one it runs until all workers left."""
 
-    workers: Sequence[Command]
+    pools: Sequence[Pool]
     learner: Command | None = None
     max_restarts: int = 5
     backoff_s: float = 0.5
@@ -66,7 +46,6 @@ class Supervisor:
     """Restarts of all workers, for the summary."""
 
     def __post_init__(self) -> None:
-        self._slots = [Slot(command) for command in self.workers]
         self._learner = Slot(self.learner) if self.learner is not None else None
         self._stops: list[signal.Signals] = []
 
@@ -91,14 +70,16 @@ class Supervisor:
         return 128 + self._stops[0] if self._stops and not self._workers_left() else 0
 
     def _start(self) -> None:
-        for slot in self._all():
-            slot.start(self.launcher)
+        if self._learner is not None:
+            self._learner.start(self.launcher)
+        for pool in self.pools:
+            pool.resize(self.launcher, self.say)
 
     def _is_over(self) -> bool:
         if self._stops:
             return True
         if self._learner is None:
-            return all(slot.has_left for slot in self._slots)
+            return all(pool.has_left for pool in self.pools)
         return self._has_finished(self._learner)
 
     def _has_finished(self, learner: Slot) -> bool:
@@ -110,15 +91,14 @@ class Supervisor:
         return code is not None
 
     def _tend_workers(self) -> None:
-        for slot in self._slots:
-            if slot.child is None:
-                if time.monotonic() >= slot.restart_at:
+        for pool in self.pools:
+            for slot in pool.gone(self.say):
+                assert slot.child is not None
+                self._died(slot, slot.child)
+            for slot in pool.slots.values():
+                if slot.child is None and time.monotonic() >= slot.restart_at:
                     slot.start(self.launcher)
-            elif not slot.has_left and slot.child.exit_code() is not None:
-                if slot.child.is_done():
-                    slot.has_left = True  # on purpose: the run is over, or a user drained it
-                else:
-                    self._died(slot, slot.child)
+            pool.resize(self.launcher, self.say)
 
     def _died(self, slot: Slot, child: Handle) -> None:
         if child.exit_code() == LASTING_EXIT:
@@ -146,7 +126,7 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def _stop_workers(self) -> None:
-        running = [slot.child for slot in self._slots if slot.child is not None and slot.child.exit_code() is None]
+        running = [slot.child for slot in self._workers() if slot.child is not None and slot.is_running]
         if not running or len(self._stops) > 1:
             return
         self.say(f"Stopping {len(running)} worker{'s' * (len(running) > 1)}: leases go back to the broker.")
@@ -161,7 +141,7 @@ class Supervisor:
 
     def _workers_left(self) -> bool:
         """Whether there was no learner to stop and every worker ended as it was asked to."""
-        ends = [slot.child is not None and slot.child.is_done() for slot in self._slots]
+        ends = [slot.child is not None and slot.child.is_done() for slot in self._workers()]
         return self._learner is None and all(ends)
 
     def _kill_all(self) -> None:
@@ -174,7 +154,10 @@ class Supervisor:
     def _all(self) -> Iterator[Slot]:
         if self._learner is not None:
             yield self._learner
-        yield from self._slots
+        yield from self._workers()
+
+    def _workers(self) -> Iterator[Slot]:
+        return (slot for pool in self.pools for slot in pool.slots.values())
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from broker.schema import QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
+from broker.schema import PoolInfo, QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
 from deploy.run.figures import generated_per_s, lag_histogram, trained_per_s
 
 RECENT_STEPS = 20
@@ -46,6 +46,8 @@ def status_json(status: RunStatus) -> dict[str, Any]:
 def status_tables(status: RunStatus) -> RenderableType:
     """Return the same as tables for people."""
     tables = [_head(status), _queues(status.queues), _lengths(status.tallies), _workers(status.workers), _lags(status)]
+    if status.pools:
+        tables.insert(3, _pools(status.pools))
     if status.quarantined or status.dead_letters:
         tables.append(_refused(status))
     return Group(*tables)
@@ -124,6 +126,18 @@ def _lengths(tallies: Tallies) -> Table:
         table.add_column(heading, justify="right")
     for length, begun in tallies.dispatched_by_prompt_length.items():
         table.add_row(f"{length}", f"{begun:,}", f"{tallies.trained_by_prompt_length.get(length, 0):,}")
+    return table
+
+
+def _pools(pools: tuple[PoolInfo, ...]) -> Table:
+    table = Table(title="Pools", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("pool", "host"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("wanted", "running", "leaving", "restarting"):
+        table.add_column(heading, justify="right")
+    for pool in pools:
+        numbers = (pool.wanted, pool.running, pool.leaving, pool.restarting)
+        table.add_row(pool.pool, pool.host, *(f"{number}" for number in numbers))
     return table
 
 

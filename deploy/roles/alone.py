@@ -19,12 +19,14 @@ from rich.live import Live
 from broker.client.broker import BlockingBroker
 from broker.connection.address import without_password
 from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, RunNotFoundError
-from broker.keys import check_worker_name
+from broker.keys import check_pool_name, check_worker_name
 from broker.schema import RunStatus
 from deploy.launch.base import Launcher
-from deploy.launch.commands import learner_command, sft_command, worker_commands
+from deploy.launch.commands import WorkerCommand, learner_command, sft_command
 from deploy.launch.farewell import say_farewell
+from deploy.launch.following import following
 from deploy.launch.local import after_warm_up, check_rewind, forget, ping, stop_notice, warm_up
+from deploy.launch.pool import Pool
 from deploy.launch.server_traits import check_traits
 from deploy.launch.supervisor import Supervisor
 from deploy.observe.live import watch as watch_run
@@ -123,29 +125,38 @@ def run_workers(
     overrides: Sequence[str],
     allowed: Sequence[str] = (),
     launcher: Launcher | None = None,
+    pool: str = "",
 ) -> int:
     """Supervise `count` workers until the run is over or a signal stops them. They may import what is `allowed`.
+
+    `pool`: the name by which `headway scale` knows them; empty: this host's and the process's.
 
     A launcher that starts no processes only gets their commands.
     """
     engine_threads = _engine_threads(overrides)
+    pool = check_pool_name(pool or f"{_host()}-{os.getpid()}")
     named = [argument for module in allowed for argument in ("--allow-import", module)]
     arguments = (*named, *overrides)
     if launcher is not None and not launcher.starts_processes:
         place = Path(tempfile.gettempdir(), f"headway-workers-{run}")
-        commands = worker_commands(url, run, count, arguments, place, place / "logs", engine_threads)
-        return Supervisor(commands, launcher=launcher).run()
+        command = WorkerCommand(
+            url=url, run=run, arguments=arguments, private=place, logs=place / "logs", threads=engine_threads
+        )
+        return Supervisor([Pool(pool, count, command)], launcher=launcher).run()
     with suppress(BrokerUnavailableError):  # workers wait for the broker
         check_traits(url, complain, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
     with tempfile.TemporaryDirectory(prefix="headway-workers-") as private:
-        commands = worker_commands(url, run, count, arguments, Path(private), logs, engine_threads)
-        say(
-            f"{count} worker{'s' * (count > 1)} for run {run} at {without_password(url)}; logs in {logs}."
-            " Ctrl-C hands their work back and stops."
+        command = WorkerCommand(
+            url=url, run=run, arguments=arguments, private=Path(private), logs=logs, threads=engine_threads
         )
-        with watch_run(url, run, Terminal()) as monitor:
-            return Supervisor(commands, say=monitor.say).run()
+        pools = [Pool(pool, count, command)]
+        say(
+            f"{count} worker{'s' * (count != 1)} for run {run} at {without_password(url)}, as pool {pool}; logs in"
+            f" {logs}. Ctrl-C hands their work back and stops."
+        )
+        with watch_run(url, run, Terminal()) as monitor, following(url, run, pools):
+            return Supervisor(pools, say=monitor.say).run()
 
 
 def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> None:
@@ -156,14 +167,18 @@ def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed:
     """
     from .worker import ConfigChangedError, work
 
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40].lstrip("._-")
     try:
-        work(url, run, check_worker_name(f"{host or 'host'}-{name}-{secrets.token_hex(2)}"), overrides, allowed)
+        work(url, run, check_worker_name(f"{_host()}-{name}-{secrets.token_hex(2)}"), overrides, allowed)
     except (ForeignRunError, ConfigChangedError) as error:
         log.warning("%s This worker starts anew.", error)
         sys.stderr.flush()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     say_farewell()
+
+
+def _host() -> str:
+    """This machine's name, as far as it can be part of a worker's."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40].lstrip("._-") or "host"
 
 
 def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str], number: int = 0) -> int:
@@ -237,7 +252,7 @@ def run_replay(
 
 def show_status(url: str | None, run: str | None, *, as_json: bool, watch: bool) -> None:
     """Show a run's status once, or again and again. Without --broker it shows the newest run below ./runs."""
-    url, run = _find_run(url, run)
+    url, run = locate_run(url, run)
     with _snapshots(url, run) as snapshot:
         if watch:
             _watch_status(snapshot, as_json)
@@ -278,11 +293,11 @@ def _first_status(snapshot: Callable[[], RunStatus]) -> RunStatus:
             time.sleep(WATCH_S)
 
 
-def _find_run(url: str | None, run: str | None) -> tuple[str, str]:
+def locate_run(url: str | None, run: str | None) -> tuple[str, str]:
     if url and run:
         return url, run
     if url:
-        with _client(url, "headway-status") as client:
+        with client_of(url, "headway-status") as client:
             runs = client.call(client.broker.status.runs())
         if len(runs) == 1:
             return url, runs[0]
@@ -297,12 +312,12 @@ def _find_run(url: str | None, run: str | None) -> tuple[str, str]:
 
 @contextmanager
 def _snapshots(url: str, run: str) -> Iterator[Callable[[], RunStatus]]:
-    with _client(url, run) as client:
+    with client_of(url, run) as client:
         yield lambda: client.call(client.broker.status.snapshot(whichever=True))
 
 
 @contextmanager
-def _client(url: str, run: str) -> Iterator[BlockingBroker]:
+def client_of(url: str, run: str) -> Iterator[BlockingBroker]:
     client = BlockingBroker(url, run, timeout_s=PATIENCE_S)
     try:
         yield client

@@ -21,6 +21,7 @@ from broker.schema import (
     DeltaSpec,
     Lease,
     ModelFiles,
+    PoolInfo,
     Probe,
     QueueDepths,
     RunRules,
@@ -94,6 +95,7 @@ STEP = StepMetrics(
     step_s=0.3,
 )
 QUEUES = QueueDepths(**dict.fromkeys(QueueDepths.__struct_fields__, 1))
+POOL = PoolInfo(pool="big", host="h", pid=7, running=2, leaving=1, restarting=1, wanted=4)
 STRUCTS = [
     prompt(3),
     msgspec.structs.replace(
@@ -119,6 +121,7 @@ STRUCTS = [
     PROBE,
     RunRules(max_lag=1, groups_per_step=2),
     WeightVersion(3, 4),
+    POOL,
 ]
 FIELDS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "loss_mask")
 

@@ -29,6 +29,7 @@ COMMANDS = [
     "learner",
     "workers",
     "status",
+    "scale",
     "sft",
     "eval",
     "replay",
@@ -110,6 +111,8 @@ def test_help_names_every_command_but_the_internal_ones(tmp_path: Path) -> None:
         ),
         (["replay", "x"], "There is no run 'x': neither that directory nor the one below ./runs has a config.yaml."),
         (["status"], "No run is going on below "),
+        (["scale", "-1"], "No run is going on below "),
+        (["scale", "few"], "'few' is no number of workers: give N, +N or -N, such as 4, +2 or -1."),
         (["status", "--broker", NOWHERE, "--run", "x"], f"No answer from the broker at {NOWHERE} "),
         (["broker", "--url", NOWHERE], f"No answer from the broker at {NOWHERE} "),
         (

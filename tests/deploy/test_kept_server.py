@@ -14,6 +14,7 @@ import redis
 from broker.connection.address import Address
 from broker.server.access import Role
 from deploy.launch.kept_server import MAX_RESTARTS, KeptServer
+from deploy.launch.pool import Pool
 from deploy.launch.supervisor import RoleFailedError, Supervisor
 from tests.processes import children_left
 
@@ -49,7 +50,7 @@ def test_a_server_that_dies_under_a_run_is_started_again_with_its_data(tmp_path:
         thread = threading.Thread(target=kill_it_and_come_back)
         thread.start()
         workers = [role("w", FOREVER.replace("0.05", "0.06"), tmp_path)]
-        assert Supervisor(workers, learner, say=lambda _: None, check=server.check).run() == 0
+        assert Supervisor([Pool.of(workers)], learner, say=lambda _: None, check=server.check).run() == 0
         thread.join()
         assert (tmp_path / "found").read_text() == "value"
         assert (server.url_of(Role.LEARNER), server.restarts) == (url, 1)

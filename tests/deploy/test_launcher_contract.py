@@ -12,6 +12,7 @@ import pytest
 from broker.errors import ConfigError
 from deploy.launch.base import Command, Handle, Launcher, Resources
 from deploy.launch.opening import open_launcher
+from deploy.launch.pool import Pool
 from deploy.launch.printed import PrintedLauncher
 from deploy.launch.processes import LocalLauncher
 from deploy.launch.supervisor import Supervisor
@@ -75,7 +76,7 @@ def test_a_command_that_does_its_work_is_done(launcher: Launcher, tmp_path: Path
 
 def test_a_run_on_it_ends_by_itself(launcher: Launcher, tmp_path: Path) -> None:
     workers = [replace(python("pass", tmp_path), name=name) for name in ("a", "b")]
-    assert Supervisor(workers, python("pass", tmp_path), say=lambda _: None, launcher=launcher).run() == 0
+    assert Supervisor([Pool.of(workers)], python("pass", tmp_path), say=lambda _: None, launcher=launcher).run() == 0
     assert children_left() == []
 
 

@@ -1,13 +1,14 @@
 """`headway run` by its parts: what it suggests at the end, and the warm-up of a model that is there already."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 
-from deploy.launch.commands import connection, worker_commands
+from deploy.launch.commands import WorkerCommand, connection
 from deploy.launch.local import Local, after_warm_up, warm_up
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import prepare
@@ -54,10 +55,10 @@ def test_children_find_the_files_that_a_url_names(tmp_path: Path, monkeypatch: p
 
 
 def test_workers_share_the_gpus_that_they_are_given(tmp_path: Path) -> None:
-    commands = worker_commands("redis://h", "r", 3, (), tmp_path, tmp_path, 1, devices=["1", "2,3"])
-    assert [command.variables()["CUDA_VISIBLE_DEVICES"] for command in commands] == ["1", "2,3", "1"]
-    (free,) = worker_commands("redis://h", "r", 1, (), tmp_path / "worker-0", tmp_path, 1)
-    assert "CUDA_VISIBLE_DEVICES" not in free.variables()
+    free = WorkerCommand(url="redis://h", run="r", arguments=(), private=tmp_path, logs=tmp_path, threads=1)
+    bound = replace(free, devices=["1", "2,3"])
+    assert [bound(number).variables()["CUDA_VISIBLE_DEVICES"] for number in range(3)] == ["1", "2,3", "1"]
+    assert "CUDA_VISIBLE_DEVICES" not in free(0).variables()
 
 
 @pytest.mark.slow

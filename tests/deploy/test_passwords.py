@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from deploy.launch.commands import learner_command, worker_commands
+from deploy.launch.commands import WorkerCommand, learner_command
 from deploy.recipe.loading import dump_recipe, load_recipe, recipe_to_bytes
 from deploy.run.directory import endpoint, prepare
 
@@ -21,7 +21,7 @@ def test_what_is_written_down(tmp_path: Path) -> None:
     assert b"sesame" not in recipe_to_bytes(recipe)
     for command in (
         learner_command(recipe, directory, URL, False, None),
-        *worker_commands(URL, "r", 2, (), tmp_path, tmp_path / "logs", 1),
+        WorkerCommand(url=URL, run="r", arguments=(), private=tmp_path, logs=tmp_path / "logs", threads=1)(0),
     ):
         assert "sesame" not in " ".join(command.argv)
         assert command.environment["HEADWAY_BROKER"] == URL

@@ -14,6 +14,7 @@ import pytest
 
 from broker.errors import LASTING_EXIT
 from deploy.launch.base import Command
+from deploy.launch.pool import Pool
 from deploy.launch.processes import Child, guarded
 from deploy.launch.supervisor import RoleFailedError, Supervisor
 from tests.processes import children_left
@@ -70,7 +71,7 @@ def await_end(pid: int) -> None:
 def test_the_learners_end_ends_the_run_and_workers_are_asked_to_stop(tmp_path: Path) -> None:
     said: list[str] = []
     learner = role("learner", "import time; time.sleep(0.5)", tmp_path)
-    code = Supervisor([role("w", drains("w"), tmp_path)], learner, say=said.append).run()
+    code = Supervisor([Pool.of([role("w", drains("w"), tmp_path)])], learner, say=said.append).run()
     assert code == 0
     assert (tmp_path / "w.ended").exists()
     assert said == ["Stopping 1 worker: leases go back to the broker."]
@@ -88,7 +89,7 @@ def test_a_worker_that_dies_is_restarted_and_its_error_told(tmp_path: Path) -> N
     learner = "import pathlib, time\nwhile not pathlib.Path('lives').exists(): time.sleep(0.05)"
     said: list[str] = []
     supervisor = Supervisor(
-        [role("worker-0", dies_twice, tmp_path)],
+        [Pool.of([role("worker-0", dies_twice, tmp_path)])],
         role("learner", learner, tmp_path),
         backoff_s=0.05,
         say=said.append,
@@ -103,7 +104,7 @@ def test_a_worker_that_dies_is_restarted_and_its_error_told(tmp_path: Path) -> N
 def test_a_worker_that_keeps_failing_stops_the_run_with_its_own_last_error(tmp_path: Path) -> None:
     failing = role("worker-0", "import sys; sys.exit('Error: the engine is not there. Install it.')", tmp_path)
     supervisor = Supervisor(
-        [failing], role("learner", FOREVER, tmp_path), max_restarts=2, backoff_s=0.05, say=lambda _: None
+        [Pool.of([failing])], role("learner", FOREVER, tmp_path), max_restarts=2, backoff_s=0.05, say=lambda _: None
     )
     with pytest.raises(RoleFailedError) as caught:
         supervisor.run()
@@ -131,21 +132,23 @@ def says_farewell(name: str, work: str, directory: Path) -> Command:
 def test_a_worker_that_leaves_without_a_farewell_has_failed(tmp_path: Path, leaves: str) -> None:
     said: list[str] = []
     worker = says_farewell("worker-0", f"print('in a reward'); {leaves}", tmp_path)
-    supervisor = Supervisor([worker], role("learner", FOREVER, tmp_path), 1, backoff_s=0.05, say=said.append)
+    supervisor = Supervisor([Pool.of([worker])], role("learner", FOREVER, tmp_path), 1, backoff_s=0.05, say=said.append)
     with pytest.raises(RoleFailedError, match=r"^worker-0 exited with code 0 in the midst of its work .*sys\.exit"):
         supervisor.run()
     assert supervisor.restarts == len(said) == 1
     with pytest.raises(
         RoleFailedError, match="It failed again after 1 restarts: the workers of this command have been"
     ):
-        Supervisor([worker], max_restarts=1, backoff_s=0.05, say=said.append).run()
+        Supervisor([Pool.of([worker])], max_restarts=1, backoff_s=0.05, say=said.append).run()
 
 
 def test_a_worker_that_says_farewell_has_left(tmp_path: Path) -> None:
     once = "tried = os.path.exists('tried'); open('tried', 'w'); tried or os._exit(0)"
-    supervisor = Supervisor([says_farewell("w", once, tmp_path)], backoff_s=0.05, say=lambda _: None)
+    supervisor = Supervisor([Pool.of([says_farewell("w", once, tmp_path)])], backoff_s=0.05, say=lambda _: None)
     assert (supervisor.run(), supervisor.restarts) == (0, 1)
-    supervisor = Supervisor([says_farewell("w", "os._exit(0)", tmp_path)], max_restarts=0, say=lambda _: None)
+    supervisor = Supervisor(
+        [Pool.of([says_farewell("w", "os._exit(0)", tmp_path)])], max_restarts=0, say=lambda _: None
+    )
     with pytest.raises(RoleFailedError):  # what the one before it said does not count
         supervisor.run()
 
@@ -162,7 +165,9 @@ def test_a_learner_that_leaves_without_a_farewell_has_failed(tmp_path: Path) -> 
 
 def test_a_worker_whose_error_is_a_lasting_one_is_not_started_again(tmp_path: Path) -> None:
     words = f"import sys; print('Error: reward mine:score hangs.', flush=True); sys.exit({LASTING_EXIT})"
-    supervisor = Supervisor([role("w", words, tmp_path)], role("learner", FOREVER, tmp_path), say=lambda _: None)
+    supervisor = Supervisor(
+        [Pool.of([role("w", words, tmp_path)])], role("learner", FOREVER, tmp_path), say=lambda _: None
+    )
     with pytest.raises(
         RoleFailedError, match=r"reward mine:score hangs\.\nAnother start would not mend it: the run has"
     ):
@@ -172,7 +177,7 @@ def test_a_worker_whose_error_is_a_lasting_one_is_not_started_again(tmp_path: Pa
 
 
 def test_workers_alone_that_keep_failing_do_not_claim_to_have_stopped_the_run(tmp_path: Path) -> None:
-    supervisor = Supervisor([role("w", "import sys; sys.exit('Error: no.')", tmp_path)], max_restarts=0)
+    supervisor = Supervisor([Pool.of([role("w", "import sys; sys.exit('Error: no.')", tmp_path)])], max_restarts=0)
     with pytest.raises(RoleFailedError, match=r"the workers of this command have been stopped\."):
         supervisor.run()
 
@@ -180,7 +185,9 @@ def test_workers_alone_that_keep_failing_do_not_claim_to_have_stopped_the_run(tm
 def test_a_learner_that_dies_stops_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
     script = "import os, signal\nprint('step 3', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(RoleFailedError, match=r"^learner was killed by SIGKILL: step 3\nThe run has been stopped\."):
-        Supervisor([role("w", FOREVER, tmp_path)], role("learner", script, tmp_path), say=lambda _: None).run()
+        Supervisor(
+            [Pool.of([role("w", FOREVER, tmp_path)])], role("learner", script, tmp_path), say=lambda _: None
+        ).run()
     assert children_left() == []
 
 
@@ -191,7 +198,7 @@ def test_the_first_signal_drains_the_learner_then_the_workers(
     said: list[str] = []
     thread = once_up(tmp_path, ["learner", "w0", "w1"], number)
     workers = [role(name, drains(name), tmp_path) for name in ("w0", "w1")]
-    assert Supervisor(workers, role("learner", drains("learner"), tmp_path), say=said.append).run() == code
+    assert Supervisor([Pool.of(workers)], role("learner", drains("learner"), tmp_path), say=said.append).run() == code
     thread.join()
     ended = {name: float((tmp_path / f"{name}.ended").read_text()) for name in ("learner", "w0", "w1")}
     assert ended["learner"] < min(ended["w0"], ended["w1"])
@@ -205,7 +212,9 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     said: list[str] = []
     thread = once_up(tmp_path, ["learner", "w0"], signal.SIGINT, signal.SIGINT)
     deaf = drains("learner", then="time.sleep(3600)")
-    code = Supervisor([role("w0", drains("w0"), tmp_path)], role("learner", deaf, tmp_path), say=said.append).run()
+    code = Supervisor(
+        [Pool.of([role("w0", drains("w0"), tmp_path)])], role("learner", deaf, tmp_path), say=said.append
+    ).run()
     thread.join()
     assert code == 130
     assert said[-1].startswith("Stopped at once.")
@@ -229,14 +238,14 @@ def test_a_stopped_warm_up_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_without_a_learner_it_ends_when_all_workers_have_left(tmp_path: Path) -> None:
-    assert Supervisor([role(name, "pass", tmp_path) for name in ("a", "b")], say=lambda _: None).run() == 0
+    assert Supervisor([Pool.of([role(name, "pass", tmp_path) for name in ("a", "b")])], say=lambda _: None).run() == 0
 
 
 @pytest.mark.parametrize(("then", "code"), [("sys.exit(0)", 0), ("sys.exit(1)", 143)])
 def test_without_a_learner_it_is_done_when_all_workers_have_left_as_asked(tmp_path: Path, then: str, code: int) -> None:
     thread = once_up(tmp_path, ["a", "b"], signal.SIGTERM)
     workers = [role("a", drains("a"), tmp_path), role("b", drains("b", then=then), tmp_path)]
-    assert Supervisor(workers, say=lambda _: None).run() == code
+    assert Supervisor([Pool.of(workers)], say=lambda _: None).run() == code
     thread.join()
 
 
@@ -261,6 +270,7 @@ def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from deploy.launch.base import Command
+from deploy.launch.pool import Pool
 from deploy.launch.processes import guarded
 from deploy.launch.supervisor import Supervisor
 import subprocess
@@ -271,7 +281,7 @@ argv = (sys.executable, "-c")
 roles = [Command(name=n, argv=(*argv, child.replace("NAME", n)), log=Path(n + ".log")) for n in "ab"]
 with guarded(server.pid):
     Path("guarded.pid").write_text(str(server.pid))
-    Supervisor(roles[1:], roles[0]).run()
+    Supervisor([Pool.of(roles[1:])], roles[0]).run()
 """
     supervisor = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
     pid_files = [tmp_path / f"{name}.pid" for name in ("a", "b", "server", "guarded")]

@@ -77,7 +77,8 @@ def learner(
 @overrides_argument
 @connection
 @allow_import_option
-@click.option("--count", type=click.IntRange(1, 1024), default=1, show_default=True, help="Worker processes.")
+@click.option("--count", type=click.IntRange(0, 1024), default=1, show_default=True, help="Worker processes.")
+@click.option("--pool", default="", help="Its name for `headway scale`.  [default: HOST-PROCESS]")
 @dry_run_option
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object.")
 def workers(
@@ -86,25 +87,26 @@ def workers(
     run: str,
     allowed: tuple[str, ...],
     count: int,
+    pool: str,
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Run COUNT workers.
+    """Run a pool of COUNT workers.
 
     They take all keys but engine.*, weights.follow, weights.archive and weights.pull_bytes_per_s from the run's own
-    configuration, which the broker holds. Workers may start before the learner, and leave and join while it trains.
-    At Ctrl-C they hand their work back and stop.
+    configuration, which the broker holds. Workers may start before the learner, and leave and join while it trains;
+    `headway scale` changes their number. At Ctrl-C they hand their work back and stop.
     """
     from deploy.roles.alone import run_workers
 
     if not dry_run:
         if as_json:
             raise click.UsageError("--json needs --dry-run.")
-        return run_workers(url, run, count, overrides, allowed)
+        return run_workers(url, run, count, overrides, allowed, pool=pool)
     from .dry_run import shown
 
     with shown(as_json) as launcher:
-        return run_workers(url, run, count, overrides, allowed, launcher)
+        return run_workers(url, run, count, overrides, allowed, launcher, pool=pool)
 
 
 @click.command(hidden=True)

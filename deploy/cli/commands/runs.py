@@ -19,6 +19,26 @@ def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None
     show_status(url, run, as_json=as_json, watch=watch)
 
 
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("workers", metavar="N|+N|-N")
+@click.option("--pool", default="", help="Default: the run's only pool.")
+@click.option(
+    "--broker", "url", envvar="HEADWAY_BROKER", show_envvar=True, help="Default: the newest run below ./runs."
+)
+@click.option("--run", "run", envvar="HEADWAY_RUN", show_envvar=True, help="The run's name.")
+@click.option("--wait", is_flag=True, help="Return once so many workers run, and those that leave have left.")
+@json_option
+def scale(workers: str, pool: str, url: str | None, run: str | None, wait: bool, as_json: bool) -> None:
+    """Change the number of workers of a running run.
+
+    N: so many in all; +N or -N: more or fewer than are wanted now. Workers that leave hand their work back first.
+    It needs the learner's password; `headway status` shows the pools.
+    """
+    from deploy.cli.scaling import scale
+
+    scale(workers, pool, url, run, until_done=wait, as_json=as_json)
+
+
 @click.group()
 def runs() -> None:
     """List, show and delete the runs that a broker holds."""

@@ -1,0 +1,78 @@
+"""`headway scale`: asks a pool's supervisor, wherever it runs, for another number of workers."""
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from broker.client.broker import BlockingBroker
+from broker.connection.address import without_password
+from broker.errors import BrokerError, ConfigError, RunNotFoundError
+from broker.schema import PoolInfo
+from broker.server.credentials import Role, url_as
+from deploy.printing import say, say_json
+from deploy.roles.alone import client_of, locate_run
+
+LOOK_S = 0.2
+
+
+def scale(change: str, pool: str, url: str | None, run: str | None, *, until_done: bool, as_json: bool) -> None:
+    """Ask for `change` ("4", "+2", "-1") and print what was wanted before and is wanted now."""
+    manner, workers = _parsed(change)
+    where, run = locate_run(url, run)
+    with client_of(url or url_as(Role.LEARNER, where), run) as client:
+        pools = client.call(client.broker.status.snapshot()).pools
+        name = pool or _only(pools, run)
+        outcome = client.call(client.broker.pools.scale(name, manner, workers))
+        if outcome is None:
+            raise RunNotFoundError(_no_pool(name, pools, run, where))
+        before, wanted = outcome
+        if not as_json:
+            say(f"Pool {name} of run {run}: {wanted} worker{'s' * (wanted != 1)} wanted, {before} before.")
+        found = _await(client, name, wanted) if until_done else None
+    if as_json:
+        running = {} if found is None else {"pool_now": msgspec.to_builtins(found)}
+        say_json({"run": run, "pool": name, "before": before, "wanted": wanted, **running})
+    elif found is not None:
+        say(f"{found.running} worker{'s run' if found.running != 1 else ' runs'}.")
+
+
+def _parsed(change: str) -> tuple[Literal["to", "by"], int]:
+    if not re.fullmatch(r"[+-]?\d{1,4}", change):
+        raise ConfigError(f"{change!r} is no number of workers: give N, +N or -N, such as 4, +2 or -1.")
+    return ("by" if change[0] in "+-" else "to"), int(change)
+
+
+def _only(pools: Sequence[PoolInfo], run: str) -> str:
+    if len(pools) == 1:
+        return pools[0].pool
+    if not pools:
+        raise ConfigError(
+            f"No supervisor of a pool is alive in run {run}: start workers with `headway run` or `headway workers`."
+        )
+    raise ConfigError(f"Run {run} has {len(pools)} pools ({_names(pools)}): name one with --pool.")
+
+
+def _no_pool(name: str, pools: Sequence[PoolInfo], run: str, url: str) -> str:
+    return f"Run {run} at {without_password(url)} has no pool {name}. Its pools: {_names(pools) or 'none'}."
+
+
+def _names(pools: Sequence[PoolInfo]) -> str:
+    return ", ".join(pool.pool for pool in pools)
+
+
+def _await(client: BlockingBroker, name: str, wanted: int) -> PoolInfo:
+    """Returns the pool once it is as it was asked to be. Raises BrokerError where its supervisor is gone, or somebody
+    asked for another number meanwhile."""
+    while True:
+        status = client.call(client.broker.status.snapshot())
+        found = next((pool for pool in status.pools if pool.pool == name), None)
+        if found is None:
+            raise BrokerError(f"The supervisor of pool {name} has ended.")
+        if found.wanted != wanted:
+            raise BrokerError(f"Pool {name} was asked for {found.wanted} workers meanwhile, not {wanted}.")
+        if (found.running, found.leaving, found.restarting) == (wanted, 0, 0):
+            return found
+        time.sleep(LOOK_S)

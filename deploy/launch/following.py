@@ -1,0 +1,79 @@
+"""A supervisor's talk with the broker: it reports its pools, and hears how many workers are wanted in each."""
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from broker.client.broker import BlockingBroker
+from broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError
+from rollout_workers.run_end import RunEnd
+
+from .pool import Pool
+
+REPORT_S = 0.5
+PATIENCE_S = 60.0
+"""A supervisor that finds its run ended waits so long for a learner to resume it, as its workers do."""
+TTL_S = 5.0
+"""A silent supervisor's pools are forgotten after so long, and another may take their names."""
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def following(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
+    """Set `wanted` of the pools to what `headway scale` asks for, in a thread, until the end of the block.
+
+    An outage of the server leaves the pools as they are; a pool whose name another supervisor has stays as it is, too.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=_follow, args=(url, run, list(pools), over), name="pools", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=TTL_S)
+
+
+def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> None:
+    client: BlockingBroker | None = None
+    end = RunEnd(PATIENCE_S)
+    try:
+        while not over.wait(REPORT_S):
+            try:
+                if client is None:
+                    client = BlockingBroker(url, run)
+                for pool in list(pools):
+                    _report(client, pool, pools)
+                is_over = end.is_over(client.call(client.broker.status.state()))
+                for pool in pools:
+                    pool.is_run_over = is_over
+            except ForeignRunError:  # another run has the name now: its learner's pools are these
+                client = _closed(client)
+            except BrokerUnavailableError:
+                continue
+            except BrokerError as error:
+                log.warning("The pools cannot be scaled: %s", error)
+                return
+    finally:
+        _closed(client)
+
+
+def _report(client: BlockingBroker, pool: Pool, pools: list[Pool]) -> None:
+    try:
+        wanted = client.call(client.broker.pools.report(pool.info(), pool.count, TTL_S))
+    except (ForeignRunError, BrokerUnavailableError):
+        raise
+    except BrokerError as error:
+        log.warning("%s Until then `headway scale` does not reach it.", error)
+        pools.remove(pool)
+        return
+    if wanted is not None:
+        pool.wanted = wanted
+
+
+def _closed(client: BlockingBroker | None) -> None:
+    if client is not None:
+        with suppress(BrokerError):
+            client.close()

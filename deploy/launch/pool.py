@@ -1,0 +1,125 @@
+"""A pool of workers: as many processes of one kind as are wanted at the moment."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from broker.schema import PoolInfo
+
+from .base import Command, Handle, Launcher
+
+DRAIN_WORKER_S = 20.0
+"""Longer than a worker needs to hand its leases back; one that hangs is killed then."""
+POOL = "workers"
+"""The pool of a recipe that names none."""
+
+
+@dataclass
+class Slot:
+    """One role's place: the process in it, and how it has fared."""
+
+    command: Command
+    child: Handle | None = None
+    started: float = 0.0
+    failures: int = 0
+    """In a row."""
+    restart_at: float = 0.0
+    killed_at: float = 0.0
+    """When a worker that was asked to leave is killed; 0: nobody asked it."""
+
+    def start(self, launcher: Launcher) -> None:
+        """Start the process, again if it ran before."""
+        self.child = launcher.start(self.command)
+        self.started = time.monotonic()
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.killed_at > 0
+
+    @property
+    def is_running(self) -> bool:
+        return self.child is not None and self.child.exit_code() is None
+
+
+@dataclass
+class Pool:
+    """The workers numbered 0, 1, 2, ..., each started by the command that `command` gives for its number."""
+
+    name: str
+    count: int
+    """Workers to begin with."""
+    command: Callable[[int], Command]
+    wanted: int = field(init=False)
+    """Workers from now on; any thread may set it."""
+    slots: dict[int, Slot] = field(default_factory=dict, init=False)
+    departed: int = field(default=0, init=False)
+    """Workers that left by themselves, their work handed back, since `wanted` changed; these are not replaced."""
+    is_run_over: bool = field(default=False, init=False)
+    """The run has ended, as the broker has it; any thread may set it."""
+
+    def __post_init__(self) -> None:
+        self.wanted = self._followed = self.count
+
+    @classmethod
+    def of(cls, commands: Sequence[Command]) -> Self:
+        """Returns the pool of exactly these."""
+        return cls(POOL, len(commands), commands.__getitem__)
+
+    def resize(self, launcher: Launcher, say: Callable[[str], None]) -> None:
+        """Start the workers that are missing, and ask those beyond what is wanted to leave, the newest first."""
+        if (wanted := self.wanted) != self._followed:
+            say(f"Pool {self.name}: {wanted} worker{'s' * (wanted != 1)} wanted, {self._followed} before.")
+            self._followed, self.departed = wanted, 0
+        staying = [number for number, slot in self.slots.items() if not slot.is_leaving]
+        for number in sorted(staying)[max(0, wanted - self.departed) :]:
+            self._dismiss(number)
+        for _ in range(wanted - self.departed - len(staying)):
+            number = next(number for number in range(len(self.slots) + 1) if number not in self.slots)
+            self.slots[number] = Slot(self.command(number))
+            self.slots[number].start(launcher)
+
+    def _dismiss(self, number: int) -> None:
+        slot = self.slots[number]
+        if slot.child is None:  # it waits for its restart
+            del self.slots[number]
+            return
+        slot.killed_at = time.monotonic() + DRAIN_WORKER_S
+        slot.child.terminate()
+
+    def gone(self, say: Callable[[str], None]) -> Iterator[Slot]:
+        """Take note of the workers that have left; yield the slots of those that failed."""
+        for number, slot in list(self.slots.items()):
+            if slot.child is None:
+                continue
+            if slot.child.exit_code() is None:
+                if slot.is_leaving and time.monotonic() > slot.killed_at:
+                    say(f"{slot.command.name} did not leave within {DRAIN_WORKER_S:g} s and is killed.")
+                    slot.child.kill()
+            elif slot.is_leaving:
+                slot.child.kill()  # what it may have left behind in its session
+                del self.slots[number]
+            elif slot.child.is_done():
+                self.departed += 1  # on purpose: the run is over, or it was drained by hand
+                del self.slots[number]
+            else:
+                yield slot
+
+    @property
+    def has_left(self) -> bool:
+        """All workers ended by themselves, or there are none and the run is over."""
+        return not self.slots and (self.departed > 0 or self.is_run_over or self.wanted == self.count == 0)
+
+    def info(self) -> PoolInfo:
+        """Returns what the broker is told."""
+        slots = list(self.slots.values())  # another thread may change it meanwhile
+        return PoolInfo(
+            pool=self.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            running=sum(slot.is_running and not slot.is_leaving for slot in slots),
+            leaving=sum(slot.is_leaving for slot in slots),
+            restarting=sum(slot.child is None for slot in slots),
+        )

@@ -1,0 +1,77 @@
+"""Pools: one supervisor each, who hears how many workers are wanted; only the learner's user may ask for others."""
+
+import asyncio
+
+import pytest
+
+from broker import Broker, open_broker
+from broker.errors import BrokerError
+from broker.schema import PoolInfo
+from broker.server.access import Role
+from broker.server.embedded import EmbeddedServer
+
+from .scenario import begin, rules
+from .test_access import admit, url_of
+
+INFO = PoolInfo(pool="big", host="h", pid=7, running=2)
+LONG_S = 50.0
+
+
+@pytest.fixture
+async def broker(broker: Broker) -> Broker:
+    """Of a run that a learner has claimed."""
+    await begin(broker, rules(0))
+    return broker
+
+
+async def test_a_supervisor_begins_with_its_count_and_hears_of_every_change(broker: Broker) -> None:
+    assert await broker.pools.report(INFO, 2, LONG_S) == 2
+    assert await broker.pools.scale("big", "to", 5) == (2, 5)
+    assert await broker.pools.scale("big", "by", -2) == (5, 3)
+    assert await broker.pools.report(INFO, 2, LONG_S) == 3
+    (pool,) = (await broker.status.snapshot()).pools
+    assert (pool.pool, pool.running, pool.wanted) == ("big", 2, 3)
+
+
+@pytest.mark.parametrize(("manner", "workers", "wanted"), [("by", -4096, 0), ("to", 4096, 4096), ("by", 4096, 4096)])
+async def test_the_number_wanted_is_bounded(broker: Broker, manner: str, workers: int, wanted: int) -> None:
+    await broker.pools.report(INFO, 2, LONG_S)
+    assert await broker.pools.scale("big", manner, workers) == (2, wanted)  # type: ignore[arg-type]
+
+
+async def test_a_pool_has_one_supervisor_and_its_successor_begins_anew(broker: Broker, url: str, run_name: str) -> None:
+    other = await open_broker(url, run_name)
+    await broker.pools.report(INFO, 2, 0.5)
+    with pytest.raises(BrokerError, match=r"Another supervisor runs a pool 'big'.*--pool NAME"):
+        await other.pools.report(INFO, 4, LONG_S)
+    await broker.pools.scale("big", "to", 9)
+    async with asyncio.timeout(60):
+        while (await other.status.snapshot()).pools:  # noqa: ASYNC110 - nothing announces a silence
+            await asyncio.sleep(0.02)
+    assert await other.pools.report(INFO, 4, LONG_S) == 4
+    await other.close()
+
+
+async def test_nobody_scales_a_pool_that_no_living_supervisor_has(broker: Broker) -> None:
+    assert await broker.pools.scale("big", "to", 5) is None
+    with pytest.raises(BrokerError, match="is no name for a pool"):
+        await broker.pools.scale("../big", "to", 5)
+
+
+async def test_before_a_learner_claims_the_run_a_supervisor_keeps_its_own_count(url: str, run_name: str) -> None:
+    early = await open_broker(url, run_name)
+    assert await early.pools.report(INFO, 2, LONG_S) is None
+    await early.close()
+
+
+async def test_a_workers_user_reports_and_does_not_scale(server: EmbeddedServer, run_name: str) -> None:
+    users = admit(server, None)
+    learner, worker, observer = [await open_broker(url_of(server, users[role]), run_name) for role in Role]
+    await begin(learner, rules(0))
+    assert await worker.pools.report(INFO, 2, LONG_S) == 2
+    with pytest.raises(BrokerError, match=r"may not|permission"):
+        await worker.pools.scale("big", "to", 5)
+    assert await learner.pools.scale("big", "to", 5) == (2, 5)
+    assert [pool.wanted for pool in (await observer.status.snapshot()).pools] == [5]
+    for broker in (learner, worker, observer):
+        await broker.close()

@@ -1,0 +1,130 @@
+"""A pool of real processes that grows and shrinks while its supervisor runs, also at the word of another process."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from broker import BlockingBroker, Broker
+from broker.server.embedded import EmbeddedServer
+from deploy.launch.base import Command
+from deploy.launch.following import following
+from deploy.launch.pool import Pool
+from deploy.launch.processes import LocalLauncher
+from deploy.launch.supervisor import Supervisor
+from tests.broker.scenario import FRESH, begin, rules
+from tests.processes import children_left
+
+from .test_supervisor import FOREVER, drains, role
+
+DEADLINE_S = 30.0
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def workers(directory: Path, script: str | None = None) -> Callable[[int], Command]:
+    return lambda number: role(f"w{number}", script or drains(f"w{number}"), directory)
+
+
+def test_a_pool_grows_and_shrinks(tmp_path: Path) -> None:
+    pool, said = Pool("big", 1, workers(tmp_path)), list[str]()
+    over = tmp_path / "over"
+
+    def scale() -> None:
+        until((tmp_path / "w0.up").exists)
+        pool.wanted = 3
+        until(lambda: all((tmp_path / f"w{number}.up").exists() for number in range(3)))
+        until(lambda: pool.info().running == 3)
+        pool.wanted = 1
+        until(lambda: set(pool.slots) == {0})
+        (tmp_path / "w1.up").unlink()
+        pool.wanted = 2
+        until((tmp_path / "w1.up").exists)
+        over.touch()
+
+    thread = threading.Thread(target=scale)
+    thread.start()
+    learner = role("learner", f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.02)", tmp_path)
+    assert Supervisor([pool], learner, say=said.append).run() == 0
+    thread.join()
+    assert (tmp_path / "w2.ended").exists()
+    assert said[:3] == [
+        "Pool big: 3 workers wanted, 1 before.",
+        "Pool big: 1 worker wanted, 3 before.",
+        "Pool big: 2 workers wanted, 1 before.",
+    ]
+    assert children_left() == []
+
+
+def test_a_worker_that_left_by_itself_is_replaced_only_when_the_pool_is_scaled(tmp_path: Path) -> None:
+    pool = Pool("big", 2, workers(tmp_path, "pass"))
+    launcher, said = LocalLauncher(), list[str]()
+    pool.resize(launcher, said.append)
+    until(lambda: not any(slot.is_running for slot in pool.slots.values()))
+    assert list(pool.gone(said.append)) == []
+    pool.resize(launcher, said.append)
+    assert pool.has_left
+    assert not pool.slots
+    pool.wanted = 1
+    pool.resize(launcher, said.append)
+    assert set(pool.slots) == {0}
+    assert not pool.has_left
+    until(lambda: not pool.slots[0].is_running)
+
+
+def test_a_worker_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.launch.pool.DRAIN_WORKER_S", 0.1)
+    deaf = "import pathlib, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\npathlib.Path('up').touch()\n"
+    pool, launcher, said = Pool("big", 1, workers(tmp_path, deaf + FOREVER)), LocalLauncher(), list[str]()
+    pool.resize(launcher, said.append)
+    until((tmp_path / "up").exists)
+    pool.wanted = 0
+    pool.resize(launcher, said.append)
+
+    def is_gone() -> bool:
+        assert list(pool.gone(said.append)) == []
+        return not pool.slots
+
+    until(is_gone)
+    assert said == ["Pool big: 0 workers wanted, 1 before.", "w0 did not leave within 0.1 s and is killed."]
+    assert children_left() == []
+
+
+@pytest.fixture
+def claimed(server: EmbeddedServer, run_name: str) -> Iterator[BlockingBroker]:
+    """Of a run that a learner has claimed."""
+    client = BlockingBroker(server.url, run_name)
+    client.call(begin(client.broker, rules(0)))
+    yield client
+    client.close()
+
+
+def test_a_pool_follows_what_is_asked_of_the_broker_and_reports(claimed: BlockingBroker, tmp_path: Path) -> None:
+    pool = Pool("big", 1, workers(tmp_path))
+    with following(claimed.broker.url, claimed.broker.run, [pool]):
+        until(lambda: claimed.call(claimed.broker.pools.scale("big", "by", 2)) == (1, 3))
+        until(lambda: pool.wanted == 3)
+        (info,) = claimed.call(claimed.broker.status.snapshot()).pools
+        assert (info.pool, info.wanted, info.running) == ("big", 3, 0)
+
+
+def test_workers_alone_end_with_their_run_though_none_is_wanted(claimed: BlockingBroker, tmp_path: Path) -> None:
+    pool = Pool("big", 1, workers(tmp_path))
+    pool.wanted = 0
+    with following(claimed.broker.url, claimed.broker.run, [pool]):
+        until(lambda: bool(claimed.call(claimed.broker.status.snapshot()).pools))
+        assert not pool.has_left
+        claimed.call(finish(claimed.broker))
+        until(lambda: pool.has_left)
+
+
+async def finish(broker: Broker) -> None:
+    claim = await broker.batches.claim(checkpoint=FRESH, rules=rules(0), config=b"recipe", resume=True)
+    await broker.status.set_state(claim.owner, "finished")
