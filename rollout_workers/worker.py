@@ -1,8 +1,8 @@
 """The rollout worker: refresh weights -> lease -> generate, score and answer turns -> submit, for many samples at once.
 
-Its tasks share one event loop: the lease loop, one for every sample, heartbeat, confirmations and weights. The
-first that fails ends the worker with its error. A broker that is away never does; leases are handed back in any
-case.
+Its tasks share one event loop: the lease loop, one task for every sample, heartbeat, confirmations and weights.
+The first task that fails ends the worker with its error. A broker that is away never ends a worker.
+A worker that ends hands its leases back.
 """
 
 import asyncio

@@ -74,7 +74,7 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class Local:
-    """One `headway run`."""
+    """One execution of `headway run`."""
 
     recipe: Recipe
     recipe_name: str

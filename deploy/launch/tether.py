@@ -11,7 +11,7 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 ENVIRONMENT = "HEADWAY_TETHERED"
-"""Set for every child of a supervisor, so that grandchildren (torchrun's ranks) tie themselves too."""
+"""The variable that every child of a supervisor has, so that grandchildren (torchrun's ranks) tie themselves too."""
 
 
 def tether(parent: int | None = None) -> None:

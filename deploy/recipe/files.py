@@ -16,7 +16,7 @@ from .references import check_references
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 LARGEST_FILE = 256 << 10
-"""Bytes; the longest recipe that ships has 4,000."""
+"""Most bytes of a recipe file; the longest recipe that ships has 4,000."""
 
 
 def shipped_recipes() -> list[str]:
