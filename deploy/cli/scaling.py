@@ -11,7 +11,8 @@ from broker.client.broker import BlockingBroker
 from broker.connection.address import without_password
 from broker.errors import BrokerError, ConfigError, RunNotFoundError
 from broker.schema import PoolInfo
-from broker.server.credentials import Role, url_as
+from broker.server.access import Role
+from broker.server.credentials import url_as
 from deploy.printing import say, say_json
 from deploy.roles.alone import client_of, locate_run
 
@@ -64,8 +65,8 @@ def _names(pools: Sequence[PoolInfo]) -> str:
 
 
 def _await(client: BlockingBroker, name: str, wanted: int) -> PoolInfo:
-    """Returns the pool once it is as it was asked to be. Raises BrokerError where its supervisor is gone, or somebody
-    asked for another number meanwhile."""
+    """Wait until the pool has the wanted workers, and return it. Raises BrokerError if its supervisor is gone, or if
+    another `headway scale` asked for another number meanwhile."""
     while True:
         status = client.call(client.broker.status.snapshot())
         found = next((pool for pool in status.pools if pool.pool == name), None)

@@ -92,21 +92,21 @@ def ranks(processes: int, command: tuple[str, ...] = PYTHON) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerCommand:
-    """Gives the command of worker 0, 1, 2, ... of a pool, each in an empty directory of its own: they share only the
-    broker, and GPUs if `devices`, given to one worker after the other, are fewer."""
+    """Returns the command of worker 0, 1, 2, ... of a pool. Each worker has an empty directory of its own. Workers
+    share only the broker, and GPUs if there are fewer `devices` than workers."""
 
     url: str
     run: str
     arguments: Sequence[str]
-    """Of `headway worker`."""
+    """The arguments of `headway worker`."""
     private: Path
-    """The workers' own directories lie below it."""
+    """The parent of the workers' own directories."""
     logs: Path
     threads: int
     devices: Sequence[str] = ()
     """CUDA_VISIBLE_DEVICES of one worker after the other; none: every worker sees all GPUs."""
     gpus: int | None = None
-    """The number that each worker takes, where that is known."""
+    """GPUs that each worker takes, if known."""
     prefix: str = "worker"
     """Workers are called PREFIX-NUMBER."""
 

@@ -1,4 +1,4 @@
-"""A supervisor's talk with the broker: it reports its pools, and hears how many workers are wanted in each."""
+"""Reports a supervisor's pools to the broker, and learns from it how many workers are wanted in each."""
 
 import logging
 import threading
@@ -13,9 +13,9 @@ from .pool import Pool
 
 REPORT_S = 0.5
 PATIENCE_S = 60.0
-"""A supervisor that finds its run ended waits so long for a learner to resume it, as its workers do."""
+"""Seconds that a supervisor which finds its run ended waits for a learner to resume it, as its workers do."""
 TTL_S = 5.0
-"""A silent supervisor's pools are forgotten after so long, and another may take their names."""
+"""Seconds after which the broker forgets the pools of a silent supervisor, and another one may take their names."""
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 def following(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
     """Set `wanted` of the pools to what `headway scale` asks for, in a thread, until the end of the block.
 
-    An outage of the server leaves the pools as they are; a pool whose name another supervisor has stays as it is, too.
+    During an outage of the server the pools keep their sizes. So does a pool whose name another supervisor has.
     """
     over = threading.Event()
     thread = threading.Thread(target=_follow, args=(url, run, list(pools), over), name="pools", daemon=True)
@@ -49,15 +49,16 @@ def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> Non
                 is_over = end.is_over(client.call(client.broker.status.state()))
                 for pool in pools:
                     pool.is_run_over = is_over
-            except ForeignRunError:  # another run has the name now: its learner's pools are these
-                client = _closed(client)
+            except ForeignRunError:  # another run has the name now, and these pools serve its learner
+                _close(client)
+                client = None
             except BrokerUnavailableError:
                 continue
             except BrokerError as error:
                 log.warning("The pools cannot be scaled: %s", error)
                 return
     finally:
-        _closed(client)
+        _close(client)
 
 
 def _report(client: BlockingBroker, pool: Pool, pools: list[Pool]) -> None:
@@ -73,7 +74,7 @@ def _report(client: BlockingBroker, pool: Pool, pools: list[Pool]) -> None:
         pool.wanted = wanted
 
 
-def _closed(client: BlockingBroker | None) -> None:
+def _close(client: BlockingBroker | None) -> None:
     if client is not None:
         with suppress(BrokerError):
             client.close()

@@ -1,4 +1,4 @@
-"""A pool of workers: as many processes of one kind as are wanted at the moment."""
+"""A pool of workers: processes of one kind, whose number may change while they run."""
 
 import os
 import socket
@@ -12,26 +12,26 @@ from broker.schema import PoolInfo
 from .base import Command, Handle, Launcher
 
 DRAIN_WORKER_S = 20.0
-"""Longer than a worker needs to hand its leases back; one that hangs is killed then."""
+"""Seconds for a worker to drain: more than it needs to hand its leases back. Then it is killed."""
 POOL = "workers"
-"""The pool of a recipe that names none."""
+"""The name of the pool that `headway run` starts, and of a pool of exact commands."""
 
 
 @dataclass
 class Slot:
-    """One role's place: the process in it, and how it has fared."""
+    """One role's place: the process in it, and its record."""
 
     command: Command
     child: Handle | None = None
     started: float = 0.0
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     restart_at: float = 0.0
     killed_at: float = 0.0
-    """When a worker that was asked to leave is killed; 0: nobody asked it."""
+    """The time at which a worker that was asked to leave is killed; 0: it was not asked."""
 
     def start(self, launcher: Launcher) -> None:
-        """Start the process, again if it ran before."""
+        """Start the process, or start it again."""
         self.child = launcher.start(self.command)
         self.started = time.monotonic()
 
@@ -46,30 +46,30 @@ class Slot:
 
 @dataclass
 class Pool:
-    """The workers numbered 0, 1, 2, ..., each started by the command that `command` gives for its number."""
+    """The workers numbered 0, 1, 2, ... `command` returns the command that starts the worker of a number."""
 
     name: str
     count: int
-    """Workers to begin with."""
+    """The number of workers at the start."""
     command: Callable[[int], Command]
     wanted: int = field(init=False)
-    """Workers from now on; any thread may set it."""
+    """The number of workers from now on. Any thread may set it."""
     slots: dict[int, Slot] = field(default_factory=dict, init=False)
     departed: int = field(default=0, init=False)
-    """Workers that left by themselves, their work handed back, since `wanted` changed; these are not replaced."""
+    """Workers that left by themselves since `wanted` changed, with their work handed back. They are not replaced."""
     is_run_over: bool = field(default=False, init=False)
-    """The run has ended, as the broker has it; any thread may set it."""
+    """Whether the run has ended, by the broker's record. Any thread may set it."""
 
     def __post_init__(self) -> None:
         self.wanted = self._followed = self.count
 
     @classmethod
     def of(cls, commands: Sequence[Command]) -> Self:
-        """Returns the pool of exactly these."""
+        """Return the pool of exactly these commands."""
         return cls(POOL, len(commands), commands.__getitem__)
 
     def resize(self, launcher: Launcher, say: Callable[[str], None]) -> None:
-        """Start the workers that are missing, and ask those beyond what is wanted to leave, the newest first."""
+        """Start the workers that are missing, or ask those that are too many to leave, the newest first."""
         if (wanted := self.wanted) != self._followed:
             say(f"Pool {self.name}: {wanted} worker{'s' * (wanted != 1)} wanted, {self._followed} before.")
             self._followed, self.departed = wanted, 0
@@ -90,7 +90,7 @@ class Pool:
         slot.child.terminate()
 
     def gone(self, say: Callable[[str], None]) -> Iterator[Slot]:
-        """Take note of the workers that have left; yield the slots of those that failed."""
+        """Remove the slots of workers that have left, and yield the slots of those that failed."""
         for number, slot in list(self.slots.items()):
             if slot.child is None:
                 continue
@@ -99,22 +99,22 @@ class Pool:
                     say(f"{slot.command.name} did not leave within {DRAIN_WORKER_S:g} s and is killed.")
                     slot.child.kill()
             elif slot.is_leaving:
-                slot.child.kill()  # what it may have left behind in its session
+                slot.child.kill()  # kills what it may have left in its session
                 del self.slots[number]
             elif slot.child.is_done():
-                self.departed += 1  # on purpose: the run is over, or it was drained by hand
+                self.departed += 1  # on purpose: the run is over, or a user drained it
                 del self.slots[number]
             else:
                 yield slot
 
     @property
     def has_left(self) -> bool:
-        """All workers ended by themselves, or there are none and the run is over."""
+        """Whether all workers ended by themselves, or there are none and the run is over."""
         return not self.slots and (self.departed > 0 or self.is_run_over or self.wanted == self.count == 0)
 
     def info(self) -> PoolInfo:
-        """Returns what the broker is told."""
-        slots = list(self.slots.values())  # another thread may change it meanwhile
+        """Return the report for the broker."""
+        slots = list(self.slots.values())  # a copy: another thread may change the slots meanwhile
         return PoolInfo(
             pool=self.name,
             host=socket.gethostname(),

@@ -177,7 +177,7 @@ def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed:
 
 
 def _host() -> str:
-    """This machine's name, as far as it can be part of a worker's."""
+    """Return this machine's name, in the characters that a worker's name may have."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40].lstrip("._-") or "host"
 
 

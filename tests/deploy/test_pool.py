@@ -70,8 +70,7 @@ def test_a_worker_that_left_by_itself_is_replaced_only_when_the_pool_is_scaled(t
     until(lambda: not any(slot.is_running for slot in pool.slots.values()))
     assert list(pool.gone(said.append)) == []
     pool.resize(launcher, said.append)
-    assert pool.has_left
-    assert not pool.slots
+    assert (pool.has_left, pool.slots) == (True, {})
     pool.wanted = 1
     pool.resize(launcher, said.append)
     assert set(pool.slots) == {0}
