@@ -20,7 +20,11 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         30.0
     )
     lease_hold_s: Annotated[
-        float, Meta(gt=0, description="a lease whose sample gets no new segment for so long is renewed no more")
+        float,
+        Meta(
+            gt=0,
+            description="a lease whose sample gets no segment for so long is not renewed, and goes to another worker",
+        ),
     ] = 600.0
     payload_ttl_s: Annotated[
         float, Meta(gt=0, description="a payload whose submission never followed is forgotten")

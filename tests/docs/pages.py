@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = ("algorithms", "broker", "deploy", "learner", "rollout_workers", "weightsync")
 NAMED_FILE = re.compile(r"(?<![\w/.*-])([\w-]+(?:/[\w-]+)*\.(?:py|lua|mk))\b")
 NAMED_FOLDER = re.compile(r"(?<![\w/.:*-])([a-z_]+(?:/[a-z_]+)*/)(?![\w/*])")
+STAND_INS = {"prompts": "{kind: arithmetic}", "rewards": "[{kind: arithmetic}]", "model": "{path: somewhere}"}
 
 
 def tracked_files() -> list[str]:
@@ -26,3 +27,9 @@ def room_page(room: str) -> str:
 def markdown_pages() -> list[Path]:
     """README, ARCHITECTURE, CONTRIBUTING and the site's pages."""
     return [ROOT / path for path in tracked_files() if path.endswith(".md") and path != "benchmarks/RESULTS.md"]
+
+
+def whole_recipe(block: str) -> str:
+    """A page's recipe, with stand-ins for what every recipe needs and this one leaves to the reader."""
+    sections = {line.partition(":")[0] for line in block.splitlines()}
+    return block + "".join(f"{name}: {value}\n" for name, value in STAND_INS.items() if name not in sections)

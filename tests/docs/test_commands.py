@@ -18,11 +18,10 @@ import pytest
 from deploy.cli.main import cli
 from deploy.recipe.loading import load_recipe
 
-from .pages import ROOT, markdown_pages
+from .pages import ROOT, markdown_pages, whole_recipe
 
 BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?^```(\w*)\n(.*?)^```", re.M | re.S)
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-STAND_INS = {"prompts": "{kind: arithmetic}", "rewards": "[{kind: arithmetic}]", "model": "{path: somewhere}"}
 RECIPE_COMMANDS = ("run", "learner", "sft", "plan-memory", "eval")
 
 
@@ -82,10 +81,7 @@ def test_the_tests_that_a_block_names_call_its_commands() -> None:
 
 @pytest.mark.parametrize("block", [block for block in blocks() if block.mark == "recipe"], ids=str)
 def test_a_recipe_in_a_page_loads(block: Block, tmp_path: Path) -> None:
-    text = block.text
-    for section, stand_in in STAND_INS.items():
-        text += "" if re.search(rf"^{section}:", text, re.M) else f"{section}: {stand_in}\n"
-    (tmp_path / "own.yaml").write_text(text)
+    (tmp_path / "own.yaml").write_text(whole_recipe(block.text))
     assert load_recipe(tmp_path / "own.yaml").run.name == "own"
 
 

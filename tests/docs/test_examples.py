@@ -10,12 +10,12 @@ from deploy.recipe.loading import load_recipe, recipe_to_bytes
 from deploy.recipe.recipe import Recipe
 from rollout_workers.config import EnvironmentConfig
 from rollout_workers.environments import Episode, Step, open_environment
+from rollout_workers.rewards import open_reward
 
-from .pages import ROOT
+from .pages import ROOT, whole_recipe
 
 GUIDES = ROOT / "docs" / "guides"
 RECIPE = re.compile(r"^```yaml\n(.*?)^```", re.M | re.S)
-OF_THE_READER = "model: {path: somewhere}\nprompts: {kind: arithmetic}\nrewards: [{kind: arithmetic}]\n"
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 SEVEN = Prompt(group="0-1", token_ids=[1], text="3+4=", ground_truth="7", data_source="sums", num_samples=1)
 
@@ -59,7 +59,7 @@ def recipes(guide: str, directory: Path) -> list[Recipe]:
     path = directory / "own.yaml"
     loaded = []
     for block in RECIPE.findall((GUIDES / guide).read_text()):
-        path.write_text(OF_THE_READER + block)
+        path.write_text(whole_recipe(block))
         loaded.append(load_recipe(path))
     return loaded
 
@@ -81,3 +81,27 @@ def test_the_override_of_a_stage_s_phase_is_taken(tmp_path: Path) -> None:
         named = tmp_path / "named.yaml"
         named.write_bytes(recipe_to_bytes(recipe))
         assert load_recipe(named, [override]).plan[0].phases[0].max_steps == 200
+
+
+async def test_the_rewards_of_the_guide_score_a_response(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text(example("own-task.md", "compute_score"))
+    (recipe,) = recipes("own-task.md", tmp_path)
+    scorer = await open_reward(recipe.rewards, ImportRoots(directory=tmp_path))
+    try:
+        right = await scorer.score(SEVEN, "3 + 4 = 7. The answer is 7.", "stop")
+        wrong = await scorer.score(SEVEN, "The answer is 8.", "stop")
+        silent = await scorer.score(SEVEN, "x" * 1000, "length")
+    finally:
+        await scorer.close()
+    assert right.components == {"compute_score": 1.0, "compute_score/answered": 1.0, "brevity": 1 - 27 / 2000}
+    assert wrong.components["compute_score"] == 0.1
+    assert (silent.total, silent.components["compute_score/answered"]) == (0.1 * 0.5, 0.0)
+
+
+def test_the_overrides_of_the_guide_are_taken(tmp_path: Path) -> None:
+    recipes("own-task.md", tmp_path)
+    lines = (GUIDES / "own-task.md").read_text().splitlines()
+    overrides = [shlex.split(line)[3:] for line in lines if line.startswith("headway run own.yaml ")]
+    steps, weight = (load_recipe(tmp_path / "own.yaml", each) for each in overrides)
+    assert (steps.learner.steps, steps.staleness.max_lag) == (500, 8)
+    assert (weight.rewards[1].weight, weight.algorithm.preset) == (0.2, "grpo")
