@@ -1,8 +1,8 @@
-"""Where checkpoints lie, which of them is whole, and what the learner itself must remember.
+"""The layout of checkpoints on disk, the test of whether one is whole, and the learner's own state in it.
 
     checkpoints/INCARNATION/step_N/    contains the steps < N; a Hugging Face model with its tokenizer on top
         learner.json                   LearnerState
-        files.json                     the others with their sizes; written last, makes the checkpoint whole
+        files.json                     all other files with their sizes; written last, makes the checkpoint whole
         digests.json                   CRC-32 sums that a resumed learner checks; added later (`digests.py`)
 
 A directory appears under its name only once all of it is durable, and older ones go only after that.
@@ -39,7 +39,7 @@ class LearnerState(msgspec.Struct, frozen=True, kw_only=True):
     """The run's identity; empty in checkpoints from before runs had one."""
     incarnation: int
     step: int
-    """The next step: everything below it is contained."""
+    """The next step; the checkpoint contains all steps below it."""
     cursor: dict[str, Any] = {}
     """`PromptCursor.state`: which prompts have been trained."""
 
@@ -73,7 +73,7 @@ class CheckpointStore:
         return min((checkpoint.state.step for checkpoint in self._lineage()), default=0)
 
     def _lineage(self) -> Iterator[Checkpoint]:
-        """Newest first. What lies at or above a later incarnation's checkpoint belongs to a branch it abandoned."""
+        """Newest first. Checkpoints at or above a later incarnation's belong to a branch that it abandoned."""
         below = None
         for path in self._newest_first():
             try:
@@ -90,7 +90,7 @@ class CheckpointStore:
         return sorted(found, key=lambda path: _order(path) or (0, 0), reverse=True)
 
     def retired(self) -> list[Path]:
-        """All but the newest `keep` and what a crash left, hidden by a new name at once, for the caller to delete."""
+        """Returns all but the newest `keep`, and remains of a crash, renamed at once, for the caller to delete."""
         kept = [path for path in self._newest_first() if _is_whole(path)][: self._keep]
         for path in self._newest_first():
             if path not in kept:
@@ -160,7 +160,7 @@ def could_not_write(path: Path, error: BaseException | None) -> BaseException:
 
 
 def _is_gone(path: Path, error: Exception) -> bool:
-    """torch and safetensors do not always say why they failed; the directory's folder was there when they began."""
+    """True if the directory's folder was removed; torch and safetensors do not always say why a write failed."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in GONE
     return not path.parent.exists()

@@ -1,1 +1,1 @@
-"""The learner reads prompts for the workers, and worked examples for the warm-up."""
+"""The learner reads prompts for the workers, and worked examples for supervised training."""

@@ -1,7 +1,7 @@
-"""The supervised warm-up reads {query, response} examples, without end and the same for the same seed.
+"""Supervised training reads {query, response} examples without end; the same seed gives the same examples.
 
-The warm-up renders the query as a prompt is and appends the stop token. Your own: `package.module:function`,
-called as function(path=..., seed=..., **options) in a process of its own, which yields `Example`s.
+It renders the query as a prompt is and appends the stop token. A source of your own is `package.module:function`,
+called as function(path=..., seed=..., **options) in a process of its own; it yields `Example`s.
 """
 
 import random
@@ -28,20 +28,20 @@ __all__ = ["Example", "open_examples"]
 
 
 class ArithmeticExampleOptions(ArithmeticOptions, frozen=True, kw_only=True):
-    """Chains, and how carelessly they are worked out."""
+    """The chains, and how carelessly they are worked out."""
 
     error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Each written step is a random digit with this probability; the chain goes on from what was written."""
+    """The probability that a written step is a random digit; the chain goes on from the written digit."""
     skip_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of responses without any work: `#` and a digit, guessed in 7 cases of 10, else right."""
+    """The share of responses without any work: `#` and a digit, which is guessed in 7 cases of 10, else right."""
 
 
 class NoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of files."""
+    """Files take no options."""
 
 
 def open_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
-    """The phase's examples. Files are repeated, in a new order each time. Raises ConfigError at once."""
+    """Returns the phase's examples. Files are repeated, in a new order each time. Raises ConfigError at once."""
     match config.kind:
         case "arithmetic":
             options = chain_options(config.options, ArithmeticExampleOptions, "sft.phases.options")
@@ -59,7 +59,7 @@ def open_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
 
 
 def worked_chains(options: ArithmeticExampleOptions, seed: int) -> Iterator[Example]:
-    """Chains with their work, `^4*5+7=` -> `4*5=0+7=7#7`; held-out chains are never among them."""
+    """Yields chains with their work, `^4*5+7=` -> `4*5=0+7=7#7`, but never held-out chains."""
     rng = random.Random(f"arithmetic-examples:{seed}")
     while True:
         chain = draw_chain(rng, options, held_out=False)
@@ -67,7 +67,7 @@ def worked_chains(options: ArithmeticExampleOptions, seed: int) -> Iterator[Exam
 
 
 def worked_tasks(path: str, options: WorkedOptions, seed: int) -> Iterator[Example]:
-    """Reasoning-gym tasks in turn with their work; held-out ones are never among them."""
+    """Yields reasoning-gym tasks in turn with their work, but never held-out entries."""
     from .prompts.reasoning_gym import open_tasks
 
     check_tasks(path)
@@ -78,7 +78,7 @@ def worked_tasks(path: str, options: WorkedOptions, seed: int) -> Iterator[Examp
 
 
 def work_out(chain: Chain, rng: random.Random, options: ArithmeticExampleOptions) -> str:
-    """One response, as careful as the options say."""
+    """Returns one response, as careful as the options say."""
     if rng.random() < options.skip_rate:
         return f"#{rng.randint(0, 9) if rng.random() < 0.7 else chain.answer}"
     written, value = str(chain.first), chain.first

@@ -1,4 +1,4 @@
-"""Examples of the warm-up that a function of the user's own yields, in a process that can be killed."""
+"""Examples of supervised training from a user's own function, in a process that can be killed."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -24,8 +24,9 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def own_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
-    """Of `config.kind`, as long as there are any. Raises ConfigError at once where there is no such function; later
-    UserCodeError where it raises, ends its process, or passes `sft.phases.deadline_s` over AT_ONCE examples."""
+    """Yields the examples of `config.kind`, as many as there are. Raises ConfigError at once if there is no such
+    function; later UserCodeError if it raises, ends its process, or takes longer than `sft.phases.deadline_s` for
+    AT_ONCE examples."""
     program = Program(
         name=f"sft.phases.kind={config.kind}",
         factory=f"{__name__}:OpenedExamples",
@@ -36,14 +37,14 @@ def own_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
 
 
 def _yielded(host: BlockingHost) -> Iterator[Example]:
-    """A call is made once: in another process the examples would begin anew."""
+    """Yields the host's examples. Each call is made once: in another process the examples would begin anew."""
     while given := msgspec.convert(host.call("next", AT_ONCE), list[Example]):
         yield from given
 
 
 class OpenedExamples:
-    """The function where it runs. A function has no methods that a seam could promise, so what it returns is checked
-    here."""
+    """The user's function, in the process where it runs. It has no methods that a seam could promise, so its result is
+    checked here."""
 
     places = 1
 
@@ -57,7 +58,7 @@ class OpenedExamples:
         self._examples = iter(made)
 
     def next(self, count: int) -> Any:
-        """So many more, fewer where they end."""
+        """Returns the next `count` examples, fewer at the end."""
         given = msgspec.to_builtins(list(islice(self._examples, count)))
-        msgspec.convert(given, list[Example])  # raises for what is no example
+        msgspec.convert(given, list[Example])  # raises for an item that is no example
         return given

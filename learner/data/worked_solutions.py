@@ -1,4 +1,4 @@
-"""Answers to reasoning-gym entries with the work written down, for the supervised warm-up.
+"""Answers to reasoning-gym entries with the work written down, for supervised training.
 
 chain_sum     55 + 98 - 93       ->  55 + 98 = 153⏎153 - 93 = 60⏎<answer>60</answer>
 leg_counting  8 tigers, 1 crab   ->  tiger 8 * 4 = 32 -> 32⏎crab 1 * 10 = 10 -> 42⏎<answer>42</answer>
@@ -17,30 +17,30 @@ from broker.user_code.kinds import did_you_mean
 from .prompts.base import Item
 
 SLIPS = (-10, -2, -1, 1, 2, 10)
-"""How far off a careless result is."""
+"""The errors of a careless result, one of which is added to it."""
 GUESSED = 0.7
-"""Share of answers without work that are wrong."""
+"""The share of wrong answers among those without work."""
 
 
 class WorkedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which entries, and how carelessly they are worked out."""
+    """The entries, and how carelessly they are worked out."""
 
     task_options: dict[str, Any] = {}
-    """`prompts.options` of the same tasks."""
+    """The same options as `prompts.options` of these tasks."""
     error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Each written result is off by a little with this probability; the work goes on from what was written."""
+    """The probability that a written result is slightly wrong; the work goes on from the written result."""
     skip_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of responses without any work: an answer, off by a little in 7 cases of 10."""
+    """The share of responses without any work, whose answer is slightly wrong in 7 cases of 10."""
 
 
 Slip = Callable[[int], int]
-"""A result -> what is written for it."""
+"""(result) -> the number that is written for it."""
 Steps = Iterator[tuple[str, int]]
 """Lines of work, each with the total that it leaves."""
 
 
 def check_tasks(path: str) -> None:
-    """Raise ConfigError where `path` (names separated by commas) has a task that this module cannot work out."""
+    """Raises ConfigError if `path` (names separated by commas) has a task that this module cannot work out."""
     for name in (part.strip() for part in path.split(",")):
         if name not in WORKED:
             raise ConfigError(
@@ -50,7 +50,7 @@ def check_tasks(path: str) -> None:
 
 
 def worked_solution(item: Item, rng: random.Random, options: WorkedOptions) -> str:
-    """A response to the reasoning-gym item, as careful as the options say; `rng` decides where it slips."""
+    """Returns a response to the reasoning-gym item, as careful as the options say; `rng` draws the errors."""
     if rng.random() < options.skip_rate:
         answer = int(item.ground_truth)
         return _answered(answer + rng.choice(SLIPS) if rng.random() < GUESSED else answer)
@@ -63,7 +63,7 @@ def worked_solution(item: Item, rng: random.Random, options: WorkedOptions) -> s
 
 
 def chain_sum(metadata: Mapping[str, Any], written: Slip) -> Steps:
-    """A running total, `total + term = total`; a chain of one term is written as it is."""
+    """Yields a running total, `total + term = total`; a chain of one term is written as it is."""
     first, *rest = metadata["expression"].split()
     total = int(first)
     if not rest:
@@ -74,7 +74,7 @@ def chain_sum(metadata: Mapping[str, Any], written: Slip) -> Steps:
 
 
 def leg_counting(metadata: Mapping[str, Any], written: Slip) -> Steps:
-    """Each animal's number times its legs, and the running total."""
+    """Yields each animal's number times its legs, and the running total."""
     from reasoning_gym.arithmetic.leg_counting import ANIMALS
 
     total = 0

@@ -1,4 +1,4 @@
-"""Does training see the prompts that were asked for, or do long ones get lost on the way?
+"""A drift watch compares the lengths of begun and of trained prompts, since load may drop long ones.
 
 Load does not drop groups at random: long prompts have long answers, which expire, are trimmed or grow too old first.
 The model is then trained on another distribution than that of its prompts, and no error says so.

@@ -21,7 +21,7 @@ from .frames import GroupFrames
 
 FORMAT = 1
 MAX_RECORD_BYTES = 1 << 30
-"""The most that one group takes: no damaged length makes a reader ask for more memory."""
+"""The largest size of one group: a damaged length cannot make a reader ask for more memory."""
 ZSTD_LEVEL = 1
 """Tokens are compressed already and logprobs hardly can be."""
 
@@ -59,7 +59,8 @@ def tids_of(groups: Sequence[Group]) -> tuple[TrajectoryId, ...]:
 
 
 def write_batch(path: Path, identity: str, step: int, groups: Sequence[Group]) -> None:
-    """Durable under its name when this returns, else nothing is left. Raises OSError, LoggedBatchError."""
+    """Writes a file that is durable when this returns; after an error nothing is left. Raises OSError,
+    LoggedBatchError."""
     staged = path.with_name(f".{path.name}.staged")
     try:
         with staged.open("wb") as file:
@@ -80,7 +81,7 @@ def read_header(path: Path, identity: str, step: int) -> BatchHeader:
 
 
 def check_batch(path: Path, identity: str, step: int) -> None:
-    """Read it all, by its checksum, its counts and the schema of its frames.
+    """Reads the whole file and checks its checksum, its counts and the schema of its frames.
 
     Raises LoggedBatchError unless `read_batch` would give it.
     """
@@ -90,7 +91,7 @@ def check_batch(path: Path, identity: str, step: int) -> None:
 
 
 def read_batch(path: Path, identity: str, step: int) -> list[Group]:
-    """In the order trained. Raises LoggedBatchError unless every byte is as it was written."""
+    """Returns the groups in the order trained. Raises LoggedBatchError unless every byte is as it was written."""
     with _opened(path) as stream:
         header = _header(stream, identity, step)
         frames = (msgspec.msgpack.decode(record, type=GroupFrames) for record in _records(stream, header.groups))

@@ -45,7 +45,7 @@ class LostExperienceError(HeadwayError):
 
 
 class Experience:
-    """What the learner trains on, as a stream of pinned batches."""
+    """The learner's stream of pinned batches."""
 
     def __init__(
         self,

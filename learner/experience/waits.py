@@ -1,10 +1,10 @@
-"""Why the learner has no batch yet, and what its loop must do before it asks again."""
+"""The reasons why the learner has no batch yet; each tells its loop what to do before it asks again."""
 
 from enum import StrEnum
 
 
 class Wait(StrEnum):
-    """What the batch waits for. Rank 0 tells the other ranks by the value."""
+    """The event that the batch waits for. Rank 0 sends the value to the other ranks."""
 
     FOR_WEIGHTS = "weights"
     """Workers cannot generate the batch before this step's weights are published. Where earlier steps were to be

@@ -1,1 +1,1 @@
-"""A causal language model as every backend sees it: its files, its shape, its layout over ranks."""
+"""A causal language model as every backend sees it: files, shape, layout over ranks, attention over packed rows."""

@@ -1,8 +1,8 @@
 """Causal attention over packed sequences, registered with transformers as "headway_packed".
 
-transformers' own packed forward leaks across sequences without a word unless several options are set just so;
-here the boundaries are an explicit argument: call the model with `packed_layout=PackedLayout.of(cu_seqlens)`,
-position ids that restart with every sequence, `use_cache=False` and no attention mask.
+transformers' own packed forward silently mixes sequences unless several options are set correctly. Here the boundaries
+are an explicit argument: call the model with `packed_layout=PackedLayout.of(cu_seqlens)`, position ids that restart
+with every sequence, `use_cache=False` and no attention mask.
 
 Shapes: T packed tokens, S sequences, L longest of a bucket, H query heads, K key/value heads, D head width.
 """
@@ -23,40 +23,40 @@ from broker.errors import HeadwayError
 ATTENTION_NAME = "headway_packed"
 
 BUCKET_SPREAD = 1.5
-"""Sequences whose lengths lie within this factor share a padded bucket."""
+"""The largest ratio of lengths of sequences that share a padded bucket."""
 
 LENGTH_STEP = 1024
-"""The variable-length kernel is told the longest sequence in such steps, or each batch would be compiled anew."""
+"""The longest sequence is rounded up to a multiple of this for the variable-length kernel, to avoid recompilation."""
 
 KERNEL_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 """The arguments that the installed torch's kernel takes."""
 
 
 class UnsupportedModelError(HeadwayError, NotImplementedError):
-    """The model's attention is of a kind that packed rows do not have yet."""
+    """The model's attention is of a kind that packed rows do not support yet."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Sequences of similar length laid out as padded rows, one bucket after the other."""
+    """A layout of sequences as padded rows; each bucket holds sequences of similar length."""
 
     shapes: tuple[tuple[int, int], ...]
     """(S, L) of every bucket."""
     gather: torch.Tensor
-    """[sum of S * L] int64, the packed token of every padded place; padding repeats token 0."""
+    """[sum of S * L] int64, the packed token at every padded place; padding repeats token 0."""
     places: torch.Tensor
     """[T] int64, the padded place of every packed token."""
 
 
 class HeadExchange(Protocol):
-    """Ranks that have a part of the tokens each swap them for a part of the heads. Collective, differentiable."""
+    """Ranks, each with a part of the tokens, swap them for a part of the heads. Collective, differentiable."""
 
     def to_heads(self, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """All tokens of this rank's heads."""
+        """Returns all tokens of this rank's heads."""
         ...
 
     def to_tokens(self, rows_THD: torch.Tensor) -> torch.Tensor:
-        """All heads of this rank's tokens."""
+        """Returns all heads of this rank's tokens."""
         ...
 
 
@@ -67,22 +67,22 @@ class PackedLayout:
     cu_seqlens: torch.Tensor
     max_seqlen: int
     buckets: Buckets | None
-    """None where the variable-length kernel is used."""
+    """The padded rows; None if the variable-length kernel is used."""
     exchange: HeadExchange | None = None
-    """None where this rank has all tokens."""
+    """The exchange with the ranks that share a row; None if this rank has all tokens."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, *, varlen: bool = False) -> "PackedLayout":
-        """Of at least one sequence. `varlen`: use torch's kernel (CUDA, bfloat16 or float16).
+        """Returns the layout of at least one sequence. `varlen`: use torch's kernel (CUDA, bfloat16 or float16).
 
-        Reads the boundaries: work it out on the CPU and move it, or a GPU is waited for.
+        It reads the boundaries; call it with a tensor on the CPU and move the layout, to not wait for a GPU.
         """
         lengths = cu_seqlens.diff()
         buckets = None if varlen else plan_buckets(cu_seqlens)
         return cls(cu_seqlens=cu_seqlens, max_seqlen=int(lengths.max()), buckets=buckets)
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor], exchange: HeadExchange | None) -> "PackedLayout":
-        """Its tensors to where `move` puts them; attention goes through `exchange`."""
+        """Returns the layout with its tensors moved by `move`; attention then goes through `exchange`."""
         buckets = self.buckets
         if buckets is not None:
             buckets = replace(buckets, gather=move(buckets.gather), places=move(buckets.places))
@@ -90,7 +90,7 @@ class PackedLayout:
 
 
 def plan_buckets(cu_seqlens: torch.Tensor) -> Buckets:
-    """Padded rows for sequences sorted by length, longest first, so that little of a row is padding."""
+    """Plans padded rows for sequences sorted by length, longest first, so that little of a row is padding."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     order = lengths.argsort(descending=True, stable=True)
     gathers, places = [], torch.empty(int(cu_seqlens[-1]), dtype=torch.int64, device=cu_seqlens.device)
@@ -119,7 +119,7 @@ def _bucket_sizes(descending_lengths: list[int]) -> list[int]:
 
 
 class _Pad(torch.autograd.Function):
-    """Packed rows to padded places. Both directions are gathers; what flows back into padding is dropped."""
+    """Moves packed rows to padded places. Both directions are gathers; gradients of padding are dropped."""
 
     @staticmethod
     def forward(ctx: Any, rows_T: torch.Tensor, gather: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Padded places back to packed rows. Padding gets no gradient, or its queries would push real keys."""
+    """Moves padded places back to packed rows. Padding gets no gradient, or its queries would push real keys."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -153,8 +153,8 @@ def bucketed_attention(
 ) -> torch.Tensor:
     """[T, H, D], exact on any device, in any dtype: padding stands after real keys, where causality hides it.
 
-    256 sequences of 12 to 48 tokens, forward and backward on one core: a quarter of the time that one call of
-    scaled_dot_product_attention for every sequence takes.
+    Forward and backward of 256 sequences of 12 to 48 tokens on one core take a quarter of the time of a call of
+    scaled_dot_product_attention for every sequence.
     """
     sizes = [size * longest for size, longest in buckets.shapes]
     q, k, v = (torch.split(_pad(rows, buckets), sizes) for rows in (query_THD, key_TKD, value_TKD))
@@ -164,7 +164,7 @@ def bucketed_attention(
 
 
 _uncompiled_attention = torch.compiler.disable(bucketed_attention)  # type: ignore[no-untyped-call]
-"""Its shapes are new with every batch."""
+"""Not compiled, since its shapes are new with every batch."""
 
 
 def _pad(rows_T: torch.Tensor, buckets: Buckets) -> torch.Tensor:
@@ -188,7 +188,7 @@ def varlen_attention(
     layout: PackedLayout,
     scale: float,
 ) -> torch.Tensor:
-    """[T, H, D] by torch's variable-length kernel."""
+    """[T, H, D], computed by torch's variable-length kernel."""
     cu, longest = layout.cu_seqlens, -(-layout.max_seqlen // LENGTH_STEP) * LENGTH_STEP
     options = _varlen_options(is_grouped=query_THD.shape[1] != key_TKD.shape[1])
     attended = varlen_attn(query_THD, key_TKD, value_TKD, cu, cu, longest, longest, scale=scale, **options)
@@ -197,7 +197,7 @@ def varlen_attention(
 
 
 def _varlen_options(is_grouped: bool) -> dict[str, Any]:
-    """What newer versions of torch call causality, and whether grouped heads must be asked for."""
+    """Returns the kernel's options for causality and grouped heads, whose names depend on torch's version."""
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in KERNEL_OPTIONS else {"is_causal": True}
     return causal | ({"enable_gqa": is_grouped} if "enable_gqa" in KERNEL_OPTIONS else {})
 
@@ -243,7 +243,7 @@ def _refuse_what_we_ignore(
     sliding_window: int | None,
     kwargs: dict[str, Any],
 ) -> None:
-    """A model that counts on something we do not do would train on wrong logits without a word."""
+    """Raises UnsupportedModelError for an option that is not implemented and would silently give wrong logits."""
     window_matters = sliding_window is not None and sliding_window < layout.max_seqlen
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if attention_mask is not None or dropout or window_matters or unknown:
@@ -255,10 +255,10 @@ def _refuse_what_we_ignore(
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The layout says which token sees which."""
+    """Returns no mask: the layout determines which tokens a token attends to."""
 
 
 def register_packed_attention() -> None:
-    """Make `config._attn_implementation = "headway_packed"` known to transformers."""
+    """Makes `config._attn_implementation = "headway_packed"` known to transformers."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

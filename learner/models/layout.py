@@ -16,7 +16,7 @@ from broker.errors import ConfigError
 from learner.config import LayoutConfig
 
 GROUPED_BYTES = 16
-"""Rows of a grouped matrix multiplication begin at multiples of so many."""
+"""The alignment in bytes of the rows of a grouped matrix multiplication."""
 
 
 class Sizes(Protocol):
@@ -35,7 +35,7 @@ class Sizes(Protocol):
 
     @property
     def experts(self) -> int:
-        """0: dense."""
+        """The number of experts of a layer; 0 for a dense model."""
         ...
 
 
@@ -85,7 +85,7 @@ def check_layout(layout: LayoutConfig, processes: int, sizes: Sizes, number_byte
 
 
 def check_context(context: int, heads: int, key_value_heads: int) -> None:
-    """Checks that so many ranks can share the heads; key/value heads may be repeated."""
+    """Checks that `context` ranks can share the heads; key/value heads may be repeated."""
     if heads % context or (key_value_heads % context and context % key_value_heads):
         raise ConfigError(
             f"learner.layout.context={context} does not divide the model's {heads} attention heads, or neither divides"
@@ -94,7 +94,7 @@ def check_context(context: int, heads: int, key_value_heads: int) -> None:
 
 
 def experts_over(layout: LayoutConfig) -> int:
-    """Ranks that hold all experts of a layer together."""
+    """Returns the number of ranks that together hold all experts of a layer."""
     return layout.expert * layout.expert_tensor
 
 

@@ -1,4 +1,4 @@
-"""The model that is trained, its tokenizer, and the files that others build the same model from."""
+"""The model that is trained, its tokenizer, and the files from which workers build the same model."""
 
 import difflib
 import inspect
@@ -27,7 +27,7 @@ PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 
 
 def load_model(model: ModelConfig, seed: int = 0) -> "PreTrainedModel":
-    """Master weights in fp32 on the CPU: those of `model.path`, or random ones that `seed` determines."""
+    """Returns fp32 weights on the CPU: those of `model.path`, or random ones that `seed` determines."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(model)
@@ -53,7 +53,7 @@ def building(config: "PretrainedConfig") -> Iterator[None]:
 
 
 def load_config(model: ModelConfig) -> "PretrainedConfig":
-    """transformers' configuration with all that engines look for: class, number format, pad and end ids."""
+    """Returns transformers' configuration with what engines read: class, number format, pad and end ids."""
     from transformers import AutoModelForCausalLM
 
     _check_choice(model)
@@ -66,7 +66,7 @@ def load_config(model: ModelConfig) -> "PretrainedConfig":
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
-    """The tokenizer of `model.path`; for a random model one token a character, then pad and end of text."""
+    """Returns the tokenizer of `model.path`; for a random model one token a character, then pad and end of text."""
     from transformers import AutoTokenizer
 
     _check_choice(model)
@@ -84,7 +84,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
 def encode(
     tokenizer: "PreTrainedTokenizerBase", text: str, what: str = "the text", *, add_special_tokens: bool = True
 ) -> list[int]:
-    """The text's tokens. Raises ConfigError, naming `what`, where a random model's alphabet lacks a character."""
+    """Returns the text's tokens. Raises ConfigError, naming `what`, if a random model's alphabet lacks a character."""
     if stranger := _outside_alphabet(tokenizer, text):
         raise ConfigError(
             f"{what} has the character {stranger!r}, which is not in model.random.alphabet: {text[:80]!r}."
@@ -94,7 +94,7 @@ def encode(
 
 
 def model_files(config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> ModelFiles:
-    """config.json, generation_config.json, the tokenizer's files: for workers that share no file system."""
+    """Returns config.json, generation_config.json and the tokenizer's files, for workers on other file systems."""
     from transformers import GenerationConfig
 
     with tempfile.TemporaryDirectory() as directory:
@@ -119,8 +119,8 @@ def _check_choice(model: ModelConfig) -> None:
 
 
 def _do_without_hub_if_away() -> None:
-    """Where the hub's name cannot be resolved, what was downloaded before is taken at once, and what was not is told at
-    once; else half a minute of retries comes first."""
+    """Switches to offline mode if the hub's name cannot be resolved: downloaded files are then used at once, and
+    missing ones raise at once, without half a minute of retries."""
     from huggingface_hub import constants
 
     if urllib.request.getproxies():
@@ -200,7 +200,7 @@ def _random_config(random: RandomModelConfig) -> "PretrainedConfig":
 
 
 def _known_options(config: "PretrainedConfig") -> set[str]:
-    """Fields, aliases, and what the model's source reads besides (Qwen3-MoE's `head_dim` is no field)."""
+    """Returns fields, aliases, and other names that the model's source reads (Qwen3-MoE's `head_dim` is no field)."""
     from transformers import AutoModelForCausalLM
 
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -216,7 +216,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _check_known(where: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """transformers takes any keyword without a word, so a slip would train another model than was meant."""
+    """Raises ConfigError for an unknown name; transformers ignores these, so a slip would train another model."""
     for name in names:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
@@ -233,7 +233,7 @@ def _check_vocabulary(random: RandomModelConfig, size: int) -> None:
 
 
 def _outside_alphabet(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
-    """The first character that a tokenizer of characters lacks; '' for all others, which encode anything."""
+    """Returns the first character that a tokenizer of characters lacks; '' for other tokenizers, which encode any."""
     from tokenizers.models import WordLevel
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -246,7 +246,7 @@ def _outside_alphabet(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
 
 
 def _character_tokenizer(random: RandomModelConfig) -> "PreTrainedTokenizerBase":
-    """Encoding a character outside the alphabet raises: there is no unknown token to hide it behind."""
+    """Returns a tokenizer without an unknown token, so that encoding a character outside the alphabet raises."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

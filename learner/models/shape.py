@@ -31,7 +31,7 @@ class Parameter:
     shape: tuple[int, ...]
     part: Part
     layer: int | None
-    """The decoder layer; None: before or after them."""
+    """The index of the decoder layer; None for a parameter before or after the layers."""
 
     @property
     def size(self) -> int:
@@ -40,10 +40,10 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What memory and time follow from. Qwen, Llama and their like: gated feed-forward, grouped key/value heads."""
+    """Sizes that determine memory and time, of models with gated feed-forward and grouped key/value heads."""
 
     parameters: tuple[Parameter, ...]
-    """Tied tensors once."""
+    """All parameters, tied tensors once."""
     layers: int
     width: int
     vocabulary: int
@@ -53,7 +53,7 @@ class ModelShape:
     has_qk_norm: bool
     is_tied: bool
     experts: int
-    """0: dense."""
+    """The number of experts of a layer; 0 for a dense model."""
     experts_per_token: int
 
     @cached_property
@@ -62,7 +62,8 @@ class ModelShape:
 
     @property
     def active_weights(self) -> float:
-        """Weights of matrices that one token is multiplied with: chosen experts and the output head, no embedding."""
+        """The number of matrix weights that a token is multiplied with: chosen experts and output head, no
+        embedding."""
         matrices = [p for p in self.parameters if len(p.shape) > 1 and p.part not in ("embedding", "head")]
         chosen = self.experts_per_token / max(self.experts, 1)
         return self.vocabulary * self.width + sum(p.size * (chosen if p.part == "experts" else 1) for p in matrices)

@@ -14,7 +14,7 @@ from algorithms.tokens import Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """One micro-batch as a backend takes it. An empty one (S = 0) keeps ranks in step."""
+    """One micro-batch, the input of a backend. An empty one (S = 0) lets a rank join the collectives of others."""
 
     token_ids_T: torch.Tensor
     """[T] int64"""
@@ -25,18 +25,18 @@ class PackedBatch:
     loss_mask_T: torch.Tensor
     """[T] float32, 1 where the token is trained."""
     behavior_logprobs_T: torch.Tensor
-    """[T] float32, of the policy that sampled the token; 0 where the mask is 0."""
+    """[T] float32 logprobs under the policy that sampled the token; 0 where the mask is 0."""
     advantages_T: torch.Tensor
     """[T] float32; 0 where the mask is 0."""
     lags_T: torch.Tensor
     """[T] int64, the step trained now minus the step that sampled the token; 0 where the mask is 0."""
     experts_TLK: torch.Tensor | None = None
-    """[T, L, K] int16, router replay: the experts that compute each token. -1 where the router chooses itself: the last
-    token of a sequence was never fed to the engine. None: it chooses for all tokens."""
+    """[T, L, K] int16, for router replay: the experts that compute each token. -1 at the last token of a sequence,
+    which the engine never computed: there the router chooses for itself. None: it chooses for all tokens."""
 
     @property
     def tokens(self) -> Tokens:
-        """The tensors that `algorithms` gets."""
+        """The tensors that functions of `algorithms` take."""
         return Tokens(self.behavior_logprobs_T, self.advantages_T, self.loss_mask_T, self.lags_T, self.cu_seqlens)
 
     @property

@@ -42,11 +42,11 @@ class CostModel:
 
     @classmethod
     def of_model(cls, shape: "ModelShape") -> "CostModel":
-        """FLOPs of a forward pass (a training step takes three times that of each part).
+        """Returns costs in FLOPs of a forward pass (a training step takes three times that of each part).
 
-        A token: 2 for each weight that it meets, all but the embedding and the experts that were not chosen. A pair:
-        2 * 2 a head and head width, for scores and values, half of it thanks to causality. A micro-batch: reading all
-        weights once in bfloat16, whatever there is to compute.
+        A token costs 2 for each weight but those of the embedding and of experts that were not chosen. A pair costs
+        2 * 2 for each head and head width, for scores and values, and half of that because of causality. A micro-batch
+        costs one reading of all weights in bfloat16.
         """
         return cls(
             per_token=2.0 * shape.active_weights,
@@ -56,7 +56,7 @@ class CostModel:
 
     @classmethod
     def measured(cls, lengths: Sequence[Sequence[int]], seconds: Sequence[float]) -> "CostModel":
-        """The non-negative least-squares fit to micro-batches: their sequences' lengths, and what each took.
+        """Returns the non-negative least-squares fit to micro-batches, given their sequences' lengths and durations.
 
         Raises ValueError if there is nothing to fit. Parts that the micro-batches do not tell apart come out as one
         of those that explain them.
@@ -74,7 +74,7 @@ DEFAULT_COST = CostModel()
 
 
 def _non_negative_fit(features: NDArray[np.float64], targets: NDArray[np.float64]) -> list[float]:
-    """Least squares with coefficients >= 0, exactly: the best of the fits on every subset of three columns."""
+    """Solves least squares with coefficients >= 0 exactly: the best of the fits on every subset of three columns."""
     scale = features.max(axis=0).clip(min=1.0)
     best, least = np.zeros(features.shape[1]), float(targets @ targets)
     for chosen in itertools.product((False, True), repeat=features.shape[1]):

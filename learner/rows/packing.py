@@ -1,7 +1,7 @@
 """Sequences laid end to end into micro-batches under a token budget, balanced over replicas, without padding.
 
-Every rank works out the same plan from the same sequences; nothing is sent. The loss does not depend on the
-plan: packing only decides what is computed together.
+Every rank computes the same plan from the same sequences; nothing is sent. The loss does not depend on the plan, which
+only decides which sequences are computed together.
 """
 
 import bisect
@@ -42,7 +42,7 @@ class PackableSequence:
     advantages: NDArray[np.float32]
     """[R]"""
     experts: Experts | None = None
-    """[L - 1, layers, experts per token] to be replayed, of all tokens but the last; None: the learner's own."""
+    """[L - 1, layers, experts per token] experts to replay, of all tokens but the last; None: routers choose."""
 
 
 def from_trajectory(
@@ -53,12 +53,13 @@ def from_trajectory(
     max_lag: int,
     routing: Routing | None = None,
 ) -> PackableSequence:
-    """What step `step` trains of a trajectory, whose advantage is one for all of its tokens, or [R].
+    """Returns the sequence that step `step` trains of a trajectory. `advantages` is one for all tokens, or [R].
 
-    `routing`: of the model, where its routers replay what the engine's chose. Raises RoutingError if it does not say.
+    `routing` describes a model whose routers replay the engine's choices. Raises RoutingError if the trajectory lacks
+    them.
 
-    Tokens over the staleness bound are context only. Under `staleness.on_over_bound` requeue and drop the broker hands
-    out none, unless the bound was lowered since.
+    Tokens over the staleness bound are context only. With `staleness.on_over_bound` requeue or drop the broker gives
+    out no such tokens, unless the bound was lowered since.
     """
     lags = np.zeros(len(trajectory.response_tokens), np.int64)
     loss_mask = trajectory.loss_mask.copy()
@@ -78,11 +79,11 @@ def from_trajectory(
 
 
 def plan(lengths: Sequence[int], replicas: int, micro_batch_tokens: int, cost: CostModel = DEFAULT_COST) -> Plan:
-    """Every sequence exactly once; every replica the same number of micro-batches, at least one, some empty.
+    """Plans every sequence exactly once. Every replica gets the same number of micro-batches, at least one, some empty.
 
-    A micro-batch holds at most `micro_batch_tokens`, or a single sequence that is longer: none is ever cut. There are
-    no more of them than best-fit decreasing needs. The k-th ones of all replicas cost about the same, since replicas
-    wait for each other at each of them; so do replicas as a whole. O(n log n).
+    A micro-batch holds at most `micro_batch_tokens`, or a single longer sequence; none is ever cut. There are no more
+    micro-batches than best-fit decreasing needs. The k-th ones of all replicas cost about the same, since replicas wait
+    for each other after each; whole replicas cost about the same, too. O(n log n).
     """
     longest_first = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     sorted_lengths = np.asarray(lengths, np.int64)[longest_first]
@@ -94,7 +95,7 @@ def plan(lengths: Sequence[int], replicas: int, micro_batch_tokens: int, cost: C
     return shares
 
 
-# From here on sequences are numbered longest first, and a bin is what becomes a micro-batch: the sequences in it.
+# From here on sequences are numbered longest first. A bin is the list of sequences of a later micro-batch.
 Bins = list[list[int]]
 _Lengths = NDArray[np.int64]
 _Costs = NDArray[np.float64]
@@ -119,7 +120,7 @@ def _lower_bound(lengths: _Lengths, budget: int) -> int:
 
 
 def _spread(lengths: _Lengths, costs: _Costs, count: int, replicas: int, budget: int) -> Bins | None:
-    """Each sequence, costliest first, to the bin that lacks most of its row's height; None: no room.
+    """Puts each sequence, costliest first, into the bin that lacks most of its row's height; None if there is no room.
 
     `roomy` has the bins with room for the sequence at hand. The others wait by their room and come back once sequences
     are short enough: lengths only fall, so a bin moves at most twice for each sequence put into it.
@@ -148,11 +149,11 @@ def _spread(lengths: _Lengths, costs: _Costs, count: int, replicas: int, budget:
 
 
 def _heights(lengths: _Lengths, costs: _Costs, count: int, replicas: int, budget: int) -> NDArray[np.float64]:
-    """[count] what the bins of a row, the k-th of every replica, should cost; it falls with k.
+    """[count] the height of each row: the cost that its bins, the k-th of every replica, should have; it falls with k.
 
-    As much as the costliest sequence that must be among them; rows without such a sequence share the rest evenly. What
-    is left for them depends on how much company the budget allows the costliest. `cumsum` adds in order, so every
-    machine rounds alike: ranks with different plans would wait for each other for ever.
+    A row is as high as the costliest sequence that it must hold; rows without such a sequence share the rest evenly.
+    The rest depends on how many tokens the budget leaves beside the costliest sequences. `cumsum` adds in order, so
+    every machine rounds alike: ranks with different plans would wait for each other for ever.
     """
     seeds = np.zeros(count * replicas)
     seeds[: len(costs)] = costs[: len(seeds)]
@@ -169,7 +170,7 @@ def _heights(lengths: _Lengths, costs: _Costs, count: int, replicas: int, budget
 
 
 def _best_fit(lengths: _Lengths, budget: int) -> Bins:
-    """Few bins: each sequence, longest first, to the fullest one with room for it."""
+    """Returns few bins: each sequence, longest first, goes into the fullest one with room for it."""
     bins: Bins = []
     rooms: list[tuple[int, int]] = []
     shortest = int(lengths[-1])
@@ -186,9 +187,9 @@ def _best_fit(lengths: _Lengths, budget: int) -> Bins:
 
 
 def _in_rows(bins: Bins, costs: Sequence[float], replicas: int) -> Iterator[tuple[int, list[int]]]:
-    """(replica, bin), row by row: each row the costliest that are left, so that those of a row differ little.
+    """Yields (replica, bin), row by row. A row has the costliest bins that are left, so that they differ little.
 
-    Of a row, the replica with least to do so far takes the costliest.
+    Within a row the replica with the lowest cost so far takes the costliest bin.
     """
     totals = [sum([costs[sequence] for sequence in chosen]) for chosen in bins]
     order = sorted(range(len(bins)), key=lambda place: (-totals[place], place))
@@ -207,14 +208,14 @@ def pack(
     micro_batch_tokens: int,
     cost: CostModel = DEFAULT_COST,
 ) -> list[PackedBatch]:
-    """This replica's micro-batches. All ranks call it with the same sequences in the same order."""
+    """Returns this replica's micro-batches. All ranks call it with the same sequences in the same order."""
     lengths = [len(sequence.token_ids) for sequence in sequences]
     micro_batches = plan(lengths, replicas, micro_batch_tokens, cost)[replica]
     return [concatenate([sequences[index] for index in chosen]) for chosen in micro_batches]
 
 
 def concatenate(sequences: Sequence[PackableSequence]) -> PackedBatch:
-    """One micro-batch of these sequences, in this order."""
+    """Returns one micro-batch of these sequences, in this order."""
     lengths = [len(sequence.token_ids) for sequence in sequences]
     masks = [_after_prompt(s, s.loss_mask, np.float32) for s in sequences]
     logprobs = [_after_prompt(s, s.behavior_logprobs * (s.loss_mask != 0), np.float32) for s in sequences]
@@ -243,7 +244,7 @@ def _joined_experts(sequences: Sequence[PackableSequence]) -> torch.Tensor | Non
 
 
 def _after_prompt(sequence: PackableSequence, values_R: NDArray[np.generic], dtype: type) -> NDArray[np.generic]:
-    """Response values at their place in the sequence, 0 over the prompt."""
+    """[L] response values at their place in the sequence, 0 over the prompt."""
     values_L: NDArray[np.generic] = np.zeros(len(sequence.token_ids), dtype)
     values_L[sequence.prompt_length :] = values_R
     return values_L

@@ -1,9 +1,9 @@
-"""Router replay: whose experts can be chosen as the engine chose them, and whether a sample says how it did.
+"""Router replay: the models whose routers can replay the engine's choice of experts, and checks of recorded choices.
 
 Engine and learner round differently, so near a tie their routers send a token to different experts, and its logprobs
 then differ by far more than rounding. With `algorithm.router_replay` the engine's choices travel with the sample and
-the learner's pass takes them; what the chosen experts' outputs are weighted by still comes, with gradient, from its own
-router. Source: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers".
+the learner's pass takes them; the weights of the chosen experts' outputs still come, with gradient, from the learner's
+own router. Source: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers".
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SOFTMAX_ROUTED = ("qwen3_moe", "qwen2_moe", "olmoe")
-"""Their routers weigh the largest of a softmax over all experts."""
+"""Model types whose routers take the largest probabilities of a softmax over all experts."""
 
 
 class RoutingError(HeadwayError):
@@ -53,7 +53,7 @@ class Routing:
 
 
 def routing_of(config: "PretrainedConfig") -> Routing:
-    """Raises ConfigError where there are no experts, or they are chosen in a way that cannot be replayed."""
+    """Returns the model's sizes. Raises ConfigError if it has no experts, or a choice that cannot be replayed."""
     experts = num_experts(config)
     if not experts:
         raise ConfigError(

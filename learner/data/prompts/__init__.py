@@ -3,12 +3,11 @@
     source (arithmetic, files, hub, reasoning_gym, your own) ─ Item ─► rendering ─ Prompt ─► cursor ─► broker
 
 A source gives items at random access, by epoch and position; `Prompts` turns them into tokens; the cursor
-walks over epochs and remembers what has been trained. The invariant: what stands at (epoch, position) depends
-on the recipe and the seed alone, so a resumed learner feeds the same prompts under the same names, and
-held-out ones never.
+walks over epochs and remembers the trained prompts. The invariant: the item at (epoch, position) depends on the recipe
+and the seed alone, so a resumed learner feeds the same prompts under the same names, and never held-out ones.
 
-Your own source: `package.module:Class`, called as Class(path=, seed=, **options) in a process of its own, each of its
-calls under a deadline (`own.py`); see `base.PromptSource`.
+A source of your own is `package.module:Class`, called as Class(path=, seed=, **options) in a process of its own. Each
+call of it has a deadline (`own.py`); see `base.PromptSource`.
 """
 
 from typing import TYPE_CHECKING
@@ -25,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def open_prompts(config: PromptsConfig, tokenizer: "PreTrainedTokenizerBase", seed: int) -> "Prompts":
-    """The recipe's prompts, as tokens. Raises ConfigError if the source cannot be opened."""
-    from .rendering import Prompts, Renderer  # with torch, which a process for a source of the user's own does without
+    """Returns the recipe's prompts, as tokens. Raises ConfigError if the source cannot be opened."""
+    from .rendering import Prompts, Renderer  # imports torch, which a process for a user's own source does not need
 
     return Prompts(open_source(config, seed), Renderer(tokenizer, config.system_prompt))
 
 
 def open_source(config: PromptsConfig, seed: int) -> PromptSource:
-    """The same before tokenization."""
+    """Returns the recipe's source, which gives items before tokenization."""
     match config.kind:
         case "arithmetic":
             from .arithmetic import ArithmeticPrompts

@@ -17,7 +17,7 @@ OPERATORS = "+-*"
 
 
 class ArithmeticOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the chains are."""
+    """The lengths of chains."""
 
     min_operations: Annotated[int, Meta(ge=1)] = 2
     max_operations: Annotated[int, Meta(ge=1)] = 6
@@ -46,7 +46,7 @@ class Chain:
 
 
 class ArithmeticPrompts:
-    """One chain for every place, made from the seed and the place."""
+    """A source with one chain for every position, made from the seed and the position."""
 
     def __init__(self, options: Mapping[str, Any], *, seed: int) -> None:
         self._options = chain_options(options, ArithmeticOptions, "prompts.options")
@@ -66,7 +66,7 @@ class ArithmeticPrompts:
 
 
 def draw_chain(rng: random.Random, options: ArithmeticOptions, *, held_out: bool) -> Chain:
-    """Draw until the chain is on the wanted side of the split."""
+    """Draws chains until one is on the wanted side of the split."""
     while True:
         count = rng.randint(options.min_operations, options.max_operations)
         steps = tuple((rng.choice(OPERATORS), rng.randint(0, 9)) for _ in range(count))
@@ -76,7 +76,7 @@ def draw_chain(rng: random.Random, options: ArithmeticOptions, *, held_out: bool
 
 
 def chain_options(options: Mapping[str, Any], into: type[Options], where: str) -> Options:
-    """Checked options. Raises ConfigError."""
+    """Returns checked options. Raises ConfigError."""
     checked = typed_options(options, into, where)
     if checked.min_operations > checked.max_operations:
         raise ConfigError(
@@ -86,7 +86,7 @@ def chain_options(options: Mapping[str, Any], into: type[Options], where: str) -
 
 
 def apply(value: int, operator: str, digit: int) -> int:
-    """One step, modulo 10."""
+    """Computes one step of a chain, modulo 10."""
     match operator:
         case "+":
             return (value + digit) % 10

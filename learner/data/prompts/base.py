@@ -1,4 +1,4 @@
-"""The seam between the learner and whatever knows tasks."""
+"""The seam between the learner and the sources of tasks."""
 
 import zlib
 from typing import Any, Protocol
@@ -15,11 +15,11 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     """One task as its source states it, before tokenization."""
 
     content: str | list[Message]
-    """Text that the model continues, or a conversation that it answers."""
+    """A text that the model continues, or a conversation that it answers."""
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any] = {}
-    """Further facts for reward functions, as JSON holds them."""
+    """Further facts for reward functions, of types that JSON has."""
     place: str = ""
     """The place from which it was read, such as `train.jsonl:12`, for errors."""
 
@@ -29,18 +29,18 @@ class PromptSource(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Items of one epoch; None: endless, there is one epoch and any position exists."""
+        """The number of items in an epoch; None for an endless source, which has one epoch and any position."""
         ...
 
     def train(self, epoch: int, position: int) -> Item:
-        """The training item at 0 <= position < size. Never one that `held_out` gives."""
+        """Returns the training item at 0 <= position < size, never one that `held_out` returns."""
         ...
 
     def held_out(self, count: int) -> list[Item]:
-        """`count` items to evaluate on, the same ones for every seed; fewer if there are not so many."""
+        """Returns `count` items to evaluate on, the same for every seed, or fewer if there are fewer."""
         ...
 
 
 def is_held_out(text: str) -> bool:
-    """Splits what can be generated in two: one text in 16 is for evaluation, whichever process generates it."""
+    """Returns whether a generated text is for evaluation, as one in 16 is; every process gives the same answer."""
     return zlib.crc32(text.encode()) % HELD_OUT_ONE_IN == 0

@@ -1,8 +1,8 @@
 """The cursor knows which prompts to feed next, and which ones a resumed learner feeds again.
 
-A group's name is its place, `EPOCH-POSITION` in fixed width, so that names sort in feed order. Everything
-before the watermark has been trained; what was trained after it is remembered by name. A learner that starts
-from a saved state feeds again all that is not trained, under the same names, and nothing else.
+A group's name is its place, `EPOCH-POSITION` in fixed width, so that names sort in feed order. All groups before the
+watermark have been trained; the cursor remembers later trained groups by name. A learner that starts from a saved state
+feeds exactly the untrained groups again, under the same names.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 PASSED_OVER_IN_A_ROW = 100
 
 Place = tuple[int, int]
-"""(epoch, position)"""
+"""(epoch, position) of a prompt."""
 
 
 class PromptCursor:
@@ -37,7 +37,7 @@ class PromptCursor:
         max_prompt_tokens: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """`epochs` 0: without end. `max_prompt_tokens`: longer ones are passed over. `state`: what `state` returned."""
+        """With `epochs` 0 there is no end. Prompts over `max_prompt_tokens` are passed over. `state` is a saved one."""
         self._prompts = prompts
         self._num_samples = num_samples
         self._seed = seed
@@ -58,12 +58,12 @@ class PromptCursor:
 
     @property
     def watermark(self) -> str:
-        """The first group that is not trained; all before it are."""
+        """The first group that is not trained."""
         return group_at(self._watermark)
 
     @property
     def trained_beyond(self) -> tuple[str, ...]:
-        """The groups after the watermark that are trained."""
+        """The trained groups after the watermark."""
         return tuple(group_at(place) for place in sorted(self._trained))
 
     @property
@@ -72,9 +72,9 @@ class PromptCursor:
         return group_at(self._next)
 
     def next(self, count: int) -> list[Prompt]:
-        """The next prompts to feed, `count` of them unless the last epoch ends before.
+        """Returns the next `count` prompts to feed, fewer at the end of the last epoch.
 
-        Raises ConfigError where prompt after prompt is longer than `max_prompt_tokens`.
+        Raises ConfigError after too many prompts in a row that are longer than `max_prompt_tokens`.
         """
         prompts: list[Prompt] = []
         while len(prompts) < count and not self.is_exhausted:
@@ -87,11 +87,11 @@ class PromptCursor:
         return prompts
 
     def feed_again(self) -> None:
-        """Go back to the watermark: the broker has forgotten what it was fed, or may have."""
+        """Goes back to the watermark, since the broker may have forgotten prompts."""
         self._next = self._settled(self._watermark)
 
     def fed_before(self) -> list[Prompt]:
-        """Again all from the watermark to where the feed stands, without those trained."""
+        """Returns the untrained prompts from the watermark to the feed's position, to feed them again."""
         end = self._next
         self.feed_again()
         prompts: list[Prompt] = []
@@ -100,16 +100,16 @@ class PromptCursor:
         return prompts
 
     def mark_trained(self, groups: Iterable[str]) -> None:
-        """These groups are done with: trained, or dropped by a stated rule. Repeating is harmless."""
+        """Marks groups that were trained, or dropped by a stated rule. Idempotent."""
         self._trained |= {place for place in map(place_of, groups) if place >= self._watermark}
         while self._watermark in self._trained:
             self._trained.remove(self._watermark)
             self._watermark = self._after(self._watermark)
-        # A replayed batch is trained before this cursor has come to feed it.
+        # A replayed batch may be trained before this cursor has reached its prompts.
         self._next = self._settled(max(self._next, self._watermark))
 
     def state(self, trained: Iterable[str] = ()) -> dict[str, Any]:
-        """Plain data for a checkpoint whose weights contain all groups marked so far, and `trained`."""
+        """Returns plain data for a checkpoint whose weights contain all groups marked so far, and `trained`."""
         self.mark_trained(trained)
         epoch, position = self._watermark
         return {
@@ -141,7 +141,7 @@ class PromptCursor:
         return self._prompts.train(epoch, index, group=group_at(place), num_samples=self._num_samples)
 
     def _settled(self, place: Place) -> Place:
-        """The first place from `place` on that is not trained."""
+        """Returns the first place from `place` on that is not trained."""
         while place in self._trained:
             place = self._after(place)
         return place
@@ -161,12 +161,12 @@ class PromptCursor:
 
 
 def group_at(place: Place) -> str:
-    """The name of the group at `place`."""
+    """Returns the name of the group at `place`."""
     epoch, position = place
     return f"{epoch:04d}-{position:08d}"
 
 
 def place_of(group: str) -> Place:
-    """The place that a group's name states."""
+    """Returns the place that a group's name states."""
     epoch, _, position = group.partition("-")
     return int(epoch), int(position)

@@ -14,16 +14,16 @@ from .rows import RowFields, read_rows, to_items
 
 
 class FileOptions(RowFields, frozen=True, kw_only=True):
-    """Names of columns, and what is kept out of training."""
+    """Names of columns, and the rows that are held out of training."""
 
     held_out_path: str = ""
     """A second file of the same kind, to evaluate on."""
     held_out_rows: Annotated[int, Meta(ge=0)] = 0
-    """Or so many last rows of the first."""
+    """The number of last rows of the first file to evaluate on instead."""
 
 
 class ListedPrompts:
-    """Items of a list. Training items that also stand among the held-out ones are left out."""
+    """A source over lists of items. Training items that equal a held-out one are left out."""
 
     def __init__(self, items: Iterable[Item], held_out: Sequence[Item], *, origin: str, remedy: str) -> None:
         kept_out = {str(item.content) for item in held_out}
@@ -51,7 +51,7 @@ class ListedPrompts:
 
 
 class FilePrompts(ListedPrompts):
-    """A file, and the part of it, or the other file, that is held out."""
+    """A source over a file, with its last rows or another file held out."""
 
     def __init__(self, kind: str, path: str, options: Mapping[str, Any]) -> None:
         chosen = typed_options(options, FileOptions, "prompts.options")

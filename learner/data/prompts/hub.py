@@ -11,16 +11,16 @@ from .rows import Row, RowFields, to_items
 
 
 class DatasetOptions(RowFields, frozen=True, kw_only=True):
-    """Which part of the dataset, and names of columns."""
+    """The part of the dataset, and names of columns."""
 
     name: str | None = None
-    """Its configuration, such as `main` of gsm8k."""
+    """The dataset's configuration, such as `main` of gsm8k."""
     split: str = "train"
     held_out_split: str = ""
 
 
 def open_dataset(path: str, options: Mapping[str, Any]) -> ListedPrompts:
-    """All rows of a split, in memory. Raises ConfigError if the library or the dataset is not to be had."""
+    """Reads all rows of a split into memory. Raises ConfigError if the library or the dataset is not available."""
     chosen = typed_options(options, DatasetOptions, "prompts.options")
     if not path:
         raise ConfigError("prompts.path: give the dataset's hub id or directory.")
@@ -39,7 +39,7 @@ def _rows(path: str, name: str | None, split: str) -> Iterable[tuple[str, Row]]:
         ) from error
     try:
         rows = datasets.load_dataset(path, name, split=split)
-    # Its own errors derive from these two; an unreachable hub is an OSError.
+    # The library's own errors derive from these two; an unreachable hub is an OSError.
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"prompts.path: dataset {path!r} (configuration {name}, split {split!r}) cannot be loaded: "

@@ -1,4 +1,4 @@
-"""A prompt source of the user's own, in a process that can be killed: a hub that hangs stops no learner silently."""
+"""A user's own prompt source runs in a process that can be killed, so that a hub that hangs cannot stop the learner."""
 
 from typing import Any
 
@@ -13,13 +13,14 @@ from learner.config import PromptsConfig
 from .base import Item, PromptSource
 
 OPEN_S = 1800.0
-"""For its constructor, which may read a large data set."""
+"""The deadline of the source's constructor, which may read a large data set."""
 
 
 class OwnPrompts:
-    """`package.module:Class`, called as Class(path=, seed=, **options) in a process of its own.
+    """A source `package.module:Class`, called as Class(path=, seed=, **options) in a process of its own.
 
-    A call that raises, runs past `prompts.deadline_s` or ends that process is made once more; then UserCodeError.
+    A call that raises, runs past `prompts.deadline_s` or ends that process is made once more; a second failure raises
+    UserCodeError.
     """
 
     def __init__(self, config: PromptsConfig, seed: int) -> None:
@@ -45,7 +46,7 @@ class OwnPrompts:
 
 
 class OpenedPrompts:
-    """The source where it runs; what it returns is checked there, and travels as plain data."""
+    """The source in the process where it runs, which checks its results and sends them as plain data."""
 
     places = 1
 
@@ -69,5 +70,5 @@ class OpenedPrompts:
 
 def _plain(item: Item) -> Any:
     plain = msgspec.to_builtins(item)
-    msgspec.convert(plain, Item)  # raises for what is no item
+    msgspec.convert(plain, Item)  # raises for an object that is no item
     return plain

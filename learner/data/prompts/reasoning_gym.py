@@ -1,4 +1,4 @@
-"""Any reasoning-gym tasks by name. Endless: entries are generated, in blocks with a seed of their own.
+"""A source of reasoning-gym tasks by name. It is endless: entries are generated in blocks, each with its own seed.
 
 `extra_info` carries {"task": name, "entry": question, answer and metadata, as JSON has them} for the scorer.
 """
@@ -15,13 +15,13 @@ from broker.user_code.kinds import did_you_mean
 from .base import Item, PromptSource, is_held_out
 
 BLOCK = 100
-"""Entries of one generator: some tasks make all of theirs at once, some take no index beyond their size."""
+"""The number of entries of one generator: some tasks make all at once, some take no index beyond their size."""
 MAX_DRAWS = 200
-"""For one entry on the wanted side of the split, which every 16th text is."""
+"""The most draws for one entry on the wanted side of the split; one text in 16 is held out."""
 
 
 def open_tasks(path: str, options: Mapping[str, Any], *, seed: int) -> PromptSource:
-    """The task that `path` names, with its options; or several, separated by commas, with theirs by name."""
+    """Opens the task that `path` names, with its options; or several, separated by commas, with options by name."""
     tasks = [task.strip() for task in path.split(",")]
     if len(tasks) == 1:
         return ReasoningGymPrompts(tasks[0], options, seed=seed)
@@ -35,7 +35,7 @@ def open_tasks(path: str, options: Mapping[str, Any], *, seed: int) -> PromptSou
 
 
 class Alternating:
-    """Endless sources in turn, so that every batch and every evaluation has as many items of each."""
+    """Endless sources in turn, so that every batch and every evaluation has equally many items of each."""
 
     def __init__(self, sources: Sequence[PromptSource]) -> None:
         self._sources = sources
@@ -55,7 +55,7 @@ class Alternating:
 
 
 class ReasoningGymPrompts:
-    """One task's entries. `options` are the task's own, such as `max_terms`."""
+    """A source of one task's entries. `options` are the task's own, such as `max_terms`."""
 
     def __init__(self, task: str, options: Mapping[str, Any], *, seed: int) -> None:
         self._task = task
@@ -102,12 +102,12 @@ class ReasoningGymPrompts:
     def _generate(self, stream: str) -> Any:
         import reasoning_gym
 
-        # Hashed, as neighbouring seeds share entries: entry i of seed s is entry i - 1 of seed s + 1.
+        # The seed is hashed, since neighbouring seeds share entries: entry i of seed s is entry i - 1 of seed s + 1.
         seed = int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=4).digest()) >> 1
         return reasoning_gym.create_dataset(self._task, size=BLOCK, seed=seed, **self._options)
 
     def _check(self) -> None:
-        """Generate one entry, so that a wrong name or option is known at once."""
+        """Generates one entry, so that a wrong name or option raises at once."""
         try:
             from reasoning_gym.factory import DATASETS
         except ImportError as error:

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHECKED_ROWS = 10_000
-"""Of 20 tokens they take half a second, of 1,000 eight."""
+"""The number of rows rendered by a check: half a second with 20 tokens in each, eight seconds with 1,000."""
 
 
 class Renderer:
-    """Messages go through the tokenizer's chat template, text as it is."""
+    """Renders messages by the tokenizer's chat template, and text as it is."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", system_prompt: str = "") -> None:
-        """With `system_prompt`, text too becomes a conversation: system, then user."""
+        """With a `system_prompt`, text becomes a conversation, too: system, then user."""
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         if system_prompt and not tokenizer.chat_template:
@@ -30,7 +30,7 @@ class Renderer:
             )
 
     def prompt(self, item: Item, *, group: str, num_samples: int) -> Prompt:
-        """Tokenized, under the name `group`. Raises ConfigError where nothing is left to continue."""
+        """Returns the tokenized prompt, named `group`. Raises ConfigError where nothing is left to continue."""
         what = f"{item.place}: the prompt" if item.place else f"prompt {group} of {item.data_source!r}"
         check_sendable(item, what)
         text, token_ids = self.render(item.content, what)
@@ -47,8 +47,8 @@ class Renderer:
         )
 
     def render(self, content: str | list[Message], what: str) -> tuple[str, list[int]]:
-        """The text that the model is given, and its tokens; errors name `what`."""
-        from learner.models.model import encode  # torch, which who only asks for a source's items does without
+        """Returns the text that the model gets, and its tokens. Errors name `what`."""
+        from learner.models.model import encode  # imports torch, which callers that only want items do not need
 
         if isinstance(content, str) and not self._system_prompt:
             return content, encode(self._tokenizer, content, what)
@@ -79,7 +79,7 @@ class Renderer:
 
 
 class Prompts:
-    """A source and its renderer: prompts as tokens, at random access."""
+    """A source with a renderer: prompts as tokens, at random access."""
 
     def __init__(self, source: PromptSource, renderer: Renderer) -> None:
         self._source = source
@@ -87,21 +87,21 @@ class Prompts:
 
     @property
     def size(self) -> int | None:
-        """Prompts of one epoch; None: endless."""
+        """The number of prompts in an epoch; None for an endless source."""
         return self._source.size
 
     def train(self, epoch: int, position: int, *, group: str, num_samples: int) -> Prompt:
-        """The training item at that place, to be sampled `num_samples` times under the name `group`."""
+        """Returns the training prompt at that place, to be sampled `num_samples` times under the name `group`."""
         item = self._source.train(epoch, position)
         return self._renderer.prompt(item, group=group, num_samples=num_samples)
 
     def check(self, rows: int = CHECKED_ROWS) -> None:
-        """Render the first of what is listed. Raises ConfigError for a row that would end the run in its midst."""
+        """Renders the first rows of a finite source. Raises ConfigError for a row that would later end the run."""
         if isinstance(self._source, ListedPrompts):
             for position in range(min(self._source.size, rows)):
                 self.train(0, position, group="check", num_samples=1)
 
     def held_out(self, count: int) -> list[Prompt]:
-        """Prompts to evaluate on, one sample each."""
+        """Returns prompts to evaluate on, with one sample each."""
         items = self._source.held_out(count) if count else []
         return [self._renderer.prompt(item, group=f"held-out-{i:08d}", num_samples=1) for i, item in enumerate(items)]

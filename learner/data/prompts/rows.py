@@ -1,4 +1,4 @@
-"""Rows of data files -> items. Errors name the file and the line.
+"""Rows of data files become items. Errors name the file and the line.
 
 Fields: `prompt` (text or messages), `ground_truth` (or verl's nested `reward_model.ground_truth`),
 `data_source` (default: the file's name), `extra_info` (a mapping); whatever else a row has goes there too.
@@ -21,14 +21,14 @@ Row = Mapping[str, Any]
 
 
 class RowFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What the columns are called, where they are called otherwise."""
+    """The names of columns, if they differ from the defaults."""
 
     prompt_field: str = "prompt"
     ground_truth_field: str = "ground_truth"
 
 
 def read_rows(kind: str, path: str, where: str) -> Iterator[tuple[str, Row]]:
-    """(`file:line`, row) for each row of a JSONL or Parquet file. Raises ConfigError."""
+    """Yields (`file:line`, row) for each row of a JSONL or Parquet file. Raises ConfigError."""
     file = Path(path)
     if not os.path.isfile(path):
         raise ConfigError(f"{where}: {path[:200]!r} is no file; give the {kind} file's path.")
@@ -36,11 +36,11 @@ def read_rows(kind: str, path: str, where: str) -> Iterator[tuple[str, Row]]:
 
 
 def to_items(rows: Iterable[tuple[str, Row]], fields: RowFields, default_source: str) -> list[Item]:
-    """All rows, checked: each can be sent to the broker as it is."""
+    """Returns all rows as items, after a check that each can be sent to the broker."""
     items = []
     for place, row in rows:
         items.append(item := _item(row, place, fields, default_source))
-        check_sendable(item, place)  # here, where the row is known; later it is a prompt among many
+        check_sendable(item, place)  # checked here, where the row is known
     return items
 
 
@@ -109,7 +109,7 @@ def _names(row: Row) -> str:
 
 
 def _short(value: Any, characters: int = 80) -> str:
-    """A row may hold a book."""
+    """Returns a value's text, cut short, since a row may hold a book."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= characters else f"{text[:characters]}..."
 

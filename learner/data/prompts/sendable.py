@@ -6,7 +6,7 @@ from broker.errors import ConfigError
 
 
 def check_sendable(value: msgspec.Struct, what: str) -> None:
-    """Raise ConfigError, naming `what`, where the struct holds anything else."""
+    """Raises ConfigError, naming `what`, if the struct holds a value of another type."""
     try:
         msgspec.msgpack.encode(value)
     except UnicodeEncodeError as error:
