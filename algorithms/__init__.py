@@ -8,17 +8,17 @@ where each sequence begins, `loss_mask_T` is 1 where a token is trained. pi is t
     rewards.py                                  length, overlong penalty, KL taken from the reward
     rewards ─ advantages.py ─► A_S              comparisons: with the group, the others in it, the batch
     rewards, values ─ returns.py ─► A_T         a critic's: generalized estimation, whitening, turns
-    logprobs ─ ratios.py ─► r_T, s_S            token; sequence: product, geometric mean, GSPO's token form
+    logprobs ─ ratios.py ─► r_T, s_S            of a token; of a sequence: product, geometric mean, GSPO's token form
     r_T, A_T ─ objectives/ ─► losses_T          PPO's and GSPO's clip, CISPO, TOPR, ASPO, SAPO, DPPO, plain gradient
     pi_prox / mu ─ corrections/ ─► weights_T    importance weights, masks, rejection, second moment, age
     pi, mu, lag ─ proximal.py ─► pi_prox        interpolated by age instead of a forward pass
     kl.py ─► penalty_T                          k1, k2, k3
     aggregation.py ─► shares_T                  means, sums over a sequence, fixed denominator: loss = sum(w * losses)
     supervised.py                               SFT, DPO, Bradley-Terry, value loss, distillation, on the same rows
-    metrics.py                                  sums that add up over micro-batches and ranks; ESS; who survives a mask
+    metrics.py                                  sums that add up over micro-batches and ranks; ESS; tokens left by masks
     segments.py                                 sums, means and broadcasts over the sequences of a row
-    tokens.py                                   what objectives and corrections may look at
-    presets.py                                  names people know -> compositions; imports no torch
+    tokens.py                                   the inputs of objectives and corrections
+    presets.py                                  published names -> compositions; imports no torch
 
 The invariant: a loss never depends on how sequences were packed, split into micro-batches or spread over
 ranks, because every function works on tokens or whole sequences and the denominators are those of the whole

@@ -1,8 +1,8 @@
-"""How much better a sample was than its group, or than the batch. Rewards in, advantages out; no learned critic.
+"""Advantages from rewards, without a critic: how much better a sample was than its group, or than the batch.
 
 `group_S` [S] int64 numbers each sample's group from 0; groups may differ in size. Every function of `ADVANTAGES`
 returns (advantages_S [S], metrics) and works in the dtype of the rewards. A group of one sample has no baseline:
-advantage 0, except in `global_mean_std`, whose baseline is the batch. "The batch" is what is handed over: for a
+advantage 0, except in `global_mean_std`, whose baseline is the batch. "The batch" is all samples of the call: for a
 step's advantages, all of the step's samples.
 """
 
@@ -32,8 +32,8 @@ def group_mean_std(
 def group_mean(rewards_S: torch.Tensor, group_S: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
     """A_i = r_i - mean(r), over the samples of i's group.
 
-    Source: Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783), section 3.2: without the std, which favours easy and
-    hard prompts.
+    Source: Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783), section 3.2, which leaves out the std, because it favours
+    very easy and very hard prompts.
     """
     means_S = _group_sum(rewards_S, group_S) / _sizes(group_S).to(rewards_S.dtype)
     return rewards_S - means_S, _signal(rewards_S, group_S)
@@ -54,7 +54,7 @@ def global_mean_std(
 ) -> tuple[torch.Tensor, Metrics]:
     """A_i = (r_i - mean(r)) / sqrt(variance(r) + epsilon), over all samples of the batch.
 
-    Groups play no part, one sample of each prompt will do; a group of equal rewards may well have an advantage.
+    Groups play no part, so one sample of each prompt is enough; a group of equal rewards may have an advantage.
     The rewards may contain a KL penalty (`rewards.kl_shaped`). verl takes mean and std over tokens, where long
     responses count more; `returns.returns_to_go` with `returns.whiten` does that.
 
@@ -110,7 +110,7 @@ def _sizes(group_S: torch.Tensor) -> torch.Tensor:
 
 
 def _signal(rewards_S: torch.Tensor, group_S: torch.Tensor) -> Metrics:
-    """How many groups got the same reward for all samples and so teach nothing."""
+    """Returns the pair for the share of groups whose samples all got the same reward and so teach nothing."""
     is_flat_G = (~informative_groups(rewards_S, group_S)).to(rewards_S.dtype)
     return {"flat_groups_sum": is_flat_G.sum(), "flat_groups_count": is_flat_G.new_tensor(is_flat_G.numel())}
 

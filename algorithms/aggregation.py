@@ -1,8 +1,7 @@
-"""From token losses to the batch's loss: shares_T, so that loss = sum_t(shares_t * losses_t).
+"""Aggregations turn token losses into the batch's loss by shares_T: loss = sum_t(shares_t * losses_t).
 
-The denominators count the whole batch, over all micro-batches and ranks; what one micro-batch sums is its
-share of the loss, and all shares together are the loss, however the batch was cut. All functions return [T]
-and have one signature:
+The denominators count the whole batch, over all micro-batches and ranks. The sum over one micro-batch is its part of
+the loss, and all parts add up to the loss, however the batch was cut. All functions return [T] and have one signature:
 
     f(loss_mask_T, cu_seqlens, *, tokens, sequences, **options) -> shares_T
 
@@ -46,8 +45,8 @@ def sequence_sum(
     """share_t = m_t / sequences.
 
     `sequences`: those of the whole batch that have a trained token. A response is one action, whose logprob is the sum
-    of its tokens', so long responses count more. The loss grows with length; Adam takes a constant factor out again,
-    the clip on the gradient's norm does not.
+    of its tokens', so long responses count more. The loss grows with length; Adam cancels a constant factor, the clip
+    on the gradient's norm does not.
 
     Source: REINFORCE, Williams 1992, with the response as the action: RLOO (arXiv:2402.14740), TOPR (arXiv:2503.14286).
     verl calls it seq-mean-token-sum.
@@ -71,9 +70,7 @@ def fixed_denominator(
 
 
 def trained_sequences(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Scalar: sequences with at least one trained token, the `sequences` that a micro-batch adds to the
-    denominator.
-    """
+    """Scalar: the number of sequences with at least one trained token, which a micro-batch adds to `sequences`."""
     return (segment_sum(loss_mask_T, cu_seqlens) > 0).sum()
 
 

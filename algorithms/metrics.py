@@ -1,9 +1,8 @@
-"""What is reported of a loss, as sums that add up over micro-batches and ranks.
+"""Metrics of a loss, as sums that add up over micro-batches and ranks.
 
-A metric X is a pair `X_sum`, `X_count` (its mean is their quotient); any other name is a maximum, never
-negative and 0 where there is nothing. `merge` puts the reports of parts together, `summarize` turns the whole
-into numbers. The effective sample size `ess` is made of three sums: `weight_sum`, `weight_square_sum`,
-`weight_count`; the same with a prefix makes `PREFIX_ess`.
+A metric X is a pair `X_sum`, `X_count` (its mean is their quotient); any other name is a maximum, never negative, and 0
+without tokens. `merge` joins the reports of parts, `summarize` computes means from the whole. The effective sample
+size `ess` has three sums: `weight_sum`, `weight_square_sum`, `weight_count`; with a prefix they give `PREFIX_ess`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,13 +16,13 @@ from .tokens import Tokens
 Metrics = dict[str, torch.Tensor]
 
 LENGTHS = (64, 256, 1024, 4096)
-"""Upper bounds of the buckets of `survival`, in trained tokens of a sequence; one more is above all."""
+"""Upper bounds of the length buckets of `survival`, in trained tokens of a sequence; one more bucket has no bound."""
 LAGS = (0, 1, 3, 7, 15)
-"""Upper bounds of its buckets of lag, in versions."""
+"""Upper bounds of the lag buckets of `survival`, in versions; one more bucket has no bound."""
 
 
 def masked_mean(name: str, values_T: torch.Tensor, mask_T: torch.Tensor) -> Metrics:
-    """The pair for the mean of `values_T` over the tokens with mask 1. Booleans give a share."""
+    """Returns the pair for the mean of `values_T` over the tokens with mask 1. Booleans give a share."""
     values_T, mask_T = values_T.detach(), mask_T.detach()
     counted_T = torch.where(mask_T > 0, values_T, torch.zeros_like(values_T))
     return {f"{name}_sum": (counted_T * mask_T).sum(), f"{name}_count": mask_T.sum()}
@@ -32,7 +31,7 @@ def masked_mean(name: str, values_T: torch.Tensor, mask_T: torch.Tensor) -> Metr
 def policy_gap(
     policy_logprobs_T: torch.Tensor, behavior_logprobs_T: torch.Tensor, loss_mask_T: torch.Tensor
 ) -> Metrics:
-    """How far the learner's policy has gone from the sampler's, over trained tokens; r_t = pi(y_t) / mu(y_t).
+    """Returns metrics of the distance of the learner's policy from the sampler's; r_t = pi(y_t) / mu(y_t).
 
     ratio: mean and largest; ratio_max_deviation: max |r_t - 1|, 0 when exactly on-policy; kl_behavior: mean
     of r_t - 1 - log r_t, an unbiased and never negative estimate of KL(mu || pi) on samples of mu; and the
@@ -54,11 +53,11 @@ def policy_gap(
 
 
 def survival(weights_T: torch.Tensor, tokens: Tokens) -> Metrics:
-    """Who is left after all corrections: pairs for the share of trained tokens, and of sequences, with a weight not 0.
+    """Returns pairs for the shares of trained tokens and of sequences whose weight is not 0 after all corrections.
 
     `weights_T` [T] are the products of all corrections' weights. In buckets named by their largest member:
     kept_length_64 (trained tokens of the sequence: to 64, 256, 1024, 4096, more) and kept_lag_1 (to 0, 1, 3, 7,
-    15, more), so that a mask that prefers short or fresh responses is seen. kept_sequences_length_64 and
+    15, more), which show a mask that prefers short or fresh responses. kept_sequences_length_64 and
     kept_sequences_lag_1 count sequences of which at least one token is left; a sequence's lag is that of its
     oldest trained token. And the sums of `final_ess`, over all trained tokens.
     """
@@ -83,12 +82,12 @@ def survival(weights_T: torch.Tensor, tokens: Tokens) -> Metrics:
 
 
 def is_additive(name: str) -> bool:
-    """True where the parts' values are added, False where the largest counts."""
+    """True if values of parts are added, False if the largest counts."""
     return name.endswith(("_sum", "_count"))
 
 
 def merge(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """One report of the parts' reports: sums added, maxima compared."""
+    """Returns one report for all parts: sums are added, maxima compared."""
     whole: dict[str, float] = {}
     for report in reports:
         for name, value in report.items():
@@ -98,9 +97,8 @@ def merge(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def summarize(whole: Mapping[str, float]) -> dict[str, float]:
-    """Numbers for people: `X` for each pair, maxima as they are, `ess`. Empty batches give 0; an empty bucket of
-    `survival` gives nothing, for none of its tokens was masked either.
-    """
+    """Returns `X` for each pair, maxima as they are, and `ess`. Empty batches give 0; an empty bucket of `survival` is
+    left out, since none of its tokens was masked."""
     numbers = {name: value for name, value in whole.items() if not is_additive(name)}
     for name, count in whole.items():
         mean = name.removesuffix("_count")
@@ -127,7 +125,7 @@ def _largest(values_T: torch.Tensor) -> torch.Tensor:
 
 
 def _bucket(values: torch.Tensor, bounds: tuple[int, ...]) -> torch.Tensor:
-    """The index of the first bound that is not below the value."""
+    """Returns the index of the first bound that is not below the value."""
     return torch.bucketize(values, torch.tensor(bounds, device=values.device))
 
 

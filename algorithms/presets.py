@@ -1,4 +1,4 @@
-"""Names people know -> compositions, as plain data with published defaults. Imports no torch.
+"""Published names -> compositions, as plain data with published defaults. Imports no torch.
 
 A preset holds the keys of the learner's AlgorithmConfig that it sets; a recipe's own keys override them. Options that
 are left out have the defaults of their functions, which are the published ones.
@@ -14,7 +14,7 @@ class Preset(NamedTuple):
     source: str
     algorithm: dict[str, Any]
     note: str = ""
-    """Where it departs from its source, and why."""
+    """The differences from the source, with reasons."""
 
 
 def _of(

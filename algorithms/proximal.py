@@ -1,4 +1,4 @@
-"""The proximal policy's logprobs guessed from its two neighbours, without a forward pass.
+"""The proximal policy's logprobs are interpolated between behavior and current ones, without a forward pass.
 
 mu is `lag` versions older than the weights before the step. As published, alpha(lag) = 1 / lag of the way from pi back
 to mu is taken for pi_prox, and all of it at lag 0 and 1; counted from pi, one version further on, it would be

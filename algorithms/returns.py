@@ -1,4 +1,4 @@
-"""From rewards of tokens or turns to advantages and returns of tokens; with a critic (`gae`) or without.
+"""Advantages and returns of tokens from rewards of tokens or turns, with a critic (`gae`) or without.
 
 Only trained tokens are steps. Masked ones, such as a tool's output between two turns, are skipped as if they were
 absent: after a trained token comes the sequence's next trained token, and a reward at a masked token counts for
@@ -59,8 +59,8 @@ def returns_to_go(
 def whitening_sums(values_T: torch.Tensor, mask_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(sum of x, sum of x^2, count) over the places with mask 1: three float64 scalars, for `whiten`.
 
-    Those of micro-batches and ranks add up to those of the batch. Float64, because the variance is made of
-    their difference.
+    The sums of micro-batches and ranks add up to those of the batch. They are float64, because the variance is a
+    difference of them.
     """
     values_N = values_T.detach()[mask_T > 0].double()
     return values_N.sum(), (values_N**2).sum(), torch.tensor(values_N.numel(), device=values_N.device).double()
@@ -126,14 +126,14 @@ def at_turn_ends(
 
 
 def trained_ahead(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """[T] int64: how many trained tokens come after this one in its sequence; 0 at the last trained one."""
+    """[T] int64: the number of trained tokens after this one in its sequence; 0 at the last trained one."""
     passed_T = (loss_mask_T > 0).cumsum(0)
     ends_S = torch.nn.functional.pad(passed_T, (1, 0))[cu_seqlens[1:].long()]
     return ends_S[sequence_of_token(cu_seqlens)] - passed_T
 
 
 def _trained(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the trained tokens are in the row, and how many come after each in its sequence; both [N]."""
+    """([N] index of each trained token in the row, [N] the number of trained tokens after it in its sequence)."""
     at_N = (loss_mask_T > 0).nonzero().squeeze(1)
     return at_N, trained_ahead(loss_mask_T, cu_seqlens)[at_N]
 
@@ -141,8 +141,7 @@ def _trained(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch
 def _discounted_sums(values_N: torch.Tensor, ahead_N: torch.Tensor, *, discount: float) -> torch.Tensor:
     """[N] sum_k discount^k values_{n+k} to the end of n's sequence.
 
-    After each pass the sums reach twice as far: what n has summed, and, discounted, what the first place beyond
-    has summed.
+    Each pass doubles the reach: it adds, discounted, the sum of the first place beyond n's own.
     """
     longest = int(ahead_N.max()) if ahead_N.numel() else 0
     reach = 1

@@ -1,4 +1,4 @@
-"""What is added to a reward before it becomes an advantage: length and distance from the reference policy.
+"""Terms that are added to a reward before it becomes an advantage: length and distance from the reference policy.
 
 Rewards, lengths (tokens of the response) and penalties are [S], KL estimates (`algorithms.kl`) [T]. Nothing here has
 a gradient. Results have the dtype of the rewards; the penalty, which is given none, is float64.
@@ -13,8 +13,8 @@ from .segments import segment_sum, spread
 def overlong_penalty(lengths_S: torch.Tensor, *, limit: int, buffer: int) -> torch.Tensor:
     """p_i = 0 if |y_i| <= limit - buffer, -1 if |y_i| > limit, else (limit - buffer - |y_i|) / buffer.
 
-    To be added to the reward, so that a response that nears the limit is warned before it is cut. With buffer 0
-    only what exceeds the limit is punished. verl multiplies by a factor and goes on below -1; here it stays at -1.
+    The penalty is added to the reward, so that it falls already as a response nears the limit. With buffer 0 only
+    responses over the limit are punished. verl multiplies by a factor and goes on below -1; here it stays at -1.
 
     Source: soft overlong punishment of DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 13; limit 20480 and
     buffer 4096 there.
@@ -45,8 +45,8 @@ def kl_shaped(
 ) -> torch.Tensor:
     """r_i' = r_i - coefficient * sum_t kl_t, over the trained tokens of sequence i.
 
-    The KL in the reward, for advantages of whole sequences. kl_t is `kl.k1` of the policy that sampled where the
-    penalty is the published one.
+    The KL penalty in the reward, for advantages of whole sequences. In the published penalty kl_t is `kl.k1` of the
+    policy that sampled.
 
     Source: Ziegler et al. 2019 (arXiv:1909.08593), section 2; InstructGPT, Ouyang et al. 2022 (arXiv:2203.02155),
     equation 2. InstructGPT's coefficient is 0.02.
@@ -81,6 +81,6 @@ def at_last_trained(values_T: torch.Tensor, loss_mask_T: torch.Tensor, cu_seqlen
 
 
 def _trained_kl(kl_T: torch.Tensor, loss_mask_T: torch.Tensor, rewards_S: torch.Tensor) -> torch.Tensor:
-    """[T] in the dtype of the rewards, so that half-precision estimates are not summed in half precision."""
+    """[T] the KL of trained tokens in the rewards' dtype, so that half-precision estimates are not summed in theirs."""
     kl_T = kl_T.detach().to(rewards_S.dtype)
     return torch.where(loss_mask_T > 0, kl_T, torch.zeros_like(kl_T))

@@ -82,8 +82,8 @@ def clipped_value_loss(
     """loss_t = max((V_t - R_t)^2, (V_old_t + clip(V_t - V_old_t, -clip, clip) - R_t)^2) / 2.
 
     The critic's part of PPO: a value that has moved by more than `clip` since the batch was scored is no longer pulled
-    on towards the return. `clip` is in units of the return. Metric: `value_clip_fraction`, trained tokens whose
-    gradient that takes away.
+    towards the return. `clip` is in units of the return. Metric: `value_clip_fraction`, the share of trained tokens
+    that lose their gradient by it.
 
     Source: OpenAI's PPO implementation (baselines, ppo2), not the paper; described in Engstrom et al. 2020
     (arXiv:2005.12729). 0.2 is the policy's clip, which that implementation shares, and torchtune's; verl takes 0.5.

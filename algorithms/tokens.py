@@ -1,4 +1,4 @@
-"""What is known of packed tokens before their loss."""
+"""The data of packed tokens from which their loss is computed."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ import torch
 
 
 class Tokens(NamedTuple):
-    """One micro-batch: whatever an objective or a correction may look at, besides the policy's logprobs."""
+    """One micro-batch: the inputs of objectives and corrections besides the policy's logprobs."""
 
     behavior_logprobs_T: torch.Tensor
-    """[T] log mu(y_t), of the weights that sampled the token; anything where the mask is 0."""
+    """[T] log mu(y_t) under the weights that sampled the token; any value where the mask is 0."""
     advantages_T: torch.Tensor
-    """[T] of the token's response, or of the token; anything where the mask is 0."""
+    """[T] the advantage of the token's response, or of the token; any value where the mask is 0."""
     loss_mask_T: torch.Tensor
     """[T] 1 where the token is trained, else 0."""
     lags_T: torch.Tensor
@@ -21,5 +21,5 @@ class Tokens(NamedTuple):
 
     @property
     def trained_advantages(self) -> torch.Tensor:
-        """[T] the advantages, and 0 where the mask is 0: what may be multiplied with."""
+        """[T] the advantages, and 0 where the mask is 0, so that they are safe to multiply with."""
         return torch.where(self.loss_mask_T > 0, self.advantages_T, torch.zeros_like(self.advantages_T))

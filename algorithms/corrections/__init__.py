@@ -1,4 +1,4 @@
-"""What lag (and the engine's rounding) does to a token's weight. `broker.staleness` is where lag is bounded.
+"""Corrections weigh or mask tokens for lag and for the engine's rounding. `broker.staleness` bounds lag.
 
 All have one signature, which your own (`package.module:function` in a recipe) shares:
 
@@ -7,7 +7,7 @@ All have one signature, which your own (`package.module:function` in a recipe) s
 `tokens` is an `algorithms.tokens.Tokens`. The numerator is the learner's policy without gradient: the proximal
 logprobs where the objective has a ratio to these, else the current ones, detached; a trust region looks at the current
 ones in any case. The denominator is always the behavior policy. Weights multiply the objective's losses; 0 masks a
-token. `of_batch.py` has what some must know of all micro-batches of an update before its first.
+token. `of_batch.py` has the statistics that some corrections need of all micro-batches of an update.
 
     importance.py       pi / mu itself, capped, normalized or masked: at most one (WEIGHTS)
     masks.py            0 or 1 by token, sequence, KL estimate, worst token, advantage
@@ -62,7 +62,7 @@ WEIGHTS = frozenset(
         "decoupled",
     }
 )
-"""Those that multiply by policy / behavior."""
+"""Corrections that multiply by policy / behavior."""
 TRUST_REGIONS = frozenset({"m2po"})
-"""Those that bound how far the current policy is from the behavior policy. The proximal one does not move with the
-updates of a step, so it would let all but the first of them go anywhere."""
+"""Corrections that bound the distance of the current policy from the behavior policy. They do not use the proximal
+policy: it does not move with the updates of a step, so it would bound the first update alone."""

@@ -19,11 +19,11 @@ def age_weight(
 ) -> tuple[torch.Tensor, Metrics]:
     """w_t = f(lag_t): power (1 + lag)^-rate, exponential exp(-rate lag), linear max(0, 1 - rate lag).
 
-    Anchored to nothing but the versions: no logprob enters. In all three kinds f(0) = 1 and the slope there is -rate;
-    power forgets slowest (0.5 at lag 3 for rate 0.5), linear is 0 from lag 1 / rate on. Above
+    The weight depends on versions alone, not on logprobs. In all three kinds f(0) = 1 and the slope there is -rate;
+    power falls slowest (0.5 at lag 3 for rate 0.5), linear is 0 from lag 1 / rate on. Above
     `zero_above_lag` every kind is 0; None sets no such limit.
     It shrinks the step on stale tokens beside any other correction and replaces none: ratios correct a bias, this
-    only trusts less. The sum of the weights is not restored.
+    weight only reduces the tokens' influence. The sum of the weights is not restored.
 
     Source: none for language models; verl, TRL, slime, AReaL, prime-rl and SkyRL bound or measure lag but have no
     loss weight by age that we know of. The power form at 0.5 is FedAsync's in federated learning (Xie et al.

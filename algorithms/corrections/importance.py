@@ -16,7 +16,7 @@ def truncated_is(
 ) -> tuple[torch.Tensor, Metrics]:
     """w_t = min(pi_prox(y_t) / mu(y_t), cap).
 
-    Anchored to the behavior policy, token by token: it ignores that the tokens before came from mu too.
+    Anchored to the behavior policy, token by token: it ignores that the tokens before were sampled by mu, too.
 
     Source: TIS, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training";
     cap 2 is theirs.
@@ -32,7 +32,7 @@ def sequence_truncated_is(
 ) -> tuple[torch.Tensor, Metrics]:
     """w_i = min(product of pi_prox(y_t) / mu(y_t) over the sequence, cap), at each of its tokens.
 
-    Anchored to the behavior policy. Unbiased without the cap, and the more varied the longer the sequence.
+    Anchored to the behavior policy. Unbiased without the cap; its variance grows with the length of the sequence.
 
     Source: Liu et al. 2025, "When Speed Kills Stability" (richardli.xyz/rl-collapse); the product, as verl,
     SkyRL and TRL compute it. Cap 2 is verl's.
@@ -49,9 +49,9 @@ def geometric_truncated_is(
 ) -> tuple[torch.Tensor, Metrics]:
     """w_i = min(geometric mean of pi_prox(y_t) / mu(y_t) over the sequence, cap), at each of its tokens.
 
-    Anchored to the behavior policy. Biased, but its spread does not grow with length.
+    Anchored to the behavior policy. Biased, but its variance does not grow with length.
 
-    Source: what AReaL calls the sequence weight; the ratio is GSPO's (arXiv:2507.18071, equation 7). Cap 2 is
+    Source: AReaL, which calls it the sequence weight; the ratio is GSPO's (arXiv:2507.18071, equation 7). Cap 2 is
     that of the other two.
     """
     ratio_S = geometric_sequence_ratio(

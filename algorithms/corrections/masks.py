@@ -1,9 +1,9 @@
-"""Masks, weights of 0 or 1: what has drifted too far from the sampler is left out. Any number may be combined.
+"""Masks (weights of 0 or 1) leave out tokens on which pi has drifted too far from mu. Any number may be combined.
 
 All compare the learner's policy pi (the proximal logprobs, or the current ones) with the behavior policy mu that
 sampled, r_t = pi(y_t) / mu(y_t). Aggregation still divides by the tokens and sequences before masking, as the published
-masks do, so a masked token is a loss of 0; verl takes what it rejects out of the response mask, and divides by what is
-left. Estimates of KL(mu || pi) clamp each token's log r_t to +-20.
+masks do, so a masked token is a loss of 0; verl removes rejected tokens from the response mask, and divides by the
+remaining ones. Estimates of KL(mu || pi) clamp each token's log r_t to +-20.
 """
 
 import math
@@ -68,8 +68,8 @@ def kl_rejection(
 ) -> tuple[torch.Tensor, Metrics]:
     """w = 1 if |K| <= threshold else 0; K of k_t: k1 = -log r_t, k2 = (log r_t)^2 / 2, k3 = r_t - 1 - log r_t.
 
-    Anchored to the behavior policy: k_t estimates KL(mu || pi), r_t = pi(y_t) / mu(y_t). `level` says what K is and
-    what it masks: `token` (k_t, the token), `sequence_mean`, `sequence_sum` or `sequence_max` (the mean, sum
+    Anchored to the behavior policy: k_t estimates KL(mu || pi), r_t = pi(y_t) / mu(y_t). `level` selects K and the
+    tokens that it masks: `token` (k_t, the token), `sequence_mean`, `sequence_sum` or `sequence_max` (the mean, sum
     or largest |k_t| over the trained tokens, the whole sequence). The threshold is in nats: for k1 of
     sequence_mean, log 1.01 is the mask on the geometric mean from 1 / 1.01 to 1.01.
 
@@ -108,9 +108,9 @@ def opsm(
 ) -> tuple[torch.Tensor, Metrics]:
     """w_t = 0 if A_t < 0 and mean_u log(mu(y_u) / pi(y_u)) > delta, the mean over t's sequence; else 1.
 
-    Anchored to the behavior policy. A bad response that the learner has already become unlikely to give teaches
-    nothing more and disturbs most; good ones are kept, however stale. With one advantage a response, whole
-    sequences are masked.
+    Anchored to the behavior policy. A bad response that the learner already gives less often has little left to teach
+    and disturbs most; good ones are kept, however stale. With one advantage for a whole response, whole sequences are
+    masked.
 
     Source: off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556), section on scaling GRPO, which names no
     delta. 1e-4 is the default of slime and miles and masks nearly all bad responses that have become less

@@ -1,9 +1,9 @@
-"""What some corrections must know of the whole batch, as sums that add up over micro-batches and ranks.
+"""Statistics of the whole batch that some corrections need, as sums that add up over micro-batches and ranks.
 
     sums(policy_logprobs_T, tokens, **options) of all micro-batches, added up ─ settle(sums, **options) ─► an option
 
 So an update's batch gives the same weights however it is cut into micro-batches. The logprobs are those that the
-correction itself will look at: of the current policy, before the update, or of the proximal one.
+correction itself uses: of the current policy, before the update, or of the proximal one.
 """
 
 import math
@@ -18,14 +18,14 @@ from algorithms.tokens import Tokens
 from .second_moment import is_outward
 
 _SMALLEST, _LARGEST, _BINS = 1e-5, 20.0, 1 << 13
-"""|log r| is told apart to 0.2%."""
+"""The range of |log r| and the number of its bins, each 0.2% wide."""
 
 
 class BatchStatistic(NamedTuple):
-    """See the module."""
+    """The two functions of a correction: its sums over tokens, and the option that is computed from them."""
 
     sums: Callable[..., torch.Tensor]
-    """[n] float64"""
+    """(policy_logprobs_T, tokens, **options) -> [n] float64 sums, which are added over micro-batches and ranks."""
     settle: Callable[..., dict[str, float]]
 
 
@@ -40,7 +40,7 @@ def _mean_weight(sums: torch.Tensor, **_: Any) -> dict[str, float]:
 
 
 def _second_moments(policy_logprobs_T: torch.Tensor, tokens: Tokens, **_: Any) -> torch.Tensor:
-    """How many outward tokens there are, and the sum of their (log r)^2, by bins of |log r|."""
+    """Returns the count of outward tokens and the sum of their (log r)^2, by bins of |log r|."""
     log_ratio_T = token_log_ratio(policy_logprobs_T.detach(), tokens.behavior_logprobs_T, tokens.loss_mask_T)
     outward = log_ratio_T[is_outward(log_ratio_T, tokens.loss_mask_T, tokens.advantages_T)].double().abs().cpu()
     bins = torch.bucketize(outward, _edges()).clamp(max=_BINS - 1)
@@ -50,7 +50,7 @@ def _second_moments(policy_logprobs_T: torch.Tensor, tokens: Tokens, **_: Any) -
 
 
 def _limit(sums: torch.Tensor, *, budget: float = 0.04, **_: Any) -> dict[str, float]:
-    """The upper edge of the last bin up to which the mean square is within the budget; 0 if none is."""
+    """Returns the upper edge of the last bin up to which the mean square is within the budget; 0 if there is none."""
     counts, squares = sums.cpu().view(2, _BINS).cumsum(1)
     fits = (squares <= budget * counts).nonzero().flatten()
     return {"limit": float(_edges()[int(fits[-1])]) if fits.numel() else 0.0}
@@ -65,4 +65,4 @@ OF_BATCH = {
     "self_normalized_is": BatchStatistic(_weight_sums, _mean_weight),
     "m2po": BatchStatistic(_second_moments, _limit),
 }
-"""By the name of the correction."""
+"""Batch statistics by the name of the correction."""

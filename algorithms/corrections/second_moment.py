@@ -23,10 +23,10 @@ def m2po(
     PPO's clip could act: A > 0 and r > 1, or A < 0 and r < 1. Only they may be masked, the largest first. pi is the
     current policy, also beside an objective that is anchored to the proximal one, so every update of a step is held.
 
-    The budget is one of the whole batch. With `limit` below 0 it is found for this micro-batch alone, which
-    is the same only where the batch is one micro-batch; otherwise each is held to the budget by itself, and
-    more tokens may go than the batch's mean asks for. In a recipe the learner passes the limit of all tokens of
-    an update, by a forward pass before it, and finds it to 0.2% (`of_batch`); `m2po_threshold` is exact.
+    The budget holds for the whole batch. With `limit` below 0 this function computes the limit of this micro-batch
+    alone, which is the same only if the batch is one micro-batch; otherwise it may mask more tokens than the batch's
+    mean requires. In a recipe the learner passes the limit of all tokens of an update, which it computes by a forward
+    pass before the update, to 0.2% (`of_batch`); `m2po_threshold` is exact.
 
     Source: Zheng et al. 2025, "Prosperity before Collapse" (arXiv:2510.01161), algorithm 1; 0.04 is theirs.
     AReaL masks any trained token, whatever its advantage, by the proximal policy; the outward ones and the current
@@ -46,8 +46,8 @@ def m2po_threshold(
     """limit = the largest |log r_t| for which mean((log r_u)^2 over outward u with |log r_u| <= |log r_t|) <= budget,
     or 0.
 
-    What `m2po` takes as `limit`, of a whole batch: give it `algorithms.ratios.token_log_ratio`, the loss
-    mask and the advantages of all micro-batches and ranks, one after another. O(T log T), waits for the device.
+    The value for `limit` of `m2po` over a whole batch: pass `algorithms.ratios.token_log_ratio`, the loss mask and the
+    advantages of all micro-batches and ranks, concatenated. O(T log T), waits for the device.
 
     Source: as `m2po`.
     """
@@ -64,7 +64,7 @@ def is_outward(log_ratio_T: torch.Tensor, mask_T: torch.Tensor, advantages_T: to
 
 
 def _threshold(log_ratio_T: torch.Tensor, is_outward_T: torch.Tensor, budget: float) -> torch.Tensor:
-    """Scalar. The means of ever longer beginnings of the sorted squares never fall, so the last that fits counts."""
+    """Scalar. The mean of the first n sorted squares never falls with n, so the last mean within the budget counts."""
     infinite = log_ratio_T.new_full((1,), torch.inf)
     sizes_T = torch.where(is_outward_T, log_ratio_T.abs(), infinite).sort().values
     counts_T = torch.arange(1, sizes_T.numel() + 1, device=sizes_T.device)

@@ -1,4 +1,4 @@
-"""ASPO: the ratio of good tokens upside down, so that those which lag behind weigh most."""
+"""ASPO: good tokens have the inverse ratio, so that those to which the policy gives less than the anchor weigh most."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the objectives share: the pessimistic clipped surrogate and the weighted log-likelihood."""
+"""Primitives of the objectives: the pessimistic clipped surrogate and the weighted log-likelihood."""
 
 import torch
 

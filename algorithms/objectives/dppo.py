@@ -1,4 +1,4 @@
-"""DPPO: PPO's one-sided mask, drawn by how far a probability moved instead of by its ratio."""
+"""DPPO: PPO's one-sided mask, bounded by the change of a probability in the place of its ratio."""
 
 from typing import Literal
 
@@ -50,13 +50,13 @@ def _total_variation(logprobs_T: torch.Tensor, anchor_logprobs_T: torch.Tensor) 
 
 def _kl(logprobs_T: torch.Tensor, anchor_logprobs_T: torch.Tensor) -> torch.Tensor:
     log_p_T, log_q_T = _proper(logprobs_T), _proper(anchor_logprobs_T)
-    # log(1 - p) as log(-expm1(log p)): exact where p is nearly 0 or 1.
+    # log(1 - p) is computed as log(-expm1(log p)), which is exact where p is nearly 0 or 1.
     log_rest_p_T, log_rest_q_T = (-torch.expm1(log_p_T)).log(), (-torch.expm1(log_q_T)).log()
     return log_q_T.exp() * (log_q_T - log_p_T) + log_rest_q_T.exp() * (log_rest_q_T - log_rest_p_T)
 
 
 def _proper(logprobs_T: torch.Tensor) -> torch.Tensor:
-    """At least float32, and a little below 0, so that 1 - p has a logarithm."""
+    """Returns logprobs in at least float32 and a little below 0, so that 1 - p has a logarithm."""
     return logprobs_T.to(torch.promote_types(logprobs_T.dtype, torch.float32)).clamp(max=-1e-7)
 
 

@@ -20,7 +20,7 @@ def gspo(
 ) -> tuple[torch.Tensor, Metrics]:
     """loss_i = -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i), s_i = (pi(y_i) / anchor(y_i)) ** (1 / |y_i|).
 
-    A sequence is clipped as a whole. Given at every token in the form of equation 14, so that `sequence_mean`
+    A sequence is clipped as a whole. Every token has the loss in the form of equation 14, so that `sequence_mean`
     aggregation yields exactly equation 5 and its gradient; `token_mean` weights sequences by their length. A_i is
     the mean of the advantages of the sequence's trained tokens: the advantage itself where all share one;
     `gspo_token` keeps them apart. Anchor: pi_old in the paper, the policy that sampled; both anchors are possible.

@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate where PPO has an edge."""
+"""SAPO: a smooth gate in the place of PPO's clip."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""TOPR: good samples count in full, bad ones only as far as the policy would still give them."""
+"""TOPR: good samples have weight 1, bad ones the ratio of their whole sequence, at most a cap."""
 
 import torch
 

@@ -14,7 +14,7 @@ def unclipped(
 ) -> tuple[torch.Tensor, Metrics]:
     """loss_t = -r_t A_t, r_t = pi(y_t) / anchor(y_t).
 
-    The importance-weighted policy gradient: nothing holds the ratio, so put a mask beside it that does (`m2po`).
+    The importance-weighted policy gradient. It does not bound the ratio; combine it with a mask that does (`m2po`).
     Anchored to the behavior policy it includes the importance weight.
 
     Source: conservative policy iteration, Kakade and Langford 2002; PPO, Schulman et al. 2017 (arXiv:1707.06347),
