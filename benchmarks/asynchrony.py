@@ -193,7 +193,7 @@ def finish_part(part: str, options: argparse.Namespace) -> None:
 
 def warms_up(options: argparse.Namespace) -> bool:
     """Whether the recipe, as it is overridden, has a warm-up."""
-    return bool(load_recipe(options.recipe, [*_of_recipe(options), *options.overrides]).sft.phases)
+    return bool(load_recipe(options.recipe, [*_of_recipe(options), *options.overrides]).warm_up)
 
 
 def _arguments(part: str, options: argparse.Namespace) -> list[str]:

@@ -60,8 +60,8 @@ def test_gpus_are_named_as_they_are_visible(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_all_runs_start_where_the_warm_up_ended() -> None:
     warm_up, run = recipe_of(SFT), recipe_of("separated")
-    assert (warm_up.model.path, len(warm_up.sft.phases)) == ("/m", 2)
-    assert (run.model.path, run.sft.phases) == ("/o/sft", ())
+    assert (warm_up.model.path, len(warm_up.warm_up)) == ("/m", 2)
+    assert (run.model.path, run.warm_up) == ("/o/sft", ())
     assert recipe_of("separated", overrides=["sft.phases=[]"]).model.path == "/m"
 
 

@@ -42,10 +42,10 @@ def recipe_of(part: str, output: Path, **changes: Any) -> Any:
 def test_runs_differ_in_their_algorithm_alone(tmp_path: Path) -> None:
     overrides = ("learner.steps=7", "sft.phases[0].max_steps=5", "optimizer.learning_rate=3e-5")
     recipes = {part: recipe_of(part, tmp_path, overrides=overrides) for part in PARTS}
-    assert (recipes[SFT].model.path, recipes[SFT].sft.phases[0].max_steps) == ("/models/m", 5)
+    assert (recipes[SFT].model.path, recipes[SFT].warm_up[0].max_steps) == ("/models/m", 5)
     for part in ("grpo", "gspo", CONTROL):
         one = recipes[part]
-        assert (one.model.path, one.sft.phases) == (str(tmp_path / SFT), ())
+        assert (one.model.path, one.warm_up) == (str(tmp_path / SFT), ())
         assert one.run_directory == tmp_path / part
         assert [correction.kind for correction in one.algorithm.corrections] == ["truncated_is"]
         assert one.staleness == recipes[SFT].staleness
@@ -67,7 +67,7 @@ def test_a_learner_of_two_gpus_leaves_the_others_to_workers(tmp_path: Path) -> N
     changes = {"recipe": "arithmetic-megatron.yaml", "model": None, "gpus": 4, "learner_gpus": 2, "overrides": on_gpus}
     warm_up, run = (recipe_of(part, tmp_path, **changes) for part in (SFT, "grpo"))
     assert warm_up.model.random is not None
-    assert (run.model.path, run.sft.phases) == (str(tmp_path / SFT), ())
+    assert (run.model.path, run.warm_up) == (str(tmp_path / SFT), ())
     assert (run.learner.processes, run.learner.layout.expert) == (2, 2)
     assert (run.workers.devices, run.workers.count) == ((2, 3), 2)
 

@@ -10,6 +10,7 @@ from statistics import fmean
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from broker.schema import Prompt, WeightVersion
 from deploy.recipe.loading import load_recipe
@@ -46,11 +47,9 @@ def make_start(seed: int, settings: Settings, directory: Path) -> float:
     """Warm up the demo's model as `headway run arithmetic.yaml` does; its pass rate."""
     recipe = study_recipe(seed, settings)
     if settings.warm_up_steps:
-        phases = [
-            msgspec.structs.replace(phase, max_steps=settings.warm_up_steps, until_pass_rate=0.0)
-            for phase in recipe.sft.phases
-        ]
-        recipe = msgspec.structs.replace(recipe, sft=msgspec.structs.replace(recipe.sft, phases=tuple(phases)))
+        short = {"max_steps": settings.warm_up_steps, "until_pass_rate": 0.0}
+        phases = [(stage, [replace(phase, **short) for phase in stage.phases]) for stage in recipe.stages]
+        recipe = replace(recipe, stages=tuple(replace(stage, phases=tuple(shorter)) for stage, shorter in phases))
     with open(os.devnull, "w") as nowhere:
         return fine_tune(recipe, directory, console=Terminal(file=nowhere)).pass_rate
 
@@ -82,11 +81,11 @@ def study_recipe(seed: int, settings: Settings) -> Recipe:
 def trial_recipe(trial: Trial, start: Path) -> Recipe:
     """The same from this start, with the trial's composition and lag."""
     recipe = study_recipe(trial.seed, trial.settings)
-    return msgspec.structs.replace(
+    return replace(
         recipe,
-        model=msgspec.structs.replace(recipe.model, path=str(start), random=None),
+        model=replace(recipe.model, path=str(start), random=None),
         algorithm=msgspec.convert(trial.algorithm, AlgorithmConfig),
-        staleness=msgspec.structs.replace(recipe.staleness, max_lag=trial.lag),
+        staleness=replace(recipe.staleness, max_lag=trial.lag),
     )
 
 

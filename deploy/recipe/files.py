@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from broker.errors import ConfigError
 
 from .references import check_references
+from .stage_keys import by_index
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 LARGEST_FILE = 256 << 10
@@ -102,7 +103,7 @@ def _value_of(override: str) -> Any:
 
 def _apply(config: DictConfig, key: str, value: Any) -> None:
     try:
-        OmegaConf.update(config, key, value, merge=True)
+        OmegaConf.update(config, by_index(config, key), value, merge=True)
     except (
         OmegaConfBaseException,
         ValueError,

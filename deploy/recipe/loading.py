@@ -15,6 +15,7 @@ from .checks import check_values
 from .colocation import colocated_defaults
 from .files import apply_overrides, find_recipe, read_yaml, to_yaml
 from .recipe import LauncherConfig, Recipe
+from .stage_keys import newer_spelling
 from .values import check_plain
 from .words import check_shape, explain
 
@@ -27,11 +28,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return _to_recipe(raw, found.name)
 
 
+def hint_of(path: str | Path) -> str:
+    """Return how a recipe of the user's own that says its warm-up in `sft` says it in `stages`; empty for others.
+
+    Raises ConfigError for a recipe that cannot be read.
+    """
+    stages = newer_spelling(read_yaml(find_recipe(str(path))))
+    if stages is None:
+        return ""
+    return f"{path}: `sft` is an older spelling of the first stage. Write the same as:\n\n{to_yaml(stages)}"
+
+
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """Return the same recipe with `a.b=c` overrides. Raises ConfigError."""
     if not overrides:
         return recipe
-    return _to_recipe(apply_overrides(msgspec.to_builtins(recipe), overrides, recipe.run.name), recipe.run.name)
+    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(recipe))  # with lists, which overrides can change, not tuples
+    return _to_recipe(apply_overrides(raw, overrides, recipe.run.name), recipe.run.name)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -18,6 +18,7 @@ from learner.config import (
     OptimizerConfig,
     PromptsConfig,
     SftConfig,
+    SftPhaseConfig,
     StageConfig,
 )
 from rollout_workers.config import (
@@ -106,6 +107,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def plan(self) -> tuple[StageConfig, ...]:
         """The run's stages, in order."""
         return plan_of(self.sft, self.stages)
+
+    @property
+    def warm_up(self) -> tuple[SftPhaseConfig, ...]:
+        """The phases of all supervised stages, in order."""
+        return tuple(phase for stage in self.plan for phase in stage.phases)
 
     @property
     def has_learner(self) -> bool:

@@ -36,7 +36,7 @@ def directory(tmp_path: Path) -> Path:
         ("run.seed=7", r"run.seed was 0 and is 7 now: .* start a new run \(run.name=...\) from model.path=CHECKPOINT"),
         ("prompts.options.max_operations=9", r"prompts.options was \{.* another prompt"),
         ("model.path=elsewhere", 'model.path was "" and is "elsewhere" now: the checkpoint\'s weights'),
-        ("sft.phases=[]", "the warm-up is over"),
+        ("sft.phases=[]", "the stages before the learner are over"),
         ("learner.groups_per_step=8", r"was 32 and is 8 now: .* \(--rewind-to STEP --regenerate\)"),
         ("sampling.temperature=0.5", "sampling.temperature was 1.0 and is 0.5 now: samples that wait"),
         ("sampling.max_new_tokens=8", "may only be raised: samples that are under way may be longer"),

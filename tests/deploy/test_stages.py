@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from broker.errors import ConfigError, HeadwayError
 from deploy.launch.local import Local, after_warm_up
-from deploy.recipe.loading import dump_recipe, load_recipe
+from deploy.recipe.files import shipped_recipes
+from deploy.recipe.loading import dump_recipe, hint_of, load_recipe, with_overrides
 from deploy.recipe.recipe import Recipe
 from deploy.run.directory import SETTINGS, prepare
 from deploy.run.resuming import check_resumable
@@ -19,6 +21,8 @@ from deploy.terminal import Terminal
 from learner.config import ModelConfig
 from learner.models.model import load_model
 from tests.end_to_end.recipes import TINY
+
+from .test_cli import headway
 
 PHASE = {"kind": "arithmetic", "batch_size": 4, "max_steps": 2, "learning_rate": 1e-2}
 SFT = {"kind": "sft", "phases": [PHASE]}
@@ -100,6 +104,41 @@ def test_the_sft_section_of_before_is_the_first_stage(tmp_path: Path) -> None:
 def test_a_wrong_stage_is_named(sections: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=told):
         load(tmp_path, **sections)
+
+
+def test_a_warm_up_in_its_older_spelling_is_told_the_newer_one(tmp_path: Path) -> None:
+    old = load(tmp_path, sft={"phases": [PHASE]})
+    answer = headway("run", "recipe.yaml", "--dry-run", cwd=tmp_path)
+    said = answer.stderr.partition("Write the same as:")[2]
+    assert answer.returncode == 0
+    assert answer.stderr.startswith("recipe.yaml: `sft` is an older spelling of the first stage.")
+    assert load(tmp_path, **yaml.safe_load(said)).plan == old.plan
+    assert headway("run", "recipe.yaml", "--dry-run", cwd=tmp_path).stderr == ""
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_no_recipe_that_ships_is_in_the_older_spelling(name: str) -> None:
+    assert hint_of(name) == ""
+
+
+@pytest.mark.parametrize("key", ["sft", "stages.sft", "stages[0]"])
+def test_overrides_name_a_stage(key: str) -> None:
+    recipe = load_recipe("arithmetic.yaml", [f"{key}.phases[0].max_steps=3", f"{key}.phases.1.max_steps=4"])
+    assert [phase.max_steps for phase in recipe.warm_up] == [3, 4]
+    assert not load_recipe("arithmetic.yaml", [f"{key}.phases=[]"]).warm_up
+    changed = with_overrides(recipe, [f"{key}={{phases: [{{kind: arithmetic}}]}}"])
+    assert [len(changed.warm_up), changed.plan[0].kind] == [1, "sft"]
+
+
+def test_an_override_of_a_stage_that_there_is_not_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'stages\.stf\.phases': no stage has this name; the stages are sft, rl\."):
+        load_recipe("arithmetic.yaml", ["stages.stf.phases=[]"])
+    own = {"kind": "my_stages:Distill", "options": {"rate": 0.5}}
+    load(tmp_path, stages=[own, SFT, SFT, RL])
+    path = tmp_path / "recipe.yaml"
+    assert load_recipe(path, ["stages.Distill.options.rate=1"]).stages[0].options == {"rate": 1}
+    with pytest.raises(ConfigError, match=r"2 stages have this name; the stages are Distill, sft, sft, rl"):
+        load_recipe(path, ["sft.phases=[]"])
 
 
 @pytest.mark.parametrize("has_stages", [False, True])

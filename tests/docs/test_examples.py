@@ -64,23 +64,17 @@ def recipes(guide: str, directory: Path) -> list[Recipe]:
     return loaded
 
 
-def test_both_spellings_of_sft_before_rl_mean_the_same(tmp_path: Path) -> None:
-    short, long = recipes("stages.md", tmp_path)
-    assert not short.stages
-    assert not long.sft.phases
-    assert short.plan == long.plan
-    assert [stage.kind for stage in long.plan] == ["sft", "rl"]
-
-
-def test_the_override_of_a_stage_s_phase_is_taken(tmp_path: Path) -> None:
+def test_the_overrides_of_a_stage_are_taken(tmp_path: Path) -> None:
+    (recipe,) = recipes("stages.md", tmp_path)
+    assert [stage.kind for stage in recipe.plan] == ["sft", "rl"]
     lines = (GUIDES / "stages.md").read_text().splitlines()
-    of_both = [shlex.split(line, comments=True)[-1] for line in lines if line.startswith("headway run ")]
-    assert of_both == ["stages[0].phases[0].max_steps=200", "sft.phases[0].max_steps=200"]
-    for recipe, override in zip(recipes("stages.md", tmp_path), reversed(of_both), strict=True):
-        assert recipe.plan[0].phases[0].max_steps == 400
-        named = tmp_path / "named.yaml"
-        named.write_bytes(recipe_to_bytes(recipe))
-        assert load_recipe(named, [override]).plan[0].phases[0].max_steps == 200
+    overrides = [shlex.split(line, comments=True)[-1] for line in lines if line.startswith("headway run ")]
+    named = tmp_path / "named.yaml"
+    named.write_bytes(recipe_to_bytes(recipe))
+    by_name, by_number, without = [load_recipe(named, [override]) for override in overrides]
+    assert [phase.max_steps for phase in by_name.warm_up] == [200]
+    assert by_number == by_name
+    assert not without.warm_up
 
 
 async def test_the_rewards_of_the_guide_score_a_response(tmp_path: Path) -> None:

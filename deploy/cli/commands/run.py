@@ -2,7 +2,7 @@
 
 import click
 
-from deploy.printing import say_json
+from deploy.printing import complain, say_json
 
 from .options import beginning, dry_run_option, overrides_argument, rewind_of
 
@@ -35,9 +35,11 @@ def run(
     name of one that ships. Ctrl-C drains, writes a checkpoint and stops; a second one stops at once.
     """
     rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
-    from deploy.recipe.loading import load_recipe
+    from deploy.recipe.loading import hint_of, load_recipe
 
     loaded = load_recipe(recipe, overrides)
+    if hint := hint_of(recipe):
+        complain(hint)
     from deploy.launch.local import Local
     from deploy.launch.opening import open_launcher
     from deploy.run.report import read_summary
