@@ -8,6 +8,7 @@ from broker.schema import Prompt
 from broker.user_code.roots import ImportRoots
 from deploy.recipe.loading import load_recipe, recipe_to_bytes
 from deploy.recipe.recipe import Recipe
+from deploy.run.resuming import ANEW, FIXED, RAISED
 from rollout_workers.config import EnvironmentConfig
 from rollout_workers.environments import Episode, Step, open_environment
 from rollout_workers.rewards import open_reward
@@ -99,3 +100,12 @@ def test_the_overrides_of_the_guide_are_taken(tmp_path: Path) -> None:
     steps, weight = (load_recipe(tmp_path / "own.yaml", each) for each in overrides)
     assert (steps.learner.steps, steps.staleness.max_lag) == (500, 8)
     assert (weight.rewards[1].weight, weight.algorithm.preset) == (0.2, "grpo")
+
+
+def test_the_guide_to_resuming_names_every_key_that_may_not_change_freely() -> None:
+    rows = re.findall(r"^\| (`.*`) \| (.+) \|$", (GUIDES / "resume.md").read_text(), re.M)
+    classes = {"to a larger value": RAISED, "with `--rewind-to STEP --regenerate`": ANEW, "never": FIXED}
+    named = {
+        when: {key for keys, told in rows if told == when for key in re.findall(r"`(.+?)`", keys)} for when in classes
+    }
+    assert named == {when: set(keys) for when, keys in classes.items()}
