@@ -1,4 +1,4 @@
-"""Pages of the site that are made from the code when the site is built: nothing of them is committed.
+"""MkDocs makes these pages of the site from the code when it builds the site; none of them is committed.
 
 MkDocs calls `on_files` (see `hooks` in mkdocs.yml). Each function here makes one page, as Markdown.
 """
@@ -78,7 +78,10 @@ def config_keys() -> Iterator[Key]:
 
 def configuration() -> str:
     """Every key with its type, default, unit, bounds and meaning."""
-    text = "# Configuration\n\nEvery key of a recipe. On the command line: `a.b=c`. A list's items are `a[0].b`.\n"
+    text = (
+        "# Configuration\n\nThis page lists every key of a recipe. The command line overrides a key by `a.b=c`, and an"
+        " item of a list by `'a[0].b=c'`.\n"
+    )
     section = ""
     for key in config_keys():
         if key.path.split(".")[0] != section:
@@ -169,7 +172,7 @@ def commands() -> str:
     """Every command with its arguments and options."""
     from deploy.cli.main import cli
 
-    text = "# Commands\n\nEvery command has `--help`; `--debug` adds a traceback to an error.\n"
+    text = "# Commands\n\nEvery command has `--help`. `--debug` adds a traceback to an error.\n"
     return text + "".join(_command_page(command, context) for command, context in shown_commands(cli))
 
 
@@ -262,7 +265,7 @@ def _field_list(fields: tuple[Field, ...]) -> str:
 
 
 def metrics() -> str:
-    """What a line of metrics.jsonl says."""
+    """Every field of a line of metrics.jsonl."""
     text = "# Metrics\n\nThe learner writes one line for every step into `metrics.jsonl`, with these fields.\n"
     return text + _field_list(wire_structs()["StepMetrics"][1])
 
@@ -272,7 +275,8 @@ def wire() -> str:
     from broker.schema import SCHEMA_VERSION
 
     text = (
-        f"# Wire schema\n\nEverything that crosses a process, schema {SCHEMA_VERSION}. Peers refuse another number.\n"
+        f"# Wire schema\n\nThese are all structs that one process sends another, in schema {SCHEMA_VERSION}. A process"
+        " refuses messages of another schema.\n"
     )
     for name, (meaning, fields) in wire_structs().items():
         text += f"\n## {name}\n\n{meaning}\n{_field_list(fields)}"
