@@ -7,14 +7,14 @@
 The learner owns the run, feeds prompts, takes a step's groups and commits them once a checkpoint that contains the
 step is durable. Workers lease samples, append segments, submit trajectories, and may come and go at any time.
 
-    schema.py, keys.py      the contract: what crosses a process, and under which key it lies in the server
+    schema.py, keys.py      the contract: the structs that cross a process, and the keys in the server
     staleness.py            the bound on lag, in integers; scripts/lease.lua and scripts/take.lua apply it
-    possible.py             which samples cannot be samples of the run
-    config.py, errors.py, owner.py   what users choose; what goes wrong; which learner may write
+    possible.py             refuses samples that cannot be samples of the run
+    config.py, errors.py, owner.py   the settings; the errors; which learner may write
     wire/                   frames: structs and arrays as bytes and back, checked and bounded
-    connection/             the way to a server or cluster: address, routes, round trips, outages
+    connection/             the connection to a server or cluster: address, routes, round trips, outages
     client/                 the verbs: leases and submissions of workers, batches and versions of the learner, ...
-    scripts/                what the server does, a Lua file for each verb
+    scripts/                the server's side of the verbs, a Lua file for each
     server/                 the embedded server, and which user of any server may do what
     user_code/              processes in which rewards, prompt sources and examples of the user's own run
 

@@ -21,7 +21,7 @@ Experts = NDArray[np.uint8 | np.uint16]
 
 
 class WeightVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """Which weights: compared by incarnation first, then step. Step k turns weights k into weights k + 1."""
+    """A version of the weights: compared by incarnation first, then step. Step k turns weights k into weights k + 1."""
 
     incarnation: int
     step: int
@@ -31,8 +31,8 @@ class WeightVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Response tokens [start, end) were sampled by `version`. What an environment said belongs to the version that
-    sampled the token before."""
+    """Response tokens [start, end) were sampled by `version`. Tokens of an environment's answer belong to the version
+    that sampled the token before."""
 
     start: int
     end: int
@@ -40,12 +40,13 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """Response tokens [start, end) were sampled in one turn of an episode."""
+    """One turn of an episode: the model sampled response tokens [start, end) without an answer in between. (The right
+    to swap weights is a swap turn: `broker.client.turns`.)"""
 
     start: int
     end: int
     reward: float
-    """What the environment gave for this turn alone."""
+    """The environment's reward for this turn alone."""
 
 
 class TrajectoryId(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -64,7 +65,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     group: str
     token_ids: list[int]
-    """What the engine continues."""
+    """The tokens that the engine continues."""
     text: str
     """The same as text, for reward functions and people."""
     ground_truth: str
@@ -79,26 +80,28 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     tid: TrajectoryId
     identity: str = ""
-    """Of the run; written when the segment is appended."""
+    """The run's identity, written when the segment is appended."""
     worker: str = ""
-    """Who appended it; written then, too."""
+    """The worker that appended it, written at the same time."""
     index: int
-    """0, 1, 2 ... within the sample."""
+    """The segment's number within the sample, from 0."""
     start: int
-    """Response position of the first token: where the segment before ended."""
+    """Response position of the first token: where the previous segment ended."""
     tokens: NDArray[np.int32]
     """[N]"""
     behavior_logprobs: NDArray[np.float32]
     """[N], as in a trajectory."""
     loss_mask: NDArray[np.uint8]
-    """[N], as in a trajectory. The last token was sampled: what an environment said is kept with what follows it."""
+    """[N], as in a trajectory. The last token was sampled: an environment's answer goes into the next segment, with the
+    tokens that follow it."""
     spans: tuple[VersionSpan, ...]
     """Cover [start, start + N) in order without gaps."""
     turns: tuple[Turn, ...] = ()
-    """Those that were gone on from in this segment, in order: what the environment said after each of them is here."""
+    """The turns after which the episode went on in this segment, in order: it contains the environment's answer to
+    each."""
     experts: Experts | None = None
-    """As in a trajectory, its part: of the tokens that were fed to sample these, so [N], from the token before `start`
-    on; segment 0 has all of the prompt, [P + N - 1]. None: not recorded."""
+    """The segment's part of a trajectory's `experts`: of the tokens that were fed to sample these, so [N], from the
+    token before `start` on; segment 0 has all of the prompt, [P + N - 1]. None: not recorded."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -106,48 +109,49 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     tid: TrajectoryId
     identity: str = ""
-    """Of the run."""
+    """The run's identity."""
     worker: str = ""
-    """To whom it was granted."""
+    """The worker to which it was granted."""
     token: str
     ttl_s: float
     prompt: Prompt
     segments: tuple[Segment, ...] = ()
-    """What earlier holders have generated, from the first token on without gaps: go on after it."""
+    """The segments of earlier holders, from the first token on without gaps: the worker goes on after them."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One finished sample: an episode of one turn, or of several. R response tokens, P prompt tokens.
 
-    The response of several turns has what the model sampled and what the environment said in between, as the model
-    read it.
+    The response of several turns contains the sampled tokens and, between them, the environment's answers as the model
+    read them.
     """
 
     tid: TrajectoryId
     identity: str = ""
-    """Of the run; written when the trajectory is submitted."""
+    """The run's identity, written when the trajectory is submitted."""
     prompt_tokens: NDArray[np.int32]
     """[P]"""
     response_tokens: NDArray[np.int32]
     """[R]"""
     behavior_logprobs: NDArray[np.float32]
-    """[R] natural logarithms, temperature applied, of the policy that sampled each token; 0 where none did."""
+    """[R] natural logarithms, temperature applied, of the policy that sampled each token; 0 for an environment's
+    tokens."""
     loss_mask: NDArray[np.uint8]
-    """[R] 1 where the token was sampled, and is trained; 0 where an environment said it."""
+    """[R] 1 where the token was sampled, and is trained; 0 for an environment's tokens."""
     spans: tuple[VersionSpan, ...]
     """Cover [0, R) in order without gaps."""
     reward: float
-    """What the learner optimizes: the weighted sum of `rewards`."""
+    """The reward that the learner optimizes: the weighted sum of `rewards`."""
     rewards: dict[str, float]
     """Each reward function's own score, by name."""
     turns: tuple[Turn, ...] = ()
-    """The turns of an episode of several, in order. Empty: the response is one turn."""
+    """The turns of an episode that has several, in order. Empty: the whole response is one turn."""
     finish_reason: Literal["stop", "length"]
     worker: str
     experts: Experts | None = None
-    """[P + R - 1, layers, experts per token] for router replay: what each layer with experts, in order, chose for token
-    t of prompt and response when it was fed, in the pass that sampled token t + 1. The last token was never fed. None:
-    not recorded."""
+    """[P + R - 1, layers, experts per token] for router replay: the experts that each layer with experts, in order,
+    chose for token t of prompt and response when it was fed, in the pass that sampled token t + 1. The last token was
+    never fed. None: not recorded."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -180,7 +184,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeltaSpec(msgspec.Struct, frozen=True, array_like=True):
-    """What turns the buckets of `base` into those of `version`, losslessly."""
+    """A delta, which turns the buckets of `base` into those of `version`, losslessly."""
 
     base: WeightVersion
     version: WeightVersion
@@ -190,76 +194,76 @@ class DeltaSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Archived(msgspec.Struct, frozen=True, array_like=True):
-    """What of a version lies in the archive too: all of its manifest's deltas, and an anchor, once there is one."""
+    """The archived part of a version: all of its manifest's deltas, and an anchor, once there is one."""
 
     anchor: WeightVersion | None
     """A whole version that is the base of one of the deltas."""
     digests: tuple[str, ...]
-    """Of each of the anchor's buckets, which are as large as the version's own: blake2b, 16 bytes in hexadecimal."""
+    """Digests of the anchor's buckets, which are as large as the version's own: blake2b, 16 bytes in hexadecimal."""
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """All an engine needs to receive, verify and name one version of the weights."""
+    """All that an engine needs to receive, verify and name one version of the weights."""
 
     identity: str = ""
-    """Of the run whose version it is; written when it is offered or announced."""
+    """The run's identity, written when the version is offered or announced."""
     version: WeightVersion
     tensors: tuple[TensorSpec, ...]
     buckets: tuple[int, ...]
-    """Their sizes in bytes: flat runs of bytes on the wire."""
+    """The sizes of the buckets in bytes; a bucket is sent as one flat run of bytes."""
     probe: Probe
     group_epoch: int
-    """The broadcast group that this version is sent to; 0: nobody, everyone pulls."""
+    """The epoch of the broadcast group to which this version is sent; 0: there is no group, and all workers pull."""
     pull_url: str
-    """Where late joiners fetch the buckets, on the learner's host."""
+    """The learner's URL from which workers pull the buckets."""
     pull_token: str
-    """Sent back as a bearer token by those who pull."""
+    """The bearer token by which workers prove there that they belong to the run."""
     pull_certificate: str = ""
-    """The only one that whoever is at `pull_url` may show (PEM); empty: it speaks without TLS."""
+    """The only certificate (PEM) that workers accept from the server at `pull_url`; empty: it speaks without TLS."""
     fingerprints: tuple[int, ...] = ()
-    """Of each tensor (`weightsync.tensors.fingerprint`): what must arrive, and what an engine that took the version
-    holds. An offer has none yet: they follow the last bucket."""
+    """The fingerprint of each tensor (`weightsync.tensors.fingerprint`), both of the bytes that must arrive and of an
+    engine that holds the version. An offer has none yet: they follow the last bucket."""
     like: WeightVersion | None = None
-    """Of an offer whose `tensors` and `buckets` are those of this version, the announced one: they are left out."""
+    """In an offer: the announced version that has the same `tensors` and `buckets`, which are left out here."""
     deltas: tuple[DeltaSpec, ...] = ()
-    """The chain that ends at this version, oldest first, each from the version of the one before; served beside it."""
+    """The chain of deltas that ends at this version, oldest first, each from the version of the one before."""
     archived: Archived | None = None
-    """None: it is at `pull_url` only, where all of it is in any case."""
+    """The part of the version that is archived, too; None: all of it is at `pull_url` only."""
 
 
 class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Who receives broadcasts. Every change of members is a new epoch with process groups of its own.
+    """The workers that receive broadcasts. Every change of members begins a new epoch with new process groups.
 
-    Members [0, at_once) receive first, then [at_once, 2 at_once) and so on: each such wave has a process group of its
-    own, where the learner is rank 0 and they follow in order.
+    Members [0, at_once) receive first, then [at_once, 2 at_once) and so on. Each such wave has a process group of its
+    own, in which the learner is rank 0 and the members follow in order.
     """
 
     identity: str = ""
-    """Of the run; written when the group is stored."""
+    """The run's identity, written when the group is stored."""
     epoch: int
     incarnation: int
     transport: str
     """`weights.transport`."""
     meeting: str
-    """Where its members and the learner hear of each other (`broker.client.meetings`)."""
+    """The name of the meeting of its members and the learner (`broker.client.meetings`)."""
     learner: str
-    """The learner's address, for those who look for the interface that leads to it."""
+    """The learner's address, by which a member finds the network interface that leads to it."""
     timeout_s: float
     members: tuple[str, ...]
-    """Worker ids."""
+    """The names of the workers."""
     at_once: int
-    """So many of them are a wave."""
+    """How many members are a wave."""
 
 
 class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sample of the run can be at all. None: not known, so not checked."""
+    """The bounds of a possible sample of the run. None: not known, so not checked."""
 
     vocabulary: int | None = None
-    """Token ids are below it."""
+    """The number of token ids."""
     max_new_tokens: int | None = None
-    """Of a response, what an environment said included."""
+    """The most tokens of a response, those of an environment included."""
     experts: tuple[int, int, int] | None = None
-    """Layers with experts, experts per token, experts of a layer: of a run that replays what routers chose."""
+    """(layers with experts, experts per token, experts of a layer) where the run replays routers' choices."""
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,27 +271,29 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     files: dict[str, bytes]
     limits: SampleLimits = SampleLimits()
-    """What its samples can be."""
+    """The bounds of its samples."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself with every heartbeat."""
+    """A worker's report of itself, sent with every heartbeat."""
 
     identity: str = ""
-    """Of the run that it works for; written when it is sent."""
+    """The identity of the run that it works for, written when the report is sent."""
     worker: str
     host: str
     pid: int
     engine: str
     state: Literal["starting", "generating", "idle", "paused", "asleep", "draining"]
-    """paused: a version came only in part, over the one before, so it generates nothing until it has a whole one."""
+    """`paused`: a version has overwritten the previous one and came only in part, so the worker generates nothing until
+    it has a whole one."""
     version: WeightVersion | None
-    """The newest that its engine held, verified. One that is asleep or has just woken has lost these, and is given them
-    again, or newer ones. None: none yet, or parts of several versions."""
+    """The newest verified version that its engine held. An engine that is asleep or has just woken has lost it, and
+    gets it again, or a newer one. None: no version yet, or parts of several."""
     broadcast_epoch: int
     """The broadcast group that it has joined; 0 while it pulls."""
     wants_broadcast: bool
-    """It takes part in broadcast groups as long as it has a version; False for one that follows by pull, or ends."""
+    """Whether it joins broadcast groups as long as it has a version; False if it follows by pull, or is about to
+    end."""
     capacity: int
     """Leases that its engine can batch."""
     active: int
@@ -300,12 +306,12 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the supervisor of a pool of workers says of it."""
+    """A supervisor's report of its pool of workers."""
 
     pool: str
     host: str
     pid: int
-    """The supervisor's."""
+    """The supervisor's process id."""
     running: int
     """Worker processes that run and were not asked to leave."""
     leaving: int = 0
@@ -313,28 +319,28 @@ class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
     restarting: int = 0
     """Workers that failed and are started again after a pause."""
     wanted: int = 0
-    """Workers that `scale` asked for last; written when it is read."""
+    """How many workers `scale` asked for last; written when the report is read."""
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """One learner step, as written to metrics.jsonl and shown live."""
+    """The metrics of one learner step, as written to metrics.jsonl and shown live."""
 
     incarnation: int
-    """Of the learner that made the step."""
+    """The incarnation of the learner that made the step."""
     step: int
-    """0 turns the first weights into version 1."""
+    """The step's number: step 0 turns the first weights into version 1."""
     total_steps: int
-    """Of the run: `learner.steps`."""
+    """The steps of the run: `learner.steps`."""
     time_s: float
-    """Since this learner started its loop."""
+    """The time since this learner started its loop."""
     reward_mean: float
-    """Over the trained trajectories."""
+    """The mean reward of the trained trajectories."""
     reward_std: float
-    """The standard deviation of the same."""
+    """The standard deviation of the same rewards."""
     response_tokens_mean: float
-    """Length of a trained response."""
+    """The mean length of a trained response."""
     lag_mean: float
-    """Over the trained trajectories: the lag of the oldest trained token."""
+    """The lag of a trained trajectory's oldest trained token, averaged over the trajectories."""
     lag_max: int
     """The largest lag of a trained token."""
     lag_histogram: dict[int, int]
@@ -344,7 +350,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     """Samples that the step trained."""
     mixed_version_trajectories: int
-    """Those that weights of several versions sampled."""
+    """Trained samples that weights of several versions sampled."""
     trained_tokens: int
     """Response tokens in the loss."""
     packed_tokens: int
@@ -352,27 +358,27 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int
     """Forward and backward passes, over all ranks."""
     loss: float | None
-    """None: not finite."""
+    """The loss; None: it was not finite."""
     grad_norm: float | None
-    """None: not finite, so the update was skipped."""
+    """The norm of the gradient; None: it was not finite, so the update was skipped."""
     learning_rate: float
-    """The optimizer's, at this step."""
+    """The optimizer's learning rate at this step."""
     algorithm: dict[str, float]
-    """What the loss reports: ESS, clip and mask fractions, KL."""
+    """The metrics of the loss: ESS, clip and mask fractions, KL."""
     take_s: float
-    """Waiting for the batch, and reading it."""
+    """The time to wait for the batch and read it."""
     train_s: float
-    """Proximal logprobs, forward and backward passes, updates."""
+    """The time for proximal logprobs, forward and backward passes, and updates."""
     publish_s: float
-    """Until the weights are gathered and those before are announced: sending them goes on beside the next step."""
+    """The time until the weights are gathered and the previous ones announced; they are sent beside the next step."""
     checkpoint_s: float
-    """Holding up the loop for a checkpoint."""
+    """The time for which a checkpoint held up the loop."""
     step_s: float
-    """The whole step."""
+    """The time of the whole step."""
 
 
 class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the run's groups and samples are now."""
+    """How many of the run's groups and samples are in which state."""
 
     pool: int
     """Groups fed and not yet admitted."""
@@ -396,12 +402,12 @@ class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
     fenced: int
     """Late or duplicate submissions refused."""
     rejected: int
-    """Samples, segments and prompts that could not be decoded, or that cannot be; see `RunStatus.dead_letters`."""
+    """Samples, segments and prompts that could not be decoded or are impossible; see `RunStatus.dead_letters`."""
     payload_bytes: int
     generated_tokens: int = 0
     """Response tokens of all samples accepted since the run began."""
     wasted_tokens: int = 0
-    """Response tokens of those refused."""
+    """Response tokens of refused samples."""
     resumed_tokens: int = 0
     """Response tokens that were handed on in segments instead of being generated again."""
     discarded_tokens: int = 0
@@ -413,7 +419,7 @@ class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tallies(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups begun against groups trained, since the run began: does training see what was asked for?"""
+    """Groups begun and groups trained since the run began, by length and lag, to see whether training favours some."""
 
     dispatched_by_prompt_length: dict[int, int] = {}
     """Groups admitted; the key is the smallest power of two >= the prompt's tokens."""
@@ -426,17 +432,17 @@ class Tallies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """What was refused: it was not trained, and is generated anew."""
+    """A sample, segment or prompt that was refused: it was not trained, and is generated anew."""
 
     tid: str
-    """Of the sample, or the name of a group whose prompt was damaged."""
+    """The sample's id, or the name of a group whose prompt was damaged."""
     worker: str
-    """Who sent it, as far as that is known."""
+    """The worker that sent it, if that is known."""
     reason: str
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at a run, for `headway status` and the live display."""
+    """A snapshot of a run, for `headway status` and the live display."""
 
     run: str
     identity: str = ""
@@ -452,17 +458,17 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: tuple[str, ...] = ()
     """Workers that get no more leases, as too many of their samples were refused."""
     dead_letters: tuple[DeadLetter, ...] = ()
-    """The newest, oldest first."""
+    """The newest dead letters, the oldest of them first."""
     refused_lately: int = 0
-    """Samples refused in the last minute that no honest worker of this run sends; at most the last 1000."""
+    """Samples refused in the last minute that no honest worker of this run sends; at most the last 1000 are counted."""
     refused_workers: int = 0
-    """From so many worker processes."""
+    """How many worker processes sent them."""
     pools: tuple[PoolInfo, ...] = ()
-    """The pools whose supervisors live, by name."""
+    """The pools whose supervisors are alive, sorted by name."""
 
 
 class RunRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the broker must know to admit, lease and take; written by the learner when it claims the run."""
+    """The rules by which the broker admits, leases and takes; the learner writes them when it claims the run."""
 
     max_lag: int
     groups_per_step: int
@@ -472,10 +478,10 @@ class RunRules(msgspec.Struct, frozen=True, kw_only=True):
     on_over_bound: Literal["requeue", "drop", "mask"] = "requeue"
     max_bytes: int = 1 << 30
     max_leases_per_worker: int = 0
-    """0: as many as it asks for."""
+    """The most leases of one worker; 0: as many as it asks for."""
     replicas: int = 0
-    """So many replicas must have a commit before the learner relies on it."""
+    """How many replicas must have a commit before the learner relies on it."""
     lease_ttl_s: float = 3600.0
-    """No lease is given or renewed for longer, whatever a worker asks for."""
+    """The longest time for which a lease is given or renewed, even if a worker asks for more."""
     lease_hold_s: float = 86400.0
-    """A lease is not renewed any more so long after its sample has got on."""
+    """A lease without a new segment for so long is not renewed any more."""

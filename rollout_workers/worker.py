@@ -96,7 +96,7 @@ class Worker:
             engine,
             subscriber,
             self._outages,
-            SwapTurns(broker.turns, worker, self._outages, share=weights.swaps_at_once, ttl_s=self._alive_s),
+            SwapTurns(broker.swap_turns, worker, self._outages, share=weights.swaps_at_once, ttl_s=self._alive_s),
             keep_cache=weights.kv_policy == "keep",
             verify=config.probe_swaps,
             on_swap=self._wake.set,

@@ -77,7 +77,7 @@ async def follow(url: str, run: str, order: Order) -> None:
     subscriber = _Noting(broker, "engine", weights)
     outages, clock = Outages(broker.url), Clock()
     verified: dict[WeightVersion | None, float] = {}
-    turns = SwapTurns(broker.turns, "engine", outages, share=1.0, ttl_s=5.0)
+    turns = SwapTurns(broker.swap_turns, "engine", outages, share=1.0, ttl_s=5.0)
     swapping = _Swapping(engine)
     held = HeldWeights(
         cast(Engine, swapping),

@@ -247,8 +247,8 @@ class Batches:
         await self._versions.restore(owner)
 
     def _note_fork(self, owner: Owner, forked_to: bytes) -> None:
-        """The learner that trains this batch knows by then from which step on it makes other weights than before. A
-        server that loses its last second is told."""
+        """Notes from which step on this learner makes other weights than earlier ones. It tells this to a server that
+        loses its last second."""
         if self._known and forked_to:
             step = min(int(forked_to), self._known.forks.get(owner.incarnation, int(forked_to)))
             self._known = replace(self._known, forks={**self._known.forks, owner.incarnation: step})
@@ -311,7 +311,7 @@ class Batches:
         trajectory = _decode_as(tid, blob)
         check_possible(trajectory, prompt_tokens, self.limits, identity=self._connection.identity, newest=newest)
         rules = self._known.rules if self._known else None
-        is_by_these_rules = newest.step not in self._pinned_before  # with a higher bound it was no worker's fault
+        is_by_these_rules = newest.step not in self._pinned_before  # else an earlier learner had a higher bound
         if rules is not None and rules.on_over_bound != "mask" and is_by_these_rules:
             check_lag(trajectory, newest.step, rules.max_lag)
         return trajectory

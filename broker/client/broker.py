@@ -19,7 +19,7 @@ from .pools import Pools
 from .prompts import PromptVerbs
 from .status import StatusBoard
 from .strays import Strays
-from .turns import TurnVerbs
+from .turns import SwapTurnVerbs
 from .usage import Usage
 from .versions import Versions
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Broker:
-    """One run on one server. Its verbs stand in the parts; all of them retry while the server is away."""
+    """One run on one server. Its parts have the verbs; all of them retry while the server is away."""
 
     def __init__(self, url: str, run: str, *, timeout_s: float = ANSWER_S, session: str = "") -> None:
         """`session` is that of another broker of the same worker, see the property."""
@@ -40,7 +40,7 @@ class Broker:
         self.batches = Batches(self._connection, self.versions)
         self.status = StatusBoard(self._connection)
         self.archive = ArchivedBlobs(self._connection)
-        self.turns = TurnVerbs(self._connection)
+        self.swap_turns = SwapTurnVerbs(self._connection)
         self.phases = Phases(self._connection)
         self.pools = Pools(self._connection)
         self.usage = Usage(self._connection)
@@ -50,7 +50,7 @@ class Broker:
 
     @property
     def session(self) -> str:
-        """A secret, by which the server knows this process from others that say they are the same worker."""
+        """A secret by which the server tells this process from others that claim to be the same worker."""
         return self._connection.session
 
     async def ping(self) -> None:

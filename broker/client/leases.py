@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 
 class AppendOutcome(StrEnum):
-    """What became of a segment."""
+    """The server's answer to a segment."""
 
     APPENDED = "appended"
     OUT_OF_ORDER = "out of order"
-    """The server wants another one next: see `AppendReply.expected`."""
+    """The server expects another segment next: see `AppendReply.expected`."""
     FENCED = "fenced"
     """The worker no longer holds the lease, and must stop generating."""
 
@@ -56,7 +56,7 @@ class NoMoreLeases(StrEnum):
     CAPACITY = "capacity"
     """Every sample that the bound on lag admits is leased."""
     STALE_WEIGHTS = "stale weights"
-    """What the worker's weights would sample could not be trained."""
+    """The worker's weights are too old: samples of them could not be trained."""
     NO_PROMPTS = "no prompts"
     BYTES = "bytes"
     """The store is full."""
@@ -240,7 +240,7 @@ class Leases:
         try:
             return None if blob is None else decode(blob, Prompt)
         except SchemaMismatchError:
-            raise  # it is we who are wrong here
+            raise  # this process is at fault, not the segment
         except FrameError as error:
             await self._connection.script("lose", str(one.tid), one.token, str(error), (blob or b"")[:_HEAD_BYTES])
             return None

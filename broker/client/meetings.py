@@ -3,9 +3,9 @@
     learner   says what lies in `meeting:NAME`, which no worker may write, and rings `bell`
     members   say what lies in `joining:NAME`, hear both, and wait at the bell
 
-Promised: where both have said something under one key, the learner's word is heard; what is said of one meeting is
-never heard in another; it is gone a while after the last word. Not promised: that words outlive the server, nor that
-the bell is heard: whoever waits looks from time to time in any case.
+Promised: where learner and members have said words under one key, the learner's is heard; words of one meeting are
+never heard in another; a meeting is gone a while after its last word. Not promised: that words outlive the server, nor
+that a member hears every ring: a waiting member looks from time to time in any case.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Meetings:
         return sum(await self._connection.pipeline([("HDEL", self._said(name, place), *keys) for place in places]))
 
     async def end(self, name: str) -> None:
-        """Ends the meeting, where no word is heard any more. For the learner; idempotent."""
+        """Ends the meeting and deletes its words. For the learner; idempotent."""
         await self._connection.execute("UNLINK", self._said(name, True), self._said(name, False))
 
     async def ring(self) -> None:

@@ -3,18 +3,19 @@
     learner   generate ──(renewed while it waits for a batch)── train, until no worker is awake ── trains ──► generate
     worker    asleep ── may_generate: yes, it counts as awake ── may_generate: no ── engine sleeps ── fell_asleep
 
-Promised: once `train` has been answered no worker becomes awake before the next `generate`, and every one that was is
-named until it has fallen asleep or has not been heard of for its time to live. Time in which the server was away does
-not count, nor what it has forgotten: after that, `train` says nothing for `AWAKE_S`. Engines may generate until a
-deadline: where the learner is gone they fall asleep by themselves. A phase ends with the server that it began on.
+Promised: once the server has answered `train`, no worker becomes awake before the next `generate`, and `train` names
+every worker that was awake until it has fallen asleep or has been silent for its time to live. Time in which the server
+was away does not count, and the server may have forgotten workers then, so after an outage `train` returns None for
+`AWAKE_S`. Engines may generate until a deadline: if the learner is gone, they fall asleep by themselves. A phase ends
+with the server on which it began.
 
-Not promised: that a worker has left the device which was stopped, or alone was cut off, for longer than its time to
-live; nor anything about an outage that a learner could not meet, because it stood still itself or had not started.
+Not promised: that a worker has left the device if it alone was stopped or cut off for longer than its time to live; nor
+anything about an outage that the learner could not notice, because it stood still itself or had not started.
 
-The times bound each other. A phase outlives a request that fails: RENEW_S + ANSWER_S < LENT_S. Nobody who lives is
-silent for its time to live, whatever becomes of one request: SAY_S + ANSWER_S < AWAKE_S < OPENING_S. No outage of
-AWAKE_S goes unnoticed, as a request of the learner fails in it. And a worker that starts, or has died, is waited for to
-its end: OPENING_S < LONGEST_WAIT_S.
+The times bound each other. A phase outlives a request that fails: RENEW_S + ANSWER_S < LENT_S. A live worker is never
+silent for its time to live, even if one request fails: SAY_S + ANSWER_S < AWAKE_S < OPENING_S. The learner notices
+every outage of AWAKE_S, as one of its requests fails in it. And it waits for a worker that starts, or has died, until
+its time to live has passed: OPENING_S < LONGEST_WAIT_S.
 """
 
 import time

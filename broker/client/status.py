@@ -69,8 +69,8 @@ class StatusBoard:
             self._warn_once(f"name {info.worker}", f"Another worker {info.worker} is alive: this one is not listed.")
 
     async def leave(self, worker: str) -> None:
-        """Takes a worker that leaves on purpose off the list of workers at once."""
-        if self._beats:  # which would bring it back
+        """Takes a worker that stops on purpose off the list of workers at once."""
+        if self._beats:  # a late heartbeat would put it back on the list
             await asyncio.wait(self._beats)
         await self._connection.script("leave", worker, self._connection.session, absent=None)
 
@@ -168,7 +168,7 @@ class StatusBoard:
         return tuple(sorted(filter(is_name, names)))
 
     async def runs_for_people(self) -> str:
-        """Returns the names in one line; a worker's user may not ask for them."""
+        """Returns the names in one line, or a remark where this user may not ask for them."""
         try:
             return ", ".join(await self.runs()) or "none"
         except BrokerError as error:

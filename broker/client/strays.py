@@ -1,20 +1,20 @@
-"""The learner sweeps keys that no process needs, or a hostile worker would keep the server's memory full.
+"""The learner sweeps keys that no process needs: otherwise a hostile worker could keep the server's memory full.
 
-A worker's user may store blobs, say things in meetings, and write keys whose names contain a secret that it does not
-know: access control looks at names, not at sizes. So the learner looks through the server, once a minute and whenever
+A worker's user may store blobs, say words in meetings, and write keys whose names should contain a secret that it does
+not know: access control checks names, not sizes. So the learner looks through the server, once a minute and whenever
 memory runs short, and frees
 
     hidden keys             without the secret of their run
-    payloads and segments   that no group holds, after a minute (at once where memory is short: whoever has just stored
-                            one stores it again), or with no time to live, or too long a one; and those that are larger
-                            than they were said to be, which are then generated anew
+    payloads and segments   that no group holds, after a minute (at once where memory is short: a worker that has just
+                            stored one stores it again), or with no time to live, or too long a one; and those that are
+                            larger than recorded, which are then generated anew
     words of a meeting      that is over, or more of them than any group says
     markers of durability   that are not empty
     all of these            under a name that no run has
 
-Each key of the run is judged and freed in one function, so that what a worker has recorded meanwhile stays. On other
-shards, where functions do not reach, age decides: a worker records within ten seconds what it stored.
-A sweep over 20,000 recorded payloads takes the server 0.15 s of processor time, of which nobody waits for more than a
+One function judges and frees each key of the run, so that a blob that a worker has recorded meanwhile stays. On other
+shards, which functions cannot reach, age decides: a worker records a blob within ten seconds of storing it.
+A sweep over 20,000 recorded payloads takes the server 0.15 s of processor time, and holds up no client for more than a
 few milliseconds at a time.
 """
 
@@ -99,8 +99,8 @@ class Strays:
             self._sweeping = None
 
     async def sweep(self, owner: Owner, *, is_short: bool = False) -> Swept:
-        """Looks through the server once; `is_short` of memory: it waits for no worker. Raises FencedError, and
-        BrokerError where our user may not look."""
+        """Looks through the server once. With `is_short`, as memory is short, it does not wait until workers have
+        recorded their blobs. Raises FencedError, and BrokerError where this user may not look."""
         group, swept = await self._versions.group(), Swept()
         request = _Sweep(owner, group.meeting if group else "", is_short)
         own = list[bytes]()
@@ -128,7 +128,7 @@ class Strays:
             await self._wait()
 
     async def _try_to_sweep(self, owner: Owner) -> bool:
-        """False where memory is short and nothing could be done about it."""
+        """Sweeps. Returns False where memory is short and the sweep could not help."""
         try:
             is_short = await self.is_short_of_memory()
             self._connection.lacks_memory.clear()
@@ -168,14 +168,14 @@ class Strays:
             )
 
     def _complain(self, error: HeadwayError) -> None:
-        """Once about each kind of trouble: the learner itself tells of a server that is away."""
+        """Logs an error once for each kind; the learner itself reports a server that is away."""
         if isinstance(error.__cause__, NoPermissionError) and str(error) != self._said:
             self._said = str(error)
             log.warning("Keys that nobody needs cannot be freed: %s", error)
         log.debug("A sweep of the server failed: %s", error)
 
     async def _sweep_page(self, request: "_Sweep", page: Page, own: list[bytes]) -> Swept:
-        """Adds names of the run's own keys to `own`."""
+        """Sweeps the keys of a page that are not the run's own, and adds the names of those that are to `own`."""
         on_shards, others = list[bytes](), list[bytes]()
         of_the_learner = self._connection.keys.hidden("").encode()
         for key in page.keys:
@@ -202,12 +202,12 @@ class Strays:
         return swept
 
     async def _sweep_shard(self, request: "_Sweep", page: Page, keys: Sequence[bytes]) -> Swept:
-        """By age, on a node whose functions do not know what is recorded."""
+        """Sweeps keys by age, on a node whose functions do not know which blobs are recorded."""
         blobs = {key: match[1] + b"/" + match[2] for key in keys if (match := _BLOB_ON_A_SHARD.fullmatch(key))}
         markers = [key for key in keys if key.endswith(b"}:durable") and key.count(b"}") == 1]
         sizes = await self._connection.ask(page, [("STRLEN", key) for key in (*blobs, *markers)])
         left_ms = await self._connection.ask(page, [("PTTL", key) for key in blobs])
-        said = await self._bytes_said(request, list(blobs.values()))  # last: it is never unsaid
+        said = await self._bytes_said(request, list(blobs.values()))  # asked last, as a record is never taken back
         harmless = {key for key, size in zip(markers, sizes[len(blobs) :], strict=True) if size == 0}
         foreign = [key for key in keys if key not in blobs and key not in harmless]
         left_over, recorded = list[bytes](), list[bytes]()
@@ -225,7 +225,7 @@ class Strays:
         return await self._free(page, left_over, foreign=False) + await self._free(page, foreign, foreign=True)
 
     async def _bytes_said(self, request: "_Sweep", names: Sequence[bytes]) -> list[int]:
-        """Returns the bytes that each blob was said to have when it was recorded."""
+        """Returns the bytes that were recorded for each blob."""
         said = list[int]()
         while len(said) < len(names):
             said += await self._ask(request, "recorded", *names[len(said) :])
@@ -237,7 +237,7 @@ class Strays:
         return Swept(len(keys), sum(size or 0 for size in sizes), len(keys) if foreign else 0)
 
     async def _of_no_run(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those under a name that no run has; none where our user may not look at other runs."""
+        """Returns the keys under a name that no run has; none where this user may not look at other runs."""
         of = {key: match[1].partition(b"/")[0].decode(errors="replace") for key in keys if (match := _KEY.match(key))}
         names = sorted({name for name in of.values() if is_name(name)})
         try:
@@ -251,7 +251,8 @@ class Strays:
         return [key for key, name in of.items() if name not in runs]
 
     async def _ask(self, request: "_Sweep", verb: str, *arguments: Argument) -> list[int]:
-        """Asks whatever server answers: a restarted one may be too full for a re-assertion before it is swept."""
+        """Asks any server that answers, even a restarted one: it may be too full for a re-assertion before it is
+        swept."""
         owner = request.owner
         reply: list[int] = await self._connection.script(verb, owner.incarnation, owner.token, "", *arguments)
         return reply

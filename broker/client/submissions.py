@@ -16,17 +16,17 @@ from .blobs import Blobs
 from .unconfirmed import Submission, Unconfirmed
 
 ATTEMPTS = 3
-"""A blob that is gone when the script looks for it is stored at most so often."""
+"""How often a blob is stored that is gone when the script looks for it."""
 _DURABLE_TIMEOUT_MS = 2000
 _AT_A_TIME = 2
-"""While the server works on one call, the next is prepared."""
+"""Calls under way: while the server works on one, the worker prepares the next."""
 _SHARED_BY = 16
 _SHARED_BYTES = 1 << 20
 """About the most bytes that wait for the same reply."""
 
 
 class SubmitOutcome(StrEnum):
-    """What became of a submission."""
+    """The server's answer to a submission."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -141,7 +141,7 @@ class Submissions:
 
 
 def steps(spans: Sequence[VersionSpan]) -> list[Argument]:
-    """The oldest step, then for each incarnation whose weights sampled it: the incarnation and its newest step."""
+    """Returns the oldest step, then for each incarnation whose weights sampled: the incarnation and its newest step."""
     if len(spans) == 1:
         return [spans[0].version.step, spans[0].version.incarnation, spans[0].version.step]
     newest = {version.incarnation: version.step for version in sorted(span.version for span in spans)}

@@ -1,32 +1,35 @@
-"""Turns to swap weights: so many engines of a pool pause at once and no more, so that the others generate meanwhile.
+"""Swap turns: only a share of a pool's engines pause at the same time to swap weights, so that the others generate.
 
-Promised: a turn is granted only while fewer than a share of the serving workers hold one, or nobody does; one that is
-not renewed ends at its deadline on the server's clock, whatever became of its holder. A worker serves from the
-heartbeat that says that it holds weights until it leaves, drains, or is not heard of any more.
+A swap turn is the right of a worker, until a deadline, to pause its engine for a swap. It has nothing to do with the
+turns of an episode (`broker.schema.Turn`).
 
-Not promised: an order among those who ask; that a holder which slept past its deadline stops swapping beside the next
-one; that a turn outlives the server. Whoever gets no answer swaps without a turn: turns keep engines busy, and lag is
-bounded without them.
+Promised: a swap turn is granted only while fewer than a share of the serving workers hold one, or no worker does. One
+that is not renewed ends at its deadline on the server's clock, even if its holder is gone. A worker serves from the
+heartbeat that says that it holds weights until it leaves, drains, or its heartbeats end.
+
+Not promised: an order among the workers that ask; that a holder that slept past its deadline stops its swap before the
+next one begins; that a swap turn outlives the server. A worker that gets no answer swaps without one: swap turns keep
+engines busy, and lag is bounded without them.
 """
 
 from broker.connection.connection import Connection
 
 
-class TurnVerbs:
-    """A turn is named by a token that its holder made up."""
+class SwapTurnVerbs:
+    """The verbs by which a worker takes a swap turn, which is named by a random token of its holder."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     async def take(self, token: str, share: float, ttl_s: float) -> bool:
-        """Whether the token holds a turn for `ttl_s` seconds from now, as one of `share` (above 0, below 1) of the
-        workers. Idempotent; never waits."""
+        """Asks for a swap turn of `ttl_s` seconds from now, which `share` (above 0, below 1) of the workers may hold at
+        once. Returns whether the token holds one. Idempotent; never waits."""
         return bool(await self._connection.script("turn", token, ttl_s, share))
 
     async def renew(self, token: str, ttl_s: float) -> bool:
-        """Moves the deadline; False where the turn has ended, which this does not take again."""
+        """Moves the deadline. Returns False where the turn has ended; it is not taken again."""
         return bool(await self._connection.script("turn", token, ttl_s))
 
     async def give_back(self, token: str) -> None:
-        """The next one may have it at once. Idempotent."""
+        """Ends the turn at once, so that another worker may take one. Idempotent."""
         await self._connection.script("end_turn", token, absent=None)

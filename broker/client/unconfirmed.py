@@ -12,7 +12,7 @@ from broker.connection.connection import Argument
 from broker.schema import Lease
 
 KEPT_BYTES = 64 << 20
-"""Beyond this the oldest is forgotten: if a server loses that, it is generated again."""
+"""Beyond this the worker forgets the oldest submissions: if the server loses one of them, it is generated again."""
 KEPT_S = 10.0
 """The age at which a submission counts as durable where the server cannot say: several times what `everysec` loses."""
 
@@ -24,7 +24,7 @@ class Submission:
     lease: Lease
     payload: bytes
     metadata: tuple[Argument, ...]
-    """Returns the arguments of `submit.lua`: tokens, then after `is again` the versions."""
+    """The arguments of `submit.lua` after `n`: tokens, oldest step, and {incarnation, its newest step}..."""
     at: float
 
 
@@ -52,7 +52,7 @@ class Unconfirmed:
         return list(self._kept.values())
 
     def forget(self, submissions: Sequence[Submission]) -> None:
-        """Forgets a submission that is durable or void."""
+        """Forgets submissions that are durable or void."""
         for submission in submissions:
             if self._kept.pop(submission.lease.token, None) is not None:
                 self._bytes -= len(submission.payload)

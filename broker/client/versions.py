@@ -77,7 +77,7 @@ class Versions:
         async with self._storing:
             for key, blob in list(self._put.items()):
                 if key == "manifest:announced":
-                    # A newer announcement, whose reply the crash swallowed, may have survived: it stays.
+                    # The server may have kept a newer announcement whose reply was lost in the crash: that one stays.
                     with suppress(VersionRegressionError):
                         await self._swap_now("announced", owner, decode(blob, WeightManifest))
                 else:

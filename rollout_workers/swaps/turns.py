@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from broker.client.turns import TurnVerbs
+from broker.client.turns import SwapTurnVerbs
 from rollout_workers.outages import Outages
 
 POLL_S = 0.05
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class SwapTurns:
     """Takes turns for one worker, one at a time."""
 
-    def __init__(self, turns: TurnVerbs, worker: str, outages: Outages, *, share: float, ttl_s: float) -> None:
+    def __init__(self, turns: SwapTurnVerbs, worker: str, outages: Outages, *, share: float, ttl_s: float) -> None:
         """`share`: the part of the pool's workers that may swap at once; with 1 no turns are taken. `ttl_s`: seconds
         after which a turn that is not renewed ends."""
         self._turns = turns

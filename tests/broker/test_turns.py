@@ -23,9 +23,9 @@ from broker import open_broker
 
 async def hold(url, run):
     broker = await open_broker(url, run)
-    assert await broker.turns.take("holder", 0.5, 1)
+    assert await broker.swap_turns.take("holder", 0.5, 1)
     print("holds", flush=True)
-    while await broker.turns.renew("holder", 1):
+    while await broker.swap_turns.renew("holder", 1):
         await asyncio.sleep(0.05)
     print("lost", flush=True)
 
@@ -49,13 +49,13 @@ async def serve(broker: Broker, *workers: str, ttl_s: float = LONG_S, **changes:
 async def granted(broker: Broker, count: int, share: float = 0.5) -> list[str]:
     """The tokens that hold a turn after so many have asked at once."""
     tokens = [f"t{number}" for number in range(count)]
-    answers = await asyncio.gather(*[broker.turns.take(token, share, LONG_S) for token in tokens])
+    answers = await asyncio.gather(*[broker.swap_turns.take(token, share, LONG_S) for token in tokens])
     return [token for token, answer in zip(tokens, answers, strict=True) if answer]
 
 
 async def until_granted(broker: Broker, token: str) -> None:
     async with asyncio.timeout(60):
-        while not await broker.turns.take(token, 0.5, LONG_S):  # noqa: ASYNC110 - the server tells nobody
+        while not await broker.swap_turns.take(token, 0.5, LONG_S):  # noqa: ASYNC110 - the server tells nobody
             await asyncio.sleep(0.01)
 
 
@@ -74,7 +74,7 @@ async def test_a_pool_that_was_never_heard_of_swaps_one_by_one(broker: Broker) -
 
 async def test_a_turn_is_kept_by_its_token_and_passed_on_when_given_back(broker: Broker) -> None:
     await serve(broker, "w1", "w2", "w3")
-    turns = broker.turns
+    turns = broker.swap_turns
     assert await turns.take("a", 0.5, LONG_S)
     assert await turns.take("a", 0.5, LONG_S)  # a reply that was lost
     assert await turns.renew("a", LONG_S)
@@ -98,7 +98,7 @@ async def test_one_after_the_other_all_get_their_turn(broker: Broker) -> None:
         await asyncio.sleep(0.02)
         swapping.remove(token)
         swapped.add(token)
-        await broker.turns.give_back(token)
+        await broker.swap_turns.give_back(token)
 
     await asyncio.gather(*[swap(token) for token in "abc"])
     assert swapped == set("abc")
@@ -106,20 +106,20 @@ async def test_one_after_the_other_all_get_their_turn(broker: Broker) -> None:
 
 async def test_a_turn_ends_at_its_own_deadline(broker: Broker) -> None:
     await serve(broker, "w1", "w2", "w3", "w4")
-    assert await broker.turns.take("long", 0.5, LONG_S)
-    assert await broker.turns.take("short", 0.5, A_MOMENT_S)
+    assert await broker.swap_turns.take("long", 0.5, LONG_S)
+    assert await broker.swap_turns.take("short", 0.5, A_MOMENT_S)
     await until_granted(broker, "third")
-    assert not await broker.turns.renew("short", LONG_S)
-    assert await broker.turns.renew("long", LONG_S)
-    assert not await broker.turns.take("fourth", 0.5, LONG_S)
+    assert not await broker.swap_turns.renew("short", LONG_S)
+    assert await broker.swap_turns.renew("long", LONG_S)
+    assert not await broker.swap_turns.take("fourth", 0.5, LONG_S)
 
 
 async def test_a_turn_that_is_renewed_goes_on(broker: Broker) -> None:
     await serve(broker, "w1", "w2")
-    assert await broker.turns.take("a", 0.5, 0.5)
-    assert await broker.turns.renew("a", LONG_S)
+    assert await broker.swap_turns.take("a", 0.5, 0.5)
+    assert await broker.swap_turns.renew("a", LONG_S)
     await asyncio.sleep(0.5)
-    assert not await broker.turns.take("b", 0.5, LONG_S)
+    assert not await broker.swap_turns.take("b", 0.5, LONG_S)
 
 
 async def test_turns_follow_the_size_of_the_pool(broker: Broker) -> None:
@@ -128,7 +128,7 @@ async def test_turns_follow_the_size_of_the_pool(broker: Broker) -> None:
     await serve(broker, "w4")  # one joins
     assert await granted(broker, 4) == ["t0", "t1"]
     await broker.status.leave("w1")  # one leaves: who swaps goes on, nobody else begins
-    await broker.turns.give_back("t0")
+    await broker.swap_turns.give_back("t0")
     assert await granted(broker, 4) == ["t1"]
     await serve(broker, "w5", ttl_s=A_MOMENT_S)  # one joins and dies
     while (await broker.status.workers())[-1].worker == "w5":  # noqa: ASYNC110 - the server tells nobody
@@ -145,7 +145,7 @@ async def test_who_has_no_weights_or_drains_does_not_serve(broker: Broker) -> No
     await serve(broker, "w3", "w4")
     assert len(await granted(broker, 4)) == 2
     await serve(broker, "w3", "w4", state="draining")
-    await broker.turns.give_back("t0")
+    await broker.swap_turns.give_back("t0")
     assert await granted(broker, 4) == ["t1"]
 
 
@@ -156,7 +156,7 @@ async def test_a_stopped_holder_costs_its_deadline_only(broker: Broker) -> None:
     try:
         assert holder.stdout is not None
         assert await holder.stdout.readline() == b"holds\n"
-        assert not await broker.turns.take("other", 0.5, LONG_S)
+        assert not await broker.swap_turns.take("other", 0.5, LONG_S)
         os.kill(holder.pid, signal.SIGSTOP)
         await until_granted(broker, "other")
         os.kill(holder.pid, signal.SIGCONT)
@@ -170,10 +170,10 @@ async def test_a_stopped_holder_costs_its_deadline_only(broker: Broker) -> None:
 
 async def test_turns_leave_nothing_behind(broker: Broker) -> None:
     await serve(broker, "w1")
-    await broker.turns.take("t", 0.5, A_MOMENT_S)
+    await broker.swap_turns.take("t", 0.5, A_MOMENT_S)
     key = broker._connection.keys.hidden("turns")
     assert 0 < await broker._connection.execute("PTTL", key) <= 3000
-    await broker.turns.give_back("t")
+    await broker.swap_turns.give_back("t")
     assert await broker._connection.execute("EXISTS", key) == 0
 
 
@@ -181,5 +181,5 @@ async def test_a_server_that_is_away_grants_nothing_and_says_so(server: Embedded
     broker = Broker(server.url, run_name, timeout_s=0.2)
     server.stop()
     with pytest.raises(BrokerUnavailableError):
-        await broker.turns.take("t", 0.5, LONG_S)
+        await broker.swap_turns.take("t", 0.5, LONG_S)
     await broker.close()

@@ -132,12 +132,12 @@ async def test_a_pool_that_grows_and_shrinks(pool: Pool) -> None:
 async def test_a_holder_that_died_is_waited_for_no_longer_than_its_deadline(pool: Pool) -> None:
     learner = await Learner.start(await pool.open(), groups=8, max_lag=8)
     await pool.join(learner, "w0", "w1")
-    assert await learner.broker.turns.take("dead", 0.5, 1)
+    assert await learner.broker.swap_turns.take("dead", 0.5, 1)
     await learner.publish(1, *pool.of("w0"))
     await until(lambda: pool.deliveries["w0"].queue.empty())
     await learner.publish(2, *pool.of("w0"))  # arrives while it waits
     await pool.hold(learner.version(2), "w0")
-    assert not await learner.broker.turns.renew("dead", 1)
+    assert not await learner.broker.swap_turns.renew("dead", 1)
     assert [version.step for name, version in pool.swapping.done if name == "w0"] == [0, 2]
 
 
@@ -147,11 +147,11 @@ async def test_a_holder_that_lives_and_hangs_is_not_waited_for_for_ever(
     monkeypatch.setattr(turns, "LONGEST_WAIT_S", 0.2)
     learner = await Learner.start(await pool.open(), groups=8, max_lag=8)
     await pool.join(learner, "w0", "w1")
-    assert await learner.broker.turns.take("hung", 0.5, 1000)
+    assert await learner.broker.swap_turns.take("hung", 0.5, 1000)
     await learner.publish(1, *pool.of())
     await pool.hold(learner.version(1))
     assert "no turn within" in caplog.text
-    assert await learner.broker.turns.renew("hung", 1000)
+    assert await learner.broker.swap_turns.renew("hung", 1000)
 
 
 async def test_a_broker_that_is_away_stops_no_swap(pool: Pool, server: EmbeddedServer) -> None:
