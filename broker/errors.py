@@ -1,15 +1,15 @@
 """Errors whose messages carry the numbers and the remedy.
 
-Everything that Headway raises for the world's faults (bad input, dead servers, full disks) is a HeadwayError;
-the command line prints its message as one paragraph. Our own bugs are assertions.
+Every error that Headway raises for faults of its surroundings (bad input, dead servers, full disks) is a HeadwayError;
+the command line prints its message as one paragraph. Headway's own bugs are assertions.
 """
 
 LASTING_EXIT = 78
-"""Exit code of a process whose error is there again if it is started again."""
+"""Exit code of a process whose error would come again if it were started again."""
 
 
 class HeadwayError(Exception):
-    """Base of all errors that a user can mend. `str(error)` is one clear paragraph with the remedy."""
+    """Base of all errors that a user can correct. `str(error)` is one clear paragraph with the remedy."""
 
     exit_code = 1
     """The exit code of a process that ends with this error."""
@@ -20,12 +20,12 @@ class ConfigError(HeadwayError):
 
 
 class UntrainableBatchError(HeadwayError):
-    """A step failed on a batch that its checks had let pass; the message says how to go on without it. The cause has
-    the traceback."""
+    """A step failed on a batch that had passed all checks. The message says how to go on without it; the cause has the
+    traceback."""
 
 
 class BrokerError(HeadwayError):
-    """The broker cannot do what was asked."""
+    """The broker cannot carry out a request."""
 
 
 class BrokerUnavailableError(BrokerError):
@@ -33,23 +33,23 @@ class BrokerUnavailableError(BrokerError):
 
 
 class RunNotFoundError(BrokerError):
-    """No such run on this server; the message lists those that there are."""
+    """There is no such run on this server; the message lists its runs."""
 
 
 class FencedError(BrokerError):
-    """Another process has taken this role over; this one must stop."""
+    """Another process has taken over the role of this one, which must stop."""
 
 
 class ForeignRunError(FencedError):
-    """Another run has the name by now: this process leaves everything of its own run behind, and joins anew."""
+    """Another run has the name now: this process must drop all that belongs to its own run, and join anew."""
 
 
 class QuarantinedError(BrokerError):
-    """Too many samples of this worker were refused: it gets no more leases and must stop."""
+    """Too many samples of this worker were refused: the worker gets no more leases and must stop."""
 
 
 class ServerRestartedError(BrokerError):
-    """The server is not the one that this client knew: re-assert what it must not forget, then go on."""
+    """The server is another process than this client knew: the learner must re-assert its state, and may then go on."""
 
 
 class VersionRegressionError(BrokerError):
@@ -57,16 +57,16 @@ class VersionRegressionError(BrokerError):
 
 
 class FrameError(HeadwayError):
-    """Bytes that are no valid frame: corrupt, truncated, oversized, or of another schema version."""
+    """The bytes are no valid frame: corrupt, truncated, oversized, or of another schema version."""
 
 
 class DamagedFrameError(FrameError):
-    """Bytes that are not what was sent: a disk, a memory or a network may have changed them, and no worker is to
-    blame."""
+    """The bytes are not those that were sent: a disk, memory or network may have changed them, so no worker is
+    blamed."""
 
 
 class SchemaMismatchError(FrameError):
-    """A whole frame of another schema version: two versions of Headway in one run."""
+    """An intact frame has another schema version: two versions of Headway work on one run."""
 
 
 class UserCodeError(HeadwayError):
@@ -76,8 +76,8 @@ class UserCodeError(HeadwayError):
 
 
 class WeightSyncError(HeadwayError):
-    """A transfer failed or an engine does not hold what it should; the engine keeps its old version."""
+    """A transfer failed, or an engine does not hold the weights that it should; the engine keeps its old version."""
 
 
 class NoRoomError(WeightSyncError):
-    """No memory for a version at the moment. Nothing was touched, and trying again may do."""
+    """There is no memory for a version at the moment. Nothing was changed, and trying again may help."""

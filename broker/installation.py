@@ -1,4 +1,4 @@
-"""What is installed on this machine, asked without importing any of it."""
+"""Finds out what is installed on this machine, without importing it."""
 
 from importlib import metadata
 from importlib.util import find_spec
@@ -7,28 +7,28 @@ import msgspec
 
 
 class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What torch says of itself."""
+    """The facts that torch reports of itself."""
 
     version: str = ""
-    """Empty where torch does not import."""
+    """The version of torch; "" where it cannot be imported."""
     problem: str = ""
-    """Why torch does not import."""
+    """Why torch cannot be imported, or ""."""
     gpus: tuple[str, ...] = ()
     """Names of the GPUs that torch can use."""
     collectives: tuple[str, ...] = ()
-    """Those of gloo, nccl and ucc that this build of torch has."""
+    """The ones of gloo, nccl and ucc that this build of torch has."""
 
 
 def is_installed(module: str) -> bool:
-    """Whether `module` could be imported."""
+    """Returns whether `module` could be imported."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent of it
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of an installed distribution; None where it is not installed."""
+    """Returns the version of an installed distribution, or None where it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -1,16 +1,16 @@
 """The table of Redis keys. A run lies under `headway:{RUN}:`; the braces make it one slot of a cluster.
 
 Keys marked * lie under `headway:{RUN}:hidden:SECRET:`, prompts under `headway:{RUN}:prompt:SECRET:`. Workers may write
-the former and read the latter, yet know no name of them: only the functions do that they call (`verbs`). SECRET is 128
-random bits, made when a run is claimed for the first time and gone with it.
+the former and read the latter, yet do not know their names: only the functions that they call do (`verbs`). SECRET is
+128 random bits, made when a run is claimed for the first time, and deleted with the run.
 
 key                   type    meaning                                            lifetime        written by
 --------------------  ------  -------------------------------------------------  --------------  -------------
 meta*                 hash    rules, versions, counters, state (below)           the run         most scripts
-secret                string  what the names of hidden keys contain              the run         learner (SET)
+secret                string  SECRET, part of the names of hidden keys           the run         learner (SET)
 verbs                 string  protocol, and name of the library of functions     the run         claim
 identity              string  which run has the name now: 16 hexadecimal digits  the run         claim
-hidden:of:IDENTITY    none    tells functions which run the caller is of         never stored    nobody
+hidden:of:IDENTITY    none    tells functions to which run the caller belongs    never stored    no process
 holder                string  the learner's process: host, pid, user, since      30 s            holding (SET)
 owner                 string  a digest of the owner's token                      the run         claim
 tally*                hash    groups dispatched and trained, by length and lag   the run         lease, commit
@@ -18,7 +18,7 @@ config                string  the resolved recipe                               
 prompt:G              string  the prompt of group G (frame)                      until settled   feed (SET)
 group:G*              hash    all about group G but its blobs (below)            until settled   feed, lease...
 pool*                 zset    groups not yet admitted; score 0 keeps feed order  until admitted  feed, lease
-retry*                zset    samples anybody may lease, by admission number     until leased    lease, requeue
+retry*                zset    samples any worker may lease, by admission number  until leased    lease, requeue
 leases*               zset    samples leased, by deadline (server's clock)       until done      lease, renew
 open*                 zset    unfinished groups that were begun, by floor        until ready     lease, submit
 ready*                zset    finished groups by floor: taken oldest first       until taken     submit
@@ -31,55 +31,55 @@ lost*                 set     groups to feed again: their prompt was damaged    
 segments:G:R:I*       list    sample I's: `name bytes tokens author` each        until submit    append
 segment:G:R:I:NONCE   string  a segment (frame)                                  TTL, submit     append (SET)
 payload:G:R:I:NONCE   string  sample I of round R of group G (frame)             TTL, settled    submit (SET)
-garbage*              list    blobs on other shards that nothing needs           until swept     most scripts
+garbage*              list    blobs on other shards that are not needed          until swept     most scripts
 stage:NONCE           string  a blob on its way to its key                       60 s            SET
 manifest:offered      string  the weights being sent (frame)                     the run         offer
 manifest:announced    string  the newest complete weights (frame)                the run         announce
 broadcast             string  the broadcast group (frame)                        the run         put_group
-meeting:NAME          hash    what the learner tells a group's members           an hour         say (HSET)
-joining:NAME          hash    what its members tell the learner and each other   an hour         say (HSET)
-durable               string  empty; its write is waited for until it is on disk    1 s             make_durable
+meeting:NAME          hash    the learner's words to a group's members           an hour         say (HSET)
+joining:NAME          hash    the members' words to the learner and each other   an hour         say (HSET)
+durable               string  empty; a client waits until its write is on disk   1 s             make_durable
 bell                  stream  one entry, new with every offer to a group         the run         ring (XADD)
-archive*              set     what lies in the archive of weights                until a claim   archive, claim
+archive*              set     names of the archived blobs of weights             until a claim   archive, claim
 archive:NAME:N        string  a piece of an archived blob                        TTL, unlisted   archive (SET)
 model                 string  model files without weights (frame)                the run         put_model
 steps*                list    the last 512 StepMetrics (frames)                  the run         report_step
-worker:W*             string  what worker W says of itself (frame)               heartbeat TTL   heartbeat
+worker:W*             string  worker W's report of itself (frame)                heartbeat TTL   heartbeat
 session:W*            string  the session that worker W's name belongs to        2 minutes       heartbeat
 workers*              set     names of workers                                   a day           heartbeat
-serving*              set     names of those with a version that do not drain     a day           heartbeat, turn
-pool:NAME*            string  what the supervisor of pool NAME says (frame)      its TTL         pool
+serving*              set     workers with a version that do not drain           a day           heartbeat, turn
+pool:NAME*            string  the report of pool NAME's supervisor (frame)       its TTL         pool
 pools*                set     names of pools                                     a day           pool
 supervisors*          hash    pool -> the session of its supervisor              a day           pool
 wanted*               hash    pool -> workers wanted                             a day           pool, scale
-turns*                zset    tokens of workers that swap, by deadline           its last turn   turn
+turns*                zset    tokens of swap turns, by deadline                  its last turn   turn
 phase*                string  in a colocated run: engines may generate (server's id)  until renewed   phase
-awake*                zset    in a colocated run: who is awake (holders), by deadline  a day         awake, phase
-dead*                 stream  what was refused: tid, worker, reason, first bytes; last 1000      reject...
+awake*                zset    in a colocated run: awake workers (holders), by deadline  a day         awake, phase
+dead*                 stream  dead letters: tid, worker, reason, first bytes     last 1000       reject...
                               blamed: a digest of the holder, if it is its fault
 strikes*              hash    refused samples by holder: name and session        the run         reject, submit...
 quarantined*          set     holders that get no more leases                    the run         reject, submit...
 
 Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by: a digest of the token); the rules
 (`schema.RunRules`); the counters admitted, dropped, uninformative (of these), trained, requeued, expired_leases,
-fenced, rejected, highest_step (of what was ever offered or announced), payload_bytes, generated_tokens, wasted_tokens,
-resumed_tokens, discarded_tokens, trimmed_samples; archive_bytes; feed_closed, watermark, committed_step, newest_step
-(highest that sampled anything), is_rewound, state, started, adopted (the
-server's id when a learner last told it all that it knows).
+fenced, rejected, highest_step (of all versions ever offered or announced), payload_bytes, generated_tokens,
+wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples; archive_bytes; feed_closed, watermark, committed_step,
+newest_step (highest of the weights that have sampled), is_rewound, state, started, adopted (the server's id when a
+learner last told it all that it knows).
 
 Fields of `group:G`: size, length (of the prompt, up to a power of two), prompt (a digest of its frame), round, state
 (pool, open, ready, pinned; lost: without its prompt), index (admission number), floor (lowest weight step in this
 round), newest (highest), bytes, done, trimmed, pin (step); for each sample I token:I, step:I (the lowest of its lease
-and segments, then of its submission), oldest:I (lowest of its segments), by:I (who leased it last: name and session,
-with a `?` behind a name that belongs to another session), under:I (incarnation of the weights that it was leased for),
+and segments, then of its submission), oldest:I (lowest of its segments), by:I (its last holder: name and session, with
+a `?` behind a name that belongs to another session), under:I (incarnation of the weights that it was leased for),
 since:I (when it was leased, or got its last segment), and once submitted bytes:I and payload:I.
 
 With `payload_shards` above 1, payloads and segments lie under `headway:{RUN/N}:` instead, so that a cluster spreads
-them over its nodes. Their names then begin with `N/`, scripts leave them alone, and the learner frees what they put on
-the garbage list.
+them over its nodes. Their names then begin with `N/`, scripts put names of blobs to be freed on the garbage list, and
+the learner frees these.
 
-A worker's user can store more than this table says: hidden keys without the secret, blobs that nobody records, or with
-no time to live, words of no meeting. The learner frees these once a minute (`strays`).
+A worker's user can store more than this table says: hidden keys without the secret, blobs that no script records, or
+with no time to live, words of no meeting. The learner frees these once a minute (`strays`).
 """
 
 import re
@@ -107,7 +107,7 @@ def check_pool_name(pool: str) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether a run or a worker could be called so."""
+    """Returns whether `text` is a valid name for a run or a worker."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -121,45 +121,45 @@ def _checked(name: str, kind: str) -> str:
 
 
 class Keys:
-    """Full key names of one run."""
+    """The full key names of one run."""
 
     def __init__(self, run: str) -> None:
         self.run = check_run_name(run)
         self.prefix = f"{PREFIX}{{{run}}}:"
         self.verbs = self("verbs")
         self.secret = ""
-        """Known to a learner that has claimed the run."""
+        """The run's secret, known to a learner that has claimed the run; "" for all others."""
 
     def __call__(self, name: str) -> str:
         return self.prefix + name
 
     def hidden(self, name: str) -> str:
-        """A key that only functions write. For the run's learner."""
+        """Returns a key that only functions write. For the run's learner."""
         assert self.secret, "only a learner that has claimed the run knows hidden keys"
         return f"{self.prefix}hidden:{self.secret}:{name}"
 
     def prompt(self, group: str) -> str:
-        """Where a learner stores a prompt."""
+        """Returns the key of a group's prompt. For the run's learner."""
         assert self.secret, "only a learner that has claimed the run knows where prompts lie"
         return f"{self.prefix}prompt:{self.secret}:{group}"
 
     def of(self, identity: str) -> str:
-        """What functions are called with: it names the slot, and which run of this name the caller belongs to. There is
-        no such key."""
+        """Returns the key with which functions are called: it names the slot, and the identity of the caller's run.
+        Nothing is stored under it."""
         return self(f"hidden:of:{identity}")
 
     def blob(self, name: str) -> str:
-        """The key of a payload or segment, by the name that scripts know it by."""
+        """Returns the key of a payload or segment; `name` is the one that scripts use."""
         shard, slash, rest = name.partition("/")
         return f"{PREFIX}{{{self.run}/{shard}}}:{rest}" if slash else self(name)
 
 
 def blob_name(kind: str, tid: object, nonce: str, shards: int) -> str:
-    """A name for a new payload or segment; over several shards it begins with `N/`."""
+    """Returns a name for a new payload or segment; over several shards it begins with `N/`."""
     name = f"{kind}:{tid}:{nonce}"
     return name if shards == 1 else f"{crc32(name.encode()) % shards}/{name}"
 
 
 def run_of(verbs_key: str) -> str:
-    """The run whose key `verbs` this is."""
+    """Returns the run to which a key `verbs` belongs."""
     return verbs_key.removeprefix(PREFIX).removesuffix(":verbs").strip("{}")

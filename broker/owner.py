@@ -16,13 +16,14 @@ class CheckpointMark:
     """The checkpoint that a learner starts from; (0, 0) for a fresh start. Step N contains the steps < N."""
 
     incarnation: int
-    """Its own, or a later one that its learners know of: the next is above it, whatever the server remembers."""
+    """The checkpoint's incarnation, or a later one that its learners know of. The next one is above it, even on a
+    server that has forgotten it."""
     step: int
 
 
 @dataclass(frozen=True)
 class Contains:
-    """A checkpoint has been trained on all groups below the watermark, and on these."""
+    """The groups that a checkpoint contains: all below the watermark, and those named."""
 
     watermark: str
     groups: tuple[str, ...]
@@ -36,8 +37,8 @@ class Claim:
     identity: str
     """The run's identity."""
     highest_announced: int | None
-    """Step of the newest announced weights; None if nothing was ever announced."""
+    """The step of the newest announced weights; None if no weights were ever announced."""
     committed_step: int = 0
-    """All steps below it were committed before."""
+    """All steps below this one were committed before."""
     is_rewound: bool = False
-    """The run has forgotten what was committed from the checkpoint's step on."""
+    """Whether the run has forgotten the steps that were committed from the checkpoint's step on."""

@@ -1,5 +1,5 @@
-"""A learner checks every sample before it trains it, and a worker every segment before it goes on after it, as no
-worker is believed.
+"""The learner checks every sample before it trains it, and a worker every segment before it goes on after it, as they
+trust no other worker.
 
 The codec has checked by then that the parts of a frame agree with each other (`codec.check_trajectory`); this compares
 them with the run: its identity, the prompt, the model's vocabulary and experts, the longest response, the weights that
@@ -25,7 +25,7 @@ from .schema import (
 from .staleness import lag_of, oldest_step
 
 LOGPROB_ROUNDING = 1e-3
-"""A logprob of a certain token may come out as slightly more than 0 in low precision."""
+"""In low precision the logprob of a token of probability 1 may be slightly above 0."""
 
 
 def check_possible(
@@ -50,7 +50,7 @@ def check_possible(
 
 
 def check_lag(trajectory: Trajectory, step: int, max_lag: int) -> None:
-    """Raises FrameError where a token is older than the bound; its worker said otherwise."""
+    """Raises FrameError where a token is older than the bound allows, although its worker told the server otherwise."""
     oldest = oldest_step(trajectory.spans)
     if step - oldest > max_lag:
         raise FrameError(f"{trajectory.tid}: tokens of step {oldest} at step {step}, with a bound of {max_lag}")
@@ -59,15 +59,15 @@ def check_lag(trajectory: Trajectory, step: int, max_lag: int) -> None:
 def check_possible_segment(
     segment: Segment, lease: Lease, limits: SampleLimits, *, oldest: int, newest: WeightVersion
 ) -> None:
-    """Raises FrameError unless the lease's sample can be gone on with after this segment, whose oldest token is of step
-    `oldest` or a later one by what its author told the server."""
+    """Raises FrameError unless a worker can go on after this segment under the lease. `oldest` is the step of the
+    segments' oldest token, as their workers told the server."""
     tid = segment.tid
     if segment.identity != lease.identity:
         raise FrameError(f"{tid}: a segment of run {segment.identity!r}, this is {lease.identity!r}")
     _check_length(tid, segment.start + len(segment.tokens), limits)
     _check_tokens(tid, segment.tokens, limits)
     _check_logprobs(tid, segment.behavior_logprobs, segment.loss_mask)
-    if oldest_step(segment.spans) < oldest:  # whoever goes on after it would be blamed for that
+    if oldest_step(segment.spans) < oldest:  # the worker that goes on after it would be blamed for that
         raise FrameError(
             f"{tid}: tokens of step {oldest_step(segment.spans)}, said to be of step {oldest} at the oldest"
         )
@@ -93,7 +93,8 @@ def _check_logprobs(tid: TrajectoryId, logprobs: NDArray[np.float32], loss_mask:
 
 
 def _check_versions(tid: TrajectoryId, spans: Sequence[VersionSpan], newest: WeightVersion) -> None:
-    """Steps alone tell which is newer; a sample may be of weights that a later incarnation made again."""
+    """Raises FrameError where a token is of newer weights than `newest`. Only steps are compared, as a sample may be of
+    weights that a later incarnation has made again."""
     for span in spans:
         if span.version.incarnation > newest.incarnation or lag_of(span.version, newest.step) < 0:
             raise FrameError(f"{tid}: tokens of weights {span.version}; the newest can be {newest}")

@@ -1,4 +1,5 @@
-"""Pools of workers: a supervisor says what it runs, anyone with the learner's password says how much it should run.
+"""Pools of workers: a supervisor reports how many workers it runs, and users with the learner's password say how many
+it should run.
 
     headway scale ──scale──► wanted ◄──report── supervisor ──starts, drains──► workers
 

@@ -1,1 +1,1 @@
-"""The way to a server: its address, its nodes, round trips that are shared, outages that are waited out."""
+"""The connection to a server: its address, its nodes, shared round trips, and retries through outages."""

@@ -28,14 +28,15 @@ _CONNECTIONS = 8
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown. Raises BrokerError where it is none."""
+    """Returns the URL without its password, to be shown. Raises BrokerError for an invalid URL."""
     url = url.partition("?")[0]  # a password may stand there, too
     netloc = _split(url).netloc
     return url.replace(netloc, "***@" + netloc.rpartition("@")[2], 1) if "@" in netloc else url
 
 
 def without_secrets(url: str) -> str:
-    """The URL as it may be written down: it leads to the same server once the passwords come from elsewhere."""
+    """Returns the URL without passwords, to be stored: it leads to the same server if the passwords come from
+    elsewhere."""
     parts = _split(url)
     if not parts.scheme:
         return url
@@ -46,7 +47,7 @@ def without_secrets(url: str) -> str:
 
 
 def with_whole_paths(url: str) -> str:
-    """The URL as a process in another working directory can use it: the files that it names begin with `/`."""
+    """Returns the URL with absolute paths of files, for a process in another working directory."""
     where, mark, query = url.partition("?")
     options = (option.partition("=") for option in query.split("&"))
     whole = (
@@ -70,7 +71,7 @@ class Address:
     """One server, or the first one of a cluster to ask."""
 
     url: str
-    """Returns the URL as the driver reads it."""
+    """The URL as the driver reads it."""
     password: str | None
     """None where the URL has one, or none is needed."""
     is_cluster: bool
@@ -80,8 +81,8 @@ class Address:
         """Reads a URL. Raises BrokerError for an invalid one, and for a password file that cannot be read.
 
         The password: the URL's, else the content of the file that the URL names as `password_file`, else
-        $HEADWAY_BROKER_PASSWORD, else the content of the file that $HEADWAY_BROKER_PASSWORD_FILE names. A unix socket,
-        which its file's mode protects, is sent none but the URL's.
+        $HEADWAY_BROKER_PASSWORD, else the content of the file that $HEADWAY_BROKER_PASSWORD_FILE names. Over a unix
+        socket, which its file's mode protects, only the URL's password is sent.
         """
         shown = without_password(url)
         parts = urlsplit(url)
@@ -161,7 +162,8 @@ def _options(url: str) -> dict[str, str]:
 
 
 def _check_certificates(url: str) -> None:
-    """The driver would tell of a missing file as of a server that does not answer."""
+    """Raises BrokerError for a missing or invalid file, which the driver would report as a server that does not
+    answer."""
     options = _options(url)
     try:
         if authority := options.get("ssl_ca_certs"):
@@ -169,7 +171,7 @@ def _check_certificates(url: str) -> None:
         for name in ("ssl_certfile", "ssl_keyfile"):
             if name in options:
                 Path(options[name]).read_bytes()
-    except OSError as error:  # also what is read and is no certificate
+    except OSError as error:  # also for a file that is no certificate
         named = ", ".join(f"{name}={options[name]}" for name in _FILES if name.startswith("ssl_") and name in options)
         raise BrokerError(
             f"A certificate that the URL of {without_password(url)} names cannot be used ({error.strerror or error}):"

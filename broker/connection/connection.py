@@ -1,7 +1,6 @@
 """The one place that talks to the server: verbs by name, retries on a lost connection, errors translated.
 
-Everything sent through here may be sent twice (a reply can be lost), so every verb is idempotent or harmless
-when repeated.
+Every command may be sent twice, as a reply can be lost, so every verb is idempotent or harmless when repeated.
 """
 
 import asyncio
@@ -43,12 +42,12 @@ __all__ = ["Argument", "Command", "Connection", "without_password"]
 T = TypeVar("T")
 
 ANSWER_S = 10.0
-"""A server that does not answer for so long is away."""
+"""A server that has not answered for so long counts as away."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _MOVED_KEY = "access a non local key"
 _NOT_LOADED, _NO_LIBRARY = "Function not found", "Library not found"
 _PAGE = 1000
-"""Keys that a server looks at in one go."""
+"""Keys that a server looks at in one call of SCAN."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +56,16 @@ class Page:
 
     server: RoundTrips
     cursor: bytes
-    """Behind them."""
+    """The cursor of SCAN after these keys."""
     keys: tuple[bytes, ...]
 
 
 class _Required:
-    """No run is no reply."""
+    """The default of `absent`: there is no reply without a run, so the call waits for one."""
 
 
 class Connection:
-    """The way to one run, on one server or on a cluster."""
+    """The connection to one run, on one server or on a cluster."""
 
     def __init__(self, url: str, run: str, timeout_s: float, session: str = "") -> None:
         self.keys = Keys(run)
@@ -75,7 +74,7 @@ class Connection:
         self.identity = ""
         """The identity of the run that this client belongs to; empty until it has met one (see `join`)."""
         self.session = session or secrets.token_hex(16)
-        """Proves to the server which worker speaks: no other process leases, reports, sleeps or leaves in its name."""
+        """Proves to the server which worker calls: no other process leases, reports, sleeps or leaves in its name."""
         self.server_id = ""
         """The server that this client claimed the run on; learner verbs are refused by any other one."""
         self.answered_since_s = -math.inf
@@ -91,23 +90,25 @@ class Connection:
         await self._routes.close()
 
     async def execute(self, *command: Argument) -> Any:
-        """One plain command."""
+        """Carries out one plain command and returns its reply."""
         return (await self.pipeline([command]))[0]
 
     async def execute_alone(self, *command: Argument) -> Any:
-        """One that makes the server wait, for less than our deadline: on a connection of its own."""
+        """Carries out a command that makes the server wait, for less than this client's deadline, on its own
+        connection."""
         return await self._attempt(lambda: self._send_alone(command))
 
     async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
-        """Several plain commands in one round trip."""
+        """Carries out several plain commands in one round trip and returns their replies."""
         return await self._attempt(lambda: self._send(commands))
 
     async def script(
         self, name: str, *arguments: Argument, before: Sequence[Command] = (), absent: object = _Required
     ) -> Any:
-        """A verb's reply; the commands `before` it have been carried out, where possible in the same round trip.
+        """Calls a verb and returns its reply. The commands `before` it are carried out first, where possible in the
+        same round trip.
 
-        `absent`: the reply where no learner has claimed the run. Without one that is waited for. Raises
+        `absent`: the reply where no learner has claimed the run; without it the call waits for a claim. Raises
         SchemaMismatchError where the learner has verbs of another version of Headway.
         """
         return await self._as_member(lambda: self._run(name, arguments, before, absent))
@@ -125,32 +126,32 @@ class Connection:
         except ForeignRunError:
             if self.identity:
                 raise
-            await self.join()  # it was claimed since we asked
+            await self.join()  # a learner has claimed it meanwhile
             return await self._attempt(call)
 
     async def learner_script(
         self, name: str, owner: Owner, *arguments: Argument, before: Sequence[Command] = ()
     ) -> Any:
-        """A verb of the run's owner only, on the server that it claimed the run on."""
+        """Calls a verb that only the run's owner may call, on the server on which it claimed the run."""
         return await self.script(name, owner.incarnation, owner.token, self.server_id, *arguments, before=before)
 
     async def join(self) -> str:
-        """Belong to the run that has the name now; its identity, empty where there is none yet. Raises
-        ForeignRunError where this client belongs to another one."""
+        """Joins the run that has the name now, and returns its identity, empty where there is none yet. Raises
+        ForeignRunError where this client belongs to another run."""
         held = await self.execute("GET", self.keys("identity"))
         self.check_identity(held.decode() if held else "")
         return self.identity
 
     def check_identity(self, identity: str) -> None:
-        """Checks that an answer is of this client's run; a client that has none yet joins it. Raises
+        """Checks that an answer comes from this client's run; a client without a run joins it. Raises
         ForeignRunError."""
         self.identity = self.identity or identity
         if identity and identity != self.identity:
             raise foreign(self.run, self.url, identity)
 
     async def load_verbs(self) -> str:
-        """Loads, before a claim, the run's functions into the server, and makes its secret where it has none. Returns
-        the library that clients of the run have called until now, or nothing."""
+        """Loads the run's functions into the server before a claim, and makes the run's secret where it has none.
+        Returns the library that clients of the run have called until now, or ""."""
         secret, held = await self.pipeline([("GET", self.keys("secret")), ("GET", self.keys.verbs)])
         if secret is None:
             made = self.keys.secret or new_secret()
@@ -164,29 +165,29 @@ class Connection:
         except BrokerUnavailableError as error:
             if not isinstance(error.__cause__, OutOfMemoryError) or previous != current.library:
                 raise
-            self._verbs = current  # a full server has them, and what fills it can be swept
+            self._verbs = current  # a full server has them already, and can be swept through them
         return "" if previous == current.library else previous
 
     async def unload_verbs(self, library: str) -> None:
-        """Unloads functions; clients that still call them learn that they are gone. Idempotent."""
+        """Unloads a library. Clients that still call its functions get an error. Idempotent."""
         await self._attempt(lambda: self._on_primaries(lambda _, server: _unloaded(server, library)))
 
     async def on_primaries(self, command: Command) -> list[Any]:
-        """The reply of every server that takes writes."""
+        """Sends the command to every server that takes writes, and returns their replies."""
         sent = await self._attempt(lambda: self._on_primaries(lambda _, server: _replied(server, command)))
         return [reply for (reply,) in sent]
 
     async def scan(self, pattern: str) -> list[str]:
-        """Names of all keys that match; those that are no text are none of ours."""
+        """Returns the names of all keys that match, without those that are not UTF-8, which Headway never writes."""
         found = await self._attempt(lambda: self._on_primaries(lambda _, server: _scan(server, pattern)))
         keys = {key.decode(errors="replace") for names in found for key in names}
         return sorted(key for key in keys if "\N{REPLACEMENT CHARACTER}" not in key)
 
     async def pages(self, pattern: str) -> AsyncIterator["Page"]:
-        """Yields all keys that match, of one server after the other; each looks at a few at a time, and so delays no
-        client.
+        """Yields all keys that match, server by server. A server looks at a few keys at a time, so no client is
+        delayed.
 
-        Raises BrokerUnavailableError where one of them fails meanwhile.
+        Raises BrokerUnavailableError where a server fails meanwhile.
         """
         for server in (await self._attempt(self._routes.primaries)).values():
             page = Page(server, b"0", ())
@@ -198,14 +199,14 @@ class Connection:
                     break
 
     async def ask(self, page: "Page", commands: Sequence[Command]) -> list[Any]:
-        """Plain commands to the server that holds the keys of a page, whatever these look like."""
+        """Sends plain commands to the server that holds the keys of a page, and returns their replies."""
         return await self._attempt(lambda: _replied(page.server, *commands))
 
     async def make_durable(self, replicas: int, timeout_ms: int) -> bool:
-        """Returns whether all that was written up to now has reached the servers' disks, and so many replicas of each.
+        """Returns whether all earlier writes have reached the disks of all servers, and `replicas` replicas of each.
 
-        Waits at most `timeout_ms`. False where that has passed, and where a server without an append-only file has
-        no replicas to ask for.
+        Waits at most `timeout_ms`. Returns False after that, and where a server has neither an append-only file nor
+        replicas to ask.
         """
         patience_ms = int(min(timeout_ms, 500 * self._timeout_s))  # below the socket's own deadline
         written = await self._attempt(
@@ -268,7 +269,7 @@ class Connection:
         return [await ask(key, server) for key, server in (await self._routes.primaries()).items()]
 
     async def _attempt(self, send: Callable[[], Awaitable[T]]) -> T:
-        """Sends until it is answered or `timeout_s` has passed, and says what went wrong in our words."""
+        """Sends again and again until the server answers or `timeout_s` has passed. Raises Headway's own errors."""
         deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
         while True:
             try:
@@ -318,27 +319,28 @@ class Connection:
 
 
 def pairs(flat: Any) -> list[tuple[str, str]]:
-    """The fields of a hash, in whichever protocol they came."""
+    """Returns the fields of a hash from a reply of either version of the protocol."""
     items = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
     return [(name.decode(), value.decode()) for name, value in items]
 
 
 class _NotLoadedError(LostConnectionError):
-    """Returns the error for a server without the run's functions: the learner loads them when it comes."""
+    """The server lacks the run's functions: the learner loads them when it claims the run."""
 
 
 def _is_lasting(error: BaseException) -> bool:
-    """True where trying again cannot help, as a password or the server's certificate is refused."""
+    """Returns whether trying again cannot help: a password or the server's certificate is refused."""
     return _is_caused_by(error, (AuthenticationError, ssl.SSLCertVerificationError))
 
 
 def _is_caused_by(error: BaseException | None, kinds: type[Exception] | tuple[type[Exception], ...]) -> bool:
-    """The driver tells of a refusal as of a lost connection, with the refusal behind it."""
+    """Returns whether the error or one of its causes is of these kinds: the driver wraps refusals as lost
+    connections."""
     return isinstance(error, kinds) or (error is not None and _is_caused_by(error.__context__, kinds))
 
 
 def _accepted(replies: list[Any]) -> list[Any]:
-    """The replies, or the first refusal among them."""
+    """Returns the replies, or raises the first refusal among them."""
     for reply in replies:
         if isinstance(reply, RedisError):
             raise reply
@@ -346,7 +348,7 @@ def _accepted(replies: list[Any]) -> list[Any]:
 
 
 def _ends_by_itself(error: ResponseError) -> bool:
-    """A cluster that moves slots or is electing a primary."""
+    """Returns whether the refusal ends by itself: the cluster moves slots or elects a primary."""
     is_moving = isinstance(error, (AskError, TryAgainError, ClusterDownError)) or _MOVED_KEY in str(error)
     return is_moving and not isinstance(error, MasterDownError)
 
@@ -375,10 +377,11 @@ async def _scan(server: RoundTrips, pattern: str) -> list[bytes]:
 
 
 async def _written(server: RoundTrips, key: str, replicas: int, patience_ms: int) -> bool:
-    """Asks on a connection of its own, after a write there: the server waits for what the connection has written."""
+    """Returns whether earlier writes are on disk and on the replicas. It writes on a connection of its own before it
+    asks, as a server waits only for the writes of the connection that asks."""
     written, on_disk, on_replicas = await server.send_alone(
         [("SET", key, "", "PX", 1000), ("WAITAOF", 1, 0, patience_ms), ("WAIT", replicas, patience_ms)]
     )
     _accepted([written, on_replicas])
-    has_file = not isinstance(on_disk, ResponseError)  # else there is no such file, or an older server
+    has_file = not isinstance(on_disk, ResponseError)  # else there is no file, or an older server
     return (on_disk[0] == 1 if has_file else replicas > 0) and on_replicas >= replicas

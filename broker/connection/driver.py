@@ -1,6 +1,7 @@
-"""The driver's connections, without what its pipelines cost: hiredis packs the commands, replies come as they are.
+"""The driver's connections without the cost of its pipelines: hiredis packs the commands, and replies are passed on
+unchanged.
 
-Packing in Python and looking at every reply takes the driver longer than all the rest of a round trip.
+To pack in Python and look at every reply takes the driver longer than all the rest of a round trip.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
 _COPIED_BYTES = 16 << 10
-"""Larger blobs go out as they are; packing would copy them."""
+"""Larger blobs are sent unpacked, as packing would copy them."""
 
 Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
@@ -53,17 +54,17 @@ _PACKING: dict[type[AbstractConnection], type[AbstractConnection]] = {
 
 
 def open_pool(url: str, **options: Any) -> redis.BlockingConnectionPool:
-    """Connections to one server, made when they are needed. Raises ValueError for a URL that is none."""
+    """Returns a pool of connections to one server, made when they are needed. Raises ValueError for an invalid URL."""
     pool = redis.BlockingConnectionPool.from_url(url, **options)
     pool.connection_class = _PACKING[pool.connection_class]
     return pool
 
 
 async def exchange(pool: redis.ConnectionPool, commands: Sequence[Command], timeout_s: float) -> list[Any]:
-    """The replies in order, refusals as exceptions among them. Raises what kept the server from answering, and
-    TimeoutError where no reply has come for `timeout_s`.
+    """Sends the commands and returns the replies in order, with refusals among them as exceptions. Raises the error
+    that kept the server from answering, and TimeoutError where no reply has come for `timeout_s`.
 
-    A connection that was left between two replies, for whatever reason, is closed.
+    A connection on which replies are still missing, for any reason, is closed.
     """
     clock = asyncio.get_running_loop().time
     async with asyncio.timeout(timeout_s) as limit:
@@ -73,7 +74,7 @@ async def exchange(pool: redis.ConnectionPool, commands: Sequence[Command], time
             replies, renewed = list[Any](), clock()
             for _ in commands:
                 try:
-                    replies.append(await connection.read_response(timeout=math.inf))  # the deadline is ours
+                    replies.append(await connection.read_response(timeout=math.inf))  # `limit` is the deadline
                 except ResponseError as refusal:
                     replies.append(refusal)
                 if clock() - renewed > timeout_s / 10:  # moving it costs more than reading a reply

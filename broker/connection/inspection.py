@@ -1,4 +1,4 @@
-"""Finds out whether a server obeys strangers, throws keys away, and keeps its keys on a disk."""
+"""Finds out whether a server obeys clients without a password, evicts keys, and keeps its keys on a disk."""
 
 from dataclasses import dataclass
 
@@ -18,15 +18,15 @@ class ServerTraits:
     """The settings of a server, or of all primaries of a cluster together; None where this user may not ask."""
 
     is_open: bool
-    """It obeys who gives no password."""
+    """Whether it obeys clients that give no password."""
     evictions: tuple[str, ...] | None
-    """The policies, other than noeviction, by which it throws keys away once its memory is full."""
+    """The policies, other than noeviction, by which it evicts keys once its memory is full."""
     has_file: bool | None
-    """It keeps an append-only file."""
+    """Whether it keeps an append-only file."""
 
 
 async def inspect(url: str, *, timeout_s: float = ANSWER_S) -> ServerTraits:
-    """Asks the server. Raises BrokerUnavailableError where none answers, BrokerError for an invalid URL."""
+    """Asks the server. Raises BrokerUnavailableError where no server answers, BrokerError for an invalid URL."""
     connection = Connection(url, _NO_RUN, timeout_s)
     try:
         await connection.execute("PING")
@@ -61,7 +61,8 @@ def fields_of(info: bytes) -> dict[str, str]:
 
 
 async def _obeys_strangers(address: Address, key: str, timeout_s: float) -> bool:
-    """A unix socket is guarded by the modes of its file and folder."""
+    """Returns whether the server obeys a client without a password. A unix socket is guarded by the modes of its file
+    and folder instead."""
     if address.url.startswith("unix:"):
         return False
     pool = address.anonymous().pool(timeout_s)

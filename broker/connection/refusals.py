@@ -12,14 +12,15 @@ from broker.errors import (
 )
 
 _PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "NOREPLICAS", "MOVED", "ASK", "BUSY")
-"""Refusals that end once the server is mended: a full disk, a failover."""
+"""Refusals that end once the server is repaired: a full disk, a failover."""
 
 _NOT_ALLOWED_INSIDE = ("ACL failure in script", "The user executing the script can't")
-"""A function did what its caller may not; the second form is that of Redis 7.0."""
+"""The beginnings of the error for a function that did something that its caller may not do; Redis 7.0 has the
+second."""
 
 
 def translated(error: ResponseError, *, run: str, url: str, server_id: str) -> BrokerError:
-    """The error to raise; `server_id` is that of the server that the learner claimed the run on."""
+    """Returns the error to raise; `server_id` is the server on which the learner claimed the run."""
     word, _, rest = str(error).partition(" ")
     match word:
         case "FENCED":

@@ -1,6 +1,6 @@
 """Verbs that run at the same time share round trips to one server.
 
-A round trip of its own costs a verb several times the work that its command is.
+A round trip of its own costs a verb several times as much work as its command.
 """
 
 import math
@@ -13,17 +13,17 @@ from .driver import Command, exchange
 from .sharing import SharedCalls
 
 _AT_A_TIME = 4
-"""While the server works on one, the next is prepared, and a large one holds up few others."""
+"""Round trips under way: while the server works on one, the client prepares the next, and a large one holds up few."""
 _SHARED_BY = 16
 """Most requests in one round trip; with more, server and client wait for each other."""
 _SHARED_BYTES = 1 << 20
-"""About the most that they carry together: on a slow network large ones must not share one deadline."""
+"""About the most bytes in one round trip: on a slow network large requests must not share one deadline."""
 
 Commands = Sequence[Command]
 
 
 class RoundTrips:
-    """Carries requests to one server; those whose caller was cancelled may be carried out nevertheless."""
+    """Carries requests to one server. A request whose caller was cancelled may be carried out nevertheless."""
 
     def __init__(self, pool: ConnectionPool, timeout_s: float) -> None:
         self._pool = pool
@@ -34,9 +34,10 @@ class RoundTrips:
         self._alone = SharedCalls(self._exchange, at_a_time=math.inf, most=1)
 
     async def send(self, commands: Commands) -> list[Any]:
-        """The replies, refusals as exceptions among them; commands of one request are carried out in order.
+        """Returns the replies, with refusals among them as exceptions. Commands of one request are carried out in
+        order.
 
-        Raises what kept the server from answering.
+        Raises the error that kept the server from answering.
         """
         return await self._shared.send(commands)
 
@@ -57,5 +58,5 @@ class RoundTrips:
 
 
 def _bytes_of(commands: Commands) -> int:
-    """Where there are many."""
+    """Returns the bytes of the commands; a rough size is enough unless there are many."""
     return sum(len(part) for command in commands for part in command if isinstance(part, bytes))

@@ -25,21 +25,22 @@ _LONGEST_LOOK_S = 1.0
 
 
 class Routes(Protocol):
-    """The way to one server, or to several."""
+    """The seam between a client and one server, or several."""
 
     keeps_order: bool
-    """True where the server carries out the commands of one request in order."""
+    """Whether the commands of one request are carried out in order."""
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
-        """The replies in order, refusals as exceptions among them. Raises what kept a server from answering."""
+        """Returns the replies in order, with refusals among them as exceptions. Raises the error that kept a server
+        from answering."""
         ...
 
     async def send_alone(self, command: Command) -> Any:
-        """The reply to one that its server may take long to answer, on a connection of its own."""
+        """Returns the reply to a command that the server may take long to answer, on a connection of its own."""
         ...
 
     async def primaries(self) -> dict[str, RoundTrips]:
-        """Every server that takes writes, each under the name of a key of the run that would lie there."""
+        """Returns every server that takes writes, each under the name of a key of the run that would lie on it."""
         ...
 
     async def close(self) -> None:
@@ -76,9 +77,9 @@ class OneServer:
 
 
 class Cluster:
-    """Keys on several servers, as the cluster's slot map says; it is read anew when it proves wrong.
+    """Keys on several servers, by the cluster's slot map, which is read anew when it proves wrong.
 
-    Commands that name no key of ours go where the run itself is.
+    Commands that name no key of the run go to the server that holds the run's own slot.
     """
 
     keeps_order = False
@@ -114,7 +115,7 @@ class Cluster:
         except (RedisError, OSError):
             self._is_outdated = True
             raise
-        self._is_outdated |= isinstance(reply, AskError)  # or MovedError, one of these
+        self._is_outdated |= isinstance(reply, AskError)  # or MovedError, a subclass
         return reply
 
     async def primaries(self) -> dict[str, RoundTrips]:
@@ -157,9 +158,10 @@ class Cluster:
         ]
 
     async def _redirected(self, command: Command, refusal: AskError) -> Any:
-        """A slot that has moved is looked up by the next attempt; a key of one that is moving now is there already.
+        """Returns the reply of the node to which a refusal points. While a slot moves, that node has the key already;
+        where the slot has moved, the next attempt reads the slot map anew.
 
-        Not so for a script: it would see only those keys that are.
+        A script is not sent there: it would see only the keys that have moved already.
         """
         self._is_outdated |= isinstance(refusal, MovedError)
         if isinstance(refusal, MovedError) or command[0] in ("FCALL", "FCALL_RO"):

@@ -1,4 +1,4 @@
-"""Items that come up while others are under way share the next call: a few large calls replace many small ones."""
+"""Items that arrive while others are under way share the next call: a few large calls replace many small ones."""
 
 import asyncio
 import math
@@ -43,7 +43,8 @@ class SharedCalls(Generic[Item, Result]):
         self._carrying = 0
 
     async def send(self, item: Item) -> Result:
-        """Returns the item's result. Raises what `carry_out` raised for it or, before its turn came, for others."""
+        """Returns the item's result. Raises the error that `carry_out` raised for the item or, while it was waiting,
+        for others."""
         request: _Request[Item, Result] = _Request(item, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         if self._carrying < self._at_a_time:
@@ -71,7 +72,7 @@ class SharedCalls(Generic[Item, Result]):
             while requests := self._take(self._most, self._most_size):
                 await self._carry_together(requests)
         finally:
-            self._carrying -= 1  # in the same turn in which nothing was found: the next caller starts another one
+            self._carrying -= 1  # no await since `_take` found nothing
 
     async def _carry_together(self, requests: Sequence[_Request[Item, Result]]) -> None:
         try:
@@ -79,8 +80,8 @@ class SharedCalls(Generic[Item, Result]):
         except asyncio.CancelledError:
             _cancel(requests)
             raise
-        except Exception as error:  # noqa: BLE001 - it belongs to those who asked
-            # Those whose turn has not come learn it, too: each has a deadline of its own to try again.
+        except Exception as error:  # noqa: BLE001 - it is raised in the callers
+            # Waiting items get the error, too: their callers try again until their own deadlines.
             _fail([*requests, *self._take(len(self._waiting))], error)
         else:
             for request, result in zip(requests, results, strict=True):

@@ -1,8 +1,8 @@
 """The verbs that the server carries out: a library of functions for each run, made of the scripts in `scripts/`.
 
-A script begins with the files that it includes, and perhaps with its flags. In the library it is a function, behind
-all those files and three prefixes of keys, two of which contain a secret: whoever may call the function, and may not
-read it, writes these keys as the function does and in no other way (see `access`).
+A script begins with the files that it includes, and perhaps with its flags. In the library it is a function, which
+follows all those files and three prefixes of keys. Two prefixes contain a secret: a user that may call the function but
+not read it can write these keys only as the function does (see `access`).
 """
 
 import secrets
@@ -32,34 +32,35 @@ def new_secret() -> str:
 
 @cache
 def script_names() -> tuple[str, ...]:
-    """All verbs there are."""
+    """Returns the names of all verbs."""
     names = (entry.name.removesuffix(".lua") for entry in (files("broker") / "scripts").iterdir())
     return tuple(sorted(name for name in names if not name.startswith("lib_")))
 
 
 @cache
 def script_source(name: str) -> str:
-    """A script, or a file that scripts include."""
+    """Returns the text of a script, or of a file that scripts include."""
     return _file(name)
 
 
 @cache
 def included(name: str) -> tuple[str, ...]:
-    """The files that a script's first line names, and what its function begins with."""
+    """Returns the files that a script's first line names, and the one with which its function begins."""
     files_named = _file(name).partition("\n")[0].removeprefix(_INCLUDE).split()
     return (*files_named, _CALL) if files_named else ()
 
 
 @cache
 def flags_of(name: str) -> tuple[str, ...]:
-    """`no-writes`: users who may only look may call it. `allow-oom`: a server without memory carries it out."""
+    """Returns a script's flags. `no-writes`: users that may only read may call it. `allow-oom`: a server without memory
+    carries it out."""
     _, line, *_ = _file(name).split("\n", 2)
     return tuple(line.removeprefix(_FLAGS).split()) if line.startswith(_FLAGS) else ()
 
 
 @cache
 def protocol() -> str:
-    """Names what the scripts say: a client of others would misunderstand them."""
+    """Returns a digest of all scripts: clients with other scripts would misunderstand each other."""
     return sha1("".join(_file(name) for name in _file_names()).encode(), usedforsecurity=False).hexdigest()[:16]
 
 
@@ -87,7 +88,7 @@ class Verbs:
 
 
 def library(keys: Keys) -> tuple[Verbs, str]:
-    """The library of a run whose secret is known, and its text."""
+    """Returns the library of a run whose secret is known, and the library's text."""
     prefixes = f"local P, PUBLIC, PROMPT = '{keys.hidden('')}', '{keys('')}', '{keys.prompt('')}'\n"
     body = "".join([prefixes, _STATE, *map(script_source, SHARED), *map(_function, script_names())])
     name = "headway_" + sha1(body.encode(), usedforsecurity=False).hexdigest()

@@ -1,14 +1,14 @@
 """Each role has a user of its own, whose access control list says what it may do (Redis 7, Valkey 7.2 or newer).
 
     learner    everything of its runs, and nothing of other runs
-    worker     the run's functions, but those of its owner; payloads and segments whose names it knows; weights and the
-               recipe only to read
-    observer   to look: no weights, no payloads, no prompts
+    worker     the run's functions, except those of its owner; payloads and segments whose names it knows; it may read
+               weights and the recipe
+    observer   may look, but at no weights, payloads or prompts
 
 The server checks the commands inside a function against the rights of its caller. So a worker's user may write all that
-its functions write, under names that contain a secret which it cannot read, and which no command of its lists: it can
-do to these keys what the functions do, and nothing else. `owner` it may not even read, so that every function of the
-owner is refused to it.
+its functions write. The names of those keys contain a secret that it cannot read, and none of its commands lists them,
+so it can do to these keys only what the functions do. It may not even read `owner`, so every function of the owner is
+refused to it.
 """
 
 import secrets
@@ -21,11 +21,11 @@ from broker.keys import PREFIX, check_run_name
 
 _PASSWORD_BYTES = 24
 _UNKNOWN_TO_7_0 = ("client|setinfo", "client|no-touch", "waitaof")
-"""Redis 7.0 refuses rules that name them."""
+"""Commands that Redis 7.0 does not know: it refuses rules that name them."""
 
 
 class Role(StrEnum):
-    """Whom a user is for."""
+    """The role that a user of the server is for."""
 
     LEARNER = "learner"
     WORKER = "worker"
@@ -34,11 +34,11 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class _Rights:
-    """Commands, and the keys that they may be used on; then the same for each selector."""
+    """Allowed commands, and the keys on which they may be used; further selectors allow others."""
 
     commands: str
     writes: str = ""
-    """Keys below a run's prefix that may be read, too."""
+    """Keys below a run's prefix that may be written and read."""
     reads: str = ""
     selectors: "tuple[_Rights, ...]" = ()
 
@@ -79,7 +79,7 @@ class User:
 
     role: Role
     run: str | None
-    """None: of all runs."""
+    """The run for which the user is; None: all runs."""
     password: str
 
     @property
@@ -110,7 +110,8 @@ class User:
 
 
 def users(run: str | None, passwords: Mapping[str, str]) -> list[User]:
-    """A user for each role; a role without a password gets one that cannot be guessed."""
+    """Returns a user for each role; a role without a password gets a random one, so that no process can log in as
+    it."""
     if run is not None:
         check_run_name(run)
     return [User(role, run, passwords.get(role) or secrets.token_urlsafe(_PASSWORD_BYTES)) for role in Role]

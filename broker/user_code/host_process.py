@@ -1,4 +1,4 @@
-"""One life of a host, seen from the process that makes the calls: from its start until it ends or is killed."""
+"""One process of a host, as its caller sees it: from its start until it ends or is killed."""
 
 import asyncio
 import itertools
@@ -19,15 +19,15 @@ END_S = 5.0
 
 
 class HostLostError(UserCodeError):
-    """The host was killed, or ended by itself, while a call was in it: this one or another."""
+    """The host was killed, or ended by itself, during this call, which may or may not be at fault."""
 
 
 class RefusedError(UserCodeError):
-    """What the call was given cannot be used, as one of Headway's own errors says."""
+    """The program refused the call's arguments with one of Headway's own errors."""
 
 
 class HostProcess:
-    """A process with an opened program. Made by `start`, on the event loop that it is used on."""
+    """A process with an opened program. `start` makes it, on the event loop on which it is used."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -40,8 +40,8 @@ class HostProcess:
 
     @classmethod
     async def start(cls, program: Program, most_places: int) -> Self:
-        """A new process with `program` opened. Raises ConfigError with its words where it cannot be, UserCodeError
-        where opening it hangs or ends the process."""
+        """Returns a new process that has opened `program`. Raises ConfigError with the program's reason where it cannot
+        be opened, UserCodeError where opening it hangs or ends the process."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "broker.user_code.host"),
             stdin=asyncio.subprocess.PIPE,
@@ -60,7 +60,7 @@ class HostProcess:
 
     @property
     def is_lost(self) -> bool:
-        """It takes no calls any more."""
+        """Whether the process takes no more calls."""
         return bool(self._end)
 
     async def call(self, method: str, arguments: list[Any], deadline_s: float) -> Any:
@@ -82,7 +82,7 @@ class HostProcess:
         return answer.value
 
     async def lose(self, reason: str) -> None:
-        """Kill it with all that it started; calls that are in it fail. Idempotent."""
+        """Kill the process and all that it has started. Calls in it fail. Idempotent."""
         if not self._end:
             self._end = reason
             with suppress(ProcessLookupError):
@@ -97,7 +97,7 @@ class HostProcess:
                 answered.set_exception(HostLostError(self._end))
 
     async def _open(self, program: Program) -> int:
-        """The number of calls that it takes at once."""
+        """Open the program, and return how many calls it takes at once."""
         try:
             async with asyncio.timeout(program.open_s):
                 await self._write(frame(program))
@@ -121,7 +121,7 @@ class HostProcess:
         await self.lose(await self._describe_end())
 
     async def _describe_end(self) -> str:
-        """Such as `ended its process with exit code 0`."""
+        """Return how the process ended, such as `ended its process with exit code 0`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 code = await self._process.wait()
@@ -130,12 +130,12 @@ class HostProcess:
         return "closed its process's channel"
 
     async def _send(self, call: Call) -> None:
-        with suppress(ConnectionError):  # it has ended, as the listener is about to find out
+        with suppress(ConnectionError):  # the process has ended, which the listener will notice
             await self._write(frame(call))
 
     async def _write(self, message: bytes) -> None:
         assert self._process.stdin is not None
-        if self._process.stdin.is_closing():  # uvloop has found its end at an earlier write, and takes no other
+        if self._process.stdin.is_closing():  # uvloop noticed its end at an earlier write, and takes no further one
             raise ConnectionResetError
         self._process.stdin.write(message)
         await self._process.stdin.drain()

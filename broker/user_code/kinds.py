@@ -1,4 +1,4 @@
-"""What a recipe may name where there is a choice: a kind that comes with Headway, or one of the user's own."""
+"""Checks of the kinds that a recipe may name: those that come with Headway, and those of the user's own."""
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
@@ -8,7 +8,7 @@ from broker.errors import ConfigError
 
 
 def unknown_kind(kind: str, known: Iterable[str], where: str) -> ConfigError:
-    """The error for a kind that there is not. `where` is its key in the recipe."""
+    """Return the error for an unknown kind. `where` is its key in the recipe."""
     known = sorted(known)
     return ConfigError(
         f"{where}: there is no {kind!r}{did_you_mean(kind, known) or '.'} Known: {', '.join(known)}; "
@@ -17,14 +17,14 @@ def unknown_kind(kind: str, known: Iterable[str], where: str) -> ConfigError:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or nothing where nothing is near."""
+    """Return `; did you mean 'x'?`, or "" where no known word is near."""
     nearest = get_close_matches(word, list(known), n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def check_offers(made: object, seam: type, path: str, where: str, *, not_asked: Collection[str] = ()) -> None:
-    """Raise ConfigError where what the user's own `path` made lacks something that the protocol `seam` promises, but
-    for what it is `not_asked` to do, as it has stated that it cannot."""
+    """Raise ConfigError where the object `made` by the user's own `path` lacks a member of the protocol `seam`. Members
+    in `not_asked`, which it has stated that it cannot offer, may be missing."""
     promised = {name for base in seam.__mro__ for name in (*vars(base), *getattr(base, "__annotations__", ()))}
     promised = {name for name in promised if not name.startswith("_") and name not in not_asked}
     if missing := [name for name in promised if not hasattr(made, name) or _is_stub(made, name, seam)]:

@@ -1,4 +1,4 @@
-"""The options of what a recipe names: typed, closed, with the nearest one for a misspelt one."""
+"""The options of a kind that a recipe names: typed and closed; an error names the option nearest to a misspelt one."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def unknown_option(name: str, known: Iterable[str], where: str, of: str = "") -> ConfigError:
-    """The error for an option that there is not; `of` is the kind that lacks it, where `where` does not say."""
+    """Return the error for an unknown option; `of` is the kind that lacks it, where `where` does not say so."""
     known = list(known)
     missing = f"{of} has no such option" if of else "no such option"
     return ConfigError(
@@ -22,7 +22,7 @@ def unknown_option(name: str, known: Iterable[str], where: str, of: str = "") ->
 
 
 def typed_options(options: Mapping[str, Any], into: type[T], where: str) -> T:
-    """A recipe's free-form options as the struct that the chosen kind declares, closed and typed."""
+    """Convert a recipe's free-form options into the closed, typed struct that the chosen kind declares."""
     known = [field.name for field in msgspec.structs.fields(into)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:

@@ -1,4 +1,5 @@
-"""An implementation of the user's own, `package.module:Name`: imported, called, and held against its seam."""
+"""Opens an implementation of the user's own, `package.module:Name`: imports and calls it, and checks it against its
+seam."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
@@ -20,7 +21,7 @@ def make_own(
     roots: ImportRoots | None = None,
     not_asked: Collection[str] = (),
 ) -> Any:
-    """Return what `call` makes of the class or function that `path` names.
+    """Return the result of `call` on the class or function that `path` names.
 
     `where` is its key in the recipe. `roots`: below which it may be imported; by default the path itself, of a process
     whose operator gave it the recipe. `not_asked`: what it states that it cannot do.
@@ -37,7 +38,7 @@ def make_own(
 
 @contextmanager
 def in_one_paragraph(path: str, where: str) -> Iterator[None]:
-    """Raise as ConfigError whatever code of the user's own raises, or where it calls sys.exit."""
+    """Turn every error of the user's own code, and a call of sys.exit, into ConfigError."""
     try:
         yield
     except HeadwayError:

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Host:
-    """A place for a process, which is started anew whenever it was lost."""
+    """One place for a process, which is started anew whenever it was lost."""
 
     def __init__(self, program: Program, most_places: int = MOST_PLACES) -> None:
         self._program = program
@@ -22,18 +22,17 @@ class Host:
         self._starting = asyncio.Lock()
         self._process: HostProcess | None = None
         self.calls = 0
-        """The number of calls that are in it or wait for a place."""
+        """The number of calls that run in it or wait for it."""
 
     async def start(self) -> HostProcess:
-        """The process, running. Raises ConfigError, UserCodeError."""
+        """Return the running process, started if need be. Raises ConfigError, UserCodeError."""
         async with self._starting:
             if self._process is None or self._process.is_lost:
                 self._process = await HostProcess.start(self._program, self._most_places)
             return self._process
 
     async def call(self, method: str, arguments: list[Any], deadline_s: float) -> Any:
-        """Calls as HostProcess.call does. The deadline begins when there is a place; a process that was lost is
-        none."""
+        """Calls as HostProcess.call does. The deadline begins when a running process has a place for the call."""
         self.calls += 1
         try:
             while True:
@@ -52,9 +51,9 @@ class Host:
 
 
 class Pool:
-    """Hosts of one program: some for many calls at once, and one where calls that failed are made again, one by one.
+    """Hosts of one program: some for many calls at once, and one in which lost calls are made again, one by one.
 
-    So a call that hangs takes others along only once, and what fails in the end is that call alone.
+    So a call that hangs interrupts others only once, and in the end that call alone fails.
     """
 
     def __init__(self, program: Program, *, processes: int = 1) -> None:
@@ -62,10 +61,10 @@ class Pool:
         self._shared = [Host(program) for _ in range(processes)]
         self._alone = Host(program, most_places=1)
         self.repeated = 0
-        """Calls that had to be made once more."""
+        """How many calls had to be made once more."""
 
     async def open(self) -> None:
-        """Start the hosts that calls go to first, so that none waits for an import.
+        """Start the hosts to which calls go first, so that no call waits for an import.
 
         Raises ConfigError, UserCodeError."""
         await asyncio.gather(*(host.start() for host in self._shared))

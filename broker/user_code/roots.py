@@ -1,7 +1,7 @@
 """A process resolves only import paths below the modules that its operator named.
 
-A worker's configuration lies in the broker. A process that can write there would run `subprocess:Popen`, or what a
-reward module happens to have imported from it, in every worker, if workers resolved whatever path they are given.
+A worker's configuration lies in the broker. If workers resolved every path in it, a process that can write there could
+run `subprocess:Popen` in every worker, or a function that a reward module happens to have imported.
 """
 
 import importlib
@@ -28,7 +28,7 @@ def import_directory() -> Path:
 
 @dataclass(frozen=True)
 class ImportRoots:
-    """The modules that may be imported: Headway's own, those in `directory`, and those that the operator names."""
+    """The modules that may be imported: Headway's own, those in `directory`, and those that the operator has named."""
 
     named: tuple[str, ...] = ()
     """Modules, with all below them, and whole paths such as `my_rewards:score`."""
@@ -45,8 +45,9 @@ class ImportRoots:
             )
 
     def load(self, path: str, where: str) -> Any:
-        """Returns the object that `path` names. Raises ConfigError where it may not be imported, cannot be, or is
-        defined outside of the roots: a module of one's own has much at hand that it imported from elsewhere."""
+        """Returns the object that `path` names. Raises ConfigError where it may not or cannot be imported, or is
+        defined outside the roots: a module of the user's own also contains names that it has imported from
+        elsewhere."""
         self.check(path, where)
         found = load(path, where)
         home = getattr(found, "__module__", None) or type(found).__module__
@@ -75,10 +76,11 @@ class ImportRoots:
         return self._lies_in_directory(top)
 
     def _lies_in_directory(self, top: str) -> bool:
-        """Directly: an environment with its packages often lies somewhere below. What is nowhere may be looked for."""
+        """Returns whether the module `top` lies directly in the directory, as an environment with its packages often
+        lies below it. A module that does not exist may be looked for."""
         try:
             spec = importlib.util.find_spec(top)
-        except ValueError:  # a module without one, made at run time
+        except ValueError:  # a module without a spec, made at run time
             return False
         if spec is None:
             return True
@@ -89,8 +91,8 @@ class ImportRoots:
 
 
 def load(path: str, where: str) -> Any:
-    """Returns the object that `package.module:name` names, for a process whose operator gave it the
-    recipe. Raises ConfigError, whatever importing it does."""
+    """Returns the object that `package.module:name` names, for a process whose operator gave it the recipe. Raises
+    ConfigError for every error of importing it."""
     module_name, name = _parts(path, where)
     try:
         module = importlib.import_module(module_name)
@@ -111,7 +113,7 @@ def load(path: str, where: str) -> Any:
 
 
 def _parts(path: str, where: str) -> tuple[str, str]:
-    """(module, name) of an import path. Raises ConfigError for what is none."""
+    """Returns module and name of an import path. Raises ConfigError for an invalid one."""
     if not PATH.fullmatch(path):
         raise ConfigError(f"{where}: {path!r} is no import path; write package.module:name.")
     module, _, name = path.partition(":")

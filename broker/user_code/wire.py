@@ -1,4 +1,4 @@
-"""What a process and its host of user code say to each other: frames of msgpack behind their length, never pickled."""
+"""The messages between a process and its host of user code: frames of msgpack after their length, never pickled."""
 
 import struct
 from typing import Any
@@ -10,20 +10,20 @@ MAX_FRAME_BYTES = 1 << 28
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host opens: `factory`, a path in Headway's own code, called with `arguments`. What that returns has
-    methods, whose arguments and results are plain data, and `places`, the number of calls that it takes at once."""
+    """The program that a host opens: it calls `factory`, a path in Headway's own code, with `arguments`. The returned
+    object has methods, whose arguments and results are plain data, and `places`, how many calls it takes at once."""
 
     name: str
-    """What users call it, for errors: the path of their function."""
+    """The name for errors: the path of the user's function."""
     factory: str
     arguments: dict[str, Any] = {}
     import_path: str
     open_s: float = 300.0
-    """For importing what user code imports, such as torch, on a busy machine, and for the factory."""
+    """The time to open it: imports of user code, such as torch, on a busy machine, and the call of the factory."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """One call of a method. `number` comes back with its answer."""
+    """One call of a method. The answer has the same `number`."""
 
     number: int
     method: str
@@ -31,16 +31,18 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """`raised` says why there is no `value`, such as `raised KeyError: 'x'`. Number 0 answers the program: places."""
+    """The answer to a call. `raised` says why there is no `value`, such as `raised KeyError: 'x'`. Number 0 answers the
+    Program; its value is `places`."""
 
     number: int
     raised: str | None = None
     is_refusal: bool = False
-    """`raised` is a whole paragraph, of an error that is there again if the call is made again."""
+    """Whether `raised` is a whole paragraph, of an error that would come again if the call were repeated."""
     value: Any = None
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """As it is sent. Raises TypeError or another error of msgspec's for what is no plain data."""
+    """Return the message as it is sent. Raises TypeError or another error of msgspec's for values that are not plain
+    data."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body

@@ -1,1 +1,1 @@
-"""Frames: what crosses a process, as bytes and back, checked and bounded."""
+"""Frames: the structs that cross a process, as bytes and back, checked and bounded."""

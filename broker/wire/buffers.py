@@ -1,6 +1,6 @@
 """Arrays <-> compressed bytes: tokens, and the experts that were chosen for them.
 
-Whatever the bytes, unpacking ends in an array of the expected size or in a FrameError, in no more memory than that.
+Unpacking any bytes ends in an array of the expected size or in a FrameError, and takes no more memory than that array.
 """
 
 import threading
@@ -16,13 +16,14 @@ from broker.errors import FrameError
 from broker.schema import Experts
 
 MAX_EXPERT_BYTES = 128 << 20
-"""Of one array. 48 layers that choose 8 of at most 256 experts take 384 bytes a token: 350,000 tokens."""
+"""The most bytes of one array. 48 layers that choose 8 of at most 256 experts take 384 bytes a token: 350,000
+tokens."""
 MAX_EXPERTS = 1 << 15
-"""Of one layer, so that the learner may hold the choices as signed 16-bit integers."""
+"""The most experts of one layer, so that the learner may hold the choices as signed 16-bit integers."""
 
 
 class ExpertsHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a frame says of its `Experts`."""
+    """A frame's description of its `Experts`."""
 
     tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
     layers: Annotated[int, Meta(ge=1, lt=1 << 15)]
@@ -32,12 +33,12 @@ class ExpertsHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def unpacked_bytes(self) -> int:
-        """Of the array."""
+        """The bytes of the array."""
         return self.tokens * self.layers * self.per_token * self.itemsize
 
 
 class _Zstd(threading.local):
-    """Contexts of one thread, since making one takes longer than a small frame does."""
+    """Contexts of one thread, which are kept, since to make one takes longer than to pack a small frame."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=1)
@@ -48,7 +49,7 @@ _zstd = _Zstd()
 
 
 def pack_tokens(*parts: NDArray[np.int32]) -> bytes:
-    """A plane of low 16 bits and one of high bytes."""
+    """Return the tokens compressed, as a plane of low 16 bits and one of high bytes."""
     tokens = np.concatenate(parts).astype("<i4", copy=False)
     planes = np.empty(3 * len(tokens), np.uint8)
     planes[: 2 * len(tokens)].view("<u2")[:] = tokens.view("<u2")[::2]
@@ -57,7 +58,7 @@ def pack_tokens(*parts: NDArray[np.int32]) -> bytes:
 
 
 def unpack_tokens(compressed: memoryview, total: int) -> NDArray[np.int32]:
-    """[total]"""
+    """Return the tokens: [total]. Raises FrameError."""
     planes = _decompress(compressed, 3 * total, "token planes")
     tokens = np.frombuffer(planes, "<u2", total).astype(np.int32)
     high = np.frombuffer(planes, np.uint8, total, 2 * total)
@@ -67,7 +68,8 @@ def unpack_tokens(compressed: memoryview, total: int) -> NDArray[np.int32]:
 
 
 def pack_experts(experts: Experts | None) -> tuple[ExpertsHead | None, bytes]:
-    """As they are: which experts follow which is learned by no compressor of this speed. None: (None, b"")."""
+    """Return head and compressed bytes of the array, in its own order: no compressor of this speed gains by another
+    one. None: (None, b"")."""
     if experts is None:
         return None, b""
     flat = np.ascontiguousarray(experts, experts.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
@@ -77,7 +79,7 @@ def pack_experts(experts: Experts | None) -> tuple[ExpertsHead | None, bytes]:
 
 
 def unpack_experts(head: ExpertsHead | None, compressed: memoryview) -> Experts | None:
-    """Read-only: it is the largest part of a trajectory, and is not copied."""
+    """Return the array, read-only: it is the largest part of a trajectory, and is not copied. Raises FrameError."""
     if head is None:
         return None
     if head.unpacked_bytes > MAX_EXPERT_BYTES:
@@ -88,7 +90,7 @@ def unpack_experts(head: ExpertsHead | None, compressed: memoryview) -> Experts 
 
 
 def check_experts(name: str, experts: Experts) -> None:
-    """Raises FrameError unless it is a choice of some experts out of at most `MAX_EXPERTS`, in few enough bytes."""
+    """Raises FrameError unless the array's shape, type, size in bytes and experts (below `MAX_EXPERTS`) are allowed."""
     if experts.ndim != 3 or experts.dtype not in (np.uint8, np.uint16) or not experts.size:
         raise FrameError(
             f"{name}: experts of shape {experts.shape} and type {experts.dtype}; expected [tokens, layers, experts per"
@@ -104,7 +106,8 @@ def check_experts(name: str, experts: Experts) -> None:
 
 
 def _decompress(compressed: memoryview, size: int, what: str) -> bytes:
-    """`size` bytes. The decompressor believes the size that the frame states, so that is checked first."""
+    """Return `size` decompressed bytes. The decompressor allocates the size that the frame states, so that is checked
+    first."""
     try:
         stated = zstandard.frame_content_size(compressed)
         if stated != size:

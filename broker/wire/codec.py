@@ -4,7 +4,7 @@ A frame is: magic, schema number, kind, crc32 of these two and the body, length,
 trajectories and segments are a msgpack envelope around raw little-endian buffers, because lists of numbers in
 msgpack are a hundred times slower: tokens (prompt, then response) as a plane of low 16 bits and a plane of high
 bytes under zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits, and where routers
-are replayed the chosen experts, under zstd too. Whatever the bytes, decoding ends in a value or a FrameError.
+are replayed the chosen experts, under zstd too. Decoding any bytes ends in a value or a FrameError.
 """
 
 import math
@@ -49,7 +49,7 @@ from .buffers import (
 MAGIC = b"HDWY"
 MAX_FRAME_BYTES = 256 << 20
 MAX_TOKENS = 1 << 21
-"""Prompt and response together."""
+"""The most tokens of prompt and response together."""
 MAX_TOKEN_ID = (1 << 24) - 1
 
 _HEADER = struct.Struct("<4sHHII")
@@ -70,8 +70,9 @@ _KINDS: dict[type, int] = {
 }
 
 _READABLE_SINCE: dict[int, int] = {_KINDS[Prompt]: 7, _KINDS[StepMetrics]: 7}
-"""Kinds whose frames of an earlier schema number are read, and from which number on: their structs have not changed
-since, and a run that a later version of Headway resumes finds them on its server. All others are of this number."""
+"""Kinds whose frames of an earlier schema number are read, each with the first such number. Their structs have not
+changed since, and a run that a later version of Headway resumes finds them on its server. Frames of all other kinds
+must have the present number."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -107,17 +108,17 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 def encode(value: msgspec.Struct) -> bytes:
-    """The frame of any wire struct but a trajectory."""
+    """Return the frame of any wire struct but a trajectory or a segment."""
     return _frame(_KINDS[type(value)], msgspec.msgpack.encode(value))
 
 
 def decode(frame: bytes, kind: type[T]) -> T:
-    """The struct in the frame, which must be of this kind. Raises FrameError."""
+    """Return the struct in the frame, which must be of this kind. Raises FrameError."""
     return _unpack(_open(frame, _KINDS[kind], kind.__name__), kind)
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """The trajectory's frame. Raises FrameError where its parts contradict each other."""
+    """Return the trajectory's frame. Raises FrameError where its parts contradict each other."""
     check_trajectory(trajectory)
     tokens = pack_tokens(trajectory.prompt_tokens, trajectory.response_tokens)
     experts_head, experts = pack_experts(trajectory.experts)
@@ -141,7 +142,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def decode_trajectory(frame: bytes) -> Trajectory:
-    """The trajectory in the frame, checked; its arrays are its own. Raises FrameError."""
+    """Return the trajectory in the frame, checked; its arrays do not share the frame's memory. Raises FrameError."""
     envelope, rest = _open_enveloped(frame, _TRAJECTORY, "Trajectory", _Envelope)
     length, total = envelope.response_length, envelope.prompt_length + envelope.response_length
     if min(envelope.prompt_length, length) < 0:
@@ -168,7 +169,7 @@ def decode_trajectory(frame: bytes) -> Trajectory:
 
 
 def encode_segment(segment: Segment) -> bytes:
-    """The segment's frame. Raises FrameError where its parts contradict each other."""
+    """Return the segment's frame. Raises FrameError where its parts contradict each other."""
     check_segment(segment)
     tokens = pack_tokens(segment.tokens)
     experts_head, experts = pack_experts(segment.experts)
@@ -190,7 +191,7 @@ def encode_segment(segment: Segment) -> bytes:
 
 
 def decode_segment(frame: bytes) -> Segment:
-    """The segment in the frame, checked; its arrays are its own. Raises FrameError."""
+    """Return the segment in the frame, checked; its arrays do not share the frame's memory. Raises FrameError."""
     envelope, rest = _open_enveloped(frame, _SEGMENT, "Segment", _SegmentEnvelope)
     length = envelope.length
     if length < 0:
@@ -235,7 +236,7 @@ def check_segment(segment: Segment) -> None:
     if segment.experts is not None:
         check_experts(str(tid), segment.experts)
         fed = len(segment.experts)
-        if fed < length or (segment.index > 0 and fed != length):  # the first one has the prompt's too
+        if fed < length or (segment.index > 0 and fed != length):  # the first segment has the prompt's experts, too
             raise FrameError(f"{tid}: segment {segment.index} of {length} tokens with the experts of {fed}")
 
 
@@ -293,11 +294,12 @@ def _check_turns(tid: TrajectoryId, turns: tuple[Turn, ...]) -> None:
     for turn in turns:
         if not position <= turn.start < turn.end or not math.isfinite(turn.reward):
             raise FrameError(f"{tid}: a turn [{turn.start}, {turn.end}) after {position}, with reward {turn.reward}")
-        position = turn.end + 1  # between two turns an environment has said something
+        position = turn.end + 1  # between two turns lies an answer of the environment
 
 
 def _sampled(mask: NDArray[np.uint8]) -> list[tuple[int, int]]:
-    """The runs of sampled tokens as (start, end). The first is empty where the mask begins with what was said."""
+    """Return the runs of sampled tokens as (start, end). The first run is empty where the mask begins with an
+    environment's tokens."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=np.int8(1), append=np.int8(0)))
     bounds = [0, *edges.tolist()]
     return list(zip(bounds[::2], bounds[1::2], strict=True))
@@ -306,7 +308,7 @@ def _sampled(mask: NDArray[np.uint8]) -> list[tuple[int, int]]:
 def _check_tokens(tid: TrajectoryId, tokens: NDArray[np.int32]) -> None:
     if (
         len(tokens) and np.ascontiguousarray(tokens).view(np.uint32).max() > MAX_TOKEN_ID
-    ):  # a negative one is huge there
+    ):  # as unsigned, a negative token id is huge
         raise FrameError(f"{tid}: token ids outside [0, {MAX_TOKEN_ID}]")
 
 
@@ -316,7 +318,7 @@ def _check_logprobs(tid: TrajectoryId, logprobs: NDArray[np.float32]) -> None:
 
 
 def _enveloped(kind: int, envelope: bytes, tokens: bytes, sampled: Trajectory | Segment, experts: bytes) -> bytes:
-    """The inverse of `_open_enveloped` and `_cut`."""
+    """Return the frame; the inverse of `_open_enveloped` and `_cut`."""
     logprobs = sampled.behavior_logprobs.astype("<f4", copy=False).tobytes()
     mask = np.packbits(sampled.loss_mask).tobytes()
     return _frame(kind, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs, mask, experts)
@@ -332,12 +334,12 @@ def _frame(kind: int, *parts: bytes) -> bytes:
 
 
 def _seed(schema: int, kind: int) -> int:
-    """What the checksum covers of the header; magic and length are checked by themselves."""
+    """Return the checksum of the header's schema number and kind; magic and length are checked by themselves."""
     return schema << 16 | kind
 
 
 def _open_enveloped(frame: bytes, kind: int, name: str, envelope: type[T]) -> tuple[T, memoryview]:
-    """The envelope, and the buffers after it."""
+    """Return the envelope, and the buffers after it."""
     body = _open(frame, kind, name)
     if len(body) < _ENVELOPE_LENGTH.size:
         raise FrameError(f"a {name} frame without an envelope")
@@ -359,7 +361,7 @@ def _open(frame: bytes, expected: int, name: str) -> memoryview:
         raise DamagedFrameError(f"a frame of {len(frame)} bytes whose checksum does not match: corrupt")
     if (
         not _READABLE_SINCE.get(kind, SCHEMA_VERSION) <= schema <= SCHEMA_VERSION
-    ):  # known only now that the number is no damage
+    ):  # known only now: the checksum shows that the number is not damaged
         raise SchemaMismatchError(
             f"a frame of schema {schema}, this is schema {SCHEMA_VERSION}: run the same version of Headway everywhere"
         )
@@ -376,7 +378,7 @@ def _unpack(body: memoryview, kind: type[T]) -> T:
 
 
 def _cut_experts(rest: memoryview, tid: TrajectoryId, head: ExpertsHead | None) -> tuple[memoryview, memoryview]:
-    """What is before the compressed experts, and these."""
+    """Return the buffers before the compressed experts, and the experts."""
     size = head.compressed_bytes if head else 0
     if size > len(rest):
         raise FrameError(f"{tid}: {len(rest)} bytes of buffers, {size} of them experts")
@@ -386,7 +388,7 @@ def _cut_experts(rest: memoryview, tid: TrajectoryId, head: ExpertsHead | None) 
 def _cut(
     rest: memoryview, tid: TrajectoryId, total: int, length: int, token_bytes: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.uint8]]:
-    """`total` tokens, `length` logprobs and a mask of as many."""
+    """Return `total` tokens, `length` logprobs and a mask of `length`."""
     if min(length, token_bytes) < 0 or total > MAX_TOKENS:
         raise FrameError(f"{tid}: {total} tokens; at most {MAX_TOKENS} are allowed")
     if len(rest) != token_bytes + 4 * length + (length + 7) // 8:

@@ -72,9 +72,9 @@ async def work(worker: Broker, shards: int) -> None:
     assert await worker.archive.read("blob", 2, 3) == b"blo"
     with pytest.raises(BrokerError):
         await worker.archive.put("blob", 0, b"other")
-    assert await worker.turns.take("t", 0.5, 30)
-    assert await worker.turns.renew("t", 30)
-    await worker.turns.give_back("t")
+    assert await worker.swap_turns.take("t", 0.5, 30)
+    assert await worker.swap_turns.renew("t", 30)
+    await worker.swap_turns.give_back("t")
     assert await worker.phases.may_generate("w", 30, is_awake=False)
     assert await worker.meetings.say_once("m", "in/w", b"1") == b"1"
     await worker.meetings.say("m", "ack", b"", leads=False)
