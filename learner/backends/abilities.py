@@ -33,7 +33,7 @@ class KnownBackend:
     package: tuple[str, str] | None = None
     """(module, name) of what must be installed besides Headway."""
     remedy: str
-    """How to install what it needs."""
+    """The remedy if the package is missing: how to install it."""
     examine: Callable[[TorchFacts], tuple[bool, str]]
     """Returns for `headway doctor` whether the backend works on this machine, and the finding in words."""
 

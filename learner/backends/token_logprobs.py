@@ -23,7 +23,7 @@ LOGITS_PER_CHUNK = 1 << 29
 gradients. In the backward pass their gradient is as large."""
 
 LOGITS_PER_CHUNK_ON_CPU = 1 << 25
-"""On a CPU every operation writes its result to memory: several times 128 MiB in fp32."""
+"""The same number on a CPU, where every operation writes its result to memory: several times 128 MiB in fp32."""
 
 COMPILED_ON = frozenset({"cuda"})
 """Devices on which operations over logits are compiled into one kernel."""
@@ -88,7 +88,8 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """With logits z over the temperature, d logprob[t] / d z[t, v] = (v == target[t]) - softmax(z[t])[v]."""
+    """Logprobs with a backward pass: with z the logits over the temperature,
+    d logprob[t] / d z[t, v] = (v == target[t]) - softmax(z[t])[v]."""
 
     @staticmethod
     def forward(

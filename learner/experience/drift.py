@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 WARN_ABOVE, WARN_AGAIN = 0.1, 0.05
 """The distance from which `DriftWatch` warns, and how much it must grow before it warns again."""
 FEWEST_GROUPS = 256
-"""With fewer groups, chance alone could make a difference of that size."""
+"""The fewest groups that are compared: with fewer, chance alone could make a difference of that size."""
 
 
 def length_drift(dispatched: Mapping[int, int], trained: Mapping[int, int], in_flight: int) -> float:

@@ -1,4 +1,4 @@
-"""How far this learner's weights have come, as one state machine.
+"""A state machine tracks how far this learner's weights have come: replayed, published, announced.
 
 A learner that takes a run over first trains again what its checkpoint does not contain, and publishes nothing
 meanwhile. From then on it publishes one version after the other. A dot marks an event that cannot happen in that state.
@@ -18,7 +18,7 @@ from weightsync.publish.publisher import Publication
 
 
 class State(Enum):
-    """How far this learner's weights have come."""
+    """The stage that this learner's weights have reached."""
 
     CATCHING_UP = auto()
     """It has published nothing; the batches of earlier steps come from the broker or the log."""
@@ -33,7 +33,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What moves a learner to another state."""
+    """An event that moves a learner to another state."""
 
     REPLAY = auto()
     """The log gives the batches of earlier steps."""

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 POLL_S = 0.01
 PATIENCE_S = 60.0
-"""For a batch: ranks that wait for this one give up after half an hour of silence."""
+"""The longest wait for a batch before other ranks hear from rank 0: they give up after half an hour of silence."""
 REMEMBERED_STEPS = 64
 """A server can lose the commits of its last second; so many steps' commits are told it again."""
 

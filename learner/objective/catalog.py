@@ -53,14 +53,14 @@ class Composition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def functions() -> Iterator[Function]:
-    """All definitions, part by part."""
+    """Returns all functions, part by part."""
     for part, known in PARTS.items():
         for name, function in known.items():
             yield _function(name, part, function)
 
 
 def compositions() -> Iterator[Composition]:
-    """All presets."""
+    """Returns all presets."""
     for name, preset in PRESETS.items():
         yield _composition(name, preset)
 

@@ -61,7 +61,7 @@ class _Part:
     returns: list[torch.Tensor]
     values: list[torch.Tensor]
     estimates: dict[str, float]
-    """How well the critic's values explain the returns, over the whole step."""
+    """Metrics of how well the critic's values explain the returns, over the whole step."""
 
 
 class Updater:

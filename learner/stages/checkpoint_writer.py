@@ -43,7 +43,7 @@ class CheckpointWriter:
         return state.step
 
     def _tidy(self, written: Path, retired: list[Path]) -> None:
-        """Deletes beside training, as terabytes take long; the next checkpoint finds and deletes what is left."""
+        """Deletes old checkpoints beside training, as terabytes take long; the next call deletes any remains."""
         run: Callable[..., object] = self._background.submit if self._background else _call
         for path in retired:
             run(shutil.rmtree, path, ignore_errors=True)

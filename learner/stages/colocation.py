@@ -23,7 +23,7 @@ from learner.ranks import Ranks
 
 POLL_S = 0.01
 AGAIN_S = 1.0
-"""Between questions of a learner that starts."""
+"""The time between a starting learner's questions whether engines have left the device."""
 
 log = logging.getLogger(__name__)
 

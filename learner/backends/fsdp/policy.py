@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FEW_EXPERTS = 4
-"""On a CPU, up to this number of experts run faster one after the other than by one grouped multiplication."""
+"""The number of experts up to which a CPU runs them faster one by one than by one grouped multiplication."""
 
 SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Options of models whose logits are more than the output embedding's product."""

@@ -18,7 +18,7 @@ HEAD = "output_layer.weight"
 
 
 class Sharing(Protocol):
-    """How the ranks of a group share the tensors of one parameter."""
+    """The way in which the ranks of a group share the tensors of one parameter."""
 
     def split(self, tensors: Tensors, size: int, rank: int) -> torch.Tensor:
         """Return the part that rank `rank` of `size` holds."""
@@ -106,7 +106,7 @@ class Binding:
     """One parameter of Megatron, or one expert's part of it, and its Hugging Face tensors."""
 
     parameter: str
-    """Its name in the model chunk that holds it."""
+    """The parameter's name in the model chunk that holds it."""
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     """The shapes of the Hugging Face tensors."""

@@ -133,7 +133,7 @@ def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class GroupedExperts(MegatronModule):
-    """All experts of this rank by two grouped matrix multiplications.
+    """This rank's experts, computed by two grouped matrix multiplications.
 
     `allreduce = False` marks weights of expert-parallel ranks. `tensor_model_parallel` marks that every rank holds
     another part; without it the gradient norm counts one rank alone.
