@@ -17,7 +17,7 @@ from deploy.recipe.loading import load_recipe
 from deploy.recipe.recipe import Recipe
 from deploy.roles.backend import recipe_backend
 from deploy.roles.learner import recipe_updater
-from deploy.roles.warm_up import fine_tune
+from deploy.roles.stage import fine_tune
 from deploy.terminal import Terminal
 from learner.backends.base import Backend
 from learner.config import AlgorithmConfig

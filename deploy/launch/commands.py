@@ -30,7 +30,7 @@ def server_command(directory: Path) -> Command:
     return Command(name="server", argv=(*_plainly(), "broker", "--port", "0", "--directory", str(directory)), log=None)
 
 
-def warm_up_command(recipe: Recipe, directory: Path, stage: Planned) -> Command:
+def stage_command(recipe: Recipe, directory: Path, stage: Planned) -> Command:
     """Return the command for a stage without workers, such as supervised training, in a prepared directory."""
     output = directory / stage.directory.relative_to(recipe.run_directory)
     which = ("--stage", f"{stage.number}") if stage.number else ()

@@ -39,7 +39,7 @@ from .commands import (
     prepare_command,
     rewind_arguments,
     server_command,
-    warm_up_command,
+    stage_command,
 )
 from .following import following
 from .kept_server import KeptServer
@@ -94,10 +94,10 @@ class Local:
         with held(self.recipe.run_directory), ExitStack() as stack:
             directory = self._prepare()
             self.console.print(styled("Run ", (self.recipe.run.name, "bold"), f": {self.recipe.run_directory}"))
-            if code := warm_up(self.recipe, directory, self._say, self.launcher):
+            if code := run_stages(self.recipe, directory, self._say, self.launcher):
                 return code
             if not self.recipe.has_learner:
-                self._say(f"Finished. The model is in {after_warm_up(self.recipe).model.path}.")
+                self._say(f"Finished. The model is in {after_stages(self.recipe).model.path}.")
                 return 0
             server = self._own_server(directory, stack)
             if self.overwrite:
@@ -141,7 +141,7 @@ class Local:
         self.launcher.start(prepare_command(self.recipe_name, self._shown_overrides(), self._manner()))
         for one in planned(self.recipe):
             if self.overwrite or not one.is_complete:
-                self.launcher.start(warm_up_command(self.recipe, directory, one))
+                self.launcher.start(stage_command(self.recipe, directory, one))
         if not self.recipe.has_learner:
             return 0
         server = None
@@ -244,13 +244,13 @@ def _showable(override: str) -> str:
     return f"{key}{sign}{without_secrets(value.strip(QUOTES))}" if key.strip() == "broker.url" else override
 
 
-def warm_up(recipe: Recipe, directory: Path, say: Callable[[str], None], launcher: Launcher | None = None) -> int:
+def run_stages(recipe: Recipe, directory: Path, say: Callable[[str], None], launcher: Launcher | None = None) -> int:
     """Run the recipe's unfinished stages that need no workers, one after another, and return the exit code."""
     launcher = launcher or LocalLauncher()
     for one in planned(recipe):
         if one.is_complete:
             continue
-        command = warm_up_command(recipe, directory, one)
+        command = stage_command(recipe, directory, one)
         supervisor = Supervisor(
             (), command, drain_notice=stop_notice(one.stage), fails_when_stopped=True, say=say, launcher=launcher
         )
@@ -264,7 +264,7 @@ def stop_notice(stage: StageConfig) -> str:
     return f"stage {stage.name} goes on from here next time"
 
 
-def after_warm_up(recipe: Recipe) -> Recipe:
+def after_stages(recipe: Recipe) -> Recipe:
     """Return the recipe that the learner runs: it starts from the model of the last stage before it, if there is
     one."""
     return starting_after(recipe, planned(recipe))

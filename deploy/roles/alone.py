@@ -25,7 +25,7 @@ from deploy.launch.base import Launcher
 from deploy.launch.commands import WorkerCommand, learner_command, sft_command
 from deploy.launch.farewell import say_farewell
 from deploy.launch.following import following
-from deploy.launch.local import after_warm_up, check_rewind, forget, ping, stop_notice, warm_up
+from deploy.launch.local import after_stages, check_rewind, forget, ping, run_stages, stop_notice
 from deploy.launch.pool import Pool
 from deploy.launch.server_traits import check_traits
 from deploy.launch.supervisor import Supervisor
@@ -72,7 +72,7 @@ def run_learner(
     """Run the learner, or one rank of it, in this process; or start torchrun if the recipe wants several ranks."""
     is_rank = "RANK" in os.environ
     if is_rank and not prepared:
-        _check_warmed_up(recipe, resume=resume, overwrite=overwrite)
+        _check_stages_are_done(recipe, resume=resume, overwrite=overwrite)
     with ExitStack() as stack:
         if not prepared and os.environ.get("RANK", "0") == "0":
             stack.enter_context(held(recipe.run_directory))
@@ -88,12 +88,12 @@ def run_learner(
             if overwrite:
                 forget(url, recipe.run.name)
             stack.enter_context(endpoint(directory, url, recipe.run.name))
-        if not prepared and not is_rank and (code := warm_up(recipe, recipe.run_directory.resolve(), say)):
+        if not prepared and not is_rank and (code := run_stages(recipe, recipe.run_directory.resolve(), say)):
             return code
         if not recipe.has_learner:
-            say(f"Finished. The model is in {after_warm_up(recipe).model.path}.")
+            say(f"Finished. The model is in {after_stages(recipe).model.path}.")
             return 0
-        recipe = after_warm_up(recipe)
+        recipe = after_stages(recipe)
         if recipe.learner.processes > 1 and not is_rank:
             return _run_ranks(recipe, url, resume, rewind)
         from .learner import train
@@ -104,7 +104,7 @@ def run_learner(
     return 0
 
 
-def _check_warmed_up(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
+def _check_stages_are_done(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
     """Raise ConfigError, under the user's own torchrun, where a stage that comes before the learner is not done."""
     for one in planned(recipe):
         directory = one.directory
@@ -198,7 +198,7 @@ def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str], number: int 
     if recipe.learner.processes > 1 and "RANK" not in os.environ:
         command = sft_command(recipe, arguments, number)
         return Supervisor((), command, drain_notice=stop_notice(recipe.plan[number]), fails_when_stopped=True).run()
-    from .warm_up import fine_tune
+    from .stage import fine_tune
 
     is_first = os.environ.get("RANK", "0") == "0"
     outcome = fine_tune(recipe, output, console=Terminal(quiet=not is_first), number=number)

@@ -15,7 +15,7 @@ import torch
 
 from broker.errors import ConfigError
 from broker.schema import StepMetrics
-from deploy.launch.local import after_warm_up
+from deploy.launch.local import after_stages
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import load_recipe, with_overrides
@@ -88,7 +88,7 @@ class Replay:
         start, steps = self._start(), self._range()
         torch.set_num_threads(self.recipe.learner.threads)
         seed_generators(self.recipe.run.seed)
-        recipe = after_warm_up(self.recipe)
+        recipe = after_stages(self.recipe)
         backend = recipe_backend(recipe)
         if start is not None:
             backend.load(start.path)

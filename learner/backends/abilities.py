@@ -28,7 +28,7 @@ class KnownBackend:
     critic: str = ""
     """Import path of the class for a critic; empty if it holds none."""
     plan: str
-    """Import path of what reckons each rank's memory, `plan(PlannedModel) -> list[RankMemory]`."""
+    """Import path of the function that estimates each rank's memory, `plan(PlannedModel) -> list[RankMemory]`."""
     abilities: BackendAbilities
     package: tuple[str, str] | None = None
     """(module, name) of what must be installed besides Headway."""

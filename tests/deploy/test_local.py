@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deploy.launch.commands import WorkerCommand, connection
-from deploy.launch.local import Local, after_warm_up, warm_up
+from deploy.launch.local import Local, after_stages, run_stages
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import prepare
 from deploy.terminal import Terminal
@@ -76,14 +76,14 @@ def test_a_warm_up_starts_from_the_recipes_own_model(tmp_path: Path, capfd: pyte
     )
     directory = prepare(recipe, resume=False, overwrite=False)
     capfd.readouterr()
-    assert warm_up(recipe, directory, print) == 0
+    assert run_stages(recipe, directory, print) == 0
     told = capfd.readouterr()
     assert "Loading weights" not in told.out + told.err
     assert "\r" not in told.out + told.err
-    assert after_warm_up(recipe).model == ModelConfig(path=str(directory / "sft"))
-    warmed = load_model(after_warm_up(recipe).model).state_dict()
+    assert after_stages(recipe).model == ModelConfig(path=str(directory / "sft"))
+    warmed = load_model(after_stages(recipe).model).state_dict()
     assert all(torch.allclose(tensor, warmed[name], atol=1e-5) for name, tensor in expected.state_dict().items())
-    assert warm_up(recipe, directory, lambda _: pytest.fail("it is done already")) == 0
+    assert run_stages(recipe, directory, lambda _: pytest.fail("it is done already")) == 0
 
 
 def run_below(directory: Path) -> dict[str, str]:

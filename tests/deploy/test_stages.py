@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from broker.errors import ConfigError, HeadwayError
-from deploy.launch.local import Local, after_warm_up
+from deploy.launch.local import Local, after_stages
 from deploy.recipe.files import shipped_recipes
 from deploy.recipe.loading import dump_recipe, hint_of, load_recipe, with_overrides
 from deploy.recipe.recipe import Recipe
@@ -166,7 +166,7 @@ def test_each_stage_starts_from_what_the_one_before_left(
     first, second = planned(recipe)
     assert [one.directory.name for one in (first, second)] == ["1-Repeat", "2-sft"]
     assert all(is_of(one.directory, recipe) for one in (first, second))
-    assert after_warm_up(recipe).model.path == str(second.directory)
+    assert after_stages(recipe).model.path == str(second.directory)
     assert str(second.directory.relative_to(tmp_path)) in capfd.readouterr().out.replace("\n", "")
 
     outcome = json.loads((first.directory / "stage.json").read_text())
