@@ -1,15 +1,28 @@
 """The site is built strictly, as `make docs` does it, so a dead link fails; its pages need no other host."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from .pages import ROOT
 
 FETCHED = re.compile(r"<(?:link|script|img|iframe|source)\b[^>]*?\b(?:href|src)=[\"']?((?:https?:)?//[^\"' >]+)")
+TITLED = {
+    "multi-turn": "guides/environments.html",
+    "custom reward": "guides/own-task.html#custom-reward-function",
+    "override": "guides/own-task.html#override-a-key-on-the-command-line",
+    "two machines": "guides/roles.html#two-or-more-machines",
+    "sft": "guides/stages.html#sft-before-rl",
+    "password": "guides/server.html#passwords-what-each-role-may-do",
+    "power loss": "guarantees.html#power-loss",
+    "lag bounded": "rules.html#where-and-why-lag-is-bounded",
+}
+"""What readers search for, and the section that answers it: the search prefers titles by far."""
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +32,30 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"make install-dev installs what this needs\n{done.stderr}{done.stdout}"
     return directory
+
+
+@pytest.fixture(scope="module")
+def search(site: Path) -> dict[str, Any]:
+    """The search's index."""
+    index: dict[str, Any] = json.loads((site / "search" / "search_index.json").read_text())
+    return index
+
+
+def words(search: dict[str, Any], text: str) -> set[str]:
+    """The words that the search finds in a text."""
+    return set(re.split(search["config"]["separator"], re.sub(r"<[^>]*>", " ", text).lower()))
+
+
+@pytest.mark.parametrize("query", TITLED)
+def test_a_title_holds_what_readers_search_for(search: dict[str, Any], query: str) -> None:
+    (title,) = [doc["title"] for doc in search["docs"] if doc["location"] == TITLED[query]]
+    found = words(search, title)
+    assert all(any(word.startswith(asked) for word in found) for asked in words(search, query))
+
+
+def test_a_key_is_found_without_its_section(search: dict[str, Any]) -> None:
+    found = {doc["location"] for doc in search["docs"] if "lease_ttl_s" in words(search, doc["text"])}
+    assert found >= {"guides/server.html#when-a-lease-expires", "reference/configuration.html#broker"}
 
 
 def test_no_page_fetches_anything_from_another_host(site: Path) -> None:
