@@ -1,6 +1,6 @@
 """The settings of rollout workers, with defaults."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -97,10 +97,22 @@ class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     processes: Annotated[int, Meta(ge=1, le=256, description="processes of each worker that run your own class")] = 1
 
 
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One more pool of workers, whose engines may differ from the recipe's."""
+
+    name: Annotated[str, Meta(min_length=1, description="name of the pool, for `headway scale --pool NAME`")]
+    count: Annotated[int, Meta(ge=0, description="worker processes to begin with")] = 1
+    engine: Annotated[
+        dict[str, Any], Meta(description="keys of engine.* with other values in this pool, such as kind or options")
+    ] = {}
+    devices: Annotated[tuple[int | str, ...], Meta(description="GPUs of the pool, as workers.devices names them")] = ()
+
+
 class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The pool of rollout workers."""
 
-    count: Annotated[int, Meta(ge=1, description="worker processes that `headway run` starts")] = 2
+    count: Annotated[int, Meta(ge=0, description="workers that `headway run` starts, in the pool `workers`")] = 2
+    pools: Annotated[tuple[PoolConfig, ...], Meta(description="further pools, each with an engine of its own")] = ()
     devices: Annotated[
         tuple[int | str, ...],
         Meta(

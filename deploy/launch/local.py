@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from deploy.recipe.colocation import worker_gpus
 from deploy.recipe.data_checks import check_data
 from deploy.recipe.operators import passed_on
 from deploy.recipe.packages import check_packages
+from deploy.recipe.pools import MAIN, pools_of
 from deploy.recipe.recipe import Recipe
 from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SERVER, endpoint, held, prepare
 from deploy.run.in_use import refuse_if_in_use
@@ -43,7 +44,7 @@ from .commands import (
 )
 from .following import following
 from .kept_server import KeptServer
-from .pool import POOL, Pool
+from .pool import Pool
 from .processes import LocalLauncher
 from .server_traits import check_traits
 from .supervisor import Supervisor
@@ -181,19 +182,25 @@ class Local:
     ) -> Supervisor:
         """Return the supervisor of the learner and its workers. The workers' own directories lie below `private`."""
         recipe = self.recipe
-        command = WorkerCommand(
+        main = WorkerCommand(
             url=self._url_of(Role.WORKER, server),
             run=recipe.run.name,
             arguments=passed_on(recipe),
             private=private,
             logs=directory / "logs",
             threads=recipe.engine.threads,
-            devices=worker_gpus(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", "")),
+            devices=_devices(recipe),
             gpus=engine_gpus(recipe.engine),
         )
+        pools = [Pool(MAIN, recipe.workers.count, main)]
+        for pool in pools_of(recipe):
+            engine = pool.recipe.engine
+            own = replace(main, arguments=pool.arguments(), threads=engine.threads, prefix=pool.name)
+            command = replace(own, devices=_devices(pool.recipe), gpus=engine_gpus(engine))
+            pools.append(Pool(pool.name, pool.count, command))
         url, farewell = self._url_of(Role.LEARNER, server), private / "learner.farewell"
         return Supervisor(
-            [Pool(POOL, recipe.workers.count, command)],
+            pools,
             learner_command(recipe, directory, url, self.resume, self.rewind, farewell=farewell),
             recipe.workers.max_restarts,
             say=say,
@@ -236,6 +243,10 @@ class Local:
 
     def _say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
+
+
+def _devices(recipe: Recipe) -> list[str]:
+    return worker_gpus(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
 
 def _showable(override: str) -> str:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from broker.schema import PoolInfo
+from deploy.recipe.pools import MAIN
 
 from .base import Command, Handle, Launcher
 
 DRAIN_WORKER_S = 20.0
 """Seconds for a worker to drain: more than it needs to hand its leases back. Then it is killed."""
-POOL = "workers"
-"""The name of the pool that `headway run` starts, and of a pool of exact commands."""
 
 
 @dataclass
@@ -66,7 +65,7 @@ class Pool:
     @classmethod
     def of(cls, commands: Sequence[Command]) -> Self:
         """Return the pool of exactly these commands."""
-        return cls(POOL, len(commands), commands.__getitem__)
+        return cls(MAIN, len(commands), commands.__getitem__)
 
     def resize(self, launcher: Launcher, say: Callable[[str], None]) -> None:
         """Start the workers that are missing, or ask those that are too many to leave, the newest first."""

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from itertools import chain
 
 from broker.errors import ConfigError
+from broker.keys import is_name
 from broker.user_code.kinds import unknown_kind
 from broker.user_code.options import unknown_option
 from learner.backends import abilities_of as backend_abilities
@@ -19,6 +20,7 @@ from weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .colocation import impossible_turns
 from .limits import beyond_limits
+from .pools import MAIN, pools_of
 from .recipe import LAUNCHERS, Recipe
 from .sinks import check_sinks
 
@@ -41,6 +43,8 @@ def check_engine(engine: EngineConfig, source: str) -> None:
 def _check_kinds(recipe: Recipe, source: str) -> None:
     """Check the kinds now, before prompts are read or workers start."""
     check_engine(recipe.engine, source)
+    for index, pool in enumerate(pools_of(recipe, source)):
+        _check_kind(pool.recipe.engine.kind, ENGINES, f"{source}: workers.pools[{index}].engine.kind")
     _check_kind(recipe.weights.transport, TRANSPORTS, f"{source}: weights.transport")
     _check_kind(recipe.prompts.kind, PROMPTS, f"{source}: prompts.kind")
     _check_kind(recipe.launcher.kind, LAUNCHERS, f"{source}: launcher.kind")
@@ -93,6 +97,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f" engine.max_model_len ({engine.max_model_len}); lower the one or raise the other."
         )
     yield from _impossible_transfers(recipe)
+    yield from _impossible_pools(recipe)
     yield from _impossible_shares(recipe)
     if recipe.run.is_colocated:
         yield from impossible_turns(recipe)
@@ -174,8 +179,30 @@ def _device_of(engine: EngineConfig) -> str:
 def _impossible_shares(recipe: Recipe) -> Iterator[str]:
     try:
         shares(recipe.workers.devices, recipe.engine)
+        for pool in pools_of(recipe):
+            shares(pool.recipe.workers.devices, pool.recipe.engine)
     except ConfigError as error:
         yield str(error)
+
+
+def _impossible_pools(recipe: Recipe) -> Iterator[str]:
+    pools = recipe.workers.pools
+    names = [MAIN, *(pool.name for pool in pools)]
+    if not recipe.workers.count and not pools:
+        yield "workers.count is 0, and there is no pool in workers.pools: nothing would generate. Set workers.count=1."
+    for index, name in enumerate(names[1:]):
+        if not is_name(name):
+            yield (
+                f"workers.pools[{index}].name is {name!r}; expected 1 to 100 letters, digits, '.', '_' or '-', the"
+                " first of them a letter or digit."
+            )
+        if name in names[: index + 1]:
+            yield f"workers.pools[{index}].name is {name!r}, and so is another pool's. Name each pool once."
+    if pools and recipe.run.is_colocated:
+        yield (
+            "run.placement=colocated has one engine on each of the learner's devices, and workers.pools asks for more."
+            " Leave the pools out, or set run.placement=separated."
+        )
 
 
 def _useless_archives(weights: WeightsConfig) -> Iterator[str]:

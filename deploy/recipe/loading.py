@@ -40,11 +40,17 @@ def hint_of(path: str | Path) -> str:
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """Return the same recipe with `a.b=c` overrides. Raises ConfigError."""
+    """Return the same recipe with `a.b=c` overrides. Raises ConfigError.
+
+    An engine of another kind starts with no options: those of the recipe's engine are not its own.
+    """
     if not overrides:
         return recipe
+    name = recipe.run.name
     raw = msgspec.msgpack.decode(msgspec.msgpack.encode(recipe))  # with lists, which overrides can change, not tuples
-    return _to_recipe(apply_overrides(raw, overrides, recipe.run.name), recipe.run.name)
+    if apply_overrides(raw, overrides, name)["engine"]["kind"] != recipe.engine.kind:
+        raw["engine"]["options"] = {}
+    return _to_recipe(apply_overrides(raw, overrides, name), name)
 
 
 def dump_recipe(recipe: Recipe) -> str:

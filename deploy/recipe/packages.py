@@ -5,6 +5,7 @@ from learner.backends import check_installed as check_backend_installed
 from rollout_workers.engines import abilities_of, check_asked, check_installed
 
 from .operators import check_paths, roots_of
+from .pools import pools_of
 from .recipe import Recipe
 from .sinks import check_sink_packages
 
@@ -19,10 +20,11 @@ def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
     check_backend_installed(recipe.learner.backend)
     check_sink_packages(recipe.metrics)
     if has_workers:
-        check_installed(recipe.engine.kind)
-        check_asked(
-            recipe.engine.kind,
-            abilities_of(recipe.engine, roots_of(recipe)),
-            tells_experts=recipe.algorithm.router_replay,
-            sleeps=recipe.run.is_colocated,
-        )
+        for one in (recipe, *(pool.recipe for pool in pools_of(recipe))):
+            check_installed(one.engine.kind)
+            check_asked(
+                one.engine.kind,
+                abilities_of(one.engine, roots_of(one)),
+                tells_experts=one.algorithm.router_replay,
+                sleeps=one.run.is_colocated,
+            )
