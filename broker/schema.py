@@ -173,7 +173,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Where one named tensor lies: `nbytes` at `offset` in `bucket`."""
+    """The place of one named tensor: `nbytes` at `offset` in `bucket`."""
 
     name: str
     dtype: str

@@ -119,8 +119,8 @@ class Batches:
     ) -> Claim:
         """Takes the run over from its owner, from this checkpoint on.
 
-        What the checkpoint contains is settled, whatever the server remembers; batches from its step on stay
-        pinned and will be delivered again; workers keep their leases. Where the run has committed more than
+        The groups that the checkpoint contains are settled, even if the server has lost them; batches from its step on
+        stay pinned and will be delivered again; workers keep their leases. Where the run has committed more than
         the checkpoint contains, the learner promises with `replayable_to` to train the steps below that from
         its own record; if that is not enough the run forgets them, to be fed and generated again. With
         `regenerate` it forgets everything that the checkpoint does not contain.
@@ -189,7 +189,7 @@ class Batches:
         """Frees the batches of all steps < `step`, which a durable checkpoint contains, and returns how many groups it
         freed.
 
-        `groups` are trained too, whatever the server remembers. `watermark`: no group with a lower id that
+        `groups` are trained too, even if the server has lost that. `watermark`: no group with a lower id that
         the run does not hold will ever be fed again, so the names of trained ones below it are forgotten.
         Idempotent.
         """

@@ -10,7 +10,7 @@ from broker.schema import TrajectoryId
 
 @dataclass
 class Storage:
-    """See the settings of the same names in `BrokerConfig`; `payload_shards` is the same for all who work on a run."""
+    """See the settings of the same names in `BrokerConfig`; `payload_shards` is the same for all processes of a run."""
 
     payload_ttl_s: float = 600.0
     """The server forgets after so long a blob that no script has recorded."""

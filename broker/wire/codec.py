@@ -88,7 +88,7 @@ class _SegmentEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     turns: tuple[Turn, ...]
     experts: ExpertsHead | None
     token_bytes: int
-    """Of the compressed planes."""
+    """The bytes of the compressed planes."""
 
 
 class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -104,7 +104,7 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     worker: str
     experts: ExpertsHead | None
     token_bytes: int
-    """Of the compressed planes."""
+    """The bytes of the compressed planes."""
 
 
 def encode(value: msgspec.Struct) -> bytes:

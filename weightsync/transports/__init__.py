@@ -1,4 +1,4 @@
-"""How bytes travel: broadcast to a group that formed in a rendezvous, or pull over HTTP.
+"""Transports of bytes: broadcast to a group that was formed in a rendezvous, and pull over HTTP.
 
     rendezvous, store            a group forms by words in the broker; torch's own go the same way
     forming > collective, ipc    what a group sends through; deafness closes gloo's port once it is formed

@@ -183,18 +183,18 @@ def _open_gloo(kind: Any, store: Store, rank: int, size: int, interface: str, ti
 
 @dataclass(frozen=True, kw_only=True)
 class _Collective:
-    """What torch's process groups differ in."""
+    """The differences between torch's process groups."""
 
     class_name: str
-    """In torch.distributed."""
+    """The name of the class in torch.distributed."""
     open: Callable[[Any, Store, int, int, str, timedelta], Any]
     """(class, store, rank, size, interface, timeout) -> the group."""
     is_on_gpu: bool = True
-    """It moves GPU memory, connects in its first operation, and must be told to drop its connections."""
+    """Whether it moves GPU memory, connects in its first operation, and must be told to drop its connections."""
     ends_by_abort: bool = False
     """No timeout of its own ends an operation."""
     remedy: str = ""
-    """What a user may look into where no group forms."""
+    """What a user should check where no group can be formed."""
 
 
 COLLECTIVES = {

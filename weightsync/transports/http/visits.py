@@ -103,7 +103,7 @@ class _Loop:
         self._visit = visit
         self._tls = tls
         self._visits: dict[Visitor, Visit] = {}
-        """In the order in which they came."""
+        """The visits in the order in which they came."""
         self._pausing: set[Visitor] = set()
         self._selector = selectors.DefaultSelector()
         self._listens_again = 0.0
