@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from broker.errors import ConfigError, HeadwayError
-from deploy.launch.local import Local, after_stages
+from deploy.launch.commands import stage_command
+from deploy.launch.local import Local, after_stages, stop_notice
 from deploy.recipe.files import shipped_recipes
 from deploy.recipe.loading import dump_recipe, hint_of, load_recipe, with_overrides
 from deploy.recipe.recipe import Recipe
@@ -114,6 +115,13 @@ def test_a_warm_up_in_its_older_spelling_is_told_the_newer_one(tmp_path: Path) -
     assert answer.stderr.startswith("recipe.yaml: `sft` is an older spelling of the first stage.")
     assert load(tmp_path, **yaml.safe_load(said)).plan == old.plan
     assert headway("run", "recipe.yaml", "--dry-run", cwd=tmp_path).stderr == ""
+
+
+def test_a_stage_is_told_by_its_name(tmp_path: Path) -> None:
+    recipe = load(tmp_path, stages=[SFT, {"kind": "my_stages:Distill"}, RL])
+    names = [stage_command(recipe, recipe.run_directory, one).name for one in planned(recipe)]
+    assert names == ["Stage sft", "Stage Distill"]
+    assert stop_notice(recipe.plan[1]) == "stage Distill goes on from here next time"
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
