@@ -19,7 +19,7 @@ TITLED = {
     "two machines": "guides/roles.html#two-or-more-machines",
     "sft": "guides/stages.html#sft-before-rl",
     "password": "guides/server.html#passwords-what-each-role-may-do",
-    "power loss": "guarantees.html#power-loss",
+    "power loss": "guarantees.html#power-loss-at-the-server",
     "lag bounded": "rules.html#where-and-why-lag-is-bounded",
 }
 """What readers search for, and the section that answers it: the search prefers titles by far."""
