@@ -50,7 +50,7 @@ class Host:
             self._process = None
 
 
-class Pool:
+class HostPool:
     """Hosts of one program: some for many calls at once, and one in which lost calls are made again, one by one.
 
     So a call that hangs interrupts others only once, and in the end that call alone fails.

@@ -14,7 +14,7 @@ import msgspec
 
 from broker.errors import UserCodeError
 from broker.user_code.own import make_own
-from broker.user_code.pool import Pool
+from broker.user_code.pool import HostPool
 from broker.user_code.roots import ImportRoots
 from broker.user_code.wire import Program
 from rollout_workers.config import EnvironmentConfig
@@ -41,7 +41,7 @@ async def open_own(config: EnvironmentConfig, roots: ImportRoots) -> "OwnEnviron
         },
         import_path=str(roots.directory),
     )
-    pool = Pool(program, processes=config.processes)
+    pool = HostPool(program, processes=config.processes)
     try:
         await pool.open()
         max_turns = await pool.call("max_turns", deadline_s=config.deadline_s)
@@ -54,7 +54,7 @@ async def open_own(config: EnvironmentConfig, roots: ImportRoots) -> "OwnEnviron
 class OwnEnvironment:
     """Calls one class in processes that can be killed."""
 
-    def __init__(self, config: EnvironmentConfig, pool: Pool, max_turns: int) -> None:
+    def __init__(self, config: EnvironmentConfig, pool: HostPool, max_turns: int) -> None:
         self.max_turns = max_turns
         self._pool = pool
         self._deadline_s = config.deadline_s

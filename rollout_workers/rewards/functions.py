@@ -9,7 +9,7 @@ They run in processes of their own (`broker.user_code`), called by `function_cal
 
 from broker.errors import UserCodeError
 from broker.schema import Prompt
-from broker.user_code.pool import Pool
+from broker.user_code.pool import HostPool
 from broker.user_code.roots import ImportRoots
 from broker.user_code.wire import Program
 from rollout_workers.config import RewardConfig
@@ -33,7 +33,7 @@ async def open_function(config: RewardConfig, roots: ImportRoots) -> "FunctionSc
         },
         import_path=str(roots.directory),
     )
-    pool = Pool(program, processes=config.processes)
+    pool = HostPool(program, processes=config.processes)
     try:
         await pool.open()
     except BaseException:
@@ -45,7 +45,7 @@ async def open_function(config: RewardConfig, roots: ImportRoots) -> "FunctionSc
 class FunctionScorer:
     """Calls one function in processes that can be killed."""
 
-    def __init__(self, path: str, pool: Pool, deadline_s: float) -> None:
+    def __init__(self, path: str, pool: HostPool, deadline_s: float) -> None:
         self._pool = pool
         self._deadline_s = deadline_s
         self._failures = Failures(

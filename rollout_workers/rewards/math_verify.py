@@ -9,7 +9,7 @@ import logging
 from broker.errors import UserCodeError
 from broker.schema import Prompt
 from broker.user_code.host_process import HostLostError
-from broker.user_code.pool import Pool
+from broker.user_code.pool import HostPool
 from broker.user_code.roots import import_directory
 from broker.user_code.wire import Program
 
@@ -21,7 +21,7 @@ class MathVerifyScorer:
 
     def __init__(self, deadline_s: float, processes: int = 1) -> None:
         program = Program(name="math_verify", factory=f"{__name__}:Comparisons", import_path=str(import_directory()))
-        self._pool = Pool(program, processes=processes)
+        self._pool = HostPool(program, processes=processes)
         self._deadline_s = deadline_s
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
