@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from broker.errors import HeadwayError, WeightSyncError
 from rollout_workers.engines.abilities import EngineAbilities
 from rollout_workers.engines.base import Chunk
-from rollout_workers.engines.placing.loading import load_tensors
+from rollout_workers.engines.placing.loading import Filling, fill, load_tensors
 from weightsync.transports.abilities import TransportAbilities
 
 
@@ -28,17 +28,19 @@ class ForwardEngine:
         self.capacity, self.max_model_len = config.max_concurrent, config.max_model_len
         self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir)).eval()
         self._generator = torch.Generator().manual_seed(seed)
-        self._version, self._may_sample = None, asyncio.Event()
+        self._version, self._may_sample, self._is_closed = None, asyncio.Event(), False
 
     async def generate(self, request):
-        if self._version is None:
-            raise HeadwayError("call swap_weights first")
+        self._check(request.prompt_tokens)
         tokens = list(request.prompt_tokens)
         end = min(len(tokens) + request.max_new_tokens, self.max_model_len)
         while True:
             await self._may_sample.wait()
-            logprobs = self._logprobs(tokens, request.temperature)[-1]
-            token = int(torch.multinomial(logprobs.exp(), 1, generator=self._generator))
+            if self._is_closed:
+                raise HeadwayError("the engine was closed")
+            logprobs = self._logprobs(tokens, request.temperature or 1.0)[-1]
+            drawn = torch.multinomial(logprobs.exp(), 1, generator=self._generator)
+            token = int(drawn if request.temperature else logprobs.argmax())
             tokens.append(token)
             reason = "stop" if token in request.stop_token_ids else "length" if len(tokens) >= end else None
             yield Chunk(
@@ -49,22 +51,41 @@ class ForwardEngine:
             await asyncio.sleep(0)
 
     async def swap_weights(self, version, tensors, *, keep_cache=False, check=None):
-        self._may_sample.clear()
         load_tensors(self._model, tensors)
-        if check:
-            check(None)
-        self._version = version
-        self._may_sample.set()
+        self._hold(version, check)
 
     async def swap_in_parts(self, version, parts, *, keep_cache=False, check=None):
-        await self.swap_weights(version, [(n, t.clone()) async for part in parts for n, t in part], check=check)
+        filling = Filling(self._model)
+        async for part in parts:
+            self._may_sample.clear()
+            fill(filling.places(part))
+        filling.check_whole()
+        self._hold(version, check)
 
     async def score(self, token_ids):
         logprobs = self._logprobs(token_ids[:-1], 1.0)
         return logprobs.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
     async def close(self):
+        self._is_closed = True
+        self._may_sample.set()
+
+    def _hold(self, version, check):
         self._may_sample.clear()
+        if check:
+            check(None)
+        self._version = version
+        self._may_sample.set()
+
+    def _check(self, prompt):
+        if self._is_closed:
+            raise HeadwayError("the engine was closed")
+        if self._version is None:
+            raise HeadwayError("call swap_weights first")
+        if not 0 < len(prompt) < self.max_model_len:
+            raise HeadwayError(f"a prompt of {len(prompt)} tokens, and max_model_len is {self.max_model_len}")
+        if max(prompt) >= self._model.config.vocab_size:
+            raise HeadwayError("a token that the tokenizer does not have")
 
     @torch.no_grad()
     def _logprobs(self, tokens, temperature):
