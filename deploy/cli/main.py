@@ -102,6 +102,7 @@ for command in (
     roles.replay,
     runs.status,
     runs.scale,
+    runs.autoscale,
     runs.runs,
     tools.acl,
     tools.algorithms,

@@ -2,33 +2,32 @@
 
 import re
 import time
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from broker.client.broker import BlockingBroker
-from broker.connection.address import without_password
-from broker.errors import BrokerError, ConfigError, RunNotFoundError
+from broker.errors import BrokerError, ConfigError
 from broker.schema import PoolInfo
 from broker.server.access import Role
 from broker.server.credentials import url_as
+from deploy.observe.pools import pool_of
 from deploy.printing import say, say_json
 from deploy.roles.alone import client_of, locate_run
 
 LOOK_S = 0.2
+GONE = "The supervisor of pool {} has ended."
 
 
 def scale(change: str, pool: str, url: str | None, run: str | None, *, until_done: bool, as_json: bool) -> None:
     """Ask for `change` ("4", "+2", "-1") and print what was wanted before and is wanted now."""
     manner, workers = _parsed(change)
     where, run = locate_run(url, run)
-    with client_of(url or url_as(Role.LEARNER, where), run) as client:
-        pools = client.call(client.broker.status.snapshot()).pools
-        name = pool or _only(pools, run)
+    with client_of(url_as(Role.LEARNER, where), run) as client:
+        name = pool_of(client.call(client.broker.status.snapshot()), pool).pool
         outcome = client.call(client.broker.pools.scale(name, manner, workers))
         if outcome is None:
-            raise RunNotFoundError(_no_pool(name, pools, run, where))
+            raise BrokerError(GONE.format(name))
         before, wanted = outcome
         if not as_json:
             say(f"Pool {name} of run {run}: {wanted} worker{'s' * (wanted != 1)} wanted, {before} before.")
@@ -46,24 +45,6 @@ def _parsed(change: str) -> tuple[Literal["to", "by"], int]:
     return ("by" if change[0] in "+-" else "to"), int(change)
 
 
-def _only(pools: Sequence[PoolInfo], run: str) -> str:
-    if len(pools) == 1:
-        return pools[0].pool
-    if not pools:
-        raise ConfigError(
-            f"No supervisor of a pool is alive in run {run}: start workers with `headway run` or `headway workers`."
-        )
-    raise ConfigError(f"Run {run} has {len(pools)} pools ({_names(pools)}): name one with --pool.")
-
-
-def _no_pool(name: str, pools: Sequence[PoolInfo], run: str, url: str) -> str:
-    return f"Run {run} at {without_password(url)} has no pool {name}. Its pools: {_names(pools) or 'none'}."
-
-
-def _names(pools: Sequence[PoolInfo]) -> str:
-    return ", ".join(pool.pool for pool in pools)
-
-
 def _await(client: BlockingBroker, name: str, wanted: int) -> PoolInfo:
     """Wait until the pool has the wanted workers, and return it. Raises BrokerError if its supervisor is gone, or if
     another `headway scale` asked for another number meanwhile."""
@@ -71,7 +52,7 @@ def _await(client: BlockingBroker, name: str, wanted: int) -> PoolInfo:
         status = client.call(client.broker.status.snapshot())
         found = next((pool for pool in status.pools if pool.pool == name), None)
         if found is None:
-            raise BrokerError(f"The supervisor of pool {name} has ended.")
+            raise BrokerError(GONE.format(name))
         if found.wanted != wanted:
             raise BrokerError(f"Pool {name} was asked for {found.wanted} workers meanwhile, not {wanted}.")
         if (found.running, found.leaving, found.restarting) == (wanted, 0, 0):

@@ -39,6 +39,59 @@ def scale(workers: str, pool: str, url: str | None, run: str | None, wait: bool,
     scale(workers, pool, url, run, until_done=wait, as_json=as_json)
 
 
+@click.command()
+@click.option("--most", type=click.IntRange(1, 4096), required=True, help="The most workers of the pool.")
+@click.option("--least", type=click.IntRange(0, 4096), default=1, show_default=True, help="The fewest.")
+@click.option("--pool", default="", help="Default: the run's only pool.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.1,
+    show_default=True,
+    help="The share of its time for which the learner may wait for samples.",
+)
+@click.option(
+    "--busy",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.6,
+    show_default=True,
+    help="Engines with a smaller share of their places in use count as idle.",
+)
+@click.option("--steps", type=click.IntRange(1, 100), default=5, show_default=True, help="Steps that are looked at.")
+@click.option("--cooldown-s", type=click.FloatRange(0), default=30.0, show_default=True, help="Time between changes.")
+@click.option("--dry-run", is_flag=True, help="Explain each decision, and change nothing.")
+@click.option(
+    "--broker", "url", envvar="HEADWAY_BROKER", show_envvar=True, help="Default: the newest run below ./runs."
+)
+@click.option("--run", "run", envvar="HEADWAY_RUN", show_envvar=True, help="The run's name.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object for each decision.")
+def autoscale(
+    most: int,
+    least: int,
+    pool: str,
+    wait: float,
+    busy: float,
+    steps: int,
+    cooldown_s: float,
+    dry_run: bool,
+    url: str | None,
+    run: str | None,
+    as_json: bool,
+) -> None:
+    """Scale a pool of a running run until the run is over.
+
+    Out when the learner waits for samples and engines are busy; in when it hardly waits, and engines are idle or the
+    lag is close to its bound. Ctrl-C leaves the pool as it is. It needs the learner's password, --dry-run does not.
+    """
+    if least > most:
+        raise click.UsageError("--least is above --most.")
+    from deploy.observe.autoscaling import Targets
+    from deploy.roles.autoscaler import autoscale
+
+    targets = Targets(least=least, most=most, wait=wait, busy=busy, steps=steps)
+    autoscale(url, run, pool, targets, cooldown_s=cooldown_s, dry_run=dry_run, as_json=as_json)
+
+
 @click.group()
 def runs() -> None:
     """List, show and delete the runs that a broker holds."""

@@ -1,0 +1,103 @@
+"""`headway autoscale`: looks at a run again and again, and asks a pool for the workers that the rule wants.
+
+It is a process of its own beside any run, wherever the pool was started. A pool whose autoscaler ends stays as it is.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from broker.client.broker import BlockingBroker
+from broker.schema import RunStatus
+from broker.server.access import Role
+from broker.server.credentials import url_as
+from deploy.observe.autoscaling import Autoscaler, Decision, Load, Targets, steps_made
+from deploy.observe.pools import pool_of
+from deploy.printing import say, say_json
+from deploy.recipe.loading import recipe_from_bytes
+from rollout_workers.run_end import RUN_OVER
+
+from .alone import client_of, locate_run
+
+LOOK_S = 2.0
+"""Seconds between two looks at the run."""
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """What the autoscaler saw at one look, and what it decided."""
+
+    pool: str
+    load: Load
+    decision: Decision
+
+
+def autoscale(
+    url: str | None, run: str | None, pool: str, targets: Targets, *, cooldown_s: float, dry_run: bool, as_json: bool
+) -> None:
+    """Scale the pool until the run is over or Ctrl-C, and print each decision whose reason is new.
+
+    `dry_run`: print the decisions and ask for nothing. Raises RunNotFoundError where the run has no such pool.
+    """
+    where, run = locate_run(url, run)
+    with client_of(where if dry_run else url_as(Role.LEARNER, where), run) as client:
+        said = ""
+        for look in Autoscaling(client, pool, targets, cooldown_s, dry_run).looks():
+            if look.decision.reason != said:
+                said = look.decision.reason
+                _tell(look, as_json)
+
+
+@dataclass
+class Autoscaling:
+    """The looks at one pool of one run."""
+
+    client: BlockingBroker
+    pool: str
+    """Its name; empty: the run's only one."""
+    targets: Targets
+    cooldown_s: float
+    """Seconds after a change in which nothing is changed again."""
+    dry_run: bool
+
+    def __post_init__(self) -> None:
+        self._scaler = Autoscaler(self.targets)
+        self._changed = float("-inf")
+        self._since: int | None = None
+        """Steps that the run had made when the pool last changed."""
+
+    def looks(self) -> Iterator[Look]:
+        """Yield a look every LOOK_S seconds until the run is over."""
+        while (status := self._status()).state not in RUN_OVER:
+            if time.monotonic() - self._changed >= self.cooldown_s:
+                yield self._look(status)
+            time.sleep(LOOK_S)
+
+    def _look(self, status: RunStatus) -> Look:
+        info, made = pool_of(status, self.pool), steps_made(status)
+        if self._since is None or made < self._since:  # it has just begun, or the run went back
+            self._since = made
+        load = Load.of(status, info, self._since, self._max_lag(), self.targets)
+        decision = self._scaler.decide(load)
+        if decision.wanted != info.wanted and not self.dry_run:
+            self._since, self._changed = made, time.monotonic()
+            self.client.call(self.client.broker.pools.scale(info.pool, "to", decision.wanted))
+        return Look(pool=info.pool, load=load, decision=decision)
+
+    def _status(self) -> RunStatus:
+        return self.client.call(self.client.broker.status.snapshot(whichever=True))
+
+    def _max_lag(self) -> int:
+        """Return the run's bound, which a learner that resumes may change."""
+        stored = self.client.call(self.client.broker.status.config())
+        return recipe_from_bytes(stored).staleness.max_lag if stored is not None else 0
+
+
+def _tell(look: Look, as_json: bool) -> None:
+    if as_json:
+        say_json(look, in_one_line=True)
+        return
+    wanted, before = look.decision.wanted, look.load.wanted
+    change = f"{before} workers stay" if wanted == before else f"{before} -> {wanted} workers"
+    say(f"Pool {look.pool}: {change}. {look.decision.reason}")

@@ -1,0 +1,181 @@
+"""The autoscaler's rule on simulated pools: it finds the number of workers that is needed, and stays there.
+
+And its looks at a real broker, of a run whose learner and workers are scripted.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+from msgspec.structs import replace as changed
+
+from broker import BlockingBroker
+from broker.schema import PoolInfo
+from broker.server.embedded import EmbeddedServer
+from deploy.observe.autoscaling import Autoscaler, Decision, Load, Targets
+from deploy.recipe.loading import load_recipe, recipe_to_bytes
+from deploy.roles.autoscaler import Autoscaling
+from tests.broker.scenario import FRESH, rules
+from tests.broker.test_codec import STEP, WORKER
+
+TARGETS = Targets(least=1, most=32, steps=4)
+CALM = Load(wanted=4, running=4, steps=9, wait=0.07, busy=0.9, lag=0.5, train_s=1.0)
+
+
+@dataclass
+class Simulation:
+    """A learner that trains `batch` samples a step for `train_s` seconds, and workers that each sample `rate` a second.
+
+    At most `batch * (max_lag + 1)` samples are under way or ready, as admission has it.
+    """
+
+    workers: int
+    rate: float
+    train_s: float = 1.0
+    batch: int = 64
+    max_lag: int = 2
+    places: int = 16
+    ready: float = field(default=0.0, init=False)
+
+    @property
+    def needed(self) -> int:
+        """Returns the fewest workers with which the learner hardly waits."""
+        return math.ceil(self.batch / self.train_s / self.rate)
+
+    def step(self) -> tuple[float, float, float]:
+        """Returns the seconds that the learner waited in a step, the share of places in use, and the lag's share."""
+        rate = self.workers * self.rate
+        waited = max(0.0, (self.batch - self.ready) / rate)
+        self.ready = max(self.ready + waited * rate, self.batch) - self.batch
+        room = self.batch * self.max_lag - self.ready
+        made = min(rate * self.train_s, room)
+        self.ready += made
+        busy = 1.0 if waited else made / (rate * self.train_s)
+        return waited, busy, min(self.ready / (self.batch * self.max_lag), 1.0)
+
+
+def play(simulation: Simulation, scaler: Autoscaler, rounds: int) -> list[int]:
+    """Lets the rule decide after every few steps; returns the numbers of workers that it chose."""
+    chosen = []
+    for _ in range(rounds):
+        looks = [simulation.step() for _ in range(TARGETS.steps)]
+        waited = sum(look[0] for look in looks)
+        load = Load(
+            wanted=simulation.workers,
+            running=simulation.workers,
+            steps=TARGETS.steps,
+            wait=waited / (waited + len(looks) * simulation.train_s),
+            busy=sum(look[1] for look in looks) / len(looks),
+            lag=looks[-1][2],
+            train_s=simulation.train_s,
+        )
+        simulation.workers = scaler.decide(load).wanted
+        chosen.append(simulation.workers)
+    return chosen
+
+
+@pytest.mark.parametrize("begin", [1, 3, 32])
+def test_it_finds_the_number_that_is_needed_and_stays_there(begin: int) -> None:
+    simulation = Simulation(workers=begin, rate=8.0)
+    assert_settled(simulation, play(simulation, Autoscaler(TARGETS), 30))
+
+
+def test_a_step_of_the_load_is_followed_out_and_a_drop_in(scaler: Autoscaler) -> None:
+    simulation = Simulation(workers=4, rate=16.0)
+    assert_settled(simulation, play(simulation, scaler, 20))
+    simulation.rate = 8.0  # responses are twice as long
+    during = play(simulation, scaler, 20)
+    assert during == sorted(during)
+    assert_settled(simulation, during)
+    simulation.train_s = 2.0  # the learner is half as fast
+    after = play(simulation, scaler, 30)
+    assert max(after) < during[-1]
+    assert_settled(simulation, after)
+
+
+def assert_settled(simulation: Simulation, chosen: list[int]) -> None:
+    assert len(set(chosen[-10:])) == 1
+    assert simulation.needed - 1 <= chosen[-1] <= simulation.needed + 1
+
+
+@pytest.fixture
+def scaler() -> Autoscaler:
+    return Autoscaler(TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "decision"),
+    [
+        ({}, Decision(4, "within the targets")),
+        ({"running": 3}, Decision(4, "3 of 4 workers run; the others still start.")),
+        ({"steps": 3}, Decision(4, "The learner has made 3 of 4 steps since the last change.")),
+        ({"wanted": 40, "running": 40}, Decision(32, "outside of its limits")),
+        ({"wanted": 0, "running": 0}, Decision(1, "outside of its limits")),
+        (
+            {"wait": 0.4},
+            Decision(6, "The learner waits 40% of its time, engines are 90% busy, lag is 50% of its bound"),
+        ),
+        ({"wait": 0.4}, Decision(6, "the learner starves")),
+        ({"wait": 0.99}, Decision(8, "the learner starves")),
+        ({"wait": 0.4, "busy": 0.3}, Decision(4, "not for want of workers")),
+        ({"wait": 0.4, "wanted": 32, "running": 32}, Decision(32, "32 are the most allowed")),
+        ({"wait": 0.0, "busy": 0.5}, Decision(3, "workers generate more than is trained")),
+        ({"wait": 0.0, "busy": 0.1}, Decision(2, "workers generate more than is trained")),
+        ({"wait": 0.0, "lag": 0.95}, Decision(3, "workers generate more than is trained")),
+        ({"wait": 0.0, "busy": 0.1, "wanted": 1, "running": 1}, Decision(1, "that is the least")),
+    ],
+)
+def test_each_decision_follows_the_stated_rule(
+    scaler: Autoscaler, changes: dict[str, float], decision: Decision
+) -> None:
+    found = scaler.decide(replace(CALM, **changes))  # type: ignore[arg-type]
+    assert found.wanted == decision.wanted
+    assert decision.reason in found.reason
+
+
+def test_it_does_not_shrink_to_where_the_learner_starved_until_the_pace_is_another(scaler: Autoscaler) -> None:
+    scaler.decide(replace(CALM, wanted=3, running=3, wait=0.3))
+    idle = replace(CALM, wait=0.0, busy=0.4)
+    assert scaler.decide(idle) == Decision(
+        4,
+        "The learner waits 0% of its time, engines are 40% busy, lag is 50% of its bound: fewer workers would do, but"
+        " the learner starved with 3.",
+    )
+    assert scaler.decide(replace(idle, train_s=1.5)).wanted == 2
+
+
+LONG_S = 50.0
+WAITING = changed(STEP, take_s=0.4, train_s=0.6, step_s=1.0, lag_mean=1.0)
+
+
+@pytest.mark.parametrize(("dry_run", "wanted"), [(False, 6), (True, 4)])
+def test_what_it_decides_of_a_run_reaches_the_pools_supervisor(
+    server: EmbeddedServer, run_name: str, monkeypatch: pytest.MonkeyPatch, dry_run: bool, wanted: int
+) -> None:
+    monkeypatch.setattr("deploy.roles.autoscaler.LOOK_S", 0.01)
+    client = BlockingBroker(server.url, run_name)
+    broker = client.broker
+    recipe = load_recipe("arithmetic.yaml")
+    claim = client.call(
+        broker.batches.claim(checkpoint=FRESH, rules=rules(2), config=recipe_to_bytes(recipe), resume=False)
+    )
+    client.call(broker.status.set_state(claim.owner, "training"))
+    info = PoolInfo(pool="workers", host="h", pid=7, running=4)
+    client.call(broker.pools.report(info, 4, LONG_S))
+    client.call(broker.status.heartbeat(changed(WORKER, capacity=8, active=8), LONG_S))
+
+    def make(steps: int) -> None:
+        for step in range(steps):
+            client.call(broker.status.report_step(claim.owner, changed(WAITING, step=step)))
+
+    looks = Autoscaling(client, "", TARGETS, 0.0, dry_run).looks()
+    assert "has made 0 of 4 steps" in next(looks).decision.reason
+    make(4)
+    look = next(looks)
+    assert look.load.wait == pytest.approx(0.4)
+    assert (look.load.busy, look.load.lag, look.load.train_s) == (1.0, 0.5, 0.6)
+    assert look.decision.wanted == 6
+    assert client.call(broker.pools.report(info, 4, LONG_S)) == wanted
+    client.call(broker.status.set_state(claim.owner, "finished"))
+    assert list(looks) == []
+    client.close()
