@@ -1,1 +1,1 @@
-"""A run as it is now, for a terminal and for metric sinks."""
+"""A run as it is now, for a terminal, for metric sinks and for Prometheus."""

@@ -12,6 +12,8 @@ from broker.installation import is_installed
 from broker.user_code.kinds import unknown_kind
 from broker.user_code.options import typed_options
 
+LOOPBACK = "127.0.0.1"
+
 
 class JsonlOptions(msgspec.Struct, frozen=True, kw_only=True):
     """There are no options: every reader knows where a run's record lies."""
@@ -24,6 +26,13 @@ class TensorBoardOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(description="parent of the event files' directory/RUN, which runs may share; empty: the run's directory"),
     ] = ""
+
+
+class PrometheusOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the Prometheus sink."""
+
+    host: Annotated[str, Meta(min_length=1, description="address on which the learner serves its metrics")] = LOOPBACK
+    port: Annotated[int, Meta(ge=0, le=65535, description="its port; 0: any free one, which the learner logs")] = 9464
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,7 @@ SINKS = {
     "tensorboard": KnownSink(
         options=TensorBoardOptions, package="tensorboard", remedy="pip install 'headway[tensorboard]'."
     ),
+    "prometheus": KnownSink(options=PrometheusOptions),
 }
 
 

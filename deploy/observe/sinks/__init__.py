@@ -1,7 +1,7 @@
 """Sends a run's metrics to any number of sinks, as typed events: a step, an evaluation, a heartbeat.
 
     learner ─ event ─► Sinks ─┬─ jsonl        the run's record, written before the learner goes on
-                              └─ queue ─► tensorboard, or your own, in a thread of its own
+                              └─ queue ─► tensorboard, prometheus, or your own, in a thread of its own
 
 The events are in `deploy.run.events`, and a sink is a `base.MetricSink`. The invariant: the run's record is written
 whole, or the learner ends. Training goes on whatever another sink does, and the events that it loses are counted.
@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from broker.user_code.kinds import unknown_kind
 from broker.user_code.options import typed_options
 from broker.user_code.own import in_one_paragraph, make_own
-from deploy.recipe.sinks import SINKS, JsonlOptions, SinkConfig, TensorBoardOptions, check_sink_packages
+from deploy.recipe.sinks import (
+    SINKS,
+    JsonlOptions,
+    PrometheusOptions,
+    SinkConfig,
+    TensorBoardOptions,
+    check_sink_packages,
+)
 
 from .base import MetricSink, SinkRun
 from .delivery import Sinks
@@ -42,6 +49,10 @@ def make_sink(config: SinkConfig, where: str) -> MetricSink:
             from .tensorboard import TensorBoardSink
 
             return TensorBoardSink(typed_options(config.options, TensorBoardOptions, f"{where}.options"))
+        case "prometheus":
+            from .prometheus import PrometheusSink
+
+            return PrometheusSink(typed_options(config.options, PrometheusOptions, f"{where}.options"), where)
         case own if ":" in own:
             return _own(config, where)
         case unknown:

@@ -1,0 +1,10 @@
+"""Serves a role's figures to Prometheus: each process has an endpoint of its own.
+
+    learner ─ event ─► sinks/prometheus.py ─► run.RunCollector ─┐
+    worker ──────────────────────────────────────────────────────┴─► endpoint.Endpoint ◄─ GET /metrics
+
+    families.py   a metric's name, help and the figures that it shows
+
+A name is `headway_<part>_<what>_<unit>`, in seconds, bytes, tokens and steps; names in `_total` only grow while the
+process lives. The invariant: a scrape waits for nothing but a copy of figures, and training never waits for a scrape.
+"""

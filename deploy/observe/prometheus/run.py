@@ -1,0 +1,180 @@
+"""The learner's metrics: sums and last values of its steps, and the pool and the queues as it saw them last."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from threading import Lock
+from typing import get_args, get_type_hints
+
+import msgspec
+from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from broker.schema import WorkerInfo
+from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StepEvent
+from deploy.run.figures import generated_per_s
+
+from .families import Family, metric, shown
+
+LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1000)
+"""Upper bounds of the histogram's buckets, in steps. `staleness.max_lag` is at most 1000."""
+LAST_STEP = (
+    Family("headway_learner_incarnation", "How many learners have claimed the run so far.", "incarnation"),
+    Family("headway_learner_step", "Number of the last trained step; the first is 0.", "step"),
+    Family("headway_learner_planned_steps", "Steps of the run: learner.steps.", "total_steps"),
+    Family("headway_learner_loop_seconds", "Time since this learner began its loop.", "time_s"),
+    Family("headway_learner_step_seconds", "Time of the last step, waiting included.", "step_s"),
+    Family("headway_learner_reward_mean", "Mean reward of the last step's trajectories.", "reward_mean"),
+    Family("headway_learner_reward_stddev", "Standard deviation of the same rewards.", "reward_std"),
+    Family("headway_learner_response_mean_tokens", "Mean length of a trained response.", "response_tokens_mean"),
+    Family("headway_learner_lag_mean_steps", "Mean lag of the last step's trajectories.", "lag_mean"),
+    Family("headway_learner_lag_max_steps", "Largest lag of a token that the last step trained.", "lag_max"),
+    Family("headway_learner_loss", "Loss of the last step; absent if it was not finite.", "loss"),
+    Family("headway_learner_gradient_norm", "Norm of the gradient; absent if it was not finite.", "grad_norm"),
+    Family("headway_learner_learning_rate", "The optimizer's learning rate.", "learning_rate"),
+)
+SUMS = (
+    Family("headway_learner_steps_total", "Steps trained.", "steps"),
+    Family("headway_learner_skipped_updates_total", "Steps whose gradient was not finite.", "skipped_updates"),
+    Family("headway_learner_groups_total", "Groups trained.", "groups"),
+    Family("headway_learner_trajectories_total", "Trajectories trained.", "trajectories"),
+    Family(
+        "headway_learner_mixed_version_trajectories_total",
+        "Trained trajectories that weights of several versions sampled.",
+        "mixed_version_trajectories",
+    ),
+    Family("headway_learner_trained_tokens_total", "Response tokens in the loss.", "trained_tokens"),
+    Family("headway_learner_packed_tokens_total", "Tokens that went through the model.", "packed_tokens"),
+    Family("headway_learner_micro_batches_total", "Forward and backward passes, over all ranks.", "micro_batches"),
+    Family(
+        "headway_learner_phase_seconds_total",
+        "The loop's time by what it did: waiting for a batch, training, publishing, saving a checkpoint.",
+        label="phase",
+        by_label={"waiting": "take_s", "training": "train_s", "publishing": "publish_s", "saving": "checkpoint_s"},
+    ),
+)
+QUEUES = (
+    Family(
+        "headway_broker_groups",
+        "Groups in the broker, by state.",
+        label="state",
+        by_label={"waiting": "pool", "generating": "open", "ready": "ready", "taken": "pinned"},
+    ),
+    Family(
+        "headway_broker_samples",
+        "Samples that wait for a lease, and samples that a worker holds a lease of.",
+        label="state",
+        by_label={"waiting": "retry", "leased": "leased"},
+    ),
+    Family("headway_broker_stored_bytes", "Bytes of samples that the broker holds.", "payload_bytes"),
+    Family("headway_broker_admitted_groups_total", "Groups admitted since the run began.", "admitted"),
+    Family("headway_broker_requeued_groups_total", "Groups sent back over the bound on lag.", "requeued_stale"),
+    Family(
+        "headway_broker_dropped_groups_total",
+        "Groups dropped: over the bound on lag, or because all their rewards were the same.",
+        label="reason",
+        by_label={"stale": "dropped_stale", "same_rewards": "uninformative"},
+    ),
+    Family("headway_broker_trimmed_samples_total", "Samples that their groups went without.", "trimmed_samples"),
+    Family("headway_broker_expired_leases_total", "Leases that their worker lost.", "expired_leases"),
+    Family(
+        "headway_broker_refused_samples_total",
+        "Samples refused: late or duplicate, or impossible.",
+        label="reason",
+        by_label={"late": "fenced", "impossible": "rejected"},
+    ),
+    Family("headway_broker_generated_tokens_total", "Response tokens of accepted samples.", "generated_tokens"),
+    Family("headway_broker_wasted_tokens_total", "Response tokens of refused samples.", "wasted_tokens"),
+    Family("headway_broker_resumed_tokens_total", "Tokens after which a worker continued.", "resumed_tokens"),
+    Family("headway_broker_discarded_tokens_total", "Tokens of segments that were of no use.", "discarded_tokens"),
+)
+STATES: tuple[str, ...] = get_args(get_type_hints(WorkerInfo)["state"])
+
+
+class RunCollector(Collector):
+    """Keeps what the learner's events say, for scrapes in other threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._sums: Counter[str] = Counter()
+        self._lags: Counter[int] = Counter()
+        self._run: dict[str, str] = {}
+        self._step: StepEvent | None = None
+        self._step_at = 0.0
+        """When the last step was reported, in seconds since 1970."""
+        self._evaluation: EvaluationEvent | None = None
+        self._heartbeat: HeartbeatEvent | None = None
+        self._heartbeat_at = 0.0
+
+    def begin(self, name: str, identity: str) -> None:
+        """Name the run."""
+        with self._lock:
+            self._run = {"run": name, "identity": identity}
+
+    def note(self, event: Event) -> None:
+        """Take an event in."""
+        with self._lock:
+            match event:
+                case StepEvent():
+                    self._add(event)
+                case EvaluationEvent():
+                    self._evaluation = event
+                case HeartbeatEvent():
+                    self._heartbeat, self._heartbeat_at = event, time.time()
+
+    def _add(self, event: StepEvent) -> None:
+        self._step, self._step_at = event, time.time()
+        figures = msgspec.structs.asdict(event.metrics)
+        figures |= {"steps": 1, "skipped_updates": int(event.metrics.grad_norm is None)}
+        for family in SUMS:
+            for name in (family.by_label or {"": family.field}).values():
+                self._sums[name] += figures[name]
+        self._lags.update(event.metrics.lag_histogram)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics, as of one moment."""
+        with self._lock:
+            found = [*self._of_steps(), *self._of_heartbeat()]
+        yield from found
+
+    def _of_steps(self) -> Iterator[Metric]:
+        yield InfoMetricFamily("headway_run", "The run that this learner trains.", self._run)
+        yield from shown(SUMS, self._sums)
+        yield self._lag_histogram()
+        if self._step is not None:
+            metrics = self._step.metrics
+            yield from shown(LAST_STEP, msgspec.structs.asdict(metrics))
+            yield metric("headway_learner_algorithm", "Figures of the loss, by name.", metrics.algorithm, "figure")
+            yield metric(
+                "headway_learner_last_step_timestamp_seconds", "When the last step ended.", {"": self._step_at}
+            )
+        if self._evaluation is not None:
+            rate, step = self._evaluation.pass_rate, self._evaluation.step
+            yield metric("headway_learner_pass_rate", "Pass rate on held-out prompts.", {"": rate})
+            yield metric("headway_learner_pass_rate_step", "The step before which it was measured.", {"": step})
+
+    def _lag_histogram(self) -> Metric:
+        counts = [sum(count for lag, count in self._lags.items() if lag <= bound) for bound in LAG_BUCKETS]
+        buckets = [(str(float(bound)), float(count)) for bound, count in zip(LAG_BUCKETS, counts, strict=True)]
+        return HistogramMetricFamily(
+            "headway_learner_trajectory_lag_steps",
+            "Lag of the oldest trained token of each trained trajectory.",
+            [*buckets, ("+Inf", float(self._lags.total()))],
+            sum(lag * count for lag, count in self._lags.items()),
+        )
+
+    def _of_heartbeat(self) -> Iterator[Metric]:
+        """Yield the pool and the queues. A worker that has left is not among them any more."""
+        if self._heartbeat is None:
+            return
+        workers = self._heartbeat.workers
+        yield from shown(QUEUES, msgspec.structs.asdict(self._heartbeat.queues))
+        states: Counter[str] = Counter(worker.state for worker in workers)
+        yield metric("headway_pool_workers", "Living workers, by state.", {s: states[s] for s in STATES}, "state")
+        versions = {worker.worker: worker.version.step if worker.version else None for worker in workers}
+        yield metric("headway_pool_weight_step", "Step of the weights of each living worker.", versions, "worker")
+        rate = generated_per_s(workers)
+        yield metric("headway_pool_tokens_per_second", "Tokens that the workers generate.", {"": rate})
+        yield metric(
+            "headway_pool_seen_timestamp_seconds", "When the learner looked at the pool.", {"": self._heartbeat_at}
+        )

@@ -1,0 +1,24 @@
+"""What a Prometheus server reads from an endpoint."""
+
+import urllib.request
+
+from prometheus_client.parser import text_string_to_metric_families
+
+Sample = tuple[str, tuple[tuple[str, str], ...]]
+"""A metric's name, and its labels with their values, sorted."""
+
+
+def scrape(url: str) -> dict[Sample, float]:
+    """Every figure at the endpoint."""
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def figure(found: dict[Sample, float], name: str, **labels: str) -> float | None:
+    """One of them; None: there is no such figure."""
+    return found.get((name, tuple(sorted(labels.items()))))

@@ -1,0 +1,152 @@
+"""The learner's endpoint for Prometheus shows what the run's record says, and training waits for no scrape."""
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from broker.errors import ConfigError
+from broker.schema import QueueDepths, StepMetrics
+from deploy.observe.prometheus.run import LAST_STEP, QUEUES, SUMS
+from deploy.observe.sinks import open_sinks
+from deploy.observe.sinks.delivery import Sinks
+from deploy.observe.sinks.prometheus import PrometheusSink
+from deploy.recipe.sinks import PrometheusOptions, SinkConfig
+from deploy.run.events import Event, HeartbeatEvent
+from tests.deploy.runs import evaluation, open_record, run_status, sink_run, step_event, step_metrics
+
+from .scrapes import figure, scrape
+
+
+@contextmanager
+def endpoint(*events: Event, directory: Path = Path()) -> Iterator[PrometheusSink]:
+    """The sink of a run that had these events."""
+    with closing(PrometheusSink(PrometheusOptions(port=0))) as sink:
+        sink.open(sink_run(directory, "0123456789abcdef"))
+        for event in events:
+            sink.write(event)
+        yield sink
+
+
+def varied(step: int) -> Event:
+    """A step that differs from the others in every figure."""
+    event, factor = step_event(step, reward=step / 8), 1 + step / 7
+    changed: dict[str, Any] = {
+        name: type(value)(value * factor)
+        for name, value in msgspec.structs.asdict(event.metrics).items()
+        if isinstance(value, int | float) and name not in ("step", "incarnation", "total_steps")
+    }
+    metrics = replace(event.metrics, **changed, lag_histogram={step: 10, 5: 7, 700: 1}, algorithm={"ess": factor / 9})
+    return replace(event, metrics=metrics)
+
+
+def test_every_figure_of_the_record_is_at_the_endpoint(tmp_path: Path) -> None:
+    events = [varied(step) for step in range(5)]
+    record = open_record(tmp_path)
+    for event in events:
+        record.write(event)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    with endpoint(*events) as sink:
+        found = scrape(sink.url)
+    for family in LAST_STEP:
+        assert figure(found, family.name) == lines[-1][family.field], family.name
+    for family in SUMS:
+        for label, name in (family.by_label or {"": family.field}).items():
+            labels = {family.label: label} if family.label else {}
+            told = sum(line.get(name, 1 if name == "steps" else 0) for line in lines)
+            assert figure(found, family.name, **labels) == told, family.name
+    for name, value in lines[-1]["algorithm"].items():
+        assert figure(found, "headway_learner_algorithm", figure=name) == value
+    lags = [int(lag) for line in lines for lag, count in line["lag_histogram"].items() for _ in range(count)]
+    histogram = "headway_learner_trajectory_lag_steps"
+    assert figure(found, f"{histogram}_count") == len(lags)
+    assert figure(found, f"{histogram}_sum") == sum(lags)
+    for bound in ("0.0", "2.0", "6.0", "512.0", "1000.0", "+Inf"):
+        assert figure(found, f"{histogram}_bucket", le=bound) == sum(lag <= float(bound) for lag in lags)
+
+
+def test_no_figure_of_a_step_or_of_the_queues_is_left_out() -> None:
+    shown = {name for family in (*LAST_STEP, *SUMS) for name in (family.by_label or {"": family.field}).values()}
+    counted_here = {"steps", "skipped_updates"}
+    assert shown - counted_here == set(StepMetrics.__struct_fields__) - {"lag_histogram", "algorithm"}
+    queues = {name for family in QUEUES for name in (family.by_label or {"": family.field}).values()}
+    assert queues == set(QueueDepths.__struct_fields__)
+
+
+def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
+    status = run_status()
+    heartbeat = HeartbeatEvent.of(status, step_metrics(3))
+    gone = replace(heartbeat, workers=heartbeat.workers[:1])
+    with endpoint(evaluation(1, 0, 0.25), step_event(0), heartbeat) as sink:
+        found = scrape(sink.url)
+        sink.write(gone)
+        later = scrape(sink.url)
+    queues = msgspec.structs.asdict(status.queues)
+    for family in QUEUES:
+        for label, name in (family.by_label or {"": family.field}).items():
+            labels = {family.label: label} if family.label else {}
+            assert figure(found, family.name, **labels) == queues[name], family.name
+    assert figure(found, "headway_pool_workers", state="generating") == 2
+    assert figure(later, "headway_pool_workers", state="generating") == 1
+    assert figure(later, "headway_pool_workers", state="paused") == 0
+    assert figure(found, "headway_pool_weight_step", worker="node-worker-0-ab12") == 37
+    assert figure(found, "headway_pool_weight_step", worker="node-worker-1-cd34") is None, "it has no version yet"
+    assert figure(found, "headway_learner_pass_rate") == 0.25
+    assert figure(found, "headway_run_info", run="arithmetic", identity="0123456789abcdef") == 1
+    assert (figure(found, "process_resident_memory_bytes") or 0) > 0
+
+
+def test_counters_are_there_before_the_first_step_and_gauges_are_not() -> None:
+    with endpoint() as sink:
+        found = scrape(sink.url)
+    assert figure(found, "headway_learner_steps_total") == 0
+    assert figure(found, "headway_learner_step") is None
+
+
+def test_a_step_without_a_finite_gradient_is_counted_and_shows_no_norm() -> None:
+    event = step_event(1)
+    skipped = replace(event, metrics=replace(event.metrics, loss=None, grad_norm=None))
+    with endpoint(step_event(0), skipped) as sink:
+        found = scrape(sink.url)
+    assert figure(found, "headway_learner_skipped_updates_total") == 1
+    assert figure(found, "headway_learner_gradient_norm") is None
+
+
+def test_a_second_learner_on_the_same_port_is_told_what_to_do(tmp_path: Path) -> None:
+    with endpoint() as sink:
+        port = urlsplit(sink.url).port
+        configs = (SinkConfig(kind="jsonl"), SinkConfig(kind="prometheus", options={"port": port}))
+        words = rf"No metrics can be served at 127\.0\.0\.1, port {port}: Address already in use.*metrics\[1\]\.options"
+        with pytest.raises(ConfigError, match=words):
+            open_sinks(configs, sink_run(tmp_path))
+
+
+def test_a_scraper_that_does_not_read_holds_up_neither_training_nor_others(tmp_path: Path) -> None:
+    sink = PrometheusSink(PrometheusOptions(port=0))
+    address = urlsplit(sink.url)
+    with (
+        socket.create_connection((address.hostname, address.port)) as silent,
+        socket.create_connection((address.hostname, address.port)) as deaf,
+        Sinks({"record": open_record(tmp_path), "prometheus": sink}, sink_run(tmp_path)) as sinks,
+    ):
+        silent.sendall(b"GET /metrics HTTP/1.1\r\n")  # and never the rest of its request
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")  # and never reads the answer
+        for step in range(50):
+            sinks.write(step_event(step))
+        while figure(scrape(sink.url), "headway_learner_step") != 49:
+            pass
+    assert sinks.lost == {"prometheus": 0}
+
+
+def test_a_closed_endpoint_frees_its_port() -> None:
+    with endpoint() as sink:
+        port = urlsplit(sink.url).port or 0
+    with closing(PrometheusSink(PrometheusOptions(port=port))) as again:
+        assert again.url == sink.url
