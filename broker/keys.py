@@ -48,6 +48,7 @@ worker:W*             string  worker W's report of itself (frame)               
 session:W*            string  the session that worker W's name belongs to        2 minutes       heartbeat
 workers*              set     names of workers                                   a day           heartbeat
 serving*              set     workers with a version that do not drain           a day           heartbeat, turn
+dismissed*            hash    worker -> the session that was asked to drain      a day           dismiss
 pool:NAME*            string  the report of pool NAME's supervisor (frame)       its TTL         pool
 pools*                set     names of pools                                     a day           pool
 supervisors*          hash    pool -> the session of its supervisor              a day           pool

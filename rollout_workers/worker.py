@@ -269,7 +269,8 @@ class Worker:
         while True:
             with self._outages:
                 await self._held.renew()  # first: if the server refuses the report, no lease may be lost
-                await self._broker.status.heartbeat(self.info(), self._alive_s)
+                if await self._broker.status.heartbeat(self.info(), self._alive_s):
+                    self.request_drain()
                 self._note_state(await self._broker.status.state())
             self._wake.set()
             self._stalls.look(self._requests if self._weights.may_sample else 0, self._generated.total)

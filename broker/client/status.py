@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -54,8 +54,9 @@ class StatusBoard:
         self._connection.check_identity(identity.decode() if identity else "")
         return bytes(blob) if verbs is not None and blob is not None else None
 
-    async def heartbeat(self, info: WorkerInfo, ttl_s: float) -> None:
-        """Reports that a worker is alive for so long. Raises ForeignRunError, and BrokerError for an invalid name."""
+    async def heartbeat(self, info: WorkerInfo, ttl_s: float) -> bool:
+        """Reports that a worker is alive for so long, and returns whether `dismiss` asked it to drain. Raises
+        ForeignRunError, and BrokerError for an invalid name."""
         check_worker_name(info.worker)
         if not self._connection.identity:
             await self._connection.join()
@@ -65,8 +66,17 @@ class StatusBoard:
         beat = asyncio.create_task(self._connection.script("heartbeat", *said, absent=None))
         self._beats.add(beat)
         beat.add_done_callback(self._forget)
-        if await asyncio.shield(beat) == 0:
+        reply = await asyncio.shield(beat)
+        if reply == 0:
             self._warn_once(f"name {info.worker}", f"Another worker {info.worker} is alive: this one is not listed.")
+        return bool(reply == 2)
+
+    async def dismiss(self, worker: str, manner: Literal["drain", "quarantine"]) -> bool:
+        """Asks a living worker to hand its work back and leave, or lets it have no more leases.
+
+        It holds for that process only. Returns False where no worker of that name is alive. Needs the learner's user.
+        """
+        return bool(await self._connection.script("dismiss", check_worker_name(worker), manner, absent=0))
 
     async def leave(self, worker: str) -> None:
         """Takes a worker that stops on purpose off the list of workers at once."""

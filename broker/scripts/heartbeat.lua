@@ -1,9 +1,10 @@
 -- include: lib_base lib_arguments
 -- flags: allow-oom
--- heartbeat(worker, session, ttl in ms, frame, is serving) -> 1, or 0 where the name belongs to another session
+-- heartbeat(worker, session, ttl in ms, frame, is serving) -> 1, 2 where the worker was asked to drain, or 0 where the
+-- name belongs to another session
 -- The worker counts as alive for `ttl`, two minutes at most, and as serving or not. Its name stays its own for two
 -- minutes, so that no other process takes it from a worker that is held up.
--- Touches: worker:*, session:*, workers, serving.
+-- Touches: worker:*, session:*, workers, serving; reads: dismissed.
 local worker, session, LONGEST_MS = worker_name(1), text(2, 'session', 64), 120000
 local ttl_ms = math.min(whole(3, 'ttl', 1, 1000000000), LONGEST_MS)
 local frame = text(4, 'frame', 16384) -- the frames of all workers go into one answer
@@ -29,4 +30,4 @@ call('SET', P .. 'worker:' .. worker, frame, 'PX', ttl_ms)
 call('SADD', WORKERS, worker)
 call(ARGV[5] == '1' and 'SADD' or 'SREM', SERVING, worker)
 for _, names in ipairs({ WORKERS, SERVING }) do call('EXPIRE', names, 86400) end
-return 1
+return call('HGET', P .. 'dismissed', worker) == session and 2 or 1

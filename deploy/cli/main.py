@@ -103,6 +103,8 @@ for command in (
     runs.status,
     runs.scale,
     runs.autoscale,
+    runs.drain,
+    runs.quarantine,
     runs.runs,
     tools.acl,
     tools.algorithms,

@@ -1,7 +1,8 @@
-"""`headway scale`: asks a pool's supervisor, wherever it runs, for another number of workers."""
+"""`headway scale`, `drain` and `quarantine`: asks pools and workers, wherever they run, for more, less or no work."""
 
 import re
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -16,6 +17,10 @@ from deploy.printing import say, say_json
 from deploy.roles.alone import client_of, locate_run
 
 LOOK_S = 0.2
+DISMISSED = {
+    "drain": "Asked to hand their work back and leave",
+    "quarantine": "No more leases for",
+}
 GONE = "The supervisor of pool {} has ended."
 
 
@@ -58,3 +63,21 @@ def _await(client: BlockingBroker, name: str, wanted: int) -> PoolInfo:
         if (found.running, found.leaving, found.restarting) == (wanted, 0, 0):
             return found
         time.sleep(LOOK_S)
+
+
+def dismiss(
+    workers: Sequence[str], manner: Literal["drain", "quarantine"], url: str | None, run: str | None, *, as_json: bool
+) -> None:
+    """Ask workers to leave, or let them have no more leases. Raises BrokerError for names that no living worker has,
+    after all others were asked."""
+    where, run = locate_run(url, run)
+    with client_of(url_as(Role.LEARNER, where), run) as client:
+        unknown = [name for name in workers if not client.call(client.broker.status.dismiss(name, manner))]
+        alive = ", ".join(info.worker for info in client.call(client.broker.status.workers())) or "none"
+    found = [name for name in workers if name not in unknown]
+    if as_json:
+        say_json({"run": run, manner: found, "unknown": unknown})
+    elif found:
+        say(f"{DISMISSED[manner]}: {', '.join(found)}.")
+    if unknown:
+        raise BrokerError(f"No worker {', '.join(unknown)} is alive in run {run}. Its workers: {alive}.")

@@ -1,17 +1,19 @@
 """Pools: one supervisor each, who hears how many workers are wanted; only the learner's user may ask for others."""
 
 import asyncio
+from typing import Literal
 
 import pytest
 
 from broker import Broker, open_broker
-from broker.errors import BrokerError
-from broker.schema import PoolInfo
+from broker.errors import BrokerError, QuarantinedError
+from broker.schema import PoolInfo, WeightVersion
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 
 from .scenario import begin, rules
 from .test_access import admit, url_of
+from .test_codec import WORKER
 
 INFO = PoolInfo(pool="big", host="h", pid=7, running=2)
 LONG_S = 50.0
@@ -73,5 +75,46 @@ async def test_a_workers_user_reports_and_does_not_scale(server: EmbeddedServer,
         await worker.pools.scale("big", "to", 5)
     assert await learner.pools.scale("big", "to", 5) == (2, 5)
     assert [pool.wanted for pool in (await observer.status.snapshot()).pools] == [5]
+    for broker in (learner, worker, observer):
+        await broker.close()
+
+
+async def test_one_process_is_asked_to_drain_and_no_other_of_its_name(broker: Broker, url: str, run_name: str) -> None:
+    worker = await open_broker(url, run_name)
+    assert not await broker.status.dismiss(WORKER.worker, "drain")
+    assert not await worker.status.heartbeat(WORKER, LONG_S)
+    assert await broker.status.dismiss(WORKER.worker, "drain")
+    assert await worker.status.heartbeat(WORKER, LONG_S)
+    await worker.status.leave(WORKER.worker)
+    successor = await open_broker(url, run_name)
+    assert not await successor.status.heartbeat(WORKER, LONG_S)
+    for client in (worker, successor):
+        await client.close()
+
+
+async def test_a_process_in_quarantine_gets_no_leases(broker: Broker, url: str, run_name: str) -> None:
+    worker = await open_broker(url, run_name)
+    await worker.status.heartbeat(WORKER, LONG_S)
+    assert (await worker.leases.lease(WORKER.worker, WeightVersion(1, 0), 1, LONG_S)).leases
+    assert await broker.status.dismiss(WORKER.worker, "quarantine")
+    assert not await worker.status.heartbeat(WORKER, LONG_S)
+    with pytest.raises(QuarantinedError):
+        await worker.leases.lease(WORKER.worker, WeightVersion(1, 0), 1, LONG_S)
+    assert (await broker.status.snapshot()).quarantined == (WORKER.worker,)
+    await worker.close()
+
+
+@pytest.mark.parametrize("manner", ["drain", "quarantine"])
+async def test_a_workers_user_dismisses_nobody(
+    server: EmbeddedServer, run_name: str, manner: Literal["drain", "quarantine"]
+) -> None:
+    users = admit(server, None)
+    learner, worker, observer = [await open_broker(url_of(server, users[role]), run_name) for role in Role]
+    await begin(learner, rules(0))
+    await worker.status.heartbeat(WORKER, LONG_S)
+    for broker in (worker, observer):
+        with pytest.raises(BrokerError, match=r"may not|permission"):
+            await broker.status.dismiss(WORKER.worker, manner)
+    assert await learner.status.dismiss(WORKER.worker, manner)
     for broker in (learner, worker, observer):
         await broker.close()

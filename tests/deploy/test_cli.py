@@ -14,7 +14,7 @@ import pytest
 
 from broker import Broker
 from broker.owner import CheckpointMark, Owner
-from broker.schema import RunRules
+from broker.schema import PoolInfo, RunRules
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from deploy.recipe.loading import load_recipe, with_overrides
@@ -31,6 +31,8 @@ COMMANDS = [
     "status",
     "scale",
     "autoscale",
+    "drain",
+    "quarantine",
     "sft",
     "eval",
     "replay",
@@ -113,6 +115,8 @@ def test_help_names_every_command_but_the_internal_ones(tmp_path: Path) -> None:
         (["replay", "x"], "There is no run 'x': neither that directory nor the one below ./runs has a config.yaml."),
         (["status"], "No run is going on below "),
         (["scale", "-1"], "No run is going on below "),
+        (["drain", "w-1"], "No run is going on below "),
+        (["quarantine"], "Missing argument 'WORKER...'."),
         (["autoscale", "--most", "4"], "No run is going on below "),
         (["autoscale", "--most", "4", "--least", "5"], "--least is above --most."),
         (["scale", "few"], "'few' is no number of workers: give N, +N or -N, such as 4, +2 or -1."),
@@ -308,6 +312,25 @@ async def test_status_of_a_run(broker: Broker, server: EmbeddedServer, tmp_path:
     only_run = headway("status", "--broker", server.url, cwd=tmp_path)
     assert broker.run in only_run.stdout
     assert "w-0" in only_run.stdout
+
+
+async def test_pools_and_workers_are_told_from_another_terminal(
+    broker: Broker, server: EmbeddedServer, tmp_path: Path
+) -> None:
+    await claimed(broker)
+    to_run = {"HEADWAY_BROKER": server.url, "HEADWAY_RUN": broker.run}
+    none = headway("scale", "2", cwd=tmp_path, **to_run)
+    assert "No supervisor of a pool is alive in run" in none.stderr
+    pool = PoolInfo(pool="big", host="h", pid=7, running=1)
+    assert await broker.pools.report(pool, 1, 60.0) == 1
+    scaled = headway("scale", "+2", "--json", cwd=tmp_path, **to_run)
+    assert json.loads(scaled.stdout) == {"run": broker.run, "pool": "big", "before": 1, "wanted": 3}
+    assert await broker.pools.report(pool, 1, 60.0) == 3
+    drained = headway("drain", "w-0", "w-9", cwd=tmp_path, **to_run)
+    assert drained.returncode == 1
+    assert drained.stdout == "Asked to hand their work back and leave: w-0.\n"
+    assert f"No worker w-9 is alive in run {broker.run}. Its workers: w-0." in " ".join(drained.stderr.split())
+    assert await broker.status.heartbeat(worker("w-0", None), 60.0)
 
 
 def watching_status(url: str, run: str, cwd: Path) -> "subprocess.Popen[str]":

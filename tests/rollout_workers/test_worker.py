@@ -114,6 +114,19 @@ async def test_a_drain_hands_the_leases_back_at_once(brokers: tuple[Broker, Brok
     assert len(again.leases) == CAPACITY
 
 
+async def test_a_worker_that_is_dismissed_drains(brokers: tuple[Broker, Broker], tmp_path: Path) -> None:
+    learner = await Learner.start(brokers[0], groups=4)
+    deliveries = Deliveries()
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, max_new_tokens=LONG)
+    await learner.publish(0, deliveries)
+    async with running(worker) as task:
+        await until(lambda: worker.info().generated_tokens > 0)
+        assert await brokers[0].status.dismiss(worker.info().worker, "drain")
+        assert await task == "drained"
+    queues = (await brokers[0].status.snapshot()).queues
+    assert (queues.leased, queues.retry) == (0, CAPACITY)
+
+
 async def test_a_drain_waits_for_samples_that_are_being_scored(brokers: tuple[Broker, Broker], tmp_path: Path) -> None:
     class SlowScorer(OneScorer):
         scoring = 0

@@ -2,14 +2,19 @@
 
 import click
 
-from .options import json_option, server_option
+from .options import F, json_option, server_option
+
+
+def _run_options(command: F) -> F:
+    """--broker and --run of a run that is going on, the newest below ./runs by default."""
+    command = click.option("--run", "run", envvar="HEADWAY_RUN", show_envvar=True, help="The run's name.")(command)
+    return click.option(
+        "--broker", "url", envvar="HEADWAY_BROKER", show_envvar=True, help="Default: the newest run below ./runs."
+    )(command)
 
 
 @click.command()
-@click.option(
-    "--broker", "url", envvar="HEADWAY_BROKER", show_envvar=True, help="Default: the newest run below ./runs."
-)
-@click.option("--run", "run", envvar="HEADWAY_RUN", show_envvar=True, help="The run's name.")
+@_run_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C; with --json, a line each.")
 def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None:
@@ -22,10 +27,7 @@ def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("workers", metavar="N|+N|-N")
 @click.option("--pool", default="", help="Default: the run's only pool.")
-@click.option(
-    "--broker", "url", envvar="HEADWAY_BROKER", show_envvar=True, help="Default: the newest run below ./runs."
-)
-@click.option("--run", "run", envvar="HEADWAY_RUN", show_envvar=True, help="The run's name.")
+@_run_options
 @click.option("--wait", is_flag=True, help="Return once so many workers run, and those that leave have left.")
 @json_option
 def scale(workers: str, pool: str, url: str | None, run: str | None, wait: bool, as_json: bool) -> None:
@@ -60,10 +62,7 @@ def scale(workers: str, pool: str, url: str | None, run: str | None, wait: bool,
 @click.option("--steps", type=click.IntRange(1, 100), default=5, show_default=True, help="Steps that are looked at.")
 @click.option("--cooldown-s", type=click.FloatRange(0), default=30.0, show_default=True, help="Time between changes.")
 @click.option("--dry-run", is_flag=True, help="Explain each decision, and change nothing.")
-@click.option(
-    "--broker", "url", envvar="HEADWAY_BROKER", show_envvar=True, help="Default: the newest run below ./runs."
-)
-@click.option("--run", "run", envvar="HEADWAY_RUN", show_envvar=True, help="The run's name.")
+@_run_options
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each decision.")
 def autoscale(
     most: int,
@@ -90,6 +89,36 @@ def autoscale(
 
     targets = Targets(least=least, most=most, wait=wait, busy=busy, steps=steps)
     autoscale(url, run, pool, targets, cooldown_s=cooldown_s, dry_run=dry_run, as_json=as_json)
+
+
+@click.command()
+@click.argument("workers", nargs=-1, required=True, metavar="WORKER...")
+@_run_options
+@json_option
+def drain(workers: tuple[str, ...], url: str | None, run: str | None, as_json: bool) -> None:
+    """Ask single workers to hand their work back and leave.
+
+    Their pool does not replace them until it is scaled. It needs the learner's password; `headway status` names the
+    workers.
+    """
+    from deploy.cli.scaling import dismiss
+
+    dismiss(workers, "drain", url, run, as_json=as_json)
+
+
+@click.command()
+@click.argument("workers", nargs=-1, required=True, metavar="WORKER...")
+@_run_options
+@json_option
+def quarantine(workers: tuple[str, ...], url: str | None, run: str | None, as_json: bool) -> None:
+    """Let single workers have no more samples, such as those of a sick machine.
+
+    A worker in quarantine ends, and its supervisor starts another process in its place. It needs the learner's
+    password.
+    """
+    from deploy.cli.scaling import dismiss
+
+    dismiss(workers, "quarantine", url, run, as_json=as_json)
 
 
 @click.group()
