@@ -1,6 +1,6 @@
 """The broker against other ways of moving trajectories, its latency, its bytes, and whether it stays fast.
 
-    python -m benchmarks.broker [--quick] [--section throughput|latency|wire|growth ...] [--only TRANSPORT ...]
+    python -m benchmarks.broker [--quick] [--section throughput|latency|workers|wire|growth ...] [--only TRANSPORT ...]
 
 About fifteen minutes on two cores that have nothing else to do. The last line is one JSON object. What is compared,
 and what every transport promises for its speed, stands in benchmarks/broker_bench/ and in the output.
@@ -34,6 +34,12 @@ def _latency(arguments: argparse.Namespace) -> Any:
     return latency.measure(workers=1000, generate_s=5.0, samples=4000)
 
 
+def _workers(arguments: argparse.Namespace) -> Any:
+    if arguments.quick:
+        return latency.crowds(counts=(1, 8), samples_per_s=100, samples=64)
+    return latency.crowds(counts=(1, 10, 100, 1000), samples_per_s=200, samples=4000)
+
+
 def _wire(arguments: argparse.Namespace) -> Any:
     return wire.measure((10_000,) if arguments.quick else throughput.COUNTS)
 
@@ -47,6 +53,7 @@ def _growth(arguments: argparse.Namespace) -> Any:
 SECTIONS: dict[str, Section] = {
     "throughput": _throughput,
     "latency": _latency,
+    "workers": _workers,
     "wire": _wire,
     "growth": _growth,
 }

@@ -26,6 +26,8 @@ def test_the_broker_is_measured_against_other_transports() -> None:
     assert (target["against"], target["pass"]) == ("streams", target["ratio"] >= target["at_least"])
     for verb in ("lease_ms", "submit_ms", "take_64_and_decode_ms"):
         assert 0 < result["latency"][verb]["p50"] <= result["latency"][verb]["p99"]
+    assert [crowd["workers"] for crowd in result["workers"]] == [1, 8]
+    assert all(crowd["server_cpu_us_per_sample"] > 0 for crowd in result["workers"])
     (wire,) = result["wire"]
     assert wire["frame"] < wire["raw_arrays"] < wire["pickled_lists"]
     assert wire["frame"] < wire["all_verbs"]["whole"]["to_server"] < wire["all_verbs"]["in_4_segments"]["to_server"]

@@ -9,41 +9,59 @@ import asyncio
 import multiprocessing
 import random
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import uvloop
 
-from broker import open_broker
+from broker import Broker, open_broker
 from broker.client.leases import SubmitOutcome
-from broker.schema import WeightVersion
+from broker.schema import Lease, WeightVersion, WorkerInfo
 
 from .learner import BATCH, Learner, Run
 from .payloads import GROUP_SIZE, payloads_of
-from .servers import fresh_server
+from .servers import cpu_seconds, fresh_server
 from .worker import TTL_S, sampled_by
 
 RUN = "latency"
 FRAME_BYTES = 10_000
+HEARTBEAT_S = 1.0
 _MAX_LAG = 64
 _VERSION_POLL_S = 0.05
 
 
-def measure(*, workers: int, generate_s: float, samples: int) -> dict[str, Any]:
-    """Percentiles in milliseconds over so many samples, with the AOF synced every second."""
+def crowds(*, counts: Sequence[int], samples_per_s: float, samples: int) -> list[dict[str, Any]]:
+    """The same load from more and more workers, which also report and renew their leases every second."""
+    return [
+        measure(workers=workers, generate_s=workers / samples_per_s, samples=samples, heartbeat_s=HEARTBEAT_S)
+        for workers in counts
+    ]
+
+
+def measure(*, workers: int, generate_s: float, samples: int, heartbeat_s: float = 0.0) -> dict[str, Any]:
+    """Percentiles in milliseconds over so many samples, with the AOF synced every second.
+
+    `heartbeat_s`: how often each worker reports and renews its lease; 0: never. The server's processor time is of all
+    that it does between the first worker's start and the last sample, connecting included.
+    """
     with fresh_server("everysec") as server:
         context = multiprocessing.get_context("spawn")
         mine, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(server.url, theirs, workers, generate_s, samples))
+        process = context.Process(target=_work, args=(server.url, theirs, workers, generate_s, samples, heartbeat_s))
         run = Run(groups=(samples + 3 * workers + 10 * BATCH) // GROUP_SIZE, max_lag=_MAX_LAG)
+        before = cpu_seconds(server.pid)
         takes = uvloop.run(_learn(server.url, run, process, mine))
+        spent = cpu_seconds(server.pid) - before
         leases, submits, wall_s = mine.recv()
         process.join()
     return {
         "workers": workers,
         "mean_generation_s": generate_s,
         "samples_per_s": round(samples / wall_s),
+        "heartbeat_s": heartbeat_s,
+        "server_cpu_us_per_sample": round(1e6 * spent / (samples + workers)),
         "frame_bytes": FRAME_BYTES,
         "lease_ms": _percentiles(leases),
         "submit_ms": _percentiles(submits),
@@ -70,13 +88,12 @@ async def _learn(url: str, run: Run, process: Any, pipe: Connection) -> list[flo
         await broker.close()
 
 
-def _work(url: str, pipe: Connection, workers: int, generate_s: float, samples: int) -> None:
-    pipe.send(uvloop.run(_crowd(url, workers, generate_s, samples)))
+def _work(url: str, pipe: Connection, workers: int, generate_s: float, samples: int, heartbeat_s: float) -> None:
+    pipe.send(uvloop.run(_crowd(_Crowd(url, generate_s, heartbeat_s), workers, samples)))
 
 
-async def _crowd(url: str, workers: int, generate_s: float, samples: int) -> tuple[list[float], list[float], float]:
+async def _crowd(crowd: "_Crowd", workers: int, samples: int) -> tuple[list[float], list[float], float]:
     """(leases, submissions, all together), in seconds; every worker's first sample does not count."""
-    crowd = _Crowd(url, generate_s)
     working = [asyncio.create_task(crowd.follow_versions())]
     working += [asyncio.create_task(crowd.worker(f"w{index}")) for index in range(workers)]
     started = 0.0
@@ -95,9 +112,10 @@ async def _crowd(url: str, workers: int, generate_s: float, samples: int) -> tup
 class _Crowd:
     """Workers that share nothing but a clock and the knowledge of the announced version."""
 
-    def __init__(self, url: str, generate_s: float) -> None:
+    def __init__(self, url: str, generate_s: float, heartbeat_s: float) -> None:
         self._url = url
         self._generate_s = generate_s
+        self._heartbeat_s = heartbeat_s
         self._version = WeightVersion(1, 0)
         self._payloads = payloads_of(FRAME_BYTES)
         self._random = random.Random(0)
@@ -113,17 +131,51 @@ class _Crowd:
 
     async def worker(self, name: str) -> None:
         await asyncio.sleep(self._random.uniform(0, self._generate_s))
-        broker = await open_broker(self._url, RUN)
+        broker, held = await open_broker(self._url, RUN), list[Lease]()
+        async with asyncio.TaskGroup() as tasks:
+            if self._heartbeat_s:
+                tasks.create_task(self._beat(broker, name, held))
+            tasks.create_task(self._sample(broker, name, held))
+
+    async def _beat(self, broker: Broker, name: str, held: list[Lease]) -> None:
+        """As a worker does it."""
+        while True:
+            await broker.leases.renew(held, TTL_S)
+            await broker.status.heartbeat(_info(name, self._version, len(held)), TTL_S)
+            await broker.status.state()
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _sample(self, broker: Broker, name: str, held: list[Lease]) -> None:
         while True:
             asked, version = time.perf_counter(), self._version
             reply = await broker.leases.lease(name, version, 1, TTL_S)
             self.lease_s.append(time.perf_counter() - asked)
+            held[:] = reply.leases
             await asyncio.sleep(self._random.uniform(0.5, 1.5) * self._generate_s)
             for lease in reply.leases:
                 trajectory = sampled_by(version, self._payloads.named(lease.tid))
                 asked = time.perf_counter()
                 assert await broker.leases.submit(lease, trajectory) is SubmitOutcome.ACCEPTED
                 self.submit_s.append(time.perf_counter() - asked)
+
+
+def _info(name: str, version: WeightVersion, active: int) -> WorkerInfo:
+    return WorkerInfo(
+        worker=name,
+        host="bench",
+        pid=1,
+        engine="none",
+        state="generating",
+        version=version,
+        broadcast_epoch=0,
+        wants_broadcast=False,
+        capacity=1,
+        active=active,
+        generated_tokens=0,
+        submitted=0,
+        tokens_per_s=0.0,
+        swaps=0,
+    )
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:
