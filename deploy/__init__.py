@@ -9,7 +9,7 @@
     roles/      the work of each process: what it opens, in which order, and how it ends
     launch/     processes on one machine: started, watched, restarted, stopped
     run/        a run's directory: its files, the process that uses it, what a resumed run may change
-    observe/    a run as it is now: headway status, the live panel, metric sinks, Prometheus
+    observe/    a run as others see it: headway status, live panel, metric sinks, Prometheus, HTML pages
     printing.py, terminal.py   the only ways to a log and to a terminal
 
 The invariant: roles share nothing but the broker. While a run lasts only the learner's process writes into its

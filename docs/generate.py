@@ -28,6 +28,7 @@ BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 GUIDES = {
     "headway acl": "[Two or more machines](../guides/roles.md#two-or-more-machines)",
     "headway broker": "[Separate roles](../guides/roles.md)",
+    "headway report": "[A page of a run](../guides/report.md)",
     "headway status": "[What headway status shows](../guides/metrics.md#what-headway-status-shows)",
 }
 """What a guide says of a command, by the command's full name."""

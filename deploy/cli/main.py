@@ -13,7 +13,7 @@ from broker.errors import HeadwayError, UntrainableBatchError
 from deploy.printing import complain, log_to_stderr, paragraph
 from learner.checkpoints.disk import FULL
 
-from .commands import roles, run, runs, tools
+from .commands import pages, roles, run, runs, tools
 from .ending import Ending
 
 BUG_EXIT, INTERRUPT_EXIT = 70, 130
@@ -106,6 +106,7 @@ for command in (
     runs.drain,
     runs.quarantine,
     runs.runs,
+    pages.report,
     tools.acl,
     tools.algorithms,
     tools.plan_memory,

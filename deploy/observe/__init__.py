@@ -1,1 +1,1 @@
-"""A run as it is now, for a terminal, for metric sinks and for Prometheus."""
+"""A run as it is now, for a terminal, for metric sinks, for Prometheus and for a browser."""

@@ -234,8 +234,9 @@ def run_replay(
 ) -> int:
     """Print how the replay compares. Returns 1 if the same settings did not give the same bits."""
     from deploy.run.comparison import comparison_json, comparison_table, verdict
+    from deploy.run.directory import find_run
 
-    from .replay import Replay, find_run, original_recipe, replayed_recipe
+    from .replay import Replay, original_recipe, replayed_recipe
 
     original = original_recipe(find_run(run))
     recipe = replayed_recipe(original, preset, overrides)

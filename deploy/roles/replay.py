@@ -4,7 +4,6 @@ runs/RUN/replays/NAME/    metrics.jsonl  trained.jsonl  summary.json  model/
 """
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from broker.errors import ConfigError
 from broker.schema import StepMetrics
 from deploy.launch.local import after_stages
 from deploy.observe.sinks.base import SinkRun
@@ -37,14 +35,6 @@ from .learner import recipe_updater, seed_generators
 from .observer import step_event
 
 log = logging.getLogger(__name__)
-
-
-def find_run(run: str) -> Path:
-    """Return the directory of that path, or else of the run of that name below ./runs. Raises ConfigError."""
-    for directory in (Path(run), Path("runs", run)):
-        if os.path.isfile(directory / CONFIG):
-            return directory
-    raise ConfigError(f"There is no run {run[:200]!r}: neither that directory nor the one below ./runs has a {CONFIG}.")
 
 
 def original_recipe(directory: Path) -> Recipe:

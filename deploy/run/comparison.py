@@ -64,8 +64,17 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 def changed_settings(original: Recipe, replayed: Recipe) -> tuple[str, ...]:
     """Return the paths of the values that differ."""
-    before, after = (dict(_leaves(msgspec.to_builtins(recipe), "")) for recipe in (original, replayed))
+    before, after = (dict(leaves(msgspec.to_builtins(recipe))) for recipe in (original, replayed))
     return tuple(sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path)))
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of every setting below `value`; a list counts as one value."""
+    if not isinstance(value, dict):
+        yield path, value
+        return
+    for key, below in value.items():
+        yield from leaves(below, f"{path}.{key}".lstrip("."))
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
@@ -135,11 +144,3 @@ def _thinned(steps: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
     """Return so few steps that a terminal can show them, with the last one among them."""
     stride = -(-len(steps) // MAX_ROWS) or 1
     return steps[::-1][::stride][::-1]
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield path, value
-        return
-    for key, below in value.items():
-        yield from _leaves(below, f"{path}.{key}".lstrip("."))

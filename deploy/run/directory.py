@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -137,6 +137,24 @@ def is_held(directory: Path) -> bool:
     """Whether a process runs in `directory`."""
     with _lock(directory) as is_ours:
         return not is_ours
+
+
+def is_going_on(directory: Path) -> bool:
+    """Whether a process runs in `directory`. Unlike `is_held` it leaves nothing where no process ever ran."""
+    return _lock_path(directory).exists() and is_held(directory)
+
+
+def find_run(run: str, holding: Sequence[str] = (CONFIG,)) -> Path:
+    """Return the directory of that path, or else of the run of that name below ./runs, with one of these files.
+
+    Raises ConfigError.
+    """
+    for directory in (Path(run), Path("runs", run)):
+        if any(os.path.isfile(directory / name) for name in holding):
+            return directory
+    raise ConfigError(
+        f"There is no run {run[:200]!r}: neither that directory nor the one below ./runs has a {' or '.join(holding)}."
+    )
 
 
 def _lock_path(directory: Path) -> Path:

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -40,34 +40,42 @@ class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
 Line = TypeVar("Line", StepMetrics, TrainedLine, EvaluationEvent)
 
 
+class FileLines(Generic[Line]):
+    """What a file of JSON lines held, and what of it could not be read."""
+
+    def __init__(self, path: Path, kind: type[Line]) -> None:
+        """Read the file; a missing one has no lines. Raises HeadwayError if the system refuses it."""
+        self.is_missing = not path.exists()
+        whole, torn = _split(path) if not self.is_missing else ([], b"")
+        self.is_torn = bool(torn)
+        """Whether the last line has no end: a crash has torn it, or its writer is not done."""
+        self.lines: list[Line] = []
+        self.unreadable = 0
+        """The damaged lines before it."""
+        for number, line in enumerate(whole, start=1):
+            try:
+                self.lines.append(msgspec.json.decode(line, type=kind))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                log.warning("%s:%d is left out, it cannot be read: %s", path, number, error)
+                self.unreadable += 1
+
+
 def read_lines(path: Path, kind: type[Line]) -> list[Line]:
     """Return the file's whole lines; none if there is no file. A last line that a crash has torn is left out.
 
     A damaged line before it is left out too, with a warning that names it. Raises HeadwayError if the file cannot be
     read.
     """
-    return _read(path, kind)[0]
+    return FileLines(path, kind).lines
 
 
-def _read(path: Path, kind: type[Line]) -> tuple[list[Line], int]:
-    """Return the readable lines and the number of the others."""
-    found, unreadable = [], 0
-    for number, line in enumerate(_whole_lines(path), start=1):
-        try:
-            found.append(msgspec.json.decode(line, type=kind))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            log.warning("%s:%d is left out, it cannot be read: %s", path, number, error)
-            unreadable += 1
-    return found, unreadable
-
-
-def _whole_lines(path: Path) -> list[bytes]:
-    if not path.exists():
-        return []
+def _split(path: Path) -> tuple[list[bytes], bytes]:
+    """Return the file's whole lines, and what follows the last of them."""
     try:
-        return path.read_bytes().split(b"\n")[:-1]
+        *whole, torn = path.read_bytes().split(b"\n")
     except OSError as error:
         raise HeadwayError(f"{path} cannot be read: {error.strerror}. It should be a file of JSON lines.") from error
+    return whole, torn
 
 
 def lineage(lines: Sequence[Line]) -> list[Line]:
@@ -103,20 +111,25 @@ def summarize(directory: Path, extras: Mapping[str, Any] | None = None) -> dict[
 
     Expected in extras: max_lag_allowed, dropped_stale, generated_tokens; worker_restarts where counted.
     """
-    all_steps, damaged_steps = _read(directory / METRICS, StepMetrics)
-    trained, damaged_trained = _read(directory / TRAINED, TrainedLine)
-    evaluations, damaged_evaluations = _read(directory / EVALUATIONS, EvaluationEvent)
+    return _write_summary(directory, summary_of(directory, extras))
+
+
+def summary_of(directory: Path, extras: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what `summarize` would write now, and write nothing. Raises HeadwayError."""
+    steps = FileLines(directory / METRICS, StepMetrics)
+    trained = FileLines(directory / TRAINED, TrainedLine)
+    evaluations = FileLines(directory / EVALUATIONS, EvaluationEvent)
     summary = {
         **_unknown(),
-        **figures.learned(lineage(all_steps)),
-        **figures.evaluated(lineage(evaluations)),
-        **figures.spent(all_steps),
-        "trained_trajectories": sum(len(line.tids) for line in lineage(trained)),
-        "trained_twice": count_trained_twice(trained),
-        "max_lag_seen": max_lag_seen(trained),
-        "unreadable_lines": damaged_steps + damaged_trained + damaged_evaluations,
+        **figures.learned(lineage(steps.lines)),
+        **figures.evaluated(lineage(evaluations.lines)),
+        **figures.spent(steps.lines),
+        "trained_trajectories": sum(len(line.tids) for line in lineage(trained.lines)),
+        "trained_twice": count_trained_twice(trained.lines),
+        "max_lag_seen": max_lag_seen(trained.lines),
+        "unreadable_lines": steps.unreadable + trained.unreadable + evaluations.unreadable,
     }
-    return _write_summary(directory, _with(summary, extras or {}))
+    return _with(summary, extras or {})
 
 
 def amend_summary(directory: Path, changes: Mapping[str, Any]) -> dict[str, Any]:

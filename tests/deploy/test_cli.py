@@ -37,6 +37,7 @@ COMMANDS = [
     "eval",
     "replay",
     "runs",
+    "report",
     "acl",
     "algorithms",
     "doctor",

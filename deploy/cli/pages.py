@@ -1,0 +1,24 @@
+"""`headway report` and `headway compare`: a page of runs, as a file or as JSON."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.observe.page.document import document
+from deploy.observe.page.picture import page_of
+from deploy.printing import say, say_json
+from deploy.run.record import read_record
+from deploy.run.whole_files import replace_file
+
+
+def write_page(runs: Sequence[str], output: Path | None, *, as_json: bool) -> None:
+    """Write the page of these runs, or print what it would show. Raises HeadwayError."""
+    page = page_of([read_record(run) for run in runs])
+    if as_json and output is None:
+        say_json(page)
+        return
+    path = output or Path("compare.html" if len(runs) > 1 else f"{page.runs[0].name}.html")
+    replace_file(path, document(page, page.title))
+    if as_json:
+        say_json(page)
+    else:
+        say(f"Page: {path}")

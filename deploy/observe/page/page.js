@@ -1,0 +1,145 @@
+// Lays out what the element `content` holds: one run, or several side by side.
+
+const TILES = [
+  ["steps", "steps trained"],
+  ["reward_last", "reward, last steps"],
+  ["eval_before", "pass rate before"],
+  ["eval_after", "pass rate after"],
+  ["max_lag_seen", "largest lag"],
+  ["max_lag_allowed", "lag allowed"],
+  ["trained_trajectories", "trajectories trained"],
+  ["trained_twice", "trained twice"],
+  ["learner_wait_fraction", "learner waiting", (value) => `${Math.round(100 * value)}%`],
+  ["trained_tokens_per_s", "tokens/s trained"],
+  ["generation_tokens_per_s", "tokens/s generated"],
+  ["wall_s", "seconds"],
+  ["worker_restarts", "workers restarted"],
+  ["server_restarts", "servers restarted"],
+];
+const PHASES = [["take_s", "waiting", 6], ["train_s", "training", 0], ["publish_s", "publishing", 1], ["checkpoint_s", "checkpoint", 2]];
+
+function drawn(run, name, colour, text, options = {}) {
+  const { mean, low, high } = run.curves[name];
+  return { name: text, colour, xs: run.steps, ys: mean, low, high, ...options };
+}
+
+function each(runs, name, text) {
+  return runs.map((run, index) => drawn(run, name, index, runs.length > 1 ? run.name : text));
+}
+
+function marksOf(runs) {
+  return runs.length > 1 ? [] : runs[0].events.filter((event) => event.kind !== "start").map((event) => ({ x: event.step, text: event.text }));
+}
+
+function rewards(runs) {
+  if (runs.length > 1) return each(runs, "reward_average");
+  const [run] = runs, rates = run.evaluations;
+  return [
+    drawn(run, "reward_mean", 0, "each step", { faint: true }),
+    drawn(run, "reward_average", 0, "mean of 5 steps", { low: [], high: [] }),
+    { name: "held-out pass rate", colour: 1, dots: true, xs: rates.map((rate) => rate.step), ys: rates.map((rate) => rate.pass_rate) },
+  ];
+}
+
+function passRates(runs) {
+  return runs.map((run, index) => ({
+    name: run.name, colour: index, dots: true, xs: run.evaluations.map((rate) => rate.step), ys: run.evaluations.map((rate) => rate.pass_rate),
+  }));
+}
+
+function learning(runs) {
+  const marks = marksOf(runs), many = runs.length > 1;
+  const charts = [
+    curves(many ? "Reward, mean of 5 steps" : "Reward", rewards(runs), { marks, from: 0, to: 1, note: "over steps" }),
+    curves("Loss", each(runs, "loss", "loss"), { marks, note: "over steps" }),
+    curves("Gradient norm", each(runs, "grad_norm", "norm"), { marks, note: "over steps" }),
+    curves("Tokens per response", each(runs, "response_tokens_mean", "mean"), { marks, from: 0, note: "over steps" }),
+    curves("Trained tokens per second", each(runs, "trained_tokens_per_s", "tokens/s"), { marks, from: 0, note: "waiting included" }),
+  ];
+  if (many) charts.push(curves("Held-out pass rate", passRates(runs), { from: 0, to: 1 }), curves("Mean lag", each(runs, "lag_mean"), { from: 0, note: "in steps" }));
+  return make("section", {}, make("h2", {}, "Learning"), make("div", { class: "grid" }, charts));
+}
+
+function lagOf(run, prefix) {
+  const lines = [drawn(run, "lag_mean", 2, "mean", { low: [], high: [] }), { ...drawn(run, "lag_max", 4, "largest"), ys: run.curves.lag_max.high.length ? run.curves.lag_max.high : run.curves.lag_max.mean, low: [], high: [], faint: true }];
+  for (const line of lines) line.xs = line.xs.map((step) => step + 0.5);
+  const note = "Shade: the share of a step's trajectories, by the lag of their oldest trained token. Dashes: the bound.";
+  return [heatMap(`${prefix}Lag over steps`, run.lag, lines, { bound: run.max_lag, note }), histogram(run.lag, `${prefix}Trained sequences by lag`)];
+}
+
+function histogram(map, title) {
+  const largest = Math.max(...map.totals, 1), rows = map.rows.map((row, index) => {
+    const bar = make("div", { class: "bar" });
+    bar.style.width = `${(100 * map.totals[index]) / largest}%`;
+    return [rowName(row), map.totals[index], bar];
+  });
+  const shown = table([["lag", true], ["trajectories", true], ["", false]], rows, title);
+  for (const row of shown.querySelectorAll("tr")) row.lastChild.className = "bars";
+  return make("div", { class: "card" }, make("h3", {}, title), shown);
+}
+
+function phasesOf(run, prefix) {
+  const series = PHASES.map(([key, name, colour]) => ({ name, colour, ys: run.phases.seconds[key] }));
+  return stackedBars(`${prefix}Seconds of a step`, run.phases.first, run.phases.last, series);
+}
+
+function named(run, runs) {
+  return runs.length > 1 ? `${run.name}: ` : "";
+}
+
+function tiles(summary) {
+  const shown = TILES.filter(([key]) => summary[key] !== undefined && summary[key] !== null);
+  return make("dl", { class: "tiles" }, shown.map(([key, name, format = figure]) => make("div", {}, make("dt", {}, name), make("dd", {}, typeof summary[key] === "number" ? format(summary[key]) : figure(summary[key])))));
+}
+
+function heading(run) {
+  return make("header", {},
+    make("h1", {}, run.name, " ", make("span", { class: `badge ${run.state === "running" ? "running" : ""}` }, run.state)),
+    make("p", { class: "quiet" }, run.directory),
+    notes(run.notes));
+}
+
+function notes(sentences) {
+  return sentences.length ? make("ul", { class: "notes", role: "status" }, sentences.map((sentence) => make("li", {}, sentence))) : null;
+}
+
+function summaries(runs) {
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.summary)))];
+  const columns = [["figure", false], ...runs.map((run) => [run.name, true])];
+  return table(columns, keys.map((key) => [key, ...runs.map((run) => run.summary[key])]), "Summary figures");
+}
+
+function events(run, runs) {
+  const rows = run.events.slice().reverse().map((event) => [event.step, event.kind, make("span", {}, event.text)]);
+  const earlier = run.earlier_events ? make("p", { class: "quiet" }, `${figure(run.earlier_events)} earlier events are left out.`) : null;
+  const rates = run.evaluations.map((rate) => [rate.step, rate.incarnation, rate.pass_rate]);
+  return [
+    make("div", { class: "card" }, make("h3", {}, `${named(run, runs)}Events`), table([["step", true], ["event", false], ["", false]], rows, "Events"), earlier),
+    make("div", { class: "card" }, make("h3", {}, `${named(run, runs)}Evaluations`), rates.length ? table([["before step", true], ["incarnation", true], ["pass rate", true]], rates, "Evaluations") : make("p", { class: "quiet" }, "None.")),
+  ];
+}
+
+function recipes(content) {
+  const { runs } = content;
+  const rows = content.differences.map((row) => [make("code", {}, row.key), ...row.values.map((value) => value ?? "-")]);
+  const differences = runs.length < 2 ? null : rows.length ? table([["setting", false], ...runs.map((run) => [run.name, false])], rows, "Differences of the recipes") : make("p", { class: "quiet" }, "All settings are the same.");
+  return make("section", {}, make("h2", {}, runs.length > 1 ? "Differences of the recipes" : "Recipe"),
+    differences ? make("div", { class: "card" }, differences) : null,
+    runs.map((run) => make("details", { class: "card" }, make("summary", {}, `${named(run, runs)}the whole recipe`), run.recipe ? make("pre", { tabindex: "0" }, run.recipe) : make("p", { class: "quiet" }, "Unknown."))));
+}
+
+function report(content) {
+  const { runs } = content, single = runs.length === 1;
+  return [
+    single ? heading(runs[0]) : make("div", { class: "grid" }, runs.map((run) => make("div", { class: "card" }, heading(run)))),
+    single ? tiles(runs[0].summary) : null,
+    learning(runs),
+    make("section", {}, make("h2", {}, "Lag and time"), make("div", { class: "grid" }, runs.flatMap((run) => [...lagOf(run, named(run, runs)), phasesOf(run, named(run, runs))]))),
+    make("section", {}, make("h2", {}, "Events and evaluations"), make("div", { class: "grid" }, runs.flatMap((run) => events(run, runs)))),
+    make("section", {}, make("h2", {}, "Summary"), make("details", single ? { class: "card" } : { class: "card", open: "" }, make("summary", {}, "all figures"), summaries(runs))),
+    recipes(content),
+    make("p", { class: "quiet" }, `Made by Headway at ${content.made_at}.`),
+  ].filter((part) => part !== null);
+}
+
+document.getElementById("page").replaceChildren(...report(JSON.parse(document.getElementById("content").textContent)));

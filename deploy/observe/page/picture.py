@@ -1,0 +1,155 @@
+"""A run's figures as the page draws them and as `--json` prints them."""
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from broker.schema import StepMetrics
+from deploy.printing import visible
+from deploy.recipe.files import to_yaml
+from deploy.run.comparison import leaves
+from deploy.run.events import EvaluationEvent
+from deploy.run.figures import moving_average, trained_per_s
+from deploy.run.history import Happening, happenings
+from deploy.run.record import Record
+
+from .thinning import COLUMNS, POINTS, Curve, LagMap, curve, lag_map, spans
+
+SHOWN_EVENTS = 200
+"""The newest events that the page lists."""
+CURVES: dict[str, Callable[[StepMetrics], float | None]] = {
+    "reward_mean": lambda step: step.reward_mean,
+    "reward_std": lambda step: step.reward_std,
+    "loss": lambda step: step.loss,
+    "grad_norm": lambda step: step.grad_norm,
+    "lag_mean": lambda step: step.lag_mean,
+    "lag_max": lambda step: step.lag_max,
+    "response_tokens_mean": lambda step: step.response_tokens_mean,
+    "trained_tokens_per_s": lambda step: trained_per_s([step]),
+}
+PHASES = ("take_s", "train_s", "publish_s", "checkpoint_s")
+"""The parts of a step's seconds, in the order in which the page stacks them; `take_s` is waiting."""
+
+
+class PhaseSeconds(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean seconds of each part of a step."""
+
+    first: list[int]
+    last: list[int]
+    seconds: dict[str, list[float]]
+    """[columns] By the names of PHASES."""
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    name: str
+    directory: str
+    state: str
+    notes: list[str]
+    """Sentences about what is missing or damaged."""
+    summary: dict[str, Any]
+    max_lag: int | None
+    """The bound on lag, if it is known."""
+    steps: list[int]
+    """[points] The last step behind each point of the curves."""
+    curves: dict[str, Curve]
+    phases: PhaseSeconds
+    lag: LagMap
+    evaluations: list[EvaluationEvent]
+    events: list[Happening]
+    earlier_events: int = 0
+    """How many events there are before those in `events`."""
+    recipe: str
+    """YAML; empty if it is unknown."""
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting that is not the same in all runs."""
+
+    key: str
+    values: list[str | None]
+    """As JSON, by run; None where the run does not have it."""
+
+
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """What a page shows."""
+
+    title: str
+    made_at: str
+    """In UTC, as ISO 8601 has it."""
+    runs: list[Picture]
+    differences: list[Difference] = []
+
+
+def page_of(records: Sequence[Record]) -> Page:
+    """Return the page that shows these runs side by side."""
+    return Page(
+        title=" and ".join(_name(record) for record in records),
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        runs=[picture_of(record) for record in records],
+        differences=differences([record.settings for record in records]),
+    )
+
+
+def picture_of(record: Record) -> Picture:
+    """Return the figures of one run."""
+    steps, events = record.lineage, happenings(record.steps)
+    return Picture(
+        name=_name(record),
+        directory=visible(str(record.directory)),
+        state=record.state,
+        notes=record.notes,
+        summary=record.summary,
+        max_lag=_max_lag(record),
+        steps=[steps[span][-1].step for span in spans(len(steps), POINTS)],
+        curves=_curves(steps),
+        phases=_phases(steps),
+        lag=lag_map(steps),
+        evaluations=record.evaluations,
+        events=events[-SHOWN_EVENTS:],
+        earlier_events=max(0, len(events) - SHOWN_EVENTS),
+        recipe=to_yaml(record.settings) if record.settings else "",
+    )
+
+
+def differences(settings: Sequence[dict[str, Any]]) -> list[Difference]:
+    """Return the settings that are not the same everywhere, by path. A run's name and place always are others."""
+    found = [dict(leaves(each)) for each in settings]
+    keys = sorted({key for each in found for key in each} - {"run.name", "run.directory"})
+    rows = [Difference(key=key, values=[_as_json(each, key) for each in found]) for key in keys]
+    return [row for row in rows if len(set(row.values)) > 1]
+
+
+def _curves(steps: Sequence[StepMetrics]) -> dict[str, Curve]:
+    drawn = {name: curve([value(step) for step in steps]) for name, value in CURVES.items()}
+    drawn["reward_average"] = curve(moving_average([step.reward_mean for step in steps]))
+    return drawn
+
+
+def _phases(steps: Sequence[StepMetrics]) -> PhaseSeconds:
+    columns = [steps[span] for span in spans(len(steps), COLUMNS)]
+    return PhaseSeconds(
+        first=[column[0].step for column in columns],
+        last=[column[-1].step for column in columns],
+        seconds={
+            phase: [sum(getattr(step, phase) for step in column) / len(column) for column in columns]
+            for phase in PHASES
+        },
+    )
+
+
+def _name(record: Record) -> str:
+    return visible(record.directory.resolve().name)
+
+
+def _max_lag(record: Record) -> int | None:
+    staleness = record.settings.get("staleness")
+    bound = staleness.get("max_lag") if isinstance(staleness, dict) else record.summary.get("max_lag_allowed")
+    return bound if isinstance(bound, int) else None
+
+
+def _as_json(settings: dict[str, Any], key: str) -> str | None:
+    return msgspec.json.encode(settings[key]).decode() if key in settings else None

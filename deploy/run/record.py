@@ -1,0 +1,128 @@
+"""Reads all that a run's directory says of the run, however much of it is there, and says in words what is not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from broker.connection.address import without_secrets
+from broker.errors import HeadwayError
+from broker.schema import StepMetrics
+from deploy.recipe.files import read_yaml
+
+from .directory import CONFIG, find_run, is_going_on
+from .events import EvaluationEvent
+from .report import EVALUATIONS, METRICS, SUMMARY, FileLines, lineage, read_summary, summary_of
+
+Line = TypeVar("Line", StepMetrics, EvaluationEvent)
+MISSING = {
+    METRICS: "No step has been trained in this directory yet, or the file was moved away.",
+    CONFIG: "The run's recipe is unknown.",
+}
+"""What it means that a file is missing. The others are missing for good reasons: a run need not be evaluated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A run's files, read once. Raises nothing for files that are missing, torn or damaged: `notes` name them."""
+
+    directory: Path
+    steps: list[StepMetrics]
+    """All lines, those of abandoned steps too."""
+    evaluations: list[EvaluationEvent]
+    """Those of the lineage."""
+    summary: dict[str, Any]
+    settings: dict[str, Any]
+    """The recipe's values without passwords; empty if they are unknown."""
+    is_running: bool
+    notes: list[str]
+
+    @property
+    def lineage(self) -> list[StepMetrics]:
+        """The steps that lead to the last weights."""
+        return lineage(self.steps)
+
+    @property
+    def state(self) -> str:
+        """The run's state as its directory shows it: running, finished, or stopped."""
+        last = self.lineage[-1] if self.steps else None
+        if self.is_running:
+            return "running"
+        return "finished" if last is not None and last.step + 1 >= last.total_steps else "stopped"
+
+
+def read_record(run: str) -> Record:
+    """Read the run in that directory, or else of that name below ./runs. Raises ConfigError if there is none."""
+    directory = find_run(run, (CONFIG, METRICS))
+    notes: list[str] = []
+    steps = _read_lines(directory / METRICS, StepMetrics, notes)
+    evaluations = _read_lines(directory / EVALUATIONS, EvaluationEvent, notes)
+    return Record(
+        directory=directory,
+        steps=steps,
+        evaluations=lineage(evaluations),
+        summary=_read_summary(directory, len(lineage(steps)), notes),
+        settings=_read_settings(directory / CONFIG, notes),
+        is_running=_is_running(directory),
+        notes=notes,
+    )
+
+
+def _read_lines(path: Path, kind: type[Line], notes: list[str]) -> list[Line]:
+    try:
+        file = FileLines(path, kind)
+    except HeadwayError as error:
+        notes.append(str(error))
+        return []
+    notes.extend(_damage(path.name, file))
+    return file.lines
+
+
+def _damage(name: str, file: FileLines[Line]) -> Iterator[str]:
+    if file.is_missing and name in MISSING:
+        yield f"{name} is missing. {MISSING[name]}"
+    if file.unreadable:
+        yield f"{name} has damaged lines, which no figure here counts: {file.unreadable}."
+    if file.is_torn:
+        yield f"The last line of {name} has no end, and is left out: it is being written, or its writer was killed."
+
+
+def _read_summary(directory: Path, steps: int, notes: list[str]) -> dict[str, Any]:
+    """Return summary.json, or its figures as of now if it is missing, damaged or older than the last step."""
+    try:
+        written = read_summary(directory)
+        if written.get("steps") == steps:
+            return written
+        if written:
+            notes.append(
+                f"{SUMMARY} is older than the last steps, so these figures were computed from the other files."
+            )
+    except HeadwayError as error:
+        notes.append(str(error))
+    try:
+        return summary_of(directory)
+    except HeadwayError as error:
+        notes.append(f"There are no summary figures: {error}")
+        return {}
+
+
+def _read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        notes.append(f"{path.name} is missing. {MISSING[path.name]}")
+        return {}
+    try:
+        settings = read_yaml(path)
+    except HeadwayError as error:
+        notes.append(f"The recipe is unknown: {error}")
+        return {}
+    server = settings.get("broker")
+    if isinstance(server, dict) and isinstance(server.get("url"), str):
+        settings["broker"] = {**server, "url": without_secrets(server["url"])}
+    return settings
+
+
+def _is_running(directory: Path) -> bool:
+    try:
+        return is_going_on(directory)
+    except HeadwayError:  # a copy on a disk that cannot be written
+        return False
