@@ -28,6 +28,7 @@ BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 GUIDES = {
     "headway acl": "[Two or more machines](../guides/roles.md#two-or-more-machines)",
     "headway broker": "[Separate roles](../guides/roles.md)",
+    "headway compare": "[Several runs side by side](../guides/report.md#several-runs-side-by-side)",
     "headway report": "[A page of a run](../guides/report.md)",
     "headway status": "[What headway status shows](../guides/metrics.md#what-headway-status-shows)",
 }

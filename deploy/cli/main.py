@@ -107,6 +107,7 @@ for command in (
     runs.quarantine,
     runs.runs,
     pages.report,
+    pages.compare,
     tools.acl,
     tools.algorithms,
     tools.plan_memory,

@@ -38,6 +38,7 @@ COMMANDS = [
     "replay",
     "runs",
     "report",
+    "compare",
     "acl",
     "algorithms",
     "doctor",

@@ -6,6 +6,16 @@ import click
 
 from .options import json_option
 
+MOST_RUNS = 8
+"""The page has so many colours."""
+
+
+def several(context: click.Context, parameter: click.Parameter, runs: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the runs. Raises UsageError for one alone, for too many, and for one that is named twice."""
+    if not 2 <= len(runs) <= MOST_RUNS or len(set(runs)) < len(runs):
+        raise click.BadParameter(f"give 2 to {MOST_RUNS} different runs.", context, parameter)
+    return runs
+
 
 @click.command()
 @click.argument("run")
@@ -22,3 +32,20 @@ def report(run: str, output: Path | None, as_json: bool) -> None:
     from deploy.cli.pages import write_page
 
     write_page([run], output, as_json=as_json)
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", callback=several)
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="The HTML file.  [default: compare.html here]"
+)
+@json_option
+def compare(runs: tuple[str, ...], output: Path | None, as_json: bool) -> None:
+    """Write one HTML page that shows several runs side by side.
+
+    It draws their curves over each other, and lists their summary figures and the settings that differ. RUN, --json and
+    --output are those of `headway report`.
+    """
+    from deploy.cli.pages import write_page
+
+    write_page(runs, output, as_json=as_json)

@@ -1,5 +1,6 @@
 """A run's figures as the page draws them and as `--json` prints them."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -85,11 +86,14 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def page_of(records: Sequence[Record]) -> Page:
-    """Return the page that shows these runs side by side."""
+    """Return the page that shows these runs side by side. Runs of the same name are called by their directories."""
+    runs = [picture_of(record) for record in records]
+    counts = Counter(run.name for run in runs)
+    runs = [run if counts[run.name] == 1 else msgspec.structs.replace(run, name=run.directory) for run in runs]
     return Page(
-        title=" and ".join(_name(record) for record in records),
+        title=" and ".join(run.name for run in runs),
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        runs=[picture_of(record) for record in records],
+        runs=runs,
         differences=differences([record.settings for record in records]),
     )
 

@@ -2,66 +2,20 @@
 
 import json
 from collections import Counter
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from deploy.cli.main import cli
 from deploy.observe.page.thinning import COLUMNS, POINTS, ROWS, curve, lag_map, spans
-from deploy.recipe.loading import dump_recipe, load_recipe
+from deploy.recipe.loading import load_recipe
 from deploy.run.directory import held
-from deploy.run.report import METRICS, TRAINED, read_summary, summarize
-from tests.deploy.runs import evaluation, open_record, step_event, step_metrics
+from deploy.run.report import METRICS, TRAINED, read_summary
+from tests.deploy.runs import open_record, step_event, step_metrics
 
-
-class Elements(HTMLParser):
-    """The elements of a document, and the text of those that scripts read."""
-
-    def __init__(self, document: str) -> None:
-        super().__init__()
-        self.tags = Counter[str]()
-        self.links: list[str] = []
-        self.texts: dict[str, str] = {}
-        self._open = ""
-        self.feed(document)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.links += [value or "" for name, value in attributes if name in ("src", "href")]
-        self._open = dict(attributes).get("id") or tag
-
-    def handle_endtag(self, tag: str) -> None:
-        self._open = ""
-
-    def handle_data(self, data: str) -> None:
-        self.texts[self._open] = self.texts.get(self._open, "") + data
-
-
-def headway(*arguments: str) -> str:
-    answer = CliRunner(env={"COLUMNS": "200"}).invoke(cli, arguments)
-    if answer.exception is not None:
-        raise answer.exception
-    return answer.stdout
-
-
-def write_run(directory: Path, *overrides: str) -> Path:
-    """Five steps, killed after the fourth, resumed at step 3; its learner wrote the summary."""
-    directory.mkdir(parents=True)
-    recipe = load_recipe("arithmetic.yaml", ("broker.url=redis://me:secret@host:1", *overrides))
-    (directory / "config.yaml").write_text(dump_recipe(recipe))
-    record = open_record(directory)
-    record.write(evaluation(1, 0, 0.25))
-    for incarnation, steps in ((1, range(4)), (2, range(3, 5))):
-        for step in steps:
-            record.write(step_event(step, [f"g{step}:0:0"], incarnation=incarnation, reward=step / 4))
-    record.write(evaluation(2, 5, 0.875))
-    summarize(directory, {"max_lag_allowed": 2, "worker_restarts": 3})
-    return directory
+from .pages import Elements, headway, write_run
 
 
 def pictured(directory: Path) -> dict[str, Any]:
