@@ -303,6 +303,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     swaps: int
     last_error: str = ""
+    silent_s: float = 0.0
+    """For how long its engine has had requests and made no token."""
 
 
 class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):

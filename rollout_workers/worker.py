@@ -221,6 +221,8 @@ class Worker:
             self._generated.add(count)
             segments.note()
 
+        if not self._requests:
+            self._generated.expect()
         self._requests += 1
         try:
             await generate(self._engine, request, recorder, note)
@@ -306,6 +308,7 @@ class Worker:
             or self._subscriber.last_error
             or self._outages.last_error
             or self._last_unscored,
+            silent_s=self._generated.silent_s() if self._requests and self._weights.may_sample else 0.0,
         )
 
     def _state(self) -> Literal["starting", "generating", "idle", "paused", "asleep", "draining"]:

@@ -22,6 +22,7 @@ from .strays import Strays
 from .turns import SwapTurnVerbs
 from .usage import Usage
 from .versions import Versions
+from .waits import Waits
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ class Broker:
         self.phases = Phases(self._connection)
         self.pools = Pools(self._connection)
         self.usage = Usage(self._connection)
+        self.waits = Waits(self._connection)
         self.holding = Holding(self._connection)
         self.strays = Strays(self._connection, self.versions)
         self.meetings = Meetings(self._connection, timeout_s)

@@ -24,7 +24,8 @@ if call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(owner) then -- else this repe
   call('HSET', META, 'incarnation', math.max(number('incarnation'), tonumber(ARGV[1])) + 1)
   call('SET', PUBLIC .. 'owner', redis.sha1hex(owner))
   call('SET', PUBLIC .. 'identity', IDENTITY)
-  call('HSET', META, 'state', 'claimed', 'feed_closed', 0, 'is_rewound', is_rewound and 1 or 0)
+  call('HSET', META, 'state', 'claimed', 'feed_closed', 0, 'is_rewound', is_rewound and 1 or 0,
+    'claimed_at', now())
   call('HSETNX', META, 'started', now())
   for a = 10, 8 + 2 * ARGV[9], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end
   call('SET', PUBLIC .. 'config', ARGV[5])

@@ -131,6 +131,7 @@ local function pin(ready, need)
     call('RPUSH', BATCH, g)
   end
   call('ZADD', PINNED, step, step)
+  call('HSET', META, 'pinned_at', now())
 end
 
 local function nothing_more_comes()

@@ -18,6 +18,7 @@ local function compare(name)
 end
 local function put(name)
   call('HSET', META, name .. '_incarnation', incarnation, name .. '_step', step, name .. '_by', by)
+  if name == 'announced' then call('HSET', META, 'announced_at', now()) end
   raise_highest(step)
 end
 

@@ -44,18 +44,18 @@ class _Rights:
 
 
 _CONNECTION = "ping client|setinfo client|no-touch cluster|slots info time wait waitaof"
-_LOOKING = "exists get hgetall hmget llen lrange object|idletime smembers zcard zrange zrangebyscore"
+_LOOKING = "exists get hgetall hmget llen lrange object|idletime smembers zcard zrange zrangebyscore zscore"
 
 _RIGHTS = {
     Role.LEARNER: _Rights(
         commands=f"{_CONNECTION} {_LOOKING} expire fcall fcall_ro function|delete function|load hdel hget hincrby hlen"
         " hset hsetnx lindex lrem ltrim memory|usage mget persist pttl rename rpush sadd scan scard set sismember srem"
-        " strlen unlink xadd xrevrange zadd zpopmin zrem zremrangebylex zscore",
+        " strlen unlink xadd xrevrange zadd zpopmin zrem zremrangebylex",
         writes="*",
     ),
     Role.WORKER: _Rights(
         commands=f"{_CONNECTION} {_LOOKING} expire fcall fcall_ro hdel hget hincrby hset lindex persist rpush sadd set"
-        " scard sismember srem unlink xadd zadd zpopmin zrem zscore",
+        " scard sismember srem unlink xadd zadd zpopmin zrem",
         writes="hidden:*",
         selectors=(
             _Rights("exists get persist set strlen unlink", writes="payload:* segment:*"),

@@ -11,6 +11,7 @@ from broker.client.broker import BlockingBroker
 from broker.client.usage import RunUsage
 from broker.errors import RunNotFoundError
 from deploy.observe.status import status_json, status_tables, version_text
+from deploy.observe.waiting import look as look_at
 from deploy.printing import say, say_json
 from deploy.run.in_use import described, refuse_if_in_use
 from deploy.terminal import Terminal
@@ -33,14 +34,14 @@ def show_run(url: str, run: str, *, as_json: bool) -> None:
     """Print everything about one run. Raises RunNotFoundError."""
     usage = _usage(url, run)
     with _client(url, run) as client:
-        status = client.call(client.broker.status.snapshot())
+        status, waiting = client.call(look_at(client.broker))
         holder = client.call(client.broker.holding.use()).holder
     assert usage is not None
     learner = None if holder is None else described(holder)
     if as_json:
-        say_json(status_json(status) | {"idle_s": usage.idle_s, "learner": learner})
+        say_json(status_json(status, waiting) | {"idle_s": usage.idle_s, "learner": learner})
     else:
-        Terminal().print(_table([usage]), status_tables(status))
+        Terminal().print(_table([usage]), status_tables(status, waiting))
         if learner:
             say(f"Its learner is {learner}.")
 

@@ -20,6 +20,8 @@ from deploy.terminal import Terminal, styled
 from rollout_workers.run_end import RUN_OVER
 
 from .status import recent, version_text
+from .waiting import Reminder, Waiting
+from .waiting import look as look_at
 
 POLL_S = 0.5
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -35,11 +37,16 @@ STATES = {
 """The run's states in words for people. Other states are shown as they are."""
 
 
-class Monitor:
-    """Polls `snapshot` in a thread of its own and shows it on `console`, inside a `with` block."""
+Look = Callable[[], tuple[RunStatus, Waiting | None]]
+"""Returns a run's status and who waits in it."""
 
-    def __init__(self, snapshot: Callable[[], RunStatus], console: Terminal, max_lag: int | None = None) -> None:
-        self._snapshot, self._console, self._max_lag = snapshot, console, max_lag
+
+class Monitor:
+    """Looks at a run in a thread of its own and shows it on `console`, inside a `with` block."""
+
+    def __init__(self, look: Look, console: Terminal, max_lag: int | None = None) -> None:
+        self._look_at_run, self._console, self._max_lag = look, console, max_lag
+        self._reminder = Reminder()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
@@ -74,7 +81,7 @@ class Monitor:
 
     def _look(self) -> None:
         try:
-            status = self._snapshot()
+            status, waiting = self._look_at_run()
         except RunNotFoundError:
             return  # no learner has claimed the run yet
         except HeadwayError as error:
@@ -83,9 +90,11 @@ class Monitor:
         self.last = status
         if self._live is not None:
             with suppress(OSError):  # the terminal may be gone
-                self._live.update(panel(status, self._max_lag, time.monotonic() - self._started))
+                self._live.update(panel(status, self._max_lag, time.monotonic() - self._started, waiting))
         else:
             self._print_lines(status)
+            if news := self._reminder.news(waiting):
+                self.say(news)
 
     def _print_lines(self, status: RunStatus) -> None:
         if self._is_first_look:
@@ -117,11 +126,11 @@ def watch(url: str, run: str, console: Terminal, max_lag: int | None = None) -> 
     """Yield a Monitor of the run, with a connection of its own."""
     broker = BlockingBroker(url, run)
 
-    def snapshot() -> RunStatus:
-        return broker.call(broker.broker.status.snapshot(whichever=True))
+    def look() -> tuple[RunStatus, Waiting | None]:
+        return broker.call(look_at(broker.broker, whichever=True))
 
     try:
-        with Monitor(snapshot, console, max_lag) as monitor:
+        with Monitor(look, console, max_lag) as monitor:
             yield monitor
     finally:
         broker.close()
@@ -136,13 +145,15 @@ def step_line(step: StepMetrics) -> str:
     )
 
 
-def panel(status: RunStatus, max_lag: int | None, elapsed_s: float) -> RenderableType:
-    """Return the whole picture in a few lines."""
+def panel(status: RunStatus, max_lag: int | None, elapsed_s: float, waiting: Waiting | None = None) -> RenderableType:
+    """Return the whole picture in a few lines; who waits is told once nothing has moved for a while."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", min_width=9)
     rows.add_column(ratio=1)
     for name, content in _rows(status, max_lag):
         rows.add_row(name, content)
+    if waiting is not None and waiting.is_quiet:
+        rows.add_row("waits", styled((waiting.text, "yellow")))
     return Group(_title(status, elapsed_s), rows)
 
 

@@ -11,6 +11,8 @@ from rich.table import Table
 from broker.schema import PoolInfo, QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
 from deploy.run.figures import generated_per_s, lag_histogram, trained_per_s
 
+from .waiting import Waiting
+
 RECENT_STEPS = 20
 """Steps over which throughput and lag are computed."""
 BAR_WIDTH = 30
@@ -28,8 +30,8 @@ def recent(status: RunStatus) -> tuple[StepMetrics, ...]:
     return status.recent_steps[-RECENT_STEPS:]
 
 
-def status_json(status: RunStatus) -> dict[str, Any]:
-    """Return all of RunStatus without the history of steps, and with the sums that the tables show."""
+def status_json(status: RunStatus, waiting: Waiting | None = None) -> dict[str, Any]:
+    """Return all of RunStatus without the history of steps, with the sums that the tables show, and who waits."""
     plain: dict[str, Any] = msgspec.to_builtins(status, str_keys=True)
     del plain["recent_steps"]
     plain["announced"] = version_text(status.announced)
@@ -40,12 +42,19 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "generated_tokens_per_s": generated_per_s(status.workers),
         "trained_tokens_per_s": trained_per_s(recent(status)),
     }
+    plain["waiting"] = msgspec.to_builtins(waiting)
     return plain
 
 
-def status_tables(status: RunStatus) -> RenderableType:
+def status_tables(status: RunStatus, waiting: Waiting | None = None) -> RenderableType:
     """Return the same as tables for people."""
-    tables = [_head(status), _queues(status.queues), _lengths(status.tallies), _workers(status.workers), _lags(status)]
+    tables = [
+        _head(status, waiting),
+        _queues(status.queues),
+        _lengths(status.tallies),
+        _workers(status.workers),
+        _lags(status),
+    ]
     if status.pools:
         tables.insert(3, _pools(status.pools))
     if status.quarantined or status.dead_letters:
@@ -53,7 +62,7 @@ def status_tables(status: RunStatus) -> RenderableType:
     return Group(*tables)
 
 
-def _head(status: RunStatus) -> Table:
+def _head(status: RunStatus, waiting: Waiting | None) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
@@ -66,6 +75,8 @@ def _head(status: RunStatus) -> Table:
         "tokens/s",
         f"{generated_per_s(status.workers):,.0f} generated, {trained_per_s(recent(status)):,.0f} trained",
     )
+    if waiting is not None:
+        table.add_row("waits", waiting.text)
     return table
 
 

@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +29,11 @@ from deploy.launch.local import after_stages, check_rewind, forget, ping, run_st
 from deploy.launch.pool import Pool
 from deploy.launch.server_traits import check_traits
 from deploy.launch.supervisor import Supervisor
+from deploy.observe.live import Look
 from deploy.observe.live import watch as watch_run
 from deploy.observe.status import status_json, status_tables
+from deploy.observe.waiting import Waiting
+from deploy.observe.waiting import look as look_at
 from deploy.printing import complain, say, say_json
 from deploy.recipe.checks import check_engine
 from deploy.recipe.data_checks import check_data
@@ -254,39 +257,39 @@ def run_replay(
 def show_status(url: str | None, run: str | None, *, as_json: bool, watch: bool) -> None:
     """Show a run's status once, or again and again. Without --broker it shows the newest run below ./runs."""
     url, run = locate_run(url, run)
-    with _snapshots(url, run) as snapshot:
+    with _looks(url, run) as look:
         if watch:
-            _watch_status(snapshot, as_json)
+            _watch_status(look, as_json)
             return
         try:
-            status = snapshot()
+            status, waiting = look()
         except RunNotFoundError as error:
             raise RunNotFoundError(f"{error} {NOT_YET} --watch waits for it.") from error
         if as_json:
-            say_json(status_json(status))
+            say_json(status_json(status, waiting))
         else:
-            Terminal().print(status_tables(status))
+            Terminal().print(status_tables(status, waiting))
 
 
-def _watch_status(snapshot: Callable[[], RunStatus], as_json: bool) -> None:
+def _watch_status(look: Look, as_json: bool) -> None:
     """Show the status until Ctrl-C. Waits for a run that no learner has claimed yet."""
-    status = _first_status(snapshot)
+    status, waiting = _first_status(look)
     if as_json:
         while True:
-            say_json(status_json(status), in_one_line=True)
+            say_json(status_json(status, waiting), in_one_line=True)
             time.sleep(WATCH_S)
-            status = snapshot()
-    with Live(status_tables(status), console=Terminal(), auto_refresh=False, screen=True) as live:
+            status, waiting = look()
+    with Live(status_tables(status, waiting), console=Terminal(), auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(WATCH_S)
-            live.update(status_tables(snapshot()), refresh=True)
+            live.update(status_tables(*look()), refresh=True)
 
 
-def _first_status(snapshot: Callable[[], RunStatus]) -> RunStatus:
+def _first_status(look: Look) -> tuple[RunStatus, Waiting | None]:
     is_told = False
     while True:
         try:
-            return snapshot()
+            return look()
         except RunNotFoundError as error:
             if not is_told:
                 say(f"{error} {NOT_YET} Waiting for it.", to_stderr=True)
@@ -312,9 +315,9 @@ def locate_run(url: str | None, run: str | None) -> tuple[str, str]:
 
 
 @contextmanager
-def _snapshots(url: str, run: str) -> Iterator[Callable[[], RunStatus]]:
+def _looks(url: str, run: str) -> Iterator[Look]:
     with client_of(url, run) as client:
-        yield lambda: client.call(client.broker.status.snapshot(whichever=True))
+        yield lambda: client.call(look_at(client.broker, whichever=True))
 
 
 @contextmanager

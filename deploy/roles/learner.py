@@ -20,6 +20,7 @@ from broker.client.phases import Phases
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.base import SinkRun
+from deploy.observe.waiting_log import waits_logged
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.operators import roots_of
 from deploy.recipe.recipe import Recipe
@@ -173,6 +174,7 @@ def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, Phases, Sta
         blocking.call(blocking.broker.holding.begin(Holder.this_process()))
         blocking.broker.strays.storage.payload_ttl_s = recipe.broker.payload_ttl_s
         blocking.call(blocking.broker.strays.begin(owner))
+        stack.enter_context(waits_logged(blocking))
         blocking.call(blocking.broker.versions.put_model(owner, parts.files))
         allow_many_files()
         publisher = Publisher(blocking, owner, recipe.weights, roots_of(recipe))

@@ -1,4 +1,4 @@
-"""Tokens per second over the last few seconds."""
+"""Tokens per second over the last few seconds, and for how long there was none."""
 
 import time
 from collections import deque
@@ -13,13 +13,23 @@ class Throughput:
         self._window_s = window_s
         self._clock = clock
         self._began = clock()
+        self._last_s = self._began
         self._counts: deque[tuple[float, int]] = deque()
 
     def add(self, count: int) -> None:
         """Count tokens that were sampled now."""
         self.total += count
-        self._counts.append((self._clock(), count))
+        self._last_s = self._clock()
+        self._counts.append((self._last_s, count))
         self._forget()
+
+    def expect(self) -> None:
+        """The engine gets its first request now: silence counts from here."""
+        self._last_s = self._clock()
+
+    def silent_s(self) -> float:
+        """Return the seconds since the last token, or since `expect`."""
+        return self._clock() - self._last_s
 
     def per_second(self) -> float:
         """Return tokens per second; 0 if none were counted within the window."""

@@ -57,17 +57,17 @@ def test_a_step_in_one_line() -> None:
 
 
 class Script:
-    """A sequence of looks at a run; the last one repeats."""
+    """A sequence of looks at a run in which nobody waits; the last one repeats."""
 
     def __init__(self, *looks: RunStatus | Exception) -> None:
         self._looks: Iterator[RunStatus | Exception] = iter(looks)
         self._last = looks[-1]
 
-    def __call__(self) -> RunStatus:
+    def __call__(self) -> tuple[RunStatus, None]:
         look = next(self._looks, self._last)
         if isinstance(look, Exception):
             raise look
-        return look
+        return look, None
 
 
 def test_in_a_pipe_every_step_is_one_line_once() -> None:

@@ -17,6 +17,7 @@ from broker.schema import RunStatus
 from broker.wire.codec import encode
 from deploy.observe.live import Monitor, panel
 from deploy.observe.status import status_tables
+from deploy.observe.waiting import Waiting
 from deploy.printing import paragraph, say, say_json, visible
 from deploy.terminal import Terminal, styled
 
@@ -56,6 +57,10 @@ def hostile_status() -> RunStatus:
     return msgspec.structs.replace(status, run=HOSTILE, state=HOSTILE, workers=workers)
 
 
+def hostile_waiting() -> Waiting:
+    return Waiting(who="learner", why="groups", text=HOSTILE, is_quiet=True, quiet_s=40.0)
+
+
 def table() -> Table:
     found = Table(HOSTILE, title=HOSTILE, caption=HOSTILE)
     found.add_row(HOSTILE)
@@ -70,7 +75,9 @@ def table() -> Table:
         Group(HOSTILE, styled(HOSTILE)),
         table(),
         status_tables(hostile_status()),
+        status_tables(hostile_status(), hostile_waiting()),
         panel(hostile_status(), None, 1.0),
+        panel(hostile_status(), None, 1.0, hostile_waiting()),
     ],
 )
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -84,7 +91,7 @@ def test_nothing_that_is_shown_is_obeyed(shown: RenderableType, is_terminal: boo
 
 def test_a_line_above_the_panel_and_the_panel_are_harmless() -> None:
     output = io.StringIO()
-    monitor = Monitor(hostile_status, Terminal(file=output, width=300))
+    monitor = Monitor(lambda: (hostile_status(), hostile_waiting()), Terminal(file=output, width=300))
     monitor._look()
     monitor.say(HOSTILE)
     assert is_harmless(output.getvalue())

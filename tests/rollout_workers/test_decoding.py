@@ -50,3 +50,16 @@ def test_throughput_forgets_what_is_older_than_its_window() -> None:
     assert throughput.per_second() == 10
     now = 15.1
     assert (throughput.per_second(), throughput.total) == (0, 100)
+
+
+def test_an_engine_is_silent_since_its_last_token_or_its_first_request() -> None:
+    now = 0.0
+    throughput = Throughput(window_s=10, clock=lambda: now)
+    throughput.add(1)
+    now = 30.0
+    throughput.expect()
+    assert throughput.silent_s() == 0
+    now = 42.0
+    assert throughput.silent_s() == 12
+    throughput.add(1)
+    assert throughput.silent_s() == 0

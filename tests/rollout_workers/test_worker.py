@@ -262,13 +262,29 @@ async def test_a_sample_that_cannot_be_scored_is_generated_anew_from_its_first_t
     assert (await brokers[0].status.snapshot()).queues.resumed_tokens == 0
 
 
+async def never(request: GenerationRequest) -> AsyncIterator[Chunk]:
+    """As an engine that hangs generates."""
+    await asyncio.Event().wait()
+    yield Chunk(token_ids=[], logprobs=[], version=WeightVersion(0, 0))
+
+
+async def test_a_worker_reports_for_how_long_its_engine_has_been_silent(
+    brokers: tuple[Broker, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = await Learner.start(brokers[0], groups=2)
+    deliveries, engine = Deliveries(), make_engine(tmp_path)
+    monkeypatch.setattr(engine, "generate", never)
+    worker = make_worker(brokers[1], engine, deliveries)
+    assert worker.info().silent_s == 0
+    async with running(worker):
+        await learner.publish(0, deliveries)
+        await until(lambda: worker.info().silent_s > 0)
+        assert worker.info().tokens_per_s == 0
+
+
 async def test_an_engine_that_hangs_ends_the_worker_and_hands_its_leases_back(
     brokers: tuple[Broker, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(request: GenerationRequest) -> AsyncIterator[Chunk]:
-        await asyncio.Event().wait()
-        yield Chunk(token_ids=[], logprobs=[], version=WeightVersion(0, 0))
-
     monkeypatch.setattr(stalls, "PATIENCE_S", 0.2)
     learner = await Learner.start(brokers[0], groups=2)
     deliveries, engine = Deliveries(), make_engine(tmp_path)

@@ -1,0 +1,37 @@
+"""The learner's log tells who waits for whom, once nothing has moved for a while."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from broker.client.broker import BlockingBroker
+from broker.errors import HeadwayError
+
+from .waiting import Reminder, look
+
+LOOK_S = 10.0
+FAREWELL_S = 5.0
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def waits_logged(broker: BlockingBroker, every_s: float = LOOK_S) -> Iterator[None]:
+    """Look at the run every so many seconds, in a thread of its own, and log who waits."""
+    over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(broker, over, every_s), name="waits", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(FAREWELL_S)
+
+
+def _watch(broker: BlockingBroker, over: threading.Event, every_s: float) -> None:
+    reminder = Reminder()
+    while not over.wait(every_s):
+        with suppress(HeadwayError):  # the learner itself says that the server is away
+            _, waiting = broker.call(look(broker.broker))
+            if news := reminder.news(waiting):
+                log.warning("%s", news)
