@@ -125,6 +125,15 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         float, Meta(gt=0, description="seconds between two reports of a worker, which renew its leases too")
     ] = 1.0
     max_restarts: Annotated[int, Meta(ge=0, description="restarts of one worker before the run is stopped")] = 5
+    metrics_port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="each worker serves metrics for Prometheus on the first free port from this one on; 0: none",
+        ),
+    ] = 0
+    metrics_host: Annotated[str, Meta(min_length=1, description="address on which workers serve metrics")] = "127.0.0.1"
     patience_s: Annotated[
         float,
         Meta(ge=0, description="seconds that a worker which finds its run ended waits for a learner to resume it"),

@@ -287,7 +287,7 @@ class Worker:
                     log.warning("the server had lost %d submissions that it gets again", again)
 
     def info(self) -> WorkerInfo:
-        """Return what this worker reports of itself."""
+        """Return what this worker reports of itself. Any thread may ask."""
         version = None if self._weights.is_paused else self._weights.version
         return WorkerInfo(
             worker=self._worker,

@@ -49,7 +49,7 @@ from deploy.run.resuming import check_resumable
 from deploy.run.stage_output import is_complete, is_of, mark_complete, planned
 from deploy.terminal import Terminal
 from learner.experience.rewind import Rewind
-from rollout_workers.config import EngineConfig
+from rollout_workers.config import EngineConfig, WorkersConfig
 from weightsync.config import WeightsConfig
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ NOT_YET = "A learner claims its run once the stages before it are done."
 WATCH_S = 1.0
 PATIENCE_S = 3.0
 """Seconds to wait for the broker: a user waits for the answer."""
-_WORKERS_OWN = ("engine.", "weights.follow=", "weights.archive=", "weights.pull_bytes_per_s=")
-"""The start of overrides that a worker may choose for itself: its engine, and how it is connected."""
+_WORKERS_OWN = ("engine.", "weights.follow=", "weights.archive=", "weights.pull_bytes_per_s=", "workers.metrics_")
+"""The start of overrides that a worker may choose for itself: its engine, how it is connected and watched."""
 
 
 def run_learner(
@@ -339,6 +339,7 @@ class _WorkersOwn(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
+    workers: WorkersConfig = WorkersConfig()
 
 
 def _engine_threads(overrides: Sequence[str]) -> int:
@@ -348,10 +349,10 @@ def _engine_threads(overrides: Sequence[str]) -> int:
         if not override.startswith(_WORKERS_OWN):
             raise ConfigError(
                 f"A worker cannot take the override {override!r}: all but engine.*, weights.follow,"
-                " weights.archive and weights.pull_bytes_per_s comes from the run's configuration, so that learner and"
-                " workers agree. Give it to `headway learner` instead."
+                " weights.archive, weights.pull_bytes_per_s and workers.metrics_* comes from the run's"
+                " configuration, so that learner and workers agree. Give it to `headway learner` instead."
             )
-    raw = apply_overrides({"engine": {}, "weights": {}}, overrides, "override")
+    raw = apply_overrides({"engine": {}, "weights": {}, "workers": {}}, overrides, "override")
     check_plain(raw, "override")
     check_shape(raw, _WorkersOwn, "override")
     try:

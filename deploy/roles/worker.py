@@ -135,6 +135,7 @@ def _workers_part(stored: bytes) -> tuple[Any, ...]:
 async def _work(
     broker: Broker, recipe: Recipe, worker: str, private: Path, drain: asyncio.Event, roots: ImportRoots
 ) -> None:
+    from deploy.observe.prometheus.worker import serving
     from rollout_workers.decoding import load_decoding
     from rollout_workers.engines import open_engine
     from rollout_workers.environments import open_environment
@@ -181,7 +182,10 @@ async def _work(
     )
     watch = asyncio.create_task(_drain_when_asked(rollout, drain))
     try:
-        log.info("worker %s: %s", worker, await rollout.run())
+        with serving(rollout, recipe.workers) as endpoint:
+            if endpoint is not None:
+                log.info("metrics for Prometheus: %s", endpoint.url)
+            log.info("worker %s: %s", worker, await rollout.run())
     finally:
         watch.cancel()
 

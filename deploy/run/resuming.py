@@ -61,7 +61,8 @@ FREE = frozenset(
         "staleness": "max_lag on_straggler min_group_size on_over_bound",
         "engine": "kind max_concurrent dtype device threads options",
         "environment": "kind options deadline_s processes",
-        "workers": "count pools devices heartbeat_s max_restarts patience_s probe_swaps segment_tokens segment_s",
+        "workers": "count pools devices heartbeat_s max_restarts metrics_port metrics_host patience_s probe_swaps"
+        " segment_tokens segment_s",
         "evaluation": "prompts every_steps pass_reward",
         "algorithm": "preset corrections proximal dynamic_sampling",
         "algorithm.advantage": "kind options",

@@ -32,10 +32,12 @@ class Throughput:
         return self._clock() - self._last_s
 
     def per_second(self) -> float:
-        """Return tokens per second; 0 if none were counted within the window."""
-        self._forget()
+        """Return tokens per second; 0 if none were counted within the window. Any thread may call it: it looks at a
+        copy and forgets nothing."""
+        horizon = self._clock() - self._window_s
         seconds = min(self._window_s, self._clock() - self._began)
-        return sum(count for _, count in self._counts) / seconds if seconds > 0 else 0.0
+        counted = sum(count for at, count in tuple(self._counts) if at >= horizon)
+        return counted / seconds if seconds > 0 else 0.0
 
     def _forget(self) -> None:
         horizon = self._clock() - self._window_s

@@ -127,7 +127,7 @@ def test_help_names_every_command_but_the_internal_ones(tmp_path: Path) -> None:
         (
             ["workers", "staleness.max_lag=3", "--broker", NOWHERE, "--run", "x"],
             "A worker cannot take the override 'staleness.max_lag=3': all but engine.*, weights.follow,"
-            " weights.archive and weights.pull_bytes_per_s comes from the run's configuration",
+            " weights.archive, weights.pull_bytes_per_s and workers.metrics_* comes from the run's configuration",
         ),
         (
             ["workers", "weights.follower=pull", "--broker", NOWHERE, "--run", "x"],
@@ -169,11 +169,13 @@ def test_a_worker_chooses_its_engine_and_how_it_is_connected() -> None:
         "weights.archive=file:///mnt",
         "weights.pull_bytes_per_s=100000",
         "engine.threads=3",
+        "workers.metrics_port=9500",
     ]
     assert _engine_threads(own) == 3
     recipe = with_overrides(load_recipe("arithmetic.yaml"), own)
     assert (recipe.weights.follow, recipe.weights.pull_bytes_per_s) == ("pull", 100_000)
     assert recipe.weights.archive == "file:///mnt"
+    assert recipe.workers.metrics_port == 9500
 
 
 def test_an_existing_run_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""A worker's metrics: what it has generated, submitted and swapped, and what it does now."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, get_args, get_type_hints
+
+import msgspec
+from prometheus_client.core import InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from broker.client.submissions import SubmitOutcome
+from broker.schema import WorkerInfo
+from rollout_workers.config import WorkersConfig
+
+from .endpoint import Endpoint
+from .families import Family, metric, shown
+
+PORTS = 1024
+"""Ports among which a worker looks for a free one: one for each worker that a supervisor may start."""
+STATES: tuple[str, ...] = get_args(get_type_hints(WorkerInfo)["state"])
+FIGURES = (
+    Family("headway_worker_leases", "Samples that the worker holds a lease of.", "active"),
+    Family("headway_worker_capacity_leases", "Samples that its engine can batch.", "capacity"),
+    Family("headway_worker_tokens_per_second", "Tokens that it generates, over the last seconds.", "tokens_per_s"),
+    Family("headway_worker_generated_tokens_total", "Tokens that it has generated.", "generated_tokens"),
+    Family("headway_worker_resumed_tokens_total", "Tokens of others after which it continued.", "resumed_tokens"),
+    Family("headway_worker_unscored_samples_total", "Samples that no reward function could score.", "unscored"),
+    Family("headway_worker_weight_swaps_total", "Weight versions that it has swapped in.", "swaps"),
+    Family("headway_worker_weight_step", "Step of the weights that its engine holds.", "weight_step"),
+    Family("headway_worker_weight_incarnation", "Incarnation of the learner that made them.", "weight_incarnation"),
+    Family(
+        "headway_worker_submitted_samples_total",
+        "Samples that it has submitted, by the broker's answer.",
+        label="outcome",
+        by_label={outcome.value: outcome.value for outcome in SubmitOutcome},
+    ),
+)
+
+
+class Watched(Protocol):
+    """What is read of a `rollout_workers.worker.Worker`, from another thread than its own."""
+
+    outcomes: dict[SubmitOutcome, int]
+    resumed_tokens: int
+    unscored: int
+
+    def info(self) -> WorkerInfo: ...
+
+
+class WorkerCollector(Collector):
+    """Reads the worker at every scrape."""
+
+    def __init__(self, worker: Watched) -> None:
+        self._worker = worker
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics."""
+        info = self._worker.info()
+        said = {"worker": info.worker, "host": info.host, "engine": info.engine}
+        yield InfoMetricFamily("headway_worker", "This worker, as `headway status` names it.", said)
+        yield from shown(FIGURES, self._figures(info))
+        states = {state: float(state == info.state) for state in STATES}
+        yield metric("headway_worker_state", "1 for the state that the worker is in, 0 for others.", states, "state")
+
+    def _figures(self, info: WorkerInfo) -> Mapping[str, float | None]:
+        return {
+            **msgspec.structs.asdict(info),
+            "resumed_tokens": self._worker.resumed_tokens,
+            "unscored": self._worker.unscored,
+            "weight_step": info.version.step if info.version else None,
+            "weight_incarnation": info.version.incarnation if info.version else None,
+            **{outcome.value: count for outcome, count in self._worker.outcomes.items()},
+        }
+
+
+@contextmanager
+def serving(worker: Watched, config: WorkersConfig) -> Iterator[Endpoint | None]:
+    """Serve the worker's metrics on the first free port from `metrics_port` on; 0: on none. Raises ConfigError if no
+    port is free."""
+    if not config.metrics_port:
+        yield None
+        return
+    endpoint = Endpoint(
+        WorkerCollector(worker),
+        host=config.metrics_host,
+        port=config.metrics_port,
+        tries=min(PORTS, 65536 - config.metrics_port),
+        remedy="Choose another workers.metrics_port or workers.metrics_host; port 0 serves no metrics.",
+    )
+    try:
+        yield endpoint
+    finally:
+        endpoint.close()

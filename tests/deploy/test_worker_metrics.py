@@ -1,0 +1,120 @@
+"""A worker's endpoint for Prometheus shows what the worker reports of itself; workers of a machine share a range."""
+
+import asyncio
+import socket
+from contextlib import ExitStack, closing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from msgspec.structs import replace
+
+from broker.client.broker import Broker
+from broker.client.submissions import SubmitOutcome
+from broker.errors import ConfigError
+from broker.schema import WeightVersion, WorkerInfo
+from deploy.observe.prometheus.endpoint import Endpoint
+from deploy.observe.prometheus.worker import STATES, WorkerCollector, serving
+from rollout_workers.config import WorkersConfig
+from tests.rollout_workers.loop import Deliveries, Learner, make_engine, make_worker, running, until
+
+from .runs import worker
+from .sinks.scrapes import figure, scrape
+
+
+class Stub:
+    """A worker that has generated, resumed, submitted and swapped."""
+
+    def __init__(self, name: str = "node-worker-0-ab12") -> None:
+        self.outcomes = {SubmitOutcome.ACCEPTED: 5, SubmitOutcome.DUPLICATE: 1, SubmitOutcome.FENCED: 2}
+        self.resumed_tokens = 77
+        self.unscored = 3
+        self.said = worker(name, WeightVersion(2, 36))
+
+    def info(self) -> WorkerInfo:
+        return self.said
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def test_the_endpoint_shows_what_the_worker_says_now() -> None:
+    stub = Stub()
+    with closing(Endpoint(WorkerCollector(stub), host="127.0.0.1", port=0)) as endpoint:
+        found = scrape(endpoint.url)
+        stub.said = replace(stub.said, version=None, state="paused", active=0)
+        later = scrape(endpoint.url)
+    expected = {
+        "leases": 60,
+        "capacity_leases": 64,
+        "tokens_per_second": 2500.0,
+        "generated_tokens_total": 100_000,
+        "resumed_tokens_total": 77,
+        "unscored_samples_total": 3,
+        "weight_swaps_total": 36,
+        "weight_step": 36,
+        "weight_incarnation": 2,
+    }
+    assert {name: figure(found, f"headway_worker_{name}") for name in expected} == expected
+    submitted = {one: figure(found, "headway_worker_submitted_samples_total", outcome=one) for one in SubmitOutcome}
+    assert submitted == stub.outcomes
+    assert figure(found, "headway_worker_info", worker="node-worker-0-ab12", host="node", engine="embedded") == 1
+    assert [state for state in STATES if figure(found, "headway_worker_state", state=state)] == ["generating"]
+    assert [state for state in STATES if figure(later, "headway_worker_state", state=state)] == ["paused"]
+    assert (figure(later, "headway_worker_leases"), figure(later, "headway_worker_weight_step")) == (0, None)
+    assert (figure(found, "process_resident_memory_bytes") or 0) > 0
+
+
+def test_workers_of_one_machine_take_one_port_after_the_other() -> None:
+    config = WorkersConfig(metrics_port=free_port())
+    with ExitStack() as stack:
+        endpoints = [stack.enter_context(serving(Stub(f"w{number}"), config)) for number in range(3)]
+        ports = [endpoint.port for endpoint in endpoints if endpoint is not None]
+        assert len(ports) == 3
+        assert ports == sorted(set(ports))
+        assert ports[0] >= config.metrics_port
+        for number, port in enumerate(ports):
+            found = scrape(f"http://127.0.0.1:{port}/metrics")
+            assert figure(found, "headway_worker_info", worker=f"w{number}", host="node", engine="embedded") == 1
+
+
+def test_no_port_no_endpoint() -> None:
+    with serving(Stub(), WorkersConfig()) as endpoint:
+        assert endpoint is None
+
+
+def test_a_worker_that_finds_no_free_port_says_which_key_to_change() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
+            Endpoint(WorkerCollector(Stub()), host="127.0.0.1", port=port)
+    config = WorkersConfig(metrics_port=free_port(), metrics_host="192.0.2.1")  # an address that no machine has
+    with (
+        pytest.raises(ConfigError, match=r"192\.0\.2\.1, .*Choose another workers\.metrics_port"),
+        serving(Stub(), config),
+    ):
+        pass
+
+
+async def test_a_working_worker_is_scraped_while_it_generates(broker: Broker, tmp_path: Path) -> None:
+    learner = await Learner.start(broker, groups=4)
+    deliveries = Deliveries()
+    real = make_worker(broker, make_engine(tmp_path), deliveries)
+    config = WorkersConfig(metrics_port=free_port())
+    with serving(real, config) as endpoint:
+        assert endpoint is not None
+        assert urlsplit(endpoint.url).hostname == "127.0.0.1"
+        before = await asyncio.to_thread(scrape, endpoint.url)
+        await learner.publish(0, deliveries)
+        async with running(real):
+            await until(lambda: real.info().submitted > 0)
+            during = await asyncio.to_thread(scrape, endpoint.url)
+        after, info = await asyncio.to_thread(scrape, endpoint.url), real.info()
+    assert figure(before, "headway_worker_weight_step") is None
+    assert figure(during, "headway_worker_weight_step") == 0
+    assert (figure(during, "headway_worker_generated_tokens_total") or 0) > 0
+    assert figure(after, "headway_worker_generated_tokens_total") == info.generated_tokens
+    assert figure(after, "headway_worker_submitted_samples_total", outcome="accepted") == info.submitted
