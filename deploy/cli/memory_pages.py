@@ -14,6 +14,7 @@ from rich.text import Text
 from broker.errors import ConfigError
 from deploy.recipe.loading import with_overrides
 from deploy.recipe.recipe import Recipe
+from deploy.tables import WholeWords
 from deploy.terminal import styled
 from learner.models.model import load_config
 from learner.models.shape import shape_of
@@ -190,7 +191,7 @@ def _sizes(planned: PlannedModel) -> dict[str, int]:
     return {name: getattr(layout, name) for name in layout.__struct_fields__}
 
 
-def _ranks_table(ranks: list[RankMemory]) -> Table:
+def _ranks_table(ranks: list[RankMemory]) -> WholeWords:
     table = Table(box=SIMPLE_HEAD)
     columns = [field.name for field in fields(RankMemory) if field.name not in ("rank", "part")]
     used = [name for name in (*columns, "total") if any(getattr(held, name) for held in ranks)]
@@ -200,7 +201,7 @@ def _ranks_table(ranks: list[RankMemory]) -> Table:
     for same, members in itertools.groupby(ranks, key=lambda held: replace(held, rank=0)):
         numbers = [held.rank for held in members]
         table.add_row(_spans(numbers), same.part, *(_amount(getattr(same, name)) for name in used))
-    return table
+    return WholeWords(table)
 
 
 def _spans(numbers: list[int]) -> str:
@@ -230,7 +231,7 @@ def _turns_line(found: MemoryReport) -> Iterator[Text]:
         yield styled(f"That leaves an engine {_amount(left)} of {_amount(found.device_bytes)}.")
 
 
-def _verdict(found: MemoryReport) -> Iterator[Text | Table]:
+def _verdict(found: MemoryReport) -> Iterator[Text | WholeWords]:
     if found.device_bytes is not None:
         does, style = ("fits", "green") if found.fits else ("does not fit", "red")
         device = f"a device of {_amount(found.device_bytes)}, of which {USABLE:.0%} can be used"
@@ -239,13 +240,13 @@ def _verdict(found: MemoryReport) -> Iterator[Text | Table]:
         yield _changes_table(found)
 
 
-def _changes_table(found: MemoryReport) -> Table:
+def _changes_table(found: MemoryReport) -> WholeWords:
     table = Table("one change at a time", "largest rank", "saved", box=SIMPLE_HEAD)
     for change in found.changes:
         fits = found.device_bytes is not None and is_enough(found.device_bytes, change.largest_bytes)
         saved = found.ranks[0].total - change.largest_bytes
         table.add_row(change.setting, _amount(change.largest_bytes) + (" fits" if fits else ""), _amount(saved))
-    return table
+    return WholeWords(table)
 
 
 def _amount(number: int) -> str:

@@ -14,6 +14,7 @@ from deploy.observe.status import status_json, status_tables, version_text
 from deploy.observe.waiting import look as look_at
 from deploy.printing import say, say_json
 from deploy.run.in_use import described, refuse_if_in_use
+from deploy.tables import WholeWords
 from deploy.terminal import Terminal
 
 PATIENCE_S = 3.0
@@ -81,7 +82,7 @@ def _client(url: str, run: str) -> Iterator[BlockingBroker]:
         client.close()
 
 
-def _table(usages: list[RunUsage]) -> Table:
+def _table(usages: list[RunUsage]) -> WholeWords:
     table = Table(box=SIMPLE_HEAD)
     table.add_column("run", overflow="fold")
     for heading in ("state", "incarnation", "weights", "step", "reward", "workers", "MB", "idle"):
@@ -99,7 +100,7 @@ def _table(usages: list[RunUsage]) -> Table:
             f"{usage.payload_bytes / 1e6:,.1f}",
             _duration(usage.idle_s),
         )
-    return table
+    return WholeWords(table)
 
 
 def _plain(usage: RunUsage) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from broker.schema import PoolInfo, QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
 from deploy.run.figures import generated_per_s, lag_histogram, trained_per_s
+from deploy.tables import WholeWords
 
 from .waiting import Waiting
 
@@ -48,18 +49,13 @@ def status_json(status: RunStatus, waiting: Waiting | None = None) -> dict[str, 
 
 def status_tables(status: RunStatus, waiting: Waiting | None = None) -> RenderableType:
     """Return the same as tables for people."""
-    tables = [
-        _head(status, waiting),
-        _queues(status.queues),
-        _lengths(status.tallies),
-        _workers(status.workers),
-        _lags(status),
-    ]
+    tables = [_head(status, waiting), _queues(status.queues), _lengths(status.tallies)]
     if status.pools:
-        tables.insert(3, _pools(status.pools))
+        tables.append(_pools(status.pools))
+    tables += [_workers(status.workers), _lags(status)]
     if status.quarantined or status.dead_letters:
         tables.append(_refused(status))
-    return Group(*tables)
+    return Group(*map(WholeWords, tables))
 
 
 def _head(status: RunStatus, waiting: Waiting | None) -> Table:
@@ -154,8 +150,7 @@ def _pools(pools: tuple[PoolInfo, ...]) -> Table:
 
 def _workers(workers: tuple[WorkerInfo, ...]) -> Table:
     table = Table(title=f"Workers ({len(workers)})", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("worker", no_wrap=True)
-    for heading in ("engine", "state"):
+    for heading in ("worker", "engine", "state"):
         table.add_column(heading, overflow="fold")
     for heading in ("version", "leases", "tokens/s", "sent"):
         table.add_column(heading, justify="right")
