@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +35,35 @@ class PrometheusOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535, description="its port; 0: any free one, which the learner logs")] = 9464
 
 
+class WandbOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the Weights & Biases sink. Whatever is empty, wandb's own environment variables and settings say."""
+
+    project: Annotated[str, Meta(min_length=1, description="project of the run")] = "headway"
+    entity: Annotated[str, Meta(description="user or team that owns the project")] = ""
+    mode: Annotated[
+        Literal["", "online", "offline"],
+        Meta(description="offline: files in the run's directory, which `wandb sync` uploads"),
+    ] = ""
+
+
+class MlflowOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the MLflow sink."""
+
+    experiment: Annotated[str, Meta(min_length=1, description="experiment of the run; made if there is none")] = (
+        "headway"
+    )
+    tracking_uri: Annotated[str, Meta(description="server or store; empty: MLFLOW_TRACKING_URI")] = ""
+
+
+class TrackioOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the trackio sink."""
+
+    project: Annotated[str, Meta(min_length=1, description="project of the run, below TRACKIO_DIR")] = "headway"
+    space_id: Annotated[str, Meta(description="Space of Hugging Face that shows the run; empty: this machine only")] = (
+        ""
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class KnownSink:
     """A sink's options and package, known before the sink is made."""
@@ -52,6 +81,9 @@ SINKS = {
         options=TensorBoardOptions, package="tensorboard", remedy="pip install 'headway[tensorboard]'."
     ),
     "prometheus": KnownSink(options=PrometheusOptions),
+    "wandb": KnownSink(options=WandbOptions, package="wandb", remedy="pip install 'headway[wandb]'."),
+    "mlflow": KnownSink(options=MlflowOptions, package="mlflow", remedy="pip install 'headway[mlflow]'."),
+    "trackio": KnownSink(options=TrackioOptions, package="trackio", remedy="pip install 'headway[trackio]'."),
 }
 
 

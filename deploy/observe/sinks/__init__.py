@@ -1,7 +1,8 @@
 """Sends a run's metrics to any number of sinks, as typed events: a step, an evaluation, a heartbeat.
 
     learner ─ event ─► Sinks ─┬─ jsonl        the run's record, written before the learner goes on
-                              └─ queue ─► tensorboard, prometheus, or your own, in a thread of its own
+                              └─ queue ─► tensorboard, prometheus, wandb, mlflow, trackio, or your
+                                          own, in a thread of its own
 
 The events are in `deploy.run.events`, and a sink is a `base.MetricSink`. The invariant: the run's record is written
 whole, or the learner ends. Training goes on whatever another sink does, and the events that it loses are counted.
@@ -18,9 +19,12 @@ from broker.user_code.own import in_one_paragraph, make_own
 from deploy.recipe.sinks import (
     SINKS,
     JsonlOptions,
+    MlflowOptions,
     PrometheusOptions,
     SinkConfig,
     TensorBoardOptions,
+    TrackioOptions,
+    WandbOptions,
     check_sink_packages,
 )
 
@@ -53,6 +57,18 @@ def make_sink(config: SinkConfig, where: str) -> MetricSink:
             from .prometheus import PrometheusSink
 
             return PrometheusSink(typed_options(config.options, PrometheusOptions, f"{where}.options"), where)
+        case "wandb":
+            from .wandb import WandbSink
+
+            return WandbSink(typed_options(config.options, WandbOptions, f"{where}.options"))
+        case "mlflow":
+            from .mlflow import MlflowSink
+
+            return MlflowSink(typed_options(config.options, MlflowOptions, f"{where}.options"))
+        case "trackio":
+            from .trackio import TrackioSink
+
+            return TrackioSink(typed_options(config.options, TrackioOptions, f"{where}.options"))
         case own if ":" in own:
             return _own(config, where)
         case unknown:

@@ -1,25 +1,19 @@
-"""Curves for TensorBoard: a step's figures, pass rates and the pool of workers, all over learner steps."""
+"""Curves for TensorBoard."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from broker.schema import StepMetrics
 from deploy.recipe.sinks import TensorBoardOptions
-from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StepEvent
-from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
+from deploy.run.events import Event
 
 from .base import SinkRun
+from .points import points, step_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 DIRECTORY = "tensorboard"
 """Name of its directory inside the run's."""
-NO_CURVES = {"incarnation", "step", "total_steps", "lag_histogram", "algorithm"}
-"""Fields of StepMetrics without a curve: they name the step, or consist of parts."""
 
 
 class TensorBoardSink:
@@ -44,9 +38,9 @@ class TensorBoardSink:
 
     def write(self, event: Event) -> None:
         """Write one point of each curve. Raises OSError if it cannot be written."""
-        step = event.metrics.step if isinstance(event, StepEvent) else event.step
+        step = step_of(event)
         writer = self._written_from(step)
-        for tag, value in _points(event):
+        for tag, value in points(event):
             writer.add_scalar(tag, value, step)
         writer.flush()
 
@@ -61,27 +55,3 @@ class TensorBoardSink:
 
             self._writer = SummaryWriter(str(self._directory), purge_step=step)
         return self._writer
-
-
-def _points(event: Event) -> Iterator[tuple[str, float]]:
-    match event:
-        case StepEvent():
-            yield from _of_step(event.metrics)
-        case EvaluationEvent():
-            yield "evaluation/pass_rate", event.pass_rate
-        case HeartbeatEvent():
-            yield "workers/living", len(event.workers)
-            yield "workers/generated_tokens_per_s", generated_per_s(event.workers)
-            for name, depth in msgspec.structs.asdict(event.queues).items():
-                yield f"queues/{name}", depth
-
-
-def _of_step(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
-    """Yield a step's points. A value that is not finite is None and leaves a gap in its curve."""
-    for name, value in msgspec.structs.asdict(metrics).items():
-        if name not in NO_CURVES and value is not None:
-            yield f"step/{name}", value
-    yield "step/trained_tokens_per_s", trained_per_s([metrics])
-    yield "step/wait_fraction", wait_fraction([metrics])
-    for name, value in metrics.algorithm.items():
-        yield f"algorithm/{name}", value

@@ -1,0 +1,42 @@
+"""The points of an event: a step's figures, pass rates and the pool of workers, all over learner steps."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from broker.schema import StepMetrics
+from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StepEvent
+from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
+
+NO_CURVES = {"incarnation", "step", "total_steps", "lag_histogram", "algorithm"}
+"""Fields of StepMetrics without a curve: they name the step, or consist of parts."""
+
+
+def step_of(event: Event) -> int:
+    """Return the learner step at which the event's points lie."""
+    return event.metrics.step if isinstance(event, StepEvent) else event.step
+
+
+def points(event: Event) -> Iterator[tuple[str, float]]:
+    """Yield one point of each curve: its tag and its value."""
+    match event:
+        case StepEvent():
+            yield from _of_step(event.metrics)
+        case EvaluationEvent():
+            yield "evaluation/pass_rate", event.pass_rate
+        case HeartbeatEvent():
+            yield "workers/living", len(event.workers)
+            yield "workers/generated_tokens_per_s", generated_per_s(event.workers)
+            for name, depth in msgspec.structs.asdict(event.queues).items():
+                yield f"queues/{name}", depth
+
+
+def _of_step(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
+    """Yield a step's points. A value that is not finite is None and leaves a gap in its curve."""
+    for name, value in msgspec.structs.asdict(metrics).items():
+        if name not in NO_CURVES and value is not None:
+            yield f"step/{name}", value
+    yield "step/trained_tokens_per_s", trained_per_s([metrics])
+    yield "step/wait_fraction", wait_fraction([metrics])
+    for name, value in metrics.algorithm.items():
+        yield f"algorithm/{name}", value

@@ -1,0 +1,121 @@
+"""Reads back what experiment trackers wrote offline, each with its own package; run as a program in a fresh process.
+
+python -m tests.deploy.sinks.trackers write|read KIND DIRECTORY
+"""
+
+import json
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from broker.schema import StepMetrics
+from deploy.observe.sinks import open_sinks
+from deploy.recipe.sinks import SinkConfig
+from deploy.run.events import HeartbeatEvent
+from deploy.run.report import METRICS, read_lines
+from tests.deploy.runs import evaluation, run_status, sink_run, step_event, step_metrics
+
+IDENTITY = "0123456789abcdef"
+Curves = dict[str, dict[int, float]]
+"""The value at every step, by tag."""
+
+
+def write(kind: str, directory: Path) -> None:
+    """A run of three steps, which is resumed for a fourth."""
+    for steps, incarnation in ((range(3), 1), (range(3, 4), 2)):
+        configs = (SinkConfig(kind="jsonl"), SinkConfig(kind=kind, options=_options(kind, directory)))
+        with open_sinks(configs, sink_run(directory / "run", IDENTITY)) as sinks:
+            for step in steps:
+                sinks.write(step_event(step, incarnation=incarnation, reward=step / 4))
+            sinks.write(evaluation(incarnation, steps[-1], 0.25))
+            sinks.write(HeartbeatEvent.of(run_status(), step_metrics(steps[-1])))
+            for lane in sinks._others:  # a first import may take longer than a run's end waits
+                lane.end()
+                lane.join(240)
+        assert not any(sinks.lost.values()), sinks.lost
+
+
+def _options(kind: str, directory: Path) -> dict[str, str]:
+    own = {"wandb": {"mode": "offline"}, "mlflow": {"tracking_uri": f"file:{directory}/mlruns"}}
+    return own.get(kind, {})
+
+
+def read(kind: str, directory: Path) -> Curves:
+    """All curves of the one run that the tracker has."""
+    readers = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
+    return readers[kind](directory)
+
+
+def _wandb(directory: Path) -> Curves:
+    from wandb.proto import wandb_internal_pb2
+
+    curves: Curves = {}
+    for file in sorted((directory / "run").rglob("*.wandb")):
+        assert file.name == f"run-{IDENTITY}.wandb"
+        for frame in _frames(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(frame)
+            said = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            for tag, value in said.items():
+                curves.setdefault(tag, {})[int(said["step"])] = value
+    return {tag: curve for tag, curve in curves.items() if "/" in tag}
+
+
+def _frames(data: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format: blocks of 32 KiB; each part has a checksum, its length and its kind."""
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        if kind == 0:
+            return
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def _mlflow(directory: Path) -> Curves:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"file:{directory}/mlruns")
+    experiment = client.get_experiment_by_name("headway")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("arithmetic", "FINISHED")
+    return {
+        tag: {point.step: point.value for point in client.get_metric_history(run.info.run_id, tag)}
+        for tag in run.data.metrics
+    }
+
+
+def _trackio(directory: Path) -> Curves:
+    import trackio
+
+    (run,) = trackio.Api().runs("headway")
+    assert run.name == f"arithmetic-{IDENTITY}"
+    curves: Curves = {}
+    for row in trackio.SQLiteStorage.get_logs("headway", run.name):
+        for tag, value in row.items():
+            if "/" in tag:
+                curves.setdefault(tag, {})[row["step"]] = value
+    return curves
+
+
+def main() -> None:
+    what, kind, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    if what == "write":
+        write(kind, directory)
+        assert len(read_lines(directory / "run" / METRICS, StepMetrics)) == 4
+    else:
+        print(json.dumps(read(kind, directory)))
+        sys.stdout.flush()
+    os._exit(0)  # a tracker's threads may live on
+
+
+if __name__ == "__main__":
+    main()
