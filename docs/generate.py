@@ -29,6 +29,7 @@ GUIDES = {
     "headway acl": "[Two or more machines](../guides/roles.md#two-or-more-machines)",
     "headway broker": "[Separate roles](../guides/roles.md)",
     "headway compare": "[Several runs side by side](../guides/report.md#several-runs-side-by-side)",
+    "headway dashboard": "[The page of a running run](../guides/report.md#the-page-of-a-running-run)",
     "headway report": "[A page of a run](../guides/report.md)",
     "headway status": "[What headway status shows](../guides/metrics.md#what-headway-status-shows)",
 }

@@ -108,6 +108,7 @@ for command in (
     runs.runs,
     pages.report,
     pages.compare,
+    pages.dashboard,
     tools.acl,
     tools.algorithms,
     tools.plan_memory,

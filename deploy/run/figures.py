@@ -40,6 +40,16 @@ def lag_histogram(steps: Sequence[StepMetrics]) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
+def trained_by_step_of_weights(steps: Sequence[StepMetrics]) -> dict[int, int]:
+    """Return the number of trajectories that these steps trained, by the step of the oldest weights that sampled a
+    token of them."""
+    counts: Counter[int] = Counter()
+    for step in steps:
+        for lag, count in step.lag_histogram.items():
+            counts[step.step - lag] += count
+    return dict(sorted(counts.items()))
+
+
 def moving_average(values: Sequence[float], window: int = WINDOW) -> list[float]:
     """Return at every point the mean of the last `window` values, or of fewer at the start."""
     spans = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))

@@ -15,6 +15,7 @@ from .events import EvaluationEvent
 from .report import EVALUATIONS, METRICS, SUMMARY, FileLines, lineage, read_summary, summary_of
 
 Line = TypeVar("Line", StepMetrics, EvaluationEvent)
+FILES = (CONFIG, METRICS, EVALUATIONS, SUMMARY)
 MISSING = {
     METRICS: "No step has been trained in this directory yet, or the file was moved away.",
     CONFIG: "The run's recipe is unknown.",
@@ -66,6 +67,19 @@ def read_record(run: str) -> Record:
         is_running=_is_running(directory),
         notes=notes,
     )
+
+
+def stamp(directory: Path) -> tuple[object, ...]:
+    """Return what changes whenever the run's files do, or whether it runs; reading it costs almost nothing."""
+    return (_is_running(directory), *(_size_and_time(directory / name) for name in FILES))
+
+
+def _size_and_time(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def _read_lines(path: Path, kind: type[Line], notes: list[str]) -> list[Line]:

@@ -39,6 +39,7 @@ COMMANDS = [
     "runs",
     "report",
     "compare",
+    "dashboard",
     "acl",
     "algorithms",
     "doctor",

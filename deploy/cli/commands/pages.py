@@ -49,3 +49,21 @@ def compare(runs: tuple[str, ...], output: Path | None, as_json: bool) -> None:
     from deploy.cli.pages import write_page
 
     write_page(runs, output, as_json=as_json)
+
+
+@click.command()
+@click.argument("directory", metavar="[RUN]", required=False)
+@click.option("--broker", "url", envvar="HEADWAY_BROKER", show_envvar=True, help="Default: that of RUN.")
+@click.option("--run", "run", envvar="HEADWAY_RUN", show_envvar=True, help="The run's name at --broker.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Beyond loopback, the page's address has a token.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8265, show_default=True, help="0: any free port.")
+@click.option("--json", "as_json", is_flag=True, help="Print the page's address as one JSON object.")
+def dashboard(directory: str | None, url: str | None, run: str | None, host: str, port: int, as_json: bool) -> None:
+    """Serve the page of a run, which follows it while it runs, until Ctrl-C.
+
+    RUN is a run's directory or its name below ./runs, by default the newest one that runs; or name the server and the
+    run by --broker and --run. The page shows what `headway report` and `headway status` show, and changes nothing.
+    """
+    from deploy.cli.dashboard import serve_dashboard
+
+    serve_dashboard(directory, url, run, host=host, port=port, as_json=as_json)

@@ -1,10 +1,13 @@
 """One HTML page that shows a run, or several side by side, without any other host.
 
-    Record ──picture.py──► Picture ──document.py──► one HTML file: JSON, page.css, charts.js, page.js
-            (thinning.py)
+    Record ──picture.py──► Page ──document.py──► one HTML file: JSON, page.css, charts.js, page.js
+            (thinning.py)   │
+                            └──watching.py──► server.py   headway dashboard: the page anew, and each second
+    broker ─────────────────────────┘                     what the broker says
 
 `picture.py` turns figures of `deploy/run/` into JSON, thinned to what a screen shows. `document.py` puts the JSON, the
 style and the scripts into one file. `charts.js` draws curves, bars and heat maps as SVG, `page.js` lays them out.
+`watching.py` follows a run that is going on, and `server.py` serves its page.
 
 The invariant: the page shows exactly what `--json` prints, and obeys no text in it. Texts become text nodes, never
 markup, and the page's content security policy names the only scripts that may run.

@@ -108,7 +108,7 @@ function nearest(xs, value) {
 }
 
 function card(title, note = "") {
-  const host = make("div"), legend = make("ul", { class: "legend" });
+  const host = make("div", { class: "plot" }), legend = make("ul", { class: "legend" });
   const box = make("figure", {}, make("h3", {}, title), legend, host, note ? make("figcaption", {}, note) : null);
   return { box, host, legend };
 }

@@ -142,4 +142,100 @@ function report(content) {
   ].filter((part) => part !== null);
 }
 
-document.getElementById("page").replaceChildren(...report(JSON.parse(document.getElementById("content").textContent)));
+const main = document.getElementById("page"), now = make("div"), body = make("div");
+let content = JSON.parse(document.getElementById("content").textContent);
+
+// Fills `part` anew. What was open stays open, and tables stay scrolled to where they were.
+function refill(part, nodes) {
+  const open = new Map([...part.querySelectorAll("details")].map((one) => [one.firstChild.textContent, one.open]));
+  const left = new Map([...part.querySelectorAll(".scroll")].map((one) => [one.getAttribute("aria-label"), one.scrollLeft]));
+  part.replaceChildren(...nodes);
+  for (const one of part.querySelectorAll("details")) one.open = open.get(one.firstChild.textContent) ?? one.open;
+  for (const one of part.querySelectorAll(".scroll")) one.scrollLeft = left.get(one.getAttribute("aria-label")) ?? 0;
+}
+
+function show() {
+  refill(body, content.runs.length ? report(content) : [make("p", { class: "quiet" }, "The run has no step yet.")]);
+}
+
+const NEWEST_VERSIONS = 10;
+const RATES = [["generated", "tokens/s generated"], ["trained", "tokens/s trained"]];
+
+function shownNow(live) {
+  const { status } = live;
+  const parts = [make("p", { class: "quiet" }, `Looked at ${live.at}.`), notes(live.problem ? [live.problem] : [])];
+  if (status === null) return parts.filter((part) => part !== null);
+  const step = status.last_step;
+  parts.push(make("h2", {}, `${status.run} now `, make("span", { class: `badge ${status.state}` }, status.state)));
+  parts.push(make("dl", { class: "tiles" },
+    [["step", step ? `${figure(step.step + 1)} of ${figure(step.total_steps)}` : "-"], ["version announced", status.announced], ["workers", status.workers.length], ["incarnation", status.incarnation]].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(value)))),
+    RATES.map(([key, name]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(Math.round((live.rates[key] ?? [0]).at(-1)))), sparkline(live.rates[key] ?? [0], name)))));
+  parts.push(make("div", { class: "grid live" }, workers(live), versions(live), queues(status.queues), pools(status.pools), refused(status), lastEvents()));
+  return parts.filter((part) => part !== null);
+}
+
+function box(title, ...inside) {
+  return make("div", { class: "card" }, make("h3", {}, title), ...inside);
+}
+
+function workers(live) {
+  const columns = [["worker", false], ["state", false], ["version", true], ["leases", true], ["tokens/s", true], ["last 2 minutes", false], ["sent", true], ["engine", false], ["error", false]];
+  const rows = live.status.workers.map((one) => [one.worker, one.state, make("span", {}, one.version), make("span", {}, `${one.active}/${one.capacity}`), Math.round(one.tokens_per_s), sparkline(live.worker_rates[one.worker] ?? [0], `${one.worker}, tokens per second`), one.submitted, one.engine, make("span", {}, one.last_error)]);
+  const shown = box(`Workers (${rows.length})`, rows.length ? table(columns, rows, "Workers") : make("p", { class: "quiet" }, "None."));
+  shown.classList.add("wide");
+  return shown;
+}
+
+function versions(live) {
+  const rows = live.versions.slice(0, NEWEST_VERSIONS).map((one) => [make("span", {}, one.version + (one.is_announced ? " (announced)" : "")), one.workers.length, one.generating, one.trained]);
+  return box("Weight versions", table([["version", false], ["workers", true], ["samples generating", true], ["trained, last 20 steps", true]], rows, "Weight versions"));
+}
+
+function queues(depths) {
+  const groups = [["waiting", depths.pool], ["generating", depths.open], ["ready", depths.ready], ["taken", depths.pinned], ["dropped", depths.dropped_stale], ["requeued", depths.requeued_stale]];
+  const samples = [["samples waiting for a lease", depths.retry], ["samples leased", depths.leased], ["leases expired", depths.expired_leases], ["late or duplicate samples refused", depths.fenced], ["impossible samples refused", depths.rejected], ["megabytes stored", depths.payload_bytes / 1e6]];
+  return box("Queues", table([["groups", false], ["", true]], groups, "Groups"), table([["samples", false], ["", true]], samples, "Samples"));
+}
+
+function pools(all) {
+  if (!all.length) return null;
+  return box("Pools", table([["pool", false], ["host", false], ["wanted", true], ["running", true], ["leaving", true], ["restarting", true]], all.map((one) => [one.pool, one.host, one.wanted, one.running, one.leaving, one.restarting]), "Pools"));
+}
+
+function refused(status) {
+  if (!status.quarantined.length && !status.dead_letters.length) return null;
+  const rows = status.dead_letters.slice().reverse().map((one) => [one.tid, one.worker, make("span", {}, one.reason)]);
+  const out = status.quarantined.length ? make("p", {}, `Quarantined, no more leases: ${status.quarantined.join(", ")}.`) : null;
+  return box("Refused, and generated anew", ...[out, rows.length ? table([["sample", false], ["from", false], ["reason", false]], rows, "Refused samples") : null].filter((part) => part !== null));
+}
+
+function lastEvents() {
+  const rows = content.runs.flatMap((run) => run.events).slice(-5).reverse().map((event) => [event.step, make("span", {}, event.text)]);
+  return rows.length ? box("Last events", table([["step", true], ["", false]], rows, "Last events")) : null;
+}
+
+async function ask(name) {
+  const answer = await fetch(name + location.search, { cache: "no-store", signal: AbortSignal.timeout(10000) });
+  if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
+  return answer.json();
+}
+
+// A chart that is being read, or a table in use, stays as it is until the reader leaves it.
+function isInUse(part) {
+  return part.querySelector("figure:hover, svg:focus, .scroll:focus") !== null || (getSelection().type === "Range" && part.contains(getSelection().anchorNode));
+}
+
+async function follow() {
+  try {
+    const live = await ask("live.json");
+    if (live.page !== content.number && !isInUse(body)) { content = await ask("page.json"); show(); }
+    if (!isInUse(now)) refill(now, shownNow(live));
+  } catch (error) {
+    now.replaceChildren(notes([`The dashboard does not answer (${error.message}). The page shows its last figures.`]));
+  }
+  setTimeout(follow, 1000);
+}
+
+show();
+main.replaceChildren(now, body);
+if (content.number !== undefined) follow();

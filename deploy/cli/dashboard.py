@@ -1,0 +1,108 @@
+"""`headway dashboard`: a run's page, served live."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from broker.client.broker import BlockingBroker
+from broker.errors import HeadwayError
+from broker.schema import RunStatus
+from deploy.observe.page.server import PageServer
+from deploy.observe.page.watching import Watcher
+from deploy.printing import say, say_json
+from deploy.roles.alone import client_of, locate_run
+from deploy.run.directory import CONFIG, find_endpoint, find_run
+from deploy.run.figures import learned, spent
+from deploy.run.record import Record, read_record, stamp
+from deploy.run.report import METRICS, lineage
+from rollout_workers.run_end import RUN_OVER
+
+KEPT_STEPS = 512
+
+
+def serve_dashboard(run: str | None, url: str | None, name: str | None, *, host: str, port: int, as_json: bool) -> None:
+    """Serve the page until Ctrl-C. Raises HeadwayError."""
+    source = _source(run, url, name)
+    with Watcher(source.connect, source.read) as watcher, PageServer(watcher, host, port) as server:
+        if as_json:
+            say_json({"url": server.url, "token": server.token or None}, in_one_line=True)
+        else:
+            say(f"Dashboard: {server.url}  (Ctrl-C ends it)")
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+@dataclass
+class Source:
+    """A run's directory, its server, or both."""
+
+    directory: Path | None
+    locate: Callable[[], tuple[str, str]]
+    """Returns the server's URL and the run's name. A run that is resumed may have another server each time."""
+    _stamp: Any = field(default=None)
+    _settings: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def connect(self) -> Iterator[Callable[[], RunStatus]]:
+        """Yield what looks at the run. Raises HeadwayError."""
+        url, name = self.locate()
+        with client_of(url, name) as client:
+            yield lambda: self._look(client)
+
+    def _look(self, client: BlockingBroker) -> RunStatus:
+        status = client.call(client.broker.status.snapshot(whichever=True))
+        if not self._settings and (config := client.call(client.broker.status.config())):
+            with suppress(msgspec.DecodeError):
+                self._settings = msgspec.json.decode(config, type=dict[str, Any])
+        return status
+
+    def read(self, status: RunStatus | None) -> Record | None:
+        """Return the run's files, or else what the broker keeps of its steps; None if they are as they were."""
+        now = stamp(self.directory) if self.directory is not None else _steps_of(status)
+        if now == self._stamp:
+            return None
+        self._stamp = now
+        if self.directory is not None:
+            return read_record(str(self.directory))
+        return None if status is None else _record_of(status, self._settings)
+
+
+def _source(run: str | None, url: str | None, name: str | None) -> Source:
+    if run is not None:
+        directory = find_run(run, (CONFIG, METRICS))
+        here = directory.resolve()
+        return Source(directory, lambda: (url, name or here.name) if url else _endpoint(here))
+    found = locate_run(url, name)
+    directory = Path("runs", found[1])
+    is_here = not url and (directory / CONFIG).exists()
+    return Source(directory if is_here else None, (lambda: _endpoint(directory)) if is_here else (lambda: found))
+
+
+def _endpoint(directory: Path) -> tuple[str, str]:
+    try:
+        found = find_endpoint(directory.parent, directory.name)
+    except HeadwayError as error:
+        raise HeadwayError(f"No process runs in {directory}; its figures are those of its files.") from error
+    return found.url, found.run
+
+
+def _steps_of(status: RunStatus | None) -> Any:
+    return None if status is None else (status.identity, status.state, status.last_step)
+
+
+def _record_of(status: RunStatus, settings: dict[str, Any]) -> Record:
+    steps = list(status.recent_steps)
+    notes = [f"The broker keeps the last {KEPT_STEPS} steps and no evaluations; the run's directory has all of them."]
+    return Record(
+        directory=Path(status.run),
+        steps=steps,
+        evaluations=[],
+        summary={**learned(lineage(steps)), **spent(steps)},
+        settings=settings,
+        is_running=status.state not in RUN_OVER,
+        notes=notes,
+    )

@@ -1,0 +1,186 @@
+"""Follows a run: reads its record and asks its broker again and again, and keeps what a live page shows of both."""
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from typing import Any, Self
+
+import msgspec
+
+from broker.errors import HeadwayError
+from broker.schema import RunStatus, WorkerInfo
+from deploy.observe.status import recent, status_json, version_text
+from deploy.run.figures import generated_per_s, trained_by_step_of_weights, trained_per_s
+from deploy.run.record import Record
+
+from .picture import Page, page_of
+
+POLL_S = 1.0
+KEPT_POINTS = 120
+"""Points of a sparkline: two minutes of looks."""
+SHARE = 10
+"""A record that takes long to read is read anew after this many times as long."""
+
+Connect = Callable[[], AbstractContextManager[Callable[[], RunStatus]]]
+"""Opens a connection that gives a look at the run; it may raise HeadwayError."""
+
+
+class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the samples of one weight version are."""
+
+    version: str
+    is_announced: bool
+    workers: list[str]
+    """Workers whose engines hold it."""
+    generating: int
+    """Samples that these workers hold leases of."""
+    trained: int
+    """Trajectories among those of the last 20 steps whose oldest token it sampled."""
+
+
+class Live(msgspec.Struct, frozen=True, kw_only=True):
+    """What a live page asks for each second."""
+
+    at: str
+    """The time of the look, in UTC, as ISO 8601 has it."""
+    page: int
+    """The number of the newest page; it changes with the figures on the page."""
+    problem: str = ""
+    """Why a part of the page is old or missing; empty if none is."""
+    status: dict[str, Any] | None = None
+    """`headway status --json`, without the history of steps."""
+    versions: list[HeldVersion] = []
+    rates: dict[str, list[float]] = {}
+    """Tokens per second at the last looks, generated and trained."""
+    worker_rates: dict[str, list[float]] = {}
+
+
+class Watcher:
+    """Looks at the broker and reads the record, each in a thread of its own, inside a `with` block."""
+
+    def __init__(self, connect: Connect | None, read: Callable[[RunStatus | None], Record | None]) -> None:
+        """`connect`: None for a run without a broker. `read` returns the record, or None if it has not changed."""
+        self._connect, self._read = connect, read
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._read_on, name="record", daemon=True)]
+        if connect is not None:
+            self._threads.append(threading.Thread(target=self._look_on, name="broker", daemon=True))
+        self._status: RunStatus | None = None
+        self._problems: dict[str, str] = {}
+        self._rates: dict[str, deque[float]] = defaultdict(_points)
+        self._worker_rates: dict[str, deque[float]] = defaultdict(_points)
+        self._page = Page(title="Headway", made_at=_now(), runs=[])
+        self._number = 0
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+
+    @property
+    def page(self) -> dict[str, Any]:
+        """The newest page and its number, as JSON has them."""
+        number, page = self._number, self._page
+        return {**msgspec.to_builtins(page), "number": number}
+
+    @property
+    def live(self) -> Live:
+        """The last look."""
+        status = self._status
+        return Live(
+            at=_now(),
+            page=self._number,
+            problem=" ".join(self._problems.values()),
+            status=None if status is None else status_json(status),
+            versions=[] if status is None else held_versions(status),
+            rates={name: list(points) for name, points in list(self._rates.items())},
+            worker_rates={name: list(points) for name, points in list(self._worker_rates.items())},
+        )
+
+    def _look_on(self) -> None:
+        assert self._connect is not None
+        while not self._over.is_set():
+            try:
+                with self._connect() as snapshot:
+                    while not self._over.is_set():
+                        self._note(snapshot())
+                        self._over.wait(POLL_S)
+            except HeadwayError as error:
+                self._problems["broker"] = str(error)
+                self._over.wait(POLL_S)
+
+    def _note(self, status: RunStatus) -> None:
+        self._rates["generated"].append(generated_per_s(status.workers))
+        self._rates["trained"].append(trained_per_s(recent(status)))
+        for worker in status.workers:
+            self._worker_rates[worker.worker].append(worker.tokens_per_s)
+        for gone in self._worker_rates.keys() - {worker.worker for worker in status.workers}:
+            del self._worker_rates[gone]
+        self._status = status
+        self._problems.pop("broker", None)
+
+    def _read_on(self) -> None:
+        while not self._over.is_set():
+            began = time.monotonic()
+            self._renew()
+            self._over.wait(max(POLL_S, SHARE * (time.monotonic() - began)))
+
+    def _renew(self) -> None:
+        try:
+            record = self._read(self._status)
+        except HeadwayError as error:
+            self._problems["record"] = str(error)
+            return
+        self._problems.pop("record", None)
+        if record is not None:
+            self._page = page_of([record])
+            self._number += 1
+
+
+def held_versions(status: RunStatus) -> list[HeldVersion]:
+    """Return the versions that workers hold or that the last steps trained, the newest first."""
+    holders: dict[str, list[WorkerInfo]] = defaultdict(list)
+    for worker in status.workers:
+        holders[version_text(worker.version)].append(worker)
+    trained = {f"{status.incarnation}.{step}": count for step, count in _trained(status).items()}
+    announced = version_text(status.announced)
+    return [
+        _held(name, announced, holders[name], trained.get(name, 0)) for name in _newest({*holders, *trained, announced})
+    ]
+
+
+def _held(name: str, announced: str, workers: Sequence[WorkerInfo], trained: int) -> HeldVersion:
+    return HeldVersion(
+        version=name,
+        is_announced=name == announced,
+        workers=[worker.worker for worker in workers],
+        generating=sum(worker.active for worker in workers),
+        trained=trained,
+    )
+
+
+def _trained(status: RunStatus) -> dict[int, int]:
+    return trained_by_step_of_weights([step for step in recent(status) if step.incarnation == status.incarnation])
+
+
+def _newest(names: set[str]) -> list[str]:
+    """Sort versions; the dash, which stands for no version yet, comes last."""
+    return sorted(
+        names, key=lambda name: [int(part) for part in name.split(".")] if name[0] != "-" else [], reverse=True
+    )
+
+
+def _points() -> deque[float]:
+    return deque(maxlen=KEPT_POINTS)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,235 @@
+"""The live page: what it says of a run, that it follows the run, and whom it answers."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+
+from broker import Broker
+from broker.errors import BrokerError, ConfigError
+from broker.schema import DeadLetter, RunStatus, WeightVersion
+from broker.server.embedded import EmbeddedServer
+from deploy.observe.page import server as page_server
+from deploy.observe.page import watching
+from deploy.observe.page.server import PageServer
+from deploy.observe.page.watching import Watcher, held_versions
+from deploy.run.record import Record, read_record
+from tests.broker.scenario import begin, rules
+from tests.deploy.runs import open_record, run_status, step_event, step_metrics, worker
+
+from .pages import Elements, write_run
+
+PATIENCE_S = 60.0
+
+
+def eventually(look: Callable[[], Any]) -> Any:
+    """The first true answer."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := look()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+class Told:
+    """A run whose status and record a test sets."""
+
+    def __init__(self, status: RunStatus, record: Record | None = None) -> None:
+        self.status: RunStatus | BrokerError = status
+        self.record = record
+
+    @contextmanager
+    def connect(self) -> Iterator[Callable[[], RunStatus]]:
+        yield self._look
+
+    def read(self, status: RunStatus | None) -> Record | None:
+        found, self.record = self.record, None
+        return found
+
+    def _look(self) -> RunStatus:
+        if isinstance(self.status, BrokerError):
+            raise self.status
+        return self.status
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "POLL_S", 0.01)
+    monkeypatch.setattr(watching, "SHARE", 0)
+
+
+@contextmanager
+def serving(watcher: Watcher) -> Iterator[PageServer]:
+    with watcher, PageServer(watcher, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(url: str, path: str, **headers: str) -> tuple[HTTPResponse, bytes]:
+    connection = HTTPConnection(urlsplit(url).netloc)
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer, answer.read()
+    finally:
+        connection.close()
+
+
+def get_json(url: str, path: str) -> Any:
+    answer, body = get(url, path)
+    assert answer.status == 200
+    return json.loads(body)
+
+
+def test_the_page_holds_the_record_and_may_ask_only_its_server(tmp_path: Path) -> None:
+    run = read_record(str(write_run(tmp_path / "run")))
+    with serving(Watcher(None, Told(run_status(), run).read)) as server:
+        eventually(lambda: get_json(server.url, "/page.json")["number"])
+        answer, body = get(server.url, "/")
+        elements = Elements(body.decode())
+        assert json.loads(elements.texts["content"]) == get_json(server.url, "/page.json")
+        assert json.loads(elements.texts["content"])["runs"][0]["steps"] == [0, 1, 2, 3, 4]
+        assert b"connect-src 'self';" in body
+        assert (answer.getheader("Cache-Control"), answer.getheader("X-Frame-Options")) == ("no-store", "DENY")
+        assert get(server.url, "/other")[0].status == 404
+
+
+def test_each_look_brings_workers_rates_and_versions() -> None:
+    run = Told(run_status())
+    with serving(Watcher(run.connect, run.read)) as server:
+        live = eventually(
+            lambda: (
+                (found := get_json(server.url, "/live.json"))["status"] and len(found["rates"]["trained"]) > 1 and found
+            )
+        )
+        assert [one["worker"] for one in live["status"]["workers"]] == ["node-worker-0-ab12", "node-worker-1-cd34"]
+        assert live["worker_rates"]["node-worker-0-ab12"][-1] == 2500.0
+        assert (live["rates"]["generated"][-1], live["rates"]["trained"][-1]) == (5000.0, 2000.0)
+        assert "recent_steps" not in live["status"]
+        letter = DeadLetter(tid="0-1:0:0", worker="bad", reason="<b>impossible</b>")
+        run.status = msgspec.structs.replace(run_status(), workers=(), quarantined=("bad",), dead_letters=(letter,))
+        live = eventually(lambda: (found := get_json(server.url, "/live.json"))["status"]["quarantined"] and found)
+        assert (live["worker_rates"], live["status"]["dead_letters"][0]["reason"]) == ({}, "<b>impossible</b>")
+
+
+def test_a_broker_that_is_away_is_told_and_the_last_look_stays() -> None:
+    run = Told(run_status())
+    with Watcher(run.connect, run.read) as watcher:
+        eventually(lambda: watcher.live.status)
+        run.status = BrokerError("No answer.")
+        assert eventually(lambda: watcher.live.problem) == "No answer."
+        assert watcher.live.status is not None
+        run.status = run_status()
+        eventually(lambda: not watcher.live.problem)
+
+
+def test_a_new_step_makes_a_new_page(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    run = Told(run_status(), read_record(str(directory)))
+    with Watcher(None, run.read) as watcher:
+        eventually(lambda: watcher.page["number"] == 1)
+        open_record(directory).write(step_event(5, incarnation=2))
+        run.record = read_record(str(directory))
+        eventually(lambda: watcher.page["number"] == 2)
+        assert watcher.page["runs"][0]["steps"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_samples_are_counted_by_the_version_that_sampled_them() -> None:
+    status = msgspec.structs.replace(
+        run_status(0),
+        announced=WeightVersion(1, 10),
+        recent_steps=(step_metrics(9), step_metrics(10)),
+        workers=(worker("a", WeightVersion(1, 10)), worker("b", WeightVersion(1, 9)), worker("c", None)),
+    )
+    found = {one.version: (one.workers, one.generating, one.trained) for one in held_versions(status)}
+    assert found == {
+        "1.10": (["a"], 60, 20),
+        "1.9": (["b"], 60, 220),
+        "1.8": ([], 0, 236),
+        "1.7": ([], 0, 36),
+        "-": (["c"], 60, 0),
+    }
+    assert list(found) == ["1.10", "1.9", "1.8", "1.7", "-"]
+
+
+def test_loopback_answers_only_those_who_call_it_by_its_name() -> None:
+    run = Told(run_status())
+    with serving(Watcher(run.connect, run.read)) as server:
+        assert "token" not in server.url
+        assert get(server.url, "/live.json", Host="attacker.example")[0].status == 403
+        assert get(server.url, "/live.json", Host=f"localhost:{server.server_port}")[0].status == 200
+
+
+def test_beyond_loopback_every_request_needs_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "_is_loopback", lambda host: False)
+    run = Told(run_status())
+    with serving(Watcher(run.connect, run.read)) as server:
+        for path in ("/", "/live.json", "/page.json"):
+            assert get(server.url, path)[0].status == 403
+            assert get(server.url, f"{path}?token=wrong")[0].status == 403
+            assert get(server.url, f"{path}?token={server.token}")[0].status == 200
+        assert server.url.endswith(f"/?token={server.token}")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False), ("a", False)]
+)
+def test_which_hosts_are_loopback(host: str, is_loopback: bool) -> None:
+    assert page_server._is_loopback(host) is is_loopback
+
+
+def test_a_taken_port_is_an_error_with_a_remedy() -> None:
+    watcher = Watcher(None, lambda status: None)
+    with PageServer(watcher, "127.0.0.1", 0) as server, pytest.raises(ConfigError, match="Choose another --port"):
+        PageServer(watcher, "127.0.0.1", server.server_port)
+
+
+@contextmanager
+def dashboard(*arguments: str, cwd: Path) -> Iterator[str]:
+    """The address of a dashboard in a process of its own, which Ctrl-C ends."""
+    command = [sys.executable, "-m", "deploy", "dashboard", *arguments, "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=cwd) as process:
+        assert process.stdout is not None
+        try:
+            yield json.loads(process.stdout.readline())["url"]
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+
+
+async def test_the_command_follows_a_run_of_a_broker(broker: Broker, server: EmbeddedServer, tmp_path: Path) -> None:
+    made = await begin(broker, rules(1), fed=4)
+    await broker.status.report_step(made.owner, step_metrics(0, reward=0.25))
+    await broker.status.heartbeat(worker("w-0", None), 60.0)
+    with dashboard("--broker", server.url, "--run", broker.run, cwd=tmp_path) as url:
+        live = eventually(lambda: (found := get_json(url, "/live.json"))["status"] and found["page"] and found)
+        assert [one["worker"] for one in live["status"]["workers"]] == ["w-0"]
+        (run,) = get_json(url, "/page.json")["runs"]
+        assert (run["name"], run["curves"]["reward_mean"]["mean"]) == (broker.run, [0.25])
+        assert run["notes"][0].startswith("The broker keeps the last 512 steps")
+        await broker.status.report_step(made.owner, step_metrics(1, reward=0.75))
+        eventually(lambda: get_json(url, "/page.json")["runs"][0]["curves"]["reward_mean"]["mean"] == [0.25, 0.75])
+
+
+def test_the_command_shows_a_run_that_is_over(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    with dashboard(str(directory), cwd=tmp_path) as url:
+        assert eventually(lambda: get_json(url, "/page.json")["runs"])[0]["steps"] == [0, 1, 2, 3, 4]
+        problem = eventually(lambda: get_json(url, "/live.json")["problem"])
+        assert problem.startswith(f"No process runs in {directory}")
