@@ -31,6 +31,7 @@ GUIDES = {
     "headway compare": "[Several runs side by side](../guides/report.md#several-runs-side-by-side)",
     "headway dashboard": "[The page of a running run](../guides/report.md#the-page-of-a-running-run)",
     "headway report": "[A page of a run](../guides/report.md)",
+    "headway metrics": "[Prometheus](../guides/metrics.md#prometheus)",
     "headway status": "[What headway status shows](../guides/metrics.md#what-headway-status-shows)",
 }
 """What a guide says of a command, by the command's full name."""

@@ -113,5 +113,6 @@ for command in (
     tools.algorithms,
     tools.plan_memory,
     tools.doctor,
+    tools.metrics,
 ):
     cli.add_command(command)

@@ -43,6 +43,7 @@ COMMANDS = [
     "acl",
     "algorithms",
     "doctor",
+    "metrics",
     "plan-memory",
     "worker",
     "prepare",

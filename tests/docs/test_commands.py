@@ -54,7 +54,7 @@ def lines(program: str, among: list[Block] | None = None) -> Iterator[list[str]]
         for line in block.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words and words[0].rsplit("/")[-1] == program:
-                yield list(takewhile(lambda word: word not in ("2>", "|"), words[1:]))
+                yield list(takewhile(lambda word: word not in (">", "2>", "|"), words[1:]))
 
 
 def test_every_block_is_executed_or_says_what_it_needs() -> None:

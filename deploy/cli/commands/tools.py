@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from deploy.printing import say_json
+from deploy.printing import say, say_json
 
 from .options import overrides_argument
 
@@ -84,6 +84,21 @@ def plan_memory(recipe: str, overrides: tuple[str, ...], device_memory: float | 
     else:
         Terminal().print(page(found))
     return int(found.fits is False)
+
+
+@click.command()
+@click.option("--grafana", "file", flag_value="grafana.json", help="A dashboard, to import into Grafana.")
+@click.option("--alerts", "file", flag_value="alerts.yaml", help="Alerting rules, for rule_files of prometheus.yml.")
+def metrics(file: str | None) -> None:
+    """Print a Grafana dashboard or Prometheus rules for a run's metrics.
+
+    Both query what learner and workers serve with a metric sink of kind prometheus and with workers.metrics_port.
+    """
+    if file is None:
+        raise click.UsageError("Give --grafana or --alerts.")
+    from importlib.resources import files
+
+    say(files("deploy.observe.prometheus").joinpath(file).read_text().rstrip())
 
 
 @click.command()

@@ -3,7 +3,8 @@
     learner ─ event ─► sinks/prometheus.py ─► run.RunCollector ─┐
     worker ──────────────────────────────────────────────────────┴─► endpoint.Endpoint ◄─ GET /metrics
 
-    families.py   a metric's name, help and the figures that it shows
+    families.py                 a metric's name, help and the figures that it shows
+    grafana.json, alerts.yaml   a dashboard and alerting rules, which `headway metrics` prints
 
 A name is `headway_<part>_<what>_<unit>`, in seconds, bytes, tokens and steps; names in `_total` only grow while the
 process lives. The invariant: a scrape waits for nothing but a copy of figures, and training never waits for a scrape.
