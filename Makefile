@@ -6,6 +6,7 @@ TORCH_INDEX ?=
 VENV := .venv
 BENCH := $(VENV)/bench
 PEERS := $(VENV)/peers
+RAY := $(VENV)/ray
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Much of the suite waits for processes that it started, so two of its files at a time suit two cores.
@@ -14,7 +15,7 @@ SEED ?= 0
 MINUTES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test test-quick check shape format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test test-quick test-ray check shape format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -92,6 +93,14 @@ $(PEERS)/.installed: $(VENV)/.installed-dev benchmarks/peer_losses/requirements.
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r benchmarks/peer_losses/requirements.txt
 	@touch $@
 
+# In an environment of its own, too: Ray is large, and only who has a Ray cluster needs it.
+$(RAY)/.installed: $(VENV)/.installed-tools
+	@$(BIN)/python -m venv $(RAY)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
+	@$(RAY)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt -e '.[ray]'
+	@touch $@
+
 docs: install-dev  ## the documentation as a site, in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "Open build/site/index.html"
@@ -101,6 +110,9 @@ test: install-dev  ## the whole test suite
 
 test-quick: $(VENV)/.installed-tools  ## some tests of every room, without vLLM (less than 3 minutes on 2 cores)
 	@$(BIN)/python -m pytest $(PYTEST_OPTIONS) -m 'not gpu and not slow and not vllm' @tests/quick.txt
+
+test-ray: $(RAY)/.installed  ## the tests that need Ray, in an environment of their own (about three minutes on 2 cores)
+	@$(RAY)/bin/python -m pytest -m ray tests/deploy tests/end_to_end/test_ray.py
 
 check: install-dev  ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --check .

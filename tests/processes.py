@@ -10,6 +10,8 @@ import redis
 
 from broker.server.embedded import EmbeddedServer
 
+KEPT = r"resource_tracker|forkserver|/ray/(core|_private|autoscaler|dashboard)/|^ray::"
+
 
 def until_written(server: EmbeddedServer) -> None:
     """It waits with writing while a sync is under way."""
@@ -27,6 +29,13 @@ def kill(server: EmbeddedServer) -> None:
 
 
 def children_left() -> list[psutil.Process]:
-    """Processes below this one, but for those that multiprocessing starts once and that end with its process."""
+    """Processes below this one, but for those that multiprocessing or Ray starts once and that end with its process."""
     running = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
-    return [one for one in running if not re.search("resource_tracker|forkserver", " ".join(one.cmdline()))]
+    return [
+        one
+        for one in running
+        if not re.search(
+            r"resource_tracker|forkserver|/ray/core/|/ray/_private/|/ray/autoscaler/|/ray/dashboard/|^ray::",
+            " ".join(one.cmdline()),
+        )
+    ]

@@ -13,7 +13,7 @@ from broker.errors import HeadwayError, UntrainableBatchError
 from deploy.printing import complain, log_to_stderr, paragraph
 from learner.checkpoints.disk import FULL
 
-from .commands import pages, roles, run, runs, tools
+from .commands import pages, ray, roles, run, runs, tools
 from .ending import Ending
 
 BUG_EXIT, INTERRUPT_EXIT = 70, 130
@@ -92,6 +92,7 @@ def cli(debug: bool) -> None:
 
 for command in (
     run.run,
+    ray.ray,
     run.prepare,
     roles.broker,
     roles.learner,

@@ -14,12 +14,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from broker.connection.address import without_secrets
 from learner.checkpoints.disk import is_full
 
 from .farewell import ENVIRONMENT
+
+if TYPE_CHECKING:
+    from deploy.recipe.recipe import Recipe
 
 BROKER = "HEADWAY_BROKER"
 TAIL_LINES = 12
@@ -148,6 +151,10 @@ class Launcher(ABC):
 
     starts_processes: ClassVar[bool] = True
     """False: nothing runs, is written or waited for, and a handle is done from the start."""
+
+    def check(self, recipe: "Recipe") -> None:  # noqa: B027 - most launchers can start every recipe
+        """Raise ConfigError, before anything is written, for a recipe whose processes could not run where it starts
+        them."""
 
     @abstractmethod
     def start(self, command: Command) -> Handle:

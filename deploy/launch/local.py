@@ -109,6 +109,7 @@ class Local:
         return code
 
     def _prepare(self) -> Path:
+        self.launcher.check(self.recipe)
         check_packages(self.recipe, has_workers=True)
         check_data(self.recipe)
         if self.recipe.broker.url != "embedded":

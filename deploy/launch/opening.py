@@ -1,6 +1,8 @@
 """Opens a run's launcher. This is no part of the room's page, which every role imports before it ties itself to its
 parent."""
 
+from broker.errors import ConfigError
+from broker.installation import is_installed
 from broker.user_code.own import in_one_paragraph, make_own
 from deploy.recipe.recipe import LauncherConfig
 
@@ -16,6 +18,14 @@ def open_launcher(config: LauncherConfig) -> Launcher:
                 from .processes import LocalLauncher
 
                 return LocalLauncher(**config.options)
+            case "ray":
+                if not is_installed("ray"):
+                    raise ConfigError(
+                        "launcher.kind=ray needs Ray, which is not installed. pip install 'headway[ray]'."
+                    )
+                from .on_ray import RayLauncher
+
+                return RayLauncher(**config.options)
             case path:
                 launcher: Launcher = make_own(path, Launcher, "launcher.kind", lambda own: own(**config.options))
                 return launcher

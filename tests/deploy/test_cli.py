@@ -25,6 +25,7 @@ from .runs import step_metrics, worker
 
 COMMANDS = [
     "run",
+    "ray",
     "broker",
     "learner",
     "workers",

@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,11 @@ from deploy.launch.base import Command, Handle, Launcher, Resources
 from deploy.launch.opening import open_launcher
 from deploy.launch.pool import Pool
 from deploy.launch.printed import PrintedLauncher
-from deploy.launch.processes import LocalLauncher
 from deploy.launch.supervisor import Supervisor
 from deploy.recipe.loading import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes
 from deploy.recipe.recipe import LauncherConfig
 from tests.processes import children_left
+from tests.ray_cluster import RAY, ray_cluster
 
 DEADLINE_S = 60.0
 WAITS = (
@@ -29,9 +30,19 @@ WAITS = (
 )
 
 
-@pytest.fixture(params=["local", "printed"])
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    """That of a cluster whose GPUs exist for Ray alone."""
+    with ray_cluster(num_cpus=8, num_gpus=2) as cluster:
+        yield cluster.address
+
+
+@pytest.fixture(params=["local", "printed", pytest.param("ray", marks=RAY)])
 def launcher(request: pytest.FixtureRequest) -> Launcher:
-    return LocalLauncher() if request.param == "local" else PrintedLauncher(lambda _: None)
+    if request.param == "printed":
+        return PrintedLauncher(lambda _: None)
+    options = {"address": request.getfixturevalue("ray_address")} if request.param == "ray" else {}
+    return open_launcher(LauncherConfig(kind=request.param, options=options))
 
 
 @pytest.fixture
@@ -166,7 +177,7 @@ def test_a_launcher_of_ones_own_starts_commands_its_own_way(tmp_path: Path) -> N
     [
         (LauncherConfig(kind="own_launchers:Nice"), "launcher: own_launchers:Nice cannot be made: TypeError"),
         (LauncherConfig(kind="local", options={"x": 1}), "launcher: local cannot be made: TypeError"),
-        (LauncherConfig(kind="own_launchers:Other"), "makes a Other, which lacks start, starts_processes; "),
+        (LauncherConfig(kind="own_launchers:Other"), "makes a Other, which lacks check, start, starts_processes; "),
         (LauncherConfig(kind="nowhere_to_be_found:X"), "launcher.kind: cannot import 'nowhere_to_be_found'"),
         (LauncherConfig(kind="subprocess:Popen"), "belongs to Python's standard library"),
     ],

@@ -3,10 +3,8 @@
 import json
 import os
 import signal
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 
@@ -15,13 +13,12 @@ import pytest
 
 from broker.schema import RunStatus
 from deploy.recipe.loading import load_recipe
-from deploy.run.directory import newest_endpoint
 from tests.processes import children_left
 
 from .recipes import MODEL, write_recipe
 from .records import Line, check_trained, lineage, lines, summary
-from .terminals import DEADLINE_S, Terminal, Terminals, paused
-from .watching import Watch, watching
+from .terminals import Terminal, Terminals, paused
+from .watching import attached
 
 pytestmark = pytest.mark.slow
 
@@ -152,19 +149,6 @@ def test_overwrite_starts_anew(resumed: Path, terminals: Terminals, recipe: Path
     assert not (resumed / "sft").exists()
     assert [path.name for path in (resumed / "checkpoints").glob("*/*")] == ["step_1"]
     assert json.dumps(summary(resumed), indent=2) in headway.said
-
-
-@contextmanager
-def attached(terminals: Terminals, headway: Terminal, run: Path) -> Iterator[Watch]:
-    """Finds the run's server as `headway status` does, after the warm-up."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not (run / "broker.json").exists():
-        assert headway.exit_code() is None, headway.tail()
-        assert time.monotonic() < deadline, headway.tail()
-        time.sleep(0.1)
-    found = newest_endpoint(run.parent)
-    with watching(found.url, found.run, terminals) as watch:
-        yield watch
 
 
 def is_replaced(status: RunStatus, victim: int) -> bool:

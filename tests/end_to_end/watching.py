@@ -8,8 +8,9 @@ from pathlib import Path
 from broker import BlockingBroker
 from broker.errors import RunNotFoundError
 from broker.schema import RunStatus, WeightVersion
+from deploy.run.directory import newest_endpoint
 
-from .terminals import DEADLINE_S, Terminals
+from .terminals import DEADLINE_S, Terminal, Terminals
 
 POLL_S = 0.02
 
@@ -62,3 +63,16 @@ def watching(url: str, run: str, terminals: Terminals) -> Iterator[Watch]:
         yield Watch(blocking, terminals)
     finally:
         blocking.close()
+
+
+@contextmanager
+def attached(terminals: Terminals, headway: Terminal, run: Path) -> Iterator[Watch]:
+    """Finds the run's server as `headway status` does, after the warm-up."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (run / "broker.json").exists():
+        assert headway.exit_code() is None, headway.tail()
+        assert time.monotonic() < deadline, headway.tail()
+        time.sleep(0.1)
+    found = newest_endpoint(run.parent)
+    with watching(found.url, found.run, terminals) as watch:
+        yield watch

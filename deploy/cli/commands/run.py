@@ -1,10 +1,15 @@
 """`headway run`: a whole run on this machine."""
 
+from typing import TYPE_CHECKING
+
 import click
 
 from deploy.printing import complain, say_json
 
 from .options import beginning, dry_run_option, overrides_argument, rewind_of
+
+if TYPE_CHECKING:
+    from learner.experience.rewind import Rewind
 
 
 @click.command()
@@ -35,6 +40,21 @@ def run(
     name of one that ships. Ctrl-C drains, writes a checkpoint and stops; a second one stops at once.
     """
     rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
+    return execute(recipe, overrides, resume, overwrite, rewind, is_forced=force, dry_run=dry_run, as_json=as_json)
+
+
+def execute(
+    recipe: str,
+    overrides: tuple[str, ...],
+    resume: bool,
+    overwrite: bool,
+    rewind: "Rewind | None",
+    *,
+    is_forced: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Run the recipe with the launcher that it names, and return the exit code."""
     from deploy.recipe.loading import hint_of, load_recipe
 
     loaded = load_recipe(recipe, overrides)
@@ -50,9 +70,9 @@ def run(
         from .dry_run import shown
 
         with shown(as_json) as launcher:
-            return Local(loaded, recipe, overrides, resume, overwrite, terminal, rewind, force, launcher).run()
+            return Local(loaded, recipe, overrides, resume, overwrite, terminal, rewind, is_forced, launcher).run()
     launcher = open_launcher(loaded.launcher)
-    code = Local(loaded, recipe, overrides, resume, overwrite, terminal, rewind, force, launcher).run()
+    code = Local(loaded, recipe, overrides, resume, overwrite, terminal, rewind, is_forced, launcher).run()
     if as_json:
         say_json(read_summary(loaded.run_directory))
     return code

@@ -1,0 +1,180 @@
+"""The `ray` launcher: Ray finds a node for each command, and an actor there starts the command as a child process.
+
+    RayLauncher.start ──► Hosted ──► RoleHost (an actor on some node) ──► the command's process
+
+Ray only places processes and notices that a node is gone. The supervisor restarts them, and data and weights keep their
+own ways. The actor takes the CPUs and GPUs of its command, all of them on one node.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+
+from broker.errors import ConfigError
+
+from .base import Command, Handle, Launcher, Resources
+from .ray_host import Outcome, RoleHost
+
+if TYPE_CHECKING:
+    from deploy.recipe.recipe import Recipe
+
+LOCAL = "local"
+"""The address for a Ray that is started here and ends with this process."""
+PLACE_S = 10.0
+"""Seconds to wait for a command's place before others are placed, and before the log says that there is none."""
+ALMOST_PLACED_S = 2.0
+"""Seconds to wait for a sign that a command has started, before it is stopped as one that has not."""
+ANSWER_S = 10.0
+"""Seconds to wait for an answer of an actor. One that gives none is killed, or its log is not shown."""
+LOOPBACK = ("localhost", "127.", "::1")
+
+log = logging.getLogger(__name__)
+
+
+class RayLauncher(Launcher):
+    """Starts commands on the nodes of a Ray cluster, or of a Ray that it starts on this machine."""
+
+    def __init__(self, address: str = LOCAL, runtime_env: Mapping[str, Any] | None = None) -> None:
+        """Connect. `address`: `local` starts a Ray, `auto` finds the one of this machine, and others are Ray's own.
+        `runtime_env`: the environment that Ray makes for the actors, by its documentation."""
+        self._is_local = address == LOCAL
+        if not ray.is_initialized():
+            if self._is_local:
+                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            own = {"include_dashboard": False} if self._is_local else {}
+            ray.init(address=address, runtime_env=dict(runtime_env or {}), logging_level=logging.WARNING, **own)
+
+    def check(self, recipe: "Recipe") -> None:
+        """Raise ConfigError for a recipe that chooses its GPUs itself, or whose broker other nodes cannot reach."""
+        if recipe.run.is_colocated or any((recipe.workers.devices, *(pool.devices for pool in recipe.workers.pools))):
+            raise ConfigError(
+                "launcher.kind=ray lets Ray choose the GPUs of each process: leave out workers.devices, also of pools,"
+                " and run.placement=colocated."
+            )
+        others = sorted({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]} - {socket.gethostname()})
+        if others and _is_only_here(recipe.broker.url):
+            raise ConfigError(
+                f"broker.url={recipe.broker.url.partition('?')[0]} reaches a server on this machine only, and the Ray"
+                f" cluster has other nodes ({', '.join(others[:3])}). Start a Redis or Valkey that all of them reach,"
+                " and give its address as broker.url."
+            )
+
+    def start(self, command: Command) -> "Hosted":
+        return Hosted(command, _claims(command.resources, reserves_cpus=not self._is_local))
+
+
+class Hosted(Handle):
+    """A command that an actor starts. While Ray has no place for it, it counts as running."""
+
+    def __init__(self, command: Command, claims: Mapping[str, float]) -> None:
+        super().__init__(command)
+        actor = ray.remote(RoleHost).options(**claims, max_restarts=0, max_task_retries=0)
+        self._actor = actor.remote(_complete(command), sys.executable, os.getcwd())
+        self._node, self._end = self._actor.node.remote(), self._actor.ended.remote()
+        self._outcome: Outcome | None = None
+        self._loss = ""
+        self._log: str | None = None
+        self._started, self._is_told = time.monotonic(), False
+        self._wish = command.name, ", ".join(f"{key}={value:g}" for key, value in claims.items())
+        self._given_up_at: float | None = None
+        """The time at which a command that was asked to end waits for a place no longer."""
+        if command.cwd is None:  # workers that are placed before a learner could take its node's last GPU
+            ray.wait([self._node], timeout=PLACE_S)
+
+    def exit_code(self) -> int | None:
+        if self._outcome is None:
+            self._look()
+        return None if self._outcome is None else self._outcome.code
+
+    def terminate(self) -> None:
+        if self.exit_code() is None and self._given_up_at is None:
+            self._actor.terminate.remote()  # reaches the command as soon as it has a place
+            self._given_up_at = time.monotonic() + ALMOST_PLACED_S
+
+    def kill(self) -> None:
+        if self._log is not None:
+            return
+        outcome, self._log = Outcome(-signal.SIGKILL), self._loss
+        was_just_started = time.monotonic() < self._started + PLACE_S
+        if not self._loss and self._is_placed(ALMOST_PLACED_S if was_just_started else 0):
+            with suppress(RayError):  # the actor is gone meanwhile, and its child with it
+                outcome, self._log = ray.get(self._actor.kill.remote(), timeout=ANSWER_S)
+        ray.kill(self._actor)
+        self._outcome = self._outcome or outcome
+
+    def log(self) -> str:
+        if self._log is not None or self._loss:
+            return self._log or self._loss
+        if not self._is_placed():
+            return ""
+        try:
+            said: str = ray.get(self._actor.log.remote(), timeout=ANSWER_S)
+        except RayError as error:
+            return f"(Its log cannot be read: {_first_line(error)})"
+        return said
+
+    def is_done(self) -> bool:
+        return self.exit_code() == 0 and self._outcome is not None and self._outcome.is_done
+
+    def describe_exit(self) -> str:
+        return "was lost with its node or its actor" if self._loss else super().describe_exit()
+
+    def _look(self) -> None:
+        if not ray.wait([self._end], timeout=0)[0]:
+            self._wait_for_a_place()
+            return
+        try:
+            self._outcome = ray.get(self._end)
+        except ActorUnavailableError:  # a broken connection: the actor may live
+            self._end = self._actor.ended.remote()
+        except RayError as error:
+            self._loss = _first_line(error)
+            self._outcome = Outcome(-signal.SIGKILL)
+
+    def _is_placed(self, timeout_s: float = 0) -> bool:
+        return bool(ray.wait([self._node], timeout=timeout_s)[0])
+
+    def _wait_for_a_place(self) -> None:
+        """Say once that there is none so far, and give up waiting for it if the command was asked to end."""
+        now = time.monotonic()
+        if not self._is_told and now > self._started + PLACE_S:
+            self._is_told = True
+            if not self._is_placed():
+                log.warning("%s waits for a node of the Ray cluster with room for it: %s.", *self._wish)
+        if self._given_up_at is not None and now > self._given_up_at and not self._is_placed():
+            self._outcome = Outcome(-signal.SIGTERM)
+            self.kill()
+
+
+def _complete(command: Command) -> Command:
+    """Return the command with those variables of this process that any node's process of the run needs."""
+    ours = {name: value for name, value in os.environ.items() if name.startswith("HEADWAY_")}
+    place = {"HEADWAY_IMPORT_PATH": os.getcwd()}
+    return replace(command, environment={**place, **ours, **command.environment})
+
+
+def _claims(resources: Resources, *, reserves_cpus: bool) -> dict[str, float]:
+    """Return what Ray sets aside for a command. On one's own machine its processes share the CPUs, as without Ray."""
+    cpus = resources.processes * (resources.threads or 1) if reserves_cpus else 0
+    return {"num_cpus": cpus, "num_gpus": resources.gpus or 0}
+
+
+def _is_only_here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return url == "embedded" or url.startswith("unix:") or host.startswith(LOOPBACK)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

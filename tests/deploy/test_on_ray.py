@@ -1,0 +1,144 @@
+"""What Ray adds to a launcher: it chooses node and GPUs, a command may wait for its place, and a node may be lost."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from broker.errors import ConfigError
+from deploy.launch.base import Command, Handle, Launcher, Resources
+from deploy.launch.opening import open_launcher
+from deploy.recipe.loading import load_recipe
+from deploy.recipe.recipe import LauncherConfig
+from tests.ray_cluster import needs_ray, ray_cluster
+
+DEADLINE_S = 60.0
+ANY = Resources()
+WAITS = "import os, time; print(os.getpid(), os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True); time.sleep(600)"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with ray_cluster(num_cpus=2, num_gpus=2) as opened:
+        yield opened
+
+
+@pytest.fixture
+def launcher(cluster: Any) -> Launcher:
+    return open_launcher(LauncherConfig(kind="ray", options={"address": cluster.address}))
+
+
+def waiting(directory: Path, resources: Resources = ANY) -> Command:
+    """A command that says its process and its GPUs, and stays."""
+    argv = (sys.executable, "-c", WAITS)
+    return Command(name="w", argv=argv, log=directory / "w.log", cwd=directory, resources=resources)
+
+
+def until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def words_of(handle: Handle) -> list[str]:
+    """What the command says of itself."""
+    until(handle.log)
+    return handle.log().split()
+
+
+@needs_ray
+def test_ray_gives_each_process_gpus_of_its_own(launcher: Launcher, tmp_path: Path) -> None:
+    handles = [launcher.start(waiting(tmp_path / f"{number}", Resources(gpus=1))) for number in range(2)]
+    assert {words_of(handle)[1] for handle in handles} == {"0", "1"}
+    for handle in handles:
+        handle.kill()
+        handle.kill()
+        assert handle.exit_code() == -signal.SIGKILL
+
+
+@needs_ray
+def test_a_command_waits_for_a_node_with_room_and_is_lost_with_it(
+    cluster: Any, launcher: Launcher, tmp_path: Path
+) -> None:
+    handle = launcher.start(waiting(tmp_path / "own", Resources(threads=3)))
+    assert handle.exit_code() is None
+    assert handle.log() == ""
+    node = cluster.add_node(num_cpus=3)
+    pid = int(words_of(handle)[0])
+    cluster.remove_node(node, allow_graceful=False)
+    until(lambda: handle.exit_code() is not None)
+    assert handle.describe_exit() == "was lost with its node or its actor"
+    assert not handle.is_done()
+    assert handle.last_words()
+    handle.kill()
+    until(lambda: not psutil.pid_exists(pid))
+
+
+@needs_ray
+@pytest.mark.parametrize("end", ["terminate", "kill"])
+def test_a_command_without_a_place_can_be_stopped(launcher: Launcher, tmp_path: Path, end: str) -> None:
+    handle = launcher.start(waiting(tmp_path / "own", Resources(threads=64)))
+    getattr(handle, end)()
+    until(lambda: handle.exit_code() is not None)
+    assert handle.exit_code() in (-signal.SIGTERM, -signal.SIGKILL)
+    assert not handle.is_done()
+    assert not (tmp_path / "own").exists()
+
+
+@needs_ray
+def test_a_command_that_cannot_start_says_why(launcher: Launcher, tmp_path: Path) -> None:
+    handle = launcher.start(replace(waiting(tmp_path / "own"), argv=("/nowhere",), log=Path("/proc/nowhere/w.log")))
+    until(lambda: handle.exit_code() is not None)
+    assert handle.exit_code() != 0
+    assert "w cannot start on " in handle.last_words()
+
+
+@needs_ray
+def test_directories_that_were_made_for_a_command_are_gone_with_it(launcher: Launcher, tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    command = replace(waiting(private / "w"), log=tmp_path / "w.log", farewell=private / "w.farewell")
+    handle = launcher.start(command)
+    words_of(handle)
+    assert (private / "w").is_dir()
+    handle.kill()
+    assert not private.exists()
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("overrides", "others", "message"),
+    [
+        (["broker.url=embedded"], [], ""),
+        (["broker.url=embedded"], ["gpu-7"], "broker.url=embedded reaches a server on this machine only, and the Ray"),
+        (["broker.url='redis://u@127.0.0.1:1?password=x'"], ["gpu-7"], r"other nodes \(gpu-7\)"),
+        (["broker.url='redis://10.0.0.5:6379'"], ["gpu-7"], ""),
+        (["workers.devices=[1]", "workers.count=1"], [], "lets Ray choose the GPUs of each process"),
+    ],
+)
+def test_a_recipe_that_ray_cannot_place_is_refused(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, overrides: list[str], others: list[str], message: str
+) -> None:
+    import ray
+
+    known = [*ray.nodes(), *({"Alive": True, "NodeManagerHostname": name} for name in others)]
+    monkeypatch.setattr(ray, "nodes", lambda: known)
+    recipe = load_recipe("arithmetic.yaml", ["launcher.kind=ray", *overrides])
+    if not message:
+        launcher.check(recipe)
+        return
+    with pytest.raises(ConfigError, match=message) as caught:
+        launcher.check(recipe)
+    assert "password" not in str(caught.value)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.launch.opening.is_installed", lambda module: False)
+    with pytest.raises(ConfigError, match=r"launcher\.kind=ray needs Ray.*pip install 'headway\[ray\]'"):
+        open_launcher(LauncherConfig(kind="ray"))

@@ -1,0 +1,81 @@
+"""`headway ray up` on a cluster of several nodes: workers are added with the nodes, a node is lost, the run goes on."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from broker.schema import RunStatus
+from tests.ray_cluster import needs_ray, ray_cluster
+
+from .recipes import write_recipe
+from .records import check_trained, summary
+from .terminals import Terminals, paused
+from .watching import attached
+
+pytestmark = pytest.mark.slow
+
+STEPS = 40
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A cluster whose head has room for the learner alone."""
+    with ray_cluster(num_cpus=1) as opened:
+        yield opened
+
+
+def pids(status: RunStatus) -> set[int]:
+    """The processes of the workers."""
+    return {worker.pid for worker in status.workers}
+
+
+def learner_of(run: Path) -> int:
+    """The process of the learner, wherever Ray has put it."""
+    arguments = ["learner", str(run / "config.yaml")]
+    found = [one.pid for one in psutil.process_iter() if " ".join(arguments) in " ".join(_arguments(one))]
+    assert len(found) == 1
+    return found[0]
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@needs_ray
+def test_a_run_on_ray_grows_with_its_nodes_and_outlives_one(cluster: Any, terminals: Terminals) -> None:
+    home = terminals.directory("run")
+    recipe = write_recipe(home, learner={"steps": STEPS}, workers={"count": 1, "heartbeat_s": 0.2})
+    headway = terminals.open("run", "ray", "up", recipe, "--address", cluster.address)
+    run = home / "runs" / "tiny"
+    with attached(terminals, headway, run) as watch:
+        cluster.add_node(num_cpus=1)
+        watch.until_step(1)
+        learner = learner_of(run)
+        with paused(learner):  # so that the run does not end meanwhile
+            terminals.open("run", "scale", "3").succeeds()
+            lost = cluster.add_node(num_cpus=2)
+            three = pids(watch.until("three workers are there", lambda status: len(pids(status)) == 3))
+        watch.until_step(4)
+        with paused(learner):
+            cluster.remove_node(lost, allow_graceful=False)
+            cluster.add_node(num_cpus=2)
+            watch.until("two others are in their place", lambda status: len(pids(status) - three) == 2)
+    headway.succeeds()
+    check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
+    assert summary(run)["worker_restarts"] == 2
+
+
+@needs_ray
+def test_without_a_cluster_a_ray_is_started_that_ends_with_the_run(terminals: Terminals) -> None:
+    home = terminals.directory("run")
+    recipe = write_recipe(home, learner={"steps": 2}, workers={"count": 1})
+    with tempfile.TemporaryDirectory(prefix="ray-") as short:  # for the paths of Ray's sockets
+        terminals.open("run", "ray", "up", recipe, RAY_TMPDIR=short).succeeds()
+    check_trained(home / "runs" / "tiny", steps=2, trajectories_per_step=16, max_lag=2)

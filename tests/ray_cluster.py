@@ -1,0 +1,37 @@
+"""A Ray cluster of several nodes on this machine, where Ray is installed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import pytest
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+RAY = [
+    pytest.mark.ray,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: make test-ray"),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own, of its sockets and of its next versions
+]
+
+
+def needs_ray(test: Test) -> Test:
+    """Skip the test where Ray is not installed."""
+    for mark in RAY:
+        test = mark(test)
+    return test
+
+
+@contextmanager
+def ray_cluster(**head: Any) -> Iterator[Any]:
+    """A cluster with this head, whose further nodes the test adds and removes. No process of it is left at the end."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **head})
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
