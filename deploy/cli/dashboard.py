@@ -12,7 +12,8 @@ from broker.client.broker import BlockingBroker
 from broker.errors import HeadwayError
 from broker.schema import RunStatus
 from deploy.observe.page.server import PageServer
-from deploy.observe.page.watching import Watcher
+from deploy.observe.page.watching import Look, Watcher
+from deploy.observe.waiting import Waiting, look
 from deploy.printing import say, say_json
 from deploy.roles.alone import client_of, locate_run
 from deploy.run.directory import CONFIG, find_endpoint, find_run
@@ -47,18 +48,18 @@ class Source:
     _settings: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
-    def connect(self) -> Iterator[Callable[[], RunStatus]]:
+    def connect(self) -> Iterator[Look]:
         """Yield what looks at the run. Raises HeadwayError."""
         url, name = self.locate()
         with client_of(url, name) as client:
             yield lambda: self._look(client)
 
-    def _look(self, client: BlockingBroker) -> RunStatus:
-        status = client.call(client.broker.status.snapshot(whichever=True))
+    def _look(self, client: BlockingBroker) -> tuple[RunStatus, Waiting | None]:
+        status, waiting = client.call(look(client.broker, whichever=True))
         if not self._settings and (config := client.call(client.broker.status.config())):
             with suppress(msgspec.DecodeError):
                 self._settings = msgspec.json.decode(config, type=dict[str, Any])
-        return status
+        return status, waiting
 
     def read(self, status: RunStatus | None) -> Record | None:
         """Return the run's files, or else what the broker keeps of its steps; None if they are as they were."""

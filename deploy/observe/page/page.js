@@ -167,6 +167,8 @@ function shownNow(live) {
   if (status === null) return parts.filter((part) => part !== null);
   const step = status.last_step;
   parts.push(make("h2", {}, `${status.run} now `, make("span", { class: `badge ${status.state}` }, status.state)));
+  const { waiting } = status;
+  if (waiting) parts.push(make("p", waiting.is_quiet ? { class: "notes quiet-run", role: "status" } : { class: "quiet" }, waiting.text));
   parts.push(make("dl", { class: "tiles" },
     [["step", step ? `${figure(step.step + 1)} of ${figure(step.total_steps)}` : "-"], ["version announced", status.announced], ["workers", status.workers.length], ["incarnation", status.incarnation]].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(value)))),
     RATES.map(([key, name]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(Math.round((live.rates[key] ?? [0]).at(-1)))), sparkline(live.rates[key] ?? [0], name)))));

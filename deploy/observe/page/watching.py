@@ -13,6 +13,7 @@ import msgspec
 from broker.errors import HeadwayError
 from broker.schema import RunStatus, WorkerInfo
 from deploy.observe.status import recent, status_json, version_text
+from deploy.observe.waiting import Waiting
 from deploy.run.figures import generated_per_s, trained_by_step_of_weights, trained_per_s
 from deploy.run.record import Record
 
@@ -24,8 +25,9 @@ KEPT_POINTS = 120
 SHARE = 10
 """A record that takes long to read is read anew after this many times as long."""
 
-Connect = Callable[[], AbstractContextManager[Callable[[], RunStatus]]]
-"""Opens a connection that gives a look at the run; it may raise HeadwayError."""
+Look = Callable[[], tuple[RunStatus, Waiting | None]]
+Connect = Callable[[], AbstractContextManager[Look]]
+"""Opens a connection that gives looks at the run and at who waits in it; both may raise HeadwayError."""
 
 
 class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +53,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     """Why a part of the page is old or missing; empty if none is."""
     status: dict[str, Any] | None = None
-    """`headway status --json`, without the history of steps."""
+    """What `headway status --json` prints."""
     versions: list[HeldVersion] = []
     rates: dict[str, list[float]] = {}
     """Tokens per second at the last looks, generated and trained."""
@@ -69,6 +71,7 @@ class Watcher:
         if connect is not None:
             self._threads.append(threading.Thread(target=self._look_on, name="broker", daemon=True))
         self._status: RunStatus | None = None
+        self._waiting: Waiting | None = None
         self._problems: dict[str, str] = {}
         self._rates: dict[str, deque[float]] = defaultdict(_points)
         self._worker_rates: dict[str, deque[float]] = defaultdict(_points)
@@ -99,7 +102,7 @@ class Watcher:
             at=_now(),
             page=self._number,
             problem=" ".join(self._problems.values()),
-            status=None if status is None else status_json(status),
+            status=None if status is None else status_json(status, self._waiting),
             versions=[] if status is None else held_versions(status),
             rates={name: list(points) for name, points in list(self._rates.items())},
             worker_rates={name: list(points) for name, points in list(self._worker_rates.items())},
@@ -109,22 +112,22 @@ class Watcher:
         assert self._connect is not None
         while not self._over.is_set():
             try:
-                with self._connect() as snapshot:
+                with self._connect() as look:
                     while not self._over.is_set():
-                        self._note(snapshot())
+                        self._note(*look())
                         self._over.wait(POLL_S)
             except HeadwayError as error:
                 self._problems["broker"] = str(error)
                 self._over.wait(POLL_S)
 
-    def _note(self, status: RunStatus) -> None:
+    def _note(self, status: RunStatus, waiting: Waiting | None) -> None:
         self._rates["generated"].append(generated_per_s(status.workers))
         self._rates["trained"].append(trained_per_s(recent(status)))
         for worker in status.workers:
             self._worker_rates[worker.worker].append(worker.tokens_per_s)
         for gone in self._worker_rates.keys() - {worker.worker for worker in status.workers}:
             del self._worker_rates[gone]
-        self._status = status
+        self._status, self._waiting = status, waiting
         self._problems.pop("broker", None)
 
     def _read_on(self) -> None:

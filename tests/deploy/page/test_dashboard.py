@@ -23,7 +23,8 @@ from broker.server.embedded import EmbeddedServer
 from deploy.observe.page import server as page_server
 from deploy.observe.page import watching
 from deploy.observe.page.server import PageServer
-from deploy.observe.page.watching import Watcher, held_versions
+from deploy.observe.page.watching import Look, Watcher, held_versions
+from deploy.observe.waiting import Waiting
 from deploy.run.record import Record, read_record
 from tests.broker.scenario import begin, rules
 from tests.deploy.runs import open_record, run_status, step_event, step_metrics, worker
@@ -48,19 +49,20 @@ class Told:
     def __init__(self, status: RunStatus, record: Record | None = None) -> None:
         self.status: RunStatus | BrokerError = status
         self.record = record
+        self.waiting: Waiting | None = None
 
     @contextmanager
-    def connect(self) -> Iterator[Callable[[], RunStatus]]:
+    def connect(self) -> Iterator[Look]:
         yield self._look
 
     def read(self, status: RunStatus | None) -> Record | None:
         found, self.record = self.record, None
         return found
 
-    def _look(self) -> RunStatus:
+    def _look(self) -> tuple[RunStatus, Waiting | None]:
         if isinstance(self.status, BrokerError):
             raise self.status
-        return self.status
+        return self.status, self.waiting
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +139,14 @@ def test_a_broker_that_is_away_is_told_and_the_last_look_stays() -> None:
         assert watcher.live.status is not None
         run.status = run_status()
         eventually(lambda: not watcher.live.problem)
+
+
+def test_the_page_says_who_waits_for_whom() -> None:
+    run = Told(run_status())
+    run.waiting = Waiting(who="learner", why="stragglers", text="Step 3 waits for a.", is_quiet=True, quiet_s=40.0)
+    with Watcher(run.connect, run.read) as watcher:
+        status = eventually(lambda: watcher.live.status)
+        assert (status["waiting"]["text"], status["waiting"]["is_quiet"]) == ("Step 3 waits for a.", True)
 
 
 def test_a_new_step_makes_a_new_page(tmp_path: Path) -> None:
