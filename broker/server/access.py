@@ -67,7 +67,7 @@ _RIGHTS = {
         ),
     ),
     Role.OBSERVER: _Rights(
-        commands=f"ping client|setinfo client|no-touch cluster|slots {_LOOKING} fcall_ro scan time xrevrange",
+        commands=f"ping client|setinfo client|no-touch cluster|slots {_LOOKING} fcall_ro mget scan time xrevrange",
         reads="hidden:* config holder identity verbs",
     ),
 }

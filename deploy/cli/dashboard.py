@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from broker.client.broker import BlockingBroker
-from broker.errors import HeadwayError
+from broker.errors import BrokerError, HeadwayError
 from broker.schema import RunStatus
 from deploy.observe.page.server import PageServer
 from deploy.observe.page.watching import Look, Watcher
@@ -56,9 +56,9 @@ class Source:
 
     def _look(self, client: BlockingBroker) -> tuple[RunStatus, Waiting | None]:
         status, waiting = client.call(look(client.broker, whichever=True))
-        if not self._settings and (config := client.call(client.broker.status.config())):
-            with suppress(msgspec.DecodeError):
-                self._settings = msgspec.json.decode(config, type=dict[str, Any])
+        if self.directory is None and not self._settings:
+            with suppress(BrokerError, msgspec.DecodeError):  # rules of an older version let no observer read it
+                self._settings = msgspec.json.decode(client.call(client.broker.status.config()) or b"{}")
         return status, waiting
 
     def read(self, status: RunStatus | None) -> Record | None:

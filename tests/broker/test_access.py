@@ -108,6 +108,7 @@ async def watch(observer: Broker) -> None:
     assert usage is not None
     assert usage.state == "training"
     assert (await observer.holding.use()).holder == HOLDER
+    assert await observer.status.config() == b"recipe"
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -1,5 +1,6 @@
 """The live page: what it says of a run, that it follows the run, and whom it answers."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -16,10 +17,12 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from broker import Broker
+from broker import Broker, open_broker
 from broker.errors import BrokerError, ConfigError
 from broker.schema import DeadLetter, RunStatus, WeightVersion
+from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
+from deploy.cli.dashboard import Source
 from deploy.observe.page import server as page_server
 from deploy.observe.page import watching
 from deploy.observe.page.server import PageServer
@@ -27,6 +30,7 @@ from deploy.observe.page.watching import Look, Watcher, held_versions
 from deploy.observe.waiting import Waiting
 from deploy.run.record import Record, read_record
 from tests.broker.scenario import begin, rules
+from tests.broker.test_access import admit, url_of
 from tests.deploy.runs import open_record, run_status, step_event, step_metrics, worker
 
 from .pages import Elements, write_run
@@ -235,6 +239,21 @@ async def test_the_command_follows_a_run_of_a_broker(broker: Broker, server: Emb
         assert run["notes"][0].startswith("The broker keeps the last 512 steps")
         await broker.status.report_step(made.owner, step_metrics(1, reward=0.75))
         eventually(lambda: get_json(url, "/page.json")["runs"][0]["curves"]["reward_mean"]["mean"] == [0.25, 0.75])
+
+
+async def test_an_observer_s_password_is_enough(server: EmbeddedServer, run_name: str) -> None:
+    made = admit(server, run_name)
+    learner = await open_broker(url_of(server, made[Role.LEARNER]), run_name)
+    run = await begin(learner, rules(1), fed=4)
+    await learner.status.report_step(run.owner, step_metrics(0))
+    source = Source(None, lambda: (url_of(server, made[Role.OBSERVER]), run_name))
+    with source.connect() as look:
+        status, waiting = await asyncio.to_thread(look)
+    assert (status.run, waiting is not None) == (run_name, True)
+    record = source.read(status)
+    assert record is not None
+    assert [step.step for step in record.steps] == [0]
+    await learner.close()
 
 
 def test_the_command_shows_a_run_that_is_over(tmp_path: Path) -> None:
