@@ -15,6 +15,8 @@ from .events import EvaluationEvent
 from .report import EVALUATIONS, METRICS, SUMMARY, FileLines, lineage, read_summary, summary_of
 
 Line = TypeVar("Line", StepMetrics, EvaluationEvent)
+OF_THE_SERVER = {"dropped_stale", "max_lag_allowed", "generated_tokens", "generation_tokens_per_s", "worker_restarts"}
+"""Summary figures that nobody knows before the run's end: a zero would be taken for a count."""
 FILES = (CONFIG, METRICS, EVALUATIONS, SUMMARY)
 MISSING = {
     METRICS: "No step has been trained in this directory yet, or the file was moved away.",
@@ -114,10 +116,11 @@ def _read_summary(directory: Path, steps: int, notes: list[str]) -> dict[str, An
     except HeadwayError as error:
         notes.append(str(error))
     try:
-        return summary_of(directory)
+        computed = summary_of(directory)
     except HeadwayError as error:
         notes.append(f"There are no summary figures: {error}")
         return {}
+    return {key: value for key, value in computed.items() if key not in OF_THE_SERVER}
 
 
 def _read_settings(path: Path, notes: list[str]) -> dict[str, Any]:

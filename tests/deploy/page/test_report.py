@@ -112,6 +112,7 @@ def test_a_summary_that_is_older_than_the_steps_is_not_shown(tmp_path: Path) -> 
     open_record(directory).write(step_event(5, ["g5:0:0"], incarnation=2))
     run = pictured(directory)
     assert (run["summary"]["steps"], run["summary"]["trained_trajectories"]) == (6, 6)
+    assert not {"generated_tokens", "worker_restarts"} & set(run["summary"])
     assert run["notes"] == [
         "summary.json is older than the last steps, so these figures were computed from the other files."
     ]
