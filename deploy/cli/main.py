@@ -102,6 +102,7 @@ for command in (
     roles.evaluate,
     roles.replay,
     runs.status,
+    runs.top,
     runs.scale,
     runs.autoscale,
     runs.drain,

@@ -30,6 +30,7 @@ COMMANDS = [
     "learner",
     "workers",
     "status",
+    "top",
     "scale",
     "autoscale",
     "drain",

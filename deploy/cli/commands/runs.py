@@ -24,6 +24,19 @@ def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None
     show_status(url, run, as_json=as_json, watch=watch)
 
 
+@click.command()
+@_run_options
+def top(url: str | None, run: str | None) -> None:
+    """Show a run on the whole screen, with keys that scale its pools.
+
+    It shows workers, versions, lag, queues, rates, and what happens. + and - change the number of workers of the pool
+    under the cursor, ? explains the keys, q quits and leaves the run as it is.
+    """
+    from deploy.cli.top import top
+
+    top(url, run)
+
+
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("workers", metavar="N|+N|-N")
 @click.option("--pool", default="", help="Default: the run's only pool.")

@@ -1,0 +1,206 @@
+"""`headway top`: a run on the whole screen, with keys that change its number of workers."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from textual.app import App, ComposeResult
+from textual.binding import BindingType
+from textual.containers import Horizontal
+from textual.css.query import NoMatches
+from textual.widgets import DataTable, Footer, RichLog, Static
+
+from broker.connection.address import without_password
+from broker.errors import ConfigError, HeadwayError
+from broker.schema import PoolInfo, RunStatus, WorkerInfo
+from broker.server.access import Role
+from broker.server.credentials import url_as
+from deploy.observe.changes import changes
+from deploy.observe.live import Look
+from deploy.observe.status import recent, version_text
+from deploy.observe.waiting import Waiting
+from deploy.observe.waiting import look as look_at
+from deploy.roles.alone import client_of, locate_run
+from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
+from deploy.terminal import styled
+
+LOOK_S = 1.0
+MOST_EVENTS = 1000
+WORKER_COLUMNS = ("worker", "host", "state", "version", "lag", "leases", "tokens/s", "sent")
+POOL_COLUMNS = ("pool", "wanted", "running", "leaving", "restarting")
+HELP = (
+    "+ and - ask the pool under the cursor for a worker more or less; tab goes from table to table, the arrows move in"
+    " it. The keys need the learner's password. 'lag' is how many steps a worker's weights are behind the announced"
+    " ones. q quits and leaves the run as it is; ? hides this."
+)
+
+Scale = Callable[[str, int], str]
+"""Asks a pool for so many workers more, and returns what to tell the user. Raises HeadwayError."""
+
+
+def top(url: str | None, run: str | None) -> None:
+    """Show a run until the user quits. Raises ConfigError without a terminal."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("headway top needs a terminal; `headway status` prints one look, and --watch repeats it.")
+    where, run = locate_run(url, run)
+    with client_of(where, run) as client:
+        Top(
+            f"{run} at {without_password(where)}",
+            lambda: client.call(look_at(client.broker, whichever=True)),
+            scaler(url_as(Role.LEARNER, where) if url is None else where, run),
+        ).run()
+
+
+def scaler(url: str, run: str) -> Scale:
+    """Return the function that scales this run's pools, with the user that the URL names."""
+
+    def scale(pool: str, workers: int) -> str:
+        with client_of(url, run) as client:
+            outcome = client.call(client.broker.pools.scale(pool, "by", workers))
+        if outcome is None:
+            return f"The supervisor of pool {pool} has ended."
+        return f"Pool {pool}: {outcome[1]} wanted, {outcome[0]} before."
+
+    return scale
+
+
+class Top(App[None]):
+    """Workers, pools, versions, queues, rates and events of one run."""
+
+    CSS = """
+    #head, #waits, #help { height: auto; padding: 0 1; }
+    #waits { color: $warning; }
+    #workers { height: 2fr; }
+    #lower { height: 1fr; }
+    #pools { width: 50; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("plus,equals_sign", "scale(1)", "worker more"),
+        ("minus", "scale(-1)", "worker less"),
+        ("question_mark", "help", "help"),
+        ("q", "quit", "quit"),
+    ]
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(self, where: str, look: Look, scale: Scale, every_s: float = LOOK_S) -> None:
+        super().__init__()
+        self._where, self._look, self._scale, self._every_s = where, look, scale, every_s
+        self._last: RunStatus | None = None
+        self._trouble = ""
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="head")
+        yield Static(id="waits")
+        yield Static(styled(HELP), id="help")
+        yield DataTable[Any](id="workers", cursor_type="row")
+        with Horizontal(id="lower"):
+            yield DataTable[Any](id="pools", cursor_type="row")
+            yield RichLog(id="events", max_lines=MOST_EVENTS, wrap=True)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one("#help").display = False
+        self._table("#workers").add_columns(*WORKER_COLUMNS)
+        self._table("#pools").add_columns(*POOL_COLUMNS)
+        self._table("#pools").focus()
+        self.run_worker(self._follow(), exclusive=True)
+
+    async def _follow(self) -> None:
+        with suppress(NoMatches):  # the user has quit during a look, and the widgets are gone
+            while True:
+                await self._look_once()
+                await asyncio.sleep(self._every_s)
+
+    async def _look_once(self) -> None:
+        try:
+            status, waiting = await asyncio.to_thread(self._look)
+        except HeadwayError as error:
+            self._tell_trouble(f"{error}")
+        else:
+            self._trouble = ""
+            self._show(status, waiting)
+
+    def _show(self, status: RunStatus, waiting: Waiting | None) -> None:
+        self.query_one("#head", Static).update(styled("\n".join(_head(self._where, status))))
+        self.query_one("#waits", Static).update(styled(waiting.text if waiting else ""))
+        _fill(self._table("#workers"), [_worker(info, status) for info in status.workers])
+        _fill(self._table("#pools"), [_pool(pool) for pool in status.pools])
+        for event in changes(self._last, status):
+            self._tell(event)
+        self._last = status
+
+    def _tell(self, event: str) -> None:
+        self.query_one("#events", RichLog).write(styled(f"{time.strftime('%H:%M:%S')} {event}"))
+
+    def _tell_trouble(self, text: str) -> None:
+        if text != self._trouble:
+            self._tell(text)
+        self._trouble = text
+
+    def _table(self, name: str) -> DataTable[Any]:
+        return self.query_one(name, DataTable)
+
+    async def action_scale(self, workers: int) -> None:
+        """Ask the pool under the cursor for so many workers more."""
+        pools, row = self._last.pools if self._last else (), self._table("#pools").cursor_row
+        if not 0 <= row < len(pools):
+            self._tell("No supervisor of a pool is alive: start workers with `headway run` or `headway workers`.")
+            return
+        try:
+            self._tell(await asyncio.to_thread(self._scale, pools[row].pool, workers))
+        except HeadwayError as error:
+            self._tell(f"{error}")
+
+    def action_help(self) -> None:
+        """Show what the keys do, or hide it."""
+        shown = self.query_one("#help")
+        shown.display = not shown.display
+
+
+def _fill(table: DataTable[Any], rows: Sequence[Sequence[str]]) -> None:
+    """Show these rows, and leave the cursor in its row."""
+    row = table.cursor_row
+    table.clear()
+    for cells in rows:
+        table.add_row(*map(styled, cells))
+    if rows:
+        table.move_cursor(row=min(row, len(rows) - 1))
+
+
+def _head(name: str, status: RunStatus) -> Iterator[str]:
+    steps, queues = recent(status), status.queues
+    yield f"{name}: {status.state}, incarnation {status.incarnation}, version {version_text(status.announced)}"
+    if steps:
+        last = steps[-1]
+        yield (
+            f"step {last.step + 1} of {last.total_steps}, reward {last.reward_mean:.3f}, lag {last.lag_mean:.2f}"
+            f" (max {last.lag_max}), learner waiting {wait_fraction(steps):.0%}"
+        )
+    yield f"{generated_per_s(status.workers):,.0f} tokens/s generated, {trained_per_s(steps):,.0f} trained"
+    yield (
+        f"groups: {queues.pool} waiting, {queues.open} generating, {queues.ready} ready, {queues.pinned} taken;"
+        f" samples: {queues.retry} waiting, {queues.leased} leased; {queues.payload_bytes / 1e6:,.1f} MB stored"
+    )
+
+
+def _worker(info: WorkerInfo, status: RunStatus) -> tuple[str, ...]:
+    lag = "-"
+    if info.version is not None and status.announced is not None:
+        lag = f"{max(0, status.announced.step - info.version.step)}"
+    return (
+        info.worker,
+        info.host,
+        info.state + (f": {info.last_error}" if info.last_error else ""),
+        version_text(info.version),
+        lag,
+        f"{info.active}/{info.capacity}",
+        f"{info.tokens_per_s:,.0f}",
+        f"{info.submitted:,}",
+    )
+
+
+def _pool(pool: PoolInfo) -> tuple[str, ...]:
+    return (pool.pool, f"{pool.wanted}", f"{pool.running}", f"{pool.leaving}", f"{pool.restarting}")
