@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from broker import Broker, open_broker
 from broker.server.embedded import EmbeddedServer
 
+settings.register_profile("no-deadline", deadline=None)  # a busy machine is no failure
+settings.load_profile("no-deadline")
 # Ctrl-C is ignored where the tests run in the background, and so would it be by all processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -71,6 +71,7 @@ LIMITS = {
     "engine.threads": _THREADS,
     "workers.count": Limit(0, 1024, "each is a process on this machine; start more with `headway workers`"),
     "workers.pools.count": Limit(0, 1024, "each is a process on this machine; start more with `headway workers`"),
+    "workers.pools.devices": Limit(0, 1 << 16, "they are numbers of this machine's GPUs"),
     "workers.devices": Limit(0, 1 << 16, "they are numbers of this machine's GPUs"),
     "workers.heartbeat_s": Limit(
         0.01, 24, "each is a message to the server, which forgets who is silent for two minutes"

@@ -82,7 +82,7 @@ async def test_nothing_of_an_overwritten_run_reaches_the_new_one(broker: Broker,
         "heartbeat": lambda: leftover.status.heartbeat(WORKER, 30),
         "announced": leftover.versions.announced,
         "config": leftover.status.config,
-        "turn": lambda: leftover.turns.take("token", 0.5, 1.0),
+        "turn": lambda: leftover.swap_turns.take("token", 0.5, 1.0),
         "phase": lambda: leftover.phases.may_generate("w", is_awake=True),
     }
     for name, verb in verbs.items():

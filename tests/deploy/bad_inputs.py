@@ -366,7 +366,7 @@ COMMANDS = [
     (f"learner {CLEAN} --broker nonsense --run x", "is no broker URL"),
     (f"learner {CLEAN} --broker {NOWHERE} --run x --processes 0", "--processes"),
     (f"learner {CLEAN} --broker {NOWHERE} --run x --processes 99999999", "each is a process on a GPU"),
-    (f"workers --broker {NOWHERE} --run x --count 0", "--count"),
+    (f"workers --broker {NOWHERE} --run x --count -1", "--count"),
     (f"workers --broker {NOWHERE} --run x --count 99999999999", "--count"),
     (f"workers --broker {NOWHERE} --run x learner.steps=3", "A worker cannot take the override"),
     (f"workers --broker {NOWHERE} --run x engine.max_concurrent=.inf", "expected a finite number"),
