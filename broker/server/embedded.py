@@ -1,4 +1,5 @@
-"""The embedded server: a real Valkey (or Redis) process that Headway starts, on a unix socket or on loopback only.
+"""The embedded server: a real Valkey (or Redis) process that Headway starts, on a unix socket or on loopback. Where its
+caller asks for it, it also listens at one further address of this machine.
 
 Its data lie in one directory, and a server that is started there again goes on with them. Ctrl-C in the terminal does
 not end it: the process that started it stops it.
@@ -27,6 +28,7 @@ from broker.errors import HeadwayError
 from .access import Role
 from .credentials import Credentials
 
+LOOPBACK = "127.0.0.1"
 _LONGEST_SOCKET_PATH = 107
 _SOCKET = "server.sock"
 _START_DEADLINE_S = 30.0
@@ -57,7 +59,7 @@ def find_server() -> Path:
 
 
 class EmbeddedServer:
-    """One server process, its data in `directory`; on a unix socket, or with a port on 127.0.0.1."""
+    """One server process, its data in `directory`; on a unix socket, or with a port on 127.0.0.1 and `host`."""
 
     def __init__(
         self,
@@ -67,12 +69,15 @@ class EmbeddedServer:
         appendfsync: Literal["always", "everysec", "no"] = "everysec",
         maxmemory_bytes: int = 2 << 30,
         has_users: bool = False,
+        host: str = LOOPBACK,
         settings: Sequence[str] = (),
     ) -> None:
-        """With `has_users` it obeys only a user for each role, whose passwords it keeps in `directory`. `settings` are
-        further lines of its configuration, for a replica or a cluster's node."""
+        """With `has_users` it obeys only a user for each role, whose passwords it keeps in `directory`. With a port it
+        also listens at `host`, an address of this machine. `settings` are further lines of its configuration, for a
+        replica or a cluster's node."""
         self._directory = directory.resolve()
         self._port = port
+        self._host = host
         self._appendfsync = appendfsync
         self._maxmemory_bytes = maxmemory_bytes
         self._credentials = Credentials(self._directory) if has_users else None
@@ -86,7 +91,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        return f"unix://{self._socket}" if self._port is None else f"redis://127.0.0.1:{self._port}"
+        return f"unix://{self._socket}" if self._port is None else f"redis://{self._host}:{self._port}"
 
     def url_of(self, role: Role) -> str:
         """Returns the URL by which this role reaches the server; without users it is `url` for every role."""
@@ -161,9 +166,9 @@ class EmbeddedServer:
         if self._port is None:
             self._refuse_second_server()
             self._socket.unlink(missing_ok=True)
-        elif _is_taken(self._port):
+        elif _is_taken(self._host, self._port):
             raise HeadwayError(
-                f"Port {self._port} on 127.0.0.1 is taken, perhaps by an earlier server of ours: "
+                f"Port {self._port} on {self._host} is taken, perhaps by an earlier server of ours: "
                 "stop it, or choose another port (--port)."
             )
 
@@ -189,7 +194,7 @@ class EmbeddedServer:
         where = (
             [f'unixsocket "{self._socket}"', "unixsocketperm 700", "port 0", 'bind ""']
             if self._port is None
-            else [f"port {self._port}", "bind 127.0.0.1"]
+            else [f"port {self._port}", f"bind {' '.join(dict.fromkeys((LOOPBACK, self._host)))}"]
         )
         lines = [
             *where,
@@ -260,11 +265,11 @@ def _has_exited(process: subprocess.Popen[bytes], deadline_s: float) -> bool:
     return True
 
 
-def _is_taken(port: int) -> bool:
+def _is_taken(host: str, port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return True
     return False

@@ -13,7 +13,7 @@ from broker.errors import HeadwayError, UntrainableBatchError
 from deploy.printing import complain, log_to_stderr, paragraph
 from learner.checkpoints.disk import FULL
 
-from .commands import pages, ray, roles, run, runs, tools
+from .commands import launch, pages, ray, roles, run, runs, tools
 from .ending import Ending
 
 BUG_EXIT, INTERRUPT_EXIT = 70, 130
@@ -94,6 +94,7 @@ for command in (
     run.run,
     ray.ray,
     run.prepare,
+    launch.launch,
     roles.broker,
     roles.learner,
     roles.workers,

@@ -10,7 +10,7 @@ from broker.client.broker import BlockingBroker
 from broker.connection.address import without_password
 from broker.errors import HeadwayError
 from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
+from broker.server.embedded import LOOPBACK, EmbeddedServer
 from deploy.launch.processes import guarded
 from deploy.launch.server_traits import check_traits
 from deploy.printing import complain, say
@@ -26,8 +26,9 @@ COMMANDS = {
 }
 
 
-def run_server(directory: Path, port: int | None) -> int:
-    """Serve until a signal. The data stay in `directory`, and the next start continues with them."""
+def run_server(directory: Path, port: int | None, host: str = LOOPBACK) -> int:
+    """Serve until a signal, with a port also at `host`. The data stay in `directory`, and the next start continues with
+    them."""
     stops: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -39,7 +40,7 @@ def run_server(directory: Path, port: int | None) -> int:
         directory.mkdir(parents=True, exist_ok=True)
     with (
         held(directory.resolve(), "directory (--directory)"),  # two servers would spoil each other's files
-        EmbeddedServer(directory.resolve(), port=port, has_users=True) as server,
+        EmbeddedServer(directory.resolve(), port=port, has_users=True, host=host) as server,
         guarded(server.pid),
     ):
         say(f"Serving {server.url}, data in {directory}. Ctrl-C stops. In other terminals, each with its own user:")

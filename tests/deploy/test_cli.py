@@ -26,6 +26,7 @@ from .runs import step_metrics, worker
 COMMANDS = [
     "run",
     "ray",
+    "launch",
     "broker",
     "learner",
     "workers",

@@ -28,12 +28,16 @@ DEFAULT_PORT = 6380
     show_default=True,
     help="On 127.0.0.1; 0: a unix socket instead.",
 )
+@click.option("--host", metavar="ADDRESS", help="Listen at this address of this machine, too. Nothing is encrypted.")
 @click.option("--url", help="Start nothing; check the server that runs there.")
-def broker(directory: Path, port: int, url: str | None) -> int:
+def broker(directory: Path, port: int, host: str | None, url: str | None) -> int:
     """Run the embedded server alone, or check your own Redis or Valkey."""
+    if host and not port:
+        raise click.UsageError("--host needs a port.")
+    from broker.server.embedded import LOOPBACK
     from deploy.roles.server import check_server, run_server
 
-    return check_server(url) if url else run_server(directory, port or None)
+    return check_server(url) if url else run_server(directory, port or None, host or LOOPBACK)
 
 
 @click.command()

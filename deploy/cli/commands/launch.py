@@ -1,0 +1,91 @@
+"""`headway launch`: files with which a cluster's own scheduler starts a run."""
+
+from pathlib import Path
+
+import click
+
+from deploy.printing import say, say_json
+
+from .options import json_option, overrides_argument
+
+
+@click.group()
+def launch() -> None:
+    """Write the files with which a cluster starts a run. Nothing is started."""
+
+
+output_option = click.option(
+    "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory for the files."
+)
+pool_option = click.option(
+    "--pool",
+    "pools",
+    multiple=True,
+    metavar="[NAME=]N",
+    help="Start N workers of the pool; without NAME, of the main one. Repeat it for more.  [default: the recipe's]",
+)
+
+
+@launch.command()
+@click.argument("recipe")
+@overrides_argument
+@output_option
+@pool_option
+@click.option("--nodes", type=click.IntRange(1, 1024), default=1, show_default=True, help="Nodes of the learner.")
+@click.option("--time", default="1-00:00:00", show_default=True, help="Slurm's time limit of every job.")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.IntRange(30, 3600),
+    default=120,
+    show_default=True,
+    help="Seconds before the time limit at which a job drains.",
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The broker's.  [default: a free one]")
+@click.option(
+    "--sbatch",
+    multiple=True,
+    metavar="[ROLE:]OPTION",
+    help="An option of sbatch, such as --partition=cpu or learner:--partition=gpu. Repeat it for more.",
+)
+@json_option
+def slurm(
+    recipe: str,
+    overrides: tuple[str, ...],
+    output: Path,
+    pools: tuple[str, ...],
+    nodes: int,
+    time: str,
+    grace_s: int,
+    port: int,
+    sbatch: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Write batch scripts for Slurm: one for each role, and submit.sh, which submits them all.
+
+    The directory must have the same path on every node, and only you may read it: the passwords are in it. Jobs drain
+    before their time limit, go back into the queue and go on.
+    """
+    from deploy.launch.slurm import SlurmOptions, write_slurm_scripts
+    from deploy.recipe.loading import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    options = SlurmOptions(nodes=nodes, pools=_counts(pools), time=time, grace_s=grace_s, port=port, sbatch=sbatch)
+    written = write_slurm_scripts(loaded, output, options)
+    if as_json:
+        say_json({"directory": str(output.resolve()), "files": [str(path) for path in written]})
+        return
+    say(f"Written to {output}: {', '.join(path.name for path in written)}. Start the run with {written[0]}.")
+
+
+def _counts(pools: tuple[str, ...]) -> dict[str, int]:
+    """Return the number of workers of each pool that --pool names. Raises UsageError."""
+    from deploy.recipe.pools import MAIN
+
+    counts = {}
+    for pool in pools:
+        name, _, count = pool.rpartition("=")
+        if not count.isdecimal() or not 1 <= int(count) <= 10_000:
+            raise click.UsageError(f"--pool {pool}: give a number of workers from 1 to 10000, such as 8 or NAME=8.")
+        counts[name or MAIN] = int(count)
+    return counts
