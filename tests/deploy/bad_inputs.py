@@ -350,6 +350,8 @@ COMMANDS = [
     ("run /dev/zero", "'/dev/zero' is no plain file."),
     (f"run {'x' * 5000}", "There is no recipe"),
     ("run rows.jsonl/x", "There is no recipe"),
+    ("autoscale --most 4 --least 5", "--least is above --most."),
+    ("quarantine", "Missing argument 'WORKER...'."),
     (f"run {CLEAN} --resume --overwrite", "--resume and --overwrite exclude each other"),
     (f"run {CLEAN} --regenerate", "--regenerate needs --rewind-to"),
     (f"run {CLEAN} --rewind-to 3", "--rewind-to needs --resume"),
