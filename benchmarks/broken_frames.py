@@ -23,6 +23,7 @@ from broker.schema import (
     BroadcastGroup,
     DeltaSpec,
     ModelFiles,
+    PoolInfo,
     Probe,
     Prompt,
     QueueDepths,
@@ -331,5 +332,6 @@ def _structs() -> dict[type[Any], list[msgspec.Struct]]:
         recent_steps=(step,),
     )
     model, rules = ModelFiles(files={"config.json": b"{}"}), RunRules(max_lag=1, groups_per_step=2)
-    others = (probe, version, manifest, group, worker, step, status, model, rules)
+    pool = PoolInfo(pool="workers", host="h", pid=7, running=2, leaving=1, restarting=1, wanted=4)
+    others = (probe, version, manifest, group, worker, step, status, model, rules, pool)
     return {Prompt: prompts, **{type(value): [value] for value in others}}

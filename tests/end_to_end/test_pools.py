@@ -55,11 +55,14 @@ def test_pools_of_two_engines_are_scaled_killed_and_drained_and_the_run_complete
             watch.until("vLLM is there", lambda status: bool(of_pool(status, other)))
         watch.until("both engines generate", lambda status: bool(busy(status, main)) and bool(busy(status, other)))
 
-        learner.send(signal.SIGINT)
-        assert learner.wait() == 0, learner.tail()
+        watch.until_step(25)
+        learner.send(signal.SIGKILL)  # Ctrl-C would end the run, and the workers with it
+        learner.wait()
         learner = terminals.open("learner", "learner", recipe, "--resume", **learns)
-        scale(terminals, "-2", "--pool", "main", **learns)
-        watch.until("two have left", has(lambda pool: (pool.wanted, pool.running, pool.leaving) == (2, 2, 0)))
+        watch.until("it has resumed", lambda status: status.incarnation == 2 and status.state == "training")
+        with paused(learner.pid):
+            scale(terminals, "-2", "--pool", "main", **learns)
+            watch.until("some have left", has(lambda pool: (pool.wanted, pool.running, pool.leaving) == (2, 2, 0)))
         watch.until("the run is over", lambda status: status.state == "finished")
     for terminal in (learner, main, other):
         terminal.succeeds()
