@@ -171,17 +171,21 @@ def test_any_split_into_micro_batches_makes_the_same_step(architecture: str, bud
     assert_parameters_close(as_dict(backend), dict(model.named_parameters()))
 
 
+PARAMETERS_ATOL = 3e-5
+"""Adam divides a gradient by its own size, so the rounding of a small one moves its element by a share of the step."""
+
+
 def assert_parameters_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """By Hugging Face name; the experts of the reference are fused."""
     for name, parameter in expected.items():
         if "experts" not in name:
-            torch.testing.assert_close(got[name], parameter.detach(), rtol=0, atol=1e-5)
+            torch.testing.assert_close(got[name], parameter.detach(), rtol=0, atol=PARAMETERS_ATOL)
             continue
         layer = name.split(".experts.")[0]
         for expert, weight in enumerate(parameter.detach()):
             kinds = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
             files = torch.cat([got[f"{layer}.experts.{expert}.{kind}.weight"] for kind in kinds])
-            torch.testing.assert_close(files, weight, rtol=0, atol=1e-5)
+            torch.testing.assert_close(files, weight, rtol=0, atol=PARAMETERS_ATOL)
 
 
 def ranks_of(directory: Path, cases: list[Case], count: int) -> list[list[list[Result]]]:

@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 ROOMS = ["algorithms", "broker", "deploy", "learner", "rollout_workers", "weightsync"]
-SHIPPED_SUFFIXES = {".py", ".lua", ".yaml", ".json", ".html", ".css", ".js"}
+SHIPPED_SUFFIXES = {".py", ".lua", ".yaml", ".json", ".html", ".css", ".js", ".sh"}
 SEMANTIC = r"\d+\.\d+\.\d+(-[\w.]+)?"
 
 
