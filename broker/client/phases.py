@@ -20,7 +20,7 @@ its time to live has passed: OPENING_S < LONGEST_WAIT_S.
 
 import time
 
-from broker.connection.connection import ANSWER_S, Connection
+from broker.connection.connection import ANSWER_S, Connection, text
 from broker.owner import Owner
 
 RENEW_S = 3.0
@@ -56,7 +56,7 @@ class Phases:
         None means that the server was away, and awake workers may not have reported since.
         """
         names = await self._connection.learner_script("phase", owner, 0)
-        return tuple(name.decode(errors="backslashreplace") for name in names) if self._has_heard() else None
+        return tuple(map(text, names)) if self._has_heard() else None
 
     async def may_generate(self, worker: str, ttl_s: float = AWAKE_S, *, is_awake: bool) -> bool:
         """Returns whether engines may generate now. If so the worker counts as awake for `ttl_s` seconds, and otherwise

@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 from redis.exceptions import NoPermissionError
 
-from broker.connection.connection import Connection, pairs
+from broker.connection.connection import Connection, pairs, text
 from broker.errors import BrokerError, FrameError, RunNotFoundError
 from broker.keys import PREFIX, check_worker_name, is_name, run_of
 from broker.owner import Owner
@@ -94,13 +94,13 @@ class StatusBoard:
         return self._heard(await self._connection.script("workers", absent=[]))
 
     def _heard(self, flat: Sequence[bytes]) -> tuple[WorkerInfo, ...]:
-        said = [(_text(name), frame) for name, frame in zip(flat[::2], flat[1::2], strict=True)]
+        said = [(text(name), frame) for name, frame in zip(flat[::2], flat[1::2], strict=True)]
         heard = ((name, self._readable(frame, WorkerInfo, f"worker {name}")) for name, frame in said if is_name(name))
         return tuple(info for name, info in heard if info is not None and self._is_of(name, info))
 
     def _pools(self, flat: Sequence[Any]) -> tuple[PoolInfo, ...]:
         """Returns the pools of {name, frame, workers wanted...}, without unreadable reports."""
-        said = zip(map(_text, flat[::3]), flat[1::3], flat[2::3], strict=True)
+        said = zip(map(text, flat[::3]), flat[1::3], flat[2::3], strict=True)
         heard = ((self._readable(frame, PoolInfo, f"pool {name}"), wanted) for name, frame, wanted in said)
         return tuple(replace(info, wanted=wanted) for info, wanted in heard if info is not None)
 
@@ -165,8 +165,8 @@ class StatusBoard:
             last_step=steps[-1] if steps else None,
             recent_steps=steps,
             tallies=_tallies(tally),
-            quarantined=tuple(sorted(set(map(_text, quarantined)))),
-            dead_letters=tuple(_letter(*map(_text, letter)) for letter in reversed(letters)),
+            quarantined=tuple(sorted(set(map(text, quarantined)))),
+            dead_letters=tuple(_letter(*map(text, letter)) for letter in reversed(letters)),
             refused_lately=refused_lately,
             refused_workers=refused_workers,
             pools=self._pools(pools),
@@ -216,11 +216,6 @@ def _storable(text: str) -> str:
 
 def _letter(tid: str, worker: str, reason: str) -> DeadLetter:
     return DeadLetter(tid=tid, worker=worker, reason=reason)
-
-
-def _text(value: bytes) -> str:
-    """Decodes text that a worker wrote, whatever its bytes are."""
-    return value.decode(errors="backslashreplace")
 
 
 def _queues(meta: dict[str, str], sizes: Sequence[int]) -> QueueDepths:

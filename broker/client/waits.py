@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from broker.connection.connection import Connection, pairs
+from broker.connection.connection import Connection, pairs, text
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Waits:
 def _group(reply: Sequence[Any], now: float) -> UnfinishedGroup:
     group, size, done, floor, *missing = reply
     return UnfinishedGroup(
-        group=_text(group),
+        group=text(group),
         size=int(size),
         done=int(done),
         floor=_whole(floor),
@@ -113,13 +113,8 @@ def _group(reply: Sequence[Any], now: float) -> UnfinishedGroup:
 def _sample(reply: Sequence[Any], now: float) -> MissingSample:
     sample, holder, since, is_leased = reply
     held_s = max(0.0, now - float(since)) if since else 0.0
-    return MissingSample(sample=int(sample), holder=_text(holder), held_s=held_s, is_leased=bool(is_leased))
+    return MissingSample(sample=int(sample), holder=text(holder), held_s=held_s, is_leased=bool(is_leased))
 
 
 def _whole(value: bytes) -> int | None:
     return int(value) if value else None
-
-
-def _text(value: bytes) -> str:
-    """Decodes text that a worker wrote, whatever its bytes are."""
-    return value.decode(errors="backslashreplace")

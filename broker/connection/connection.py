@@ -324,6 +324,11 @@ def pairs(flat: Any) -> list[tuple[str, str]]:
     return [(name.decode(), value.decode()) for name, value in items]
 
 
+def text(value: bytes) -> str:
+    """Returns text that a worker wrote, whatever its bytes are."""
+    return value.decode(errors="backslashreplace")
+
+
 class _NotLoadedError(LostConnectionError):
     """The server lacks the run's functions: the learner loads them when it claims the run."""
 

@@ -10,11 +10,9 @@ import msgspec
 from broker.client.broker import BlockingBroker
 from broker.errors import BrokerError, ConfigError
 from broker.schema import PoolInfo
-from broker.server.access import Role
-from broker.server.credentials import url_as
 from deploy.observe.pools import pool_of
 from deploy.printing import say, say_json
-from deploy.roles.alone import client_of, locate_run
+from deploy.roles.alone import as_learner, client_of, locate_run
 
 LOOK_S = 0.2
 DISMISSED = {
@@ -28,7 +26,7 @@ def scale(change: str, pool: str, url: str | None, run: str | None, *, until_don
     """Ask for `change` ("4", "+2", "-1") and print what was wanted before and is wanted now."""
     manner, workers = _parsed(change)
     where, run = locate_run(url, run)
-    with client_of(url_as(Role.LEARNER, where), run) as client:
+    with client_of(as_learner(url, where), run) as client:
         name = pool_of(client.call(client.broker.status.snapshot()), pool).pool
         outcome = client.call(client.broker.pools.scale(name, manner, workers))
         if outcome is None:
@@ -71,7 +69,7 @@ def dismiss(
     """Ask workers to leave, or let them have no more leases. Raises BrokerError for names that no living worker has,
     after all others were asked."""
     where, run = locate_run(url, run)
-    with client_of(url_as(Role.LEARNER, where), run) as client:
+    with client_of(as_learner(url, where), run) as client:
         unknown = [name for name in workers if not client.call(client.broker.status.dismiss(name, manner))]
         alive = ", ".join(info.worker for info in client.call(client.broker.status.workers())) or "none"
     found = [name for name in workers if name not in unknown]

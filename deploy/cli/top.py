@@ -16,14 +16,12 @@ from textual.widgets import DataTable, Footer, RichLog, Static
 from broker.connection.address import without_password
 from broker.errors import ConfigError, HeadwayError
 from broker.schema import PoolInfo, RunStatus, WorkerInfo
-from broker.server.access import Role
-from broker.server.credentials import url_as
 from deploy.observe.changes import changes
 from deploy.observe.live import Look
 from deploy.observe.status import recent, version_text
 from deploy.observe.waiting import Waiting
 from deploy.observe.waiting import look as look_at
-from deploy.roles.alone import client_of, locate_run
+from deploy.roles.alone import as_learner, client_of, locate_run
 from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 from deploy.terminal import styled
 
@@ -50,7 +48,7 @@ def top(url: str | None, run: str | None) -> None:
         Top(
             f"{run} at {without_password(where)}",
             lambda: client.call(look_at(client.broker, whichever=True)),
-            scaler(url_as(Role.LEARNER, where) if url is None else where, run),
+            scaler(as_learner(url, where), run),
         ).run()
 
 

@@ -109,7 +109,7 @@ class Pool:
     @property
     def has_left(self) -> bool:
         """Whether all workers ended by themselves, or there are none and the run is over."""
-        return not self.slots and (self.departed > 0 or self.is_run_over or self.wanted == self.count == 0)
+        return not self.slots and (self.departed > 0 or self.is_run_over)
 
     def info(self) -> PoolInfo:
         """Return the report for the broker."""

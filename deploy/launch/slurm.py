@@ -122,9 +122,9 @@ def _jobs(recipe: Recipe, directory: Path, options: SlurmOptions) -> Iterator[_J
         settings={"PYTHON": sys.executable, "SERVER_DIRECTORY": str(directory / SERVER), "PORT": options.port},
     )
     yield _learner(recipe, directory, options)
-    yield _workers(MAIN, recipe.workers.count, recipe, passed_on(recipe), directory, options)
+    yield from _workers(MAIN, recipe.workers.count, recipe, passed_on(recipe), directory, options)
     for pool in pools_of(recipe):
-        yield _workers(pool.name, pool.count, pool.recipe, pool.arguments(), directory, options)
+        yield from _workers(pool.name, pool.count, pool.recipe, pool.arguments(), directory, options)
     yield _Job(
         role=STOP,
         name=STOP,
@@ -154,9 +154,12 @@ def _learner(recipe: Recipe, directory: Path, options: SlurmOptions) -> _Job:
 
 def _workers(
     pool: str, count: int, recipe: Recipe, arguments: Sequence[str], directory: Path, options: SlurmOptions
-) -> _Job:
+) -> Iterator[_Job]:
+    """Yield the script of a pool; none for a pool without workers, of which Slurm has no job array."""
     count = options.pools.get(pool, count)
-    return _Job(
+    if not count:
+        return
+    yield _Job(
         role=WORKERS,
         name=WORKERS if pool == MAIN else f"{WORKERS}-{pool}",
         options=("--nodes=1", "--ntasks=1", f"--array=0-{count - 1}"),

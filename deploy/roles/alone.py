@@ -21,6 +21,8 @@ from broker.connection.address import without_password
 from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, RunNotFoundError
 from broker.keys import check_pool_name, check_worker_name
 from broker.schema import RunStatus
+from broker.server.access import Role
+from broker.server.credentials import url_as
 from deploy.launch.base import Launcher
 from deploy.launch.commands import WorkerCommand, learner_command, sft_command
 from deploy.launch.farewell import say_farewell
@@ -145,7 +147,9 @@ def run_workers(
         command = WorkerCommand(
             url=url, run=run, arguments=arguments, private=place, logs=place / "logs", threads=engine_threads
         )
-        return Supervisor([Pool(pool, count, command)], launcher=launcher).run()
+        for number in range(count):
+            launcher.start(command(number))
+        return 0
     with suppress(BrokerUnavailableError):  # workers wait for the broker
         check_traits(url, complain, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
@@ -295,6 +299,12 @@ def _first_status(look: Look) -> tuple[RunStatus, Waiting | None]:
                 say(f"{error} {NOT_YET} Waiting for it.", to_stderr=True)
             is_told = True
             time.sleep(WATCH_S)
+
+
+def as_learner(url: str | None, found: str) -> str:
+    """Return the URL for what only the learner's user may do: `url` as the caller gave it, or else the one that was
+    `found` below ./runs with the learner's user, whose password lies beside."""
+    return url or url_as(Role.LEARNER, found)
 
 
 def locate_run(url: str | None, run: str | None) -> tuple[str, str]:

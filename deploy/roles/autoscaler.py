@@ -11,15 +11,12 @@ import msgspec
 
 from broker.client.broker import BlockingBroker
 from broker.schema import RunStatus
-from broker.server.access import Role
-from broker.server.credentials import url_as
 from deploy.observe.autoscaling import Autoscaler, Decision, Load, Targets, steps_made
 from deploy.observe.pools import pool_of
 from deploy.printing import say, say_json
-from deploy.recipe.loading import recipe_from_bytes
 from rollout_workers.run_end import RUN_OVER
 
-from .alone import client_of, locate_run
+from .alone import as_learner, client_of, locate_run
 
 LOOK_S = 2.0
 """Seconds between two looks at the run."""
@@ -41,7 +38,7 @@ def autoscale(
     `dry_run`: print the decisions and ask for nothing. Raises RunNotFoundError where the run has no such pool.
     """
     where, run = locate_run(url, run)
-    with client_of(where if dry_run else url_as(Role.LEARNER, where), run) as client:
+    with client_of(where if dry_run else as_learner(url, where), run) as client:
         said = ""
         for look in Autoscaling(client, pool, targets, cooldown_s, dry_run).looks():
             if look.decision.reason != said:
@@ -90,8 +87,8 @@ class Autoscaling:
 
     def _max_lag(self) -> int:
         """Return the run's bound, which a learner that resumes may change."""
-        stored = self.client.call(self.client.broker.status.config())
-        return recipe_from_bytes(stored).staleness.max_lag if stored is not None else 0
+        progress = self.client.call(self.client.broker.waits.look())
+        return progress.max_lag if progress is not None else 0
 
 
 def _tell(look: Look, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from broker.client.leases import SubmitOutcome
 from broker.connection.connection import Connection
 from broker.errors import FencedError, ServerRestartedError
 from broker.owner import Owner
-from broker.schema import BroadcastGroup, TrajectoryId, WeightVersion
+from broker.schema import BroadcastGroup, Lease, TrajectoryId, WeightVersion
 from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import decode
 from tests.processes import kill, until_written
@@ -380,18 +380,26 @@ async def test_a_batch_whose_change_was_lost_is_again_what_was_taken(broker: Bro
     assert await run.take(1) == groups(0, 3)
 
 
+STEPS_OF_ONE = rules(4, groups_per_step=1)
+
+
+async def five_leased(broker: Broker, submitted: int) -> tuple[Scenario, list[Lease]]:
+    """A run whose steps have one sample each: five are leased by version 0, and the first so many submitted."""
+    run = await begin(broker, STEPS_OF_ONE, group_size=1)
+    flying = (await run.lease(5, 0)).leases
+    await run.submit_all(flying[:submitted], 0)
+    return run, list(flying)
+
+
 async def test_a_step_that_is_not_reproduced_stays_abandoned_though_the_server_forgot_it(
     broker: Broker, rolled_back: RolledBack
 ) -> None:
     """A resumed learner gives a batch up that an earlier one trained; the server loses that, and knows the claim."""
-    some = rules(4, groups_per_step=1)
-    run = await begin(broker, some, group_size=1)
-    flying = (await run.lease(5, 0)).leases
-    await run.submit_all(flying[:3], 0)
+    run, flying = await five_leased(broker, submitted=3)
     for step in range(3):
         assert await run.take(step, 1) == groups(step)
         await run.announce(step + 1)
-    resumed = await begin(broker, some, group_size=1, checkpoint=CheckpointMark(1, 1), resume=True)
+    resumed = await begin(broker, STEPS_OF_ONE, group_size=1, checkpoint=CheckpointMark(1, 1), resume=True)
     rolled_back.remember()
     await broker.batches.drop(resumed.owner, 1, [group_id(1)])
     await resumed.announce(1)
@@ -408,17 +416,14 @@ async def test_what_a_rolled_back_server_has_pinned_is_not_believed_to_be_what_w
     broker: Broker, rolled_back: RolledBack
 ) -> None:
     """Learner and server die together, and the server forgets that the batch was another one in the end."""
-    some = rules(4, groups_per_step=1)
-    run = await begin(broker, some, group_size=1)
-    flying = (await run.lease(5, 0)).leases
-    await run.submit_all(flying[:2], 0)
+    run, flying = await five_leased(broker, submitted=2)
     assert await run.take(0, 1) == groups(0)
     rolled_back.remember()
     await broker.batches.drop(run.owner, 0, [group_id(0)])
     assert await run.take(0, 1) == groups(1)
     await run.announce(1)
     rolled_back.kill_and_restart()
-    resumed = await begin(broker, some, group_size=1, checkpoint=CheckpointMark(1, 0), resume=True)
+    resumed = await begin(broker, STEPS_OF_ONE, group_size=1, checkpoint=CheckpointMark(1, 0), resume=True)
     assert await resumed.take(0, 1) == groups(0)  # weights 1 are others than those that were announced
     await resumed.announce(1)
     assert await resumed.submit(flying[2], 0, WeightVersion(1, 1)) is SubmitOutcome.FENCED

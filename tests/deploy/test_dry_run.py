@@ -49,6 +49,11 @@ def test_no_password_is_printed_and_no_server_asked(arguments: list[str], form: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_pool_that_begins_without_workers_starts_none(tmp_path: Path) -> None:
+    answer = headway("workers", "--count", "0", "--broker", NOWHERE, "--run", "x", "--dry-run", "--json", cwd=tmp_path)
+    assert (answer.returncode, json.loads(answer.stdout)) == (0, {"commands": []})
+
+
 def test_gpus_and_ranks_are_told(tmp_path: Path) -> None:
     answer = headway(
         "run",

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+from broker.server.access import Role
+from broker.server.credentials import Credentials
 from deploy.launch.commands import WorkerCommand, learner_command
 from deploy.recipe.loading import dump_recipe, load_recipe, recipe_to_bytes
+from deploy.roles.alone import as_learner
 from deploy.run.directory import endpoint, prepare
 
 URL = "redis://ali:sesame@127.0.0.1:6379?db=1"
@@ -25,3 +28,11 @@ def test_what_is_written_down(tmp_path: Path) -> None:
     ):
         assert "sesame" not in " ".join(command.argv)
         assert command.environment["HEADWAY_BROKER"] == URL
+
+
+def test_a_run_that_was_found_here_is_told_as_its_learner_and_a_given_url_is_taken_as_it_is(tmp_path: Path) -> None:
+    credentials = Credentials(tmp_path)
+    observer, learner = (credentials.url_of(role, "unix:///s.sock") for role in (Role.OBSERVER, Role.LEARNER))
+    assert as_learner(None, observer) == learner
+    assert as_learner(None, URL) == URL
+    assert as_learner(observer, observer) == observer

@@ -124,6 +124,14 @@ def test_workers_alone_end_with_their_run_though_none_is_wanted(claimed: Blockin
         until(lambda: pool.has_left)
 
 
+def test_a_pool_that_begins_without_workers_waits_to_be_scaled(tmp_path: Path) -> None:
+    pool, said = Pool("big", 0, workers(tmp_path, "pass")), list[str]()
+    assert not pool.has_left
+    pool.wanted = 1
+    assert Supervisor([pool], say=said.append).run() == 0
+    assert said == ["Pool big: 1 worker wanted, 0 before."]
+
+
 async def finish(broker: Broker) -> None:
     claim = await broker.batches.claim(checkpoint=FRESH, rules=rules(0), config=b"recipe", resume=True)
     await broker.status.set_state(claim.owner, "finished")

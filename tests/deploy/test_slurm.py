@@ -62,6 +62,12 @@ def test_every_role_has_a_script_and_one_submits_them(tmp_path: Path, capsys: py
     assert list(tmp_path.iterdir()) == [tmp_path / "x"]
 
 
+def test_a_pool_without_workers_has_no_script() -> None:
+    directory = launch(POOLS, "workers.count=0")
+    assert [path.name for path in directory.glob("workers*.sh")] == ["workers-big.sh"]
+    assert settings(directory / "submit.sh", "WORKER_SCRIPTS") == ["workers-big.sh"]
+
+
 def test_jobs_ask_for_what_the_recipe_needs() -> None:
     options = ("learner.processes=8", "learner.device=cuda", "learner.threads=4", POOLS)
     scripts = launch(*options, "--nodes", "2", "--pool", "5", "--grace", "90", "--time", "8:00:00")

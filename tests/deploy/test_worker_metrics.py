@@ -14,7 +14,8 @@ from broker.client.submissions import SubmitOutcome
 from broker.errors import ConfigError
 from broker.schema import WeightVersion, WorkerInfo
 from deploy.observe.prometheus.endpoint import Endpoint
-from deploy.observe.prometheus.worker import STATES, WorkerCollector, serving
+from deploy.observe.prometheus.families import STATES
+from deploy.observe.prometheus.worker import WorkerCollector, serving
 from rollout_workers.config import WorkersConfig
 from tests.rollout_workers.loop import Deliveries, Learner, make_engine, make_worker, running, until
 

@@ -82,3 +82,14 @@ allow_import_option = click.option(
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print the commands that would be started, in order; start and write nothing."
 )
+
+
+def of_a_run(command: F) -> F:
+    """RECIPE, overrides, from where the run begins, --dry-run and --json: what `run` and `ray up` have in common."""
+    as_json = click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        help="Print summary.json at the end; progress goes to stderr. With --dry-run: the commands.",
+    )
+    return click.argument("recipe")(overrides_argument(beginning(dry_run_option(as_json(command)))))

@@ -4,7 +4,7 @@ import json
 
 import click
 
-from .options import beginning, dry_run_option, overrides_argument, rewind_of
+from .options import of_a_run, rewind_of
 
 
 @click.group(no_args_is_help=True)
@@ -13,22 +13,13 @@ def ray() -> None:
 
 
 @ray.command()
-@click.argument("recipe")
-@overrides_argument
+@of_a_run
 @click.option(
     "--address",
     default="local",
     show_default=True,
     metavar="ADDRESS",
     help="local: start a Ray on this machine; auto: the Ray that runs here; or HOST:PORT of a cluster's head.",
-)
-@beginning
-@dry_run_option
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print summary.json at the end; progress goes to stderr. With --dry-run: the commands.",
 )
 def up(
     recipe: str,

@@ -6,23 +6,14 @@ import click
 
 from deploy.printing import complain, say_json
 
-from .options import beginning, dry_run_option, overrides_argument, rewind_of
+from .options import beginning, of_a_run, overrides_argument, rewind_of
 
 if TYPE_CHECKING:
     from learner.experience.rewind import Rewind
 
 
 @click.command()
-@click.argument("recipe")
-@overrides_argument
-@beginning
-@dry_run_option
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print summary.json at the end; progress goes to stderr. With --dry-run: the commands.",
-)
+@of_a_run
 def run(
     recipe: str,
     overrides: tuple[str, ...],

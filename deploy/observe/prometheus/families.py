@@ -2,9 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import get_args, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from broker.schema import WorkerInfo
+
+STATES: tuple[str, ...] = get_args(get_type_hints(WorkerInfo)["state"])
+"""The states of a worker."""
 Figures = Mapping[str, float | None]
 """Figures by the name of their field; None: there is no number now."""
 

@@ -4,17 +4,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from threading import Lock
-from typing import get_args, get_type_hints
 
 import msgspec
 from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from broker.schema import WorkerInfo
 from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StepEvent
 from deploy.run.figures import generated_per_s
 
-from .families import Family, metric, shown
+from .families import STATES, Family, metric, shown
 
 LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1000)
 """Upper bounds of the histogram's buckets, in steps. `staleness.max_lag` is at most 1000."""
@@ -88,7 +86,6 @@ QUEUES = (
     Family("headway_broker_resumed_tokens_total", "Tokens after which a worker continued.", "resumed_tokens"),
     Family("headway_broker_discarded_tokens_total", "Tokens of segments that were of no use.", "discarded_tokens"),
 )
-STATES: tuple[str, ...] = get_args(get_type_hints(WorkerInfo)["state"])
 
 
 class RunCollector(Collector):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, get_args, get_type_hints
+from typing import Protocol
 
 import msgspec
 from prometheus_client.core import InfoMetricFamily, Metric
@@ -13,11 +13,10 @@ from broker.schema import WorkerInfo
 from rollout_workers.config import WorkersConfig
 
 from .endpoint import Endpoint
-from .families import Family, metric, shown
+from .families import STATES, Family, metric, shown
 
 PORTS = 1024
 """Ports among which a worker looks for a free one: one for each worker that a supervisor may start."""
-STATES: tuple[str, ...] = get_args(get_type_hints(WorkerInfo)["state"])
 FIGURES = (
     Family("headway_worker_leases", "Samples that the worker holds a lease of.", "active"),
     Family("headway_worker_capacity_leases", "Samples that its engine can batch.", "capacity"),
