@@ -43,6 +43,11 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(ge=0, description="replicas of the server that must have a write before it counts as durable")
     ] = 0
 
+    @property
+    def is_embedded(self) -> bool:
+        """True if the run starts a server of its own."""
+        return self.url == "embedded"
+
 
 class StalenessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The bound on lag, and what happens at it."""

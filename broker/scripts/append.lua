@@ -18,16 +18,23 @@ if mine and is_older_than_lease(oldest, from, had[9], 9, #ARGV) then
   blame(ARGV[1], had[8], 'a segment of step ' .. oldest .. ' under a lease for weights of step ' .. from)
   is_void = true
 end
+local list = segments_key(ARGV[1])
+-- A blob that an append has recorded before stays, whoever names it again.
+local function refuse_blob()
+  for _, entry in ipairs(call('LRANGE', list, 0, -1)) do
+    if parse_segment(entry) == name then return end
+  end
+  free_blob(name)
+end
 if mine and is_void then hand_back_anew(g, ARGV[1], i, had[5]) end
 if not mine or is_void then
-  free_blob(name)
+  refuse_blob()
   return { 'fenced', 0 }
 end
-local list = segments_key(ARGV[1])
 local n, last = call('LLEN', list), call('LINDEX', list, -1)
 local is_repeated = n == index + 1 and parse_segment(last) == name
 if n ~= index and not is_repeated then
-  free_blob(name)
+  refuse_blob()
   return { 'out of order', n }
 end
 if not keep_blob(name, bytes) then return { 'no blob', n } end

@@ -112,7 +112,7 @@ class Local:
         self.launcher.check(self.recipe)
         check_packages(self.recipe, has_workers=True)
         check_data(self.recipe)
-        if self.recipe.broker.url != "embedded":
+        if not self.recipe.broker.is_embedded:
             ping(self.recipe.broker.url, self.recipe.run.name, self._say)  # before anything is removed
             if self.overwrite and not self.is_forced:
                 refuse_if_in_use(self.recipe.broker.url, self.recipe.run.name)
@@ -123,7 +123,7 @@ class Local:
 
     def _own_server(self, directory: Path, stack: ExitStack) -> KeptServer | None:
         """Start a server for the run. Returns None if the recipe names an existing one."""
-        if self.recipe.broker.url != "embedded":
+        if not self.recipe.broker.is_embedded:
             return None
         return stack.enter_context(KeptServer(directory / SERVER, self._say))
 
@@ -134,7 +134,7 @@ class Local:
         """Make the run's directory as `run` does before it starts anything. Raises HeadwayError."""
         with held(self.recipe.run_directory):
             self._prepare()
-            if self.overwrite and self.recipe.broker.url != "embedded":
+            if self.overwrite and not self.recipe.broker.is_embedded:
                 forget(self.recipe.broker.url, self.recipe.run.name)
 
     def _show(self) -> int:
@@ -147,7 +147,7 @@ class Local:
         if not self.recipe.has_learner:
             return 0
         server = None
-        if self.recipe.broker.url == "embedded":
+        if self.recipe.broker.is_embedded:
             server = KeptServer(directory / SERVER, self._say)
             self.launcher.start(server_command(directory / SERVER))
         private = Path(tempfile.gettempdir(), f"headway-workers-{self.recipe.run.name}")

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
+from broker.config import BrokerConfig
 from broker.errors import ConfigError
 
 from .base import Command, Handle, Launcher, Resources
@@ -63,7 +64,7 @@ class RayLauncher(Launcher):
                 " and run.placement=colocated."
             )
         others = sorted({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]} - {socket.gethostname()})
-        if others and _is_only_here(recipe.broker.url):
+        if others and _is_only_here(recipe.broker):
             raise ConfigError(
                 f"broker.url={recipe.broker.url.partition('?')[0]} reaches a server on this machine only, and the Ray"
                 f" cluster has other nodes ({', '.join(others[:3])}). Start a Redis or Valkey that all of them reach,"
@@ -170,9 +171,9 @@ def _claims(resources: Resources, *, reserves_cpus: bool) -> dict[str, float]:
     return {"num_cpus": cpus, "num_gpus": resources.gpus or 0}
 
 
-def _is_only_here(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return url == "embedded" or url.startswith("unix:") or host.startswith(LOOPBACK)
+def _is_only_here(config: BrokerConfig) -> bool:
+    host = urlsplit(config.url).hostname or ""
+    return config.is_embedded or config.url.startswith("unix:") or host.startswith(LOOPBACK)
 
 
 def _first_line(error: Exception) -> str:

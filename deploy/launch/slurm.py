@@ -93,7 +93,7 @@ def write_slurm_scripts(recipe: Recipe, directory: Path, options: SlurmOptions) 
 
 
 def _check(recipe: Recipe, options: SlurmOptions) -> None:
-    if recipe.broker.url != "embedded":
+    if not recipe.broker.is_embedded:
         raise ConfigError("`headway launch slurm` starts a server of its own: leave broker.url out.")
     if recipe.run.is_colocated:
         raise ConfigError("On Slurm learner and workers are jobs of their own: set run.placement=separated.")

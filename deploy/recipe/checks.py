@@ -114,7 +114,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
                 f"{key} ({deadline_s:g}) must be at most half of broker.lease_hold_s"
                 f" ({recipe.broker.lease_hold_s:g}), or a sample goes to another worker while its call is repeated."
             )
-    if recipe.broker.url != "embedded" and not recipe.broker.url.startswith(SCHEMES):
+    if not recipe.broker.is_embedded and not recipe.broker.url.startswith(SCHEMES):
         yield (
             f"broker.url is {_shown(recipe.broker.url)!r}; expected embedded, redis://host:port, rediss://host:port,"
             " redis+cluster://host:port, rediss+cluster://host:port or unix:///path."

@@ -423,6 +423,17 @@ async def test_its_names_are_so_many_and_no_more(cast: Cast, auditor: Auditor) -
     assert WORKER.worker in [info.worker for info in await cast.learner.status.workers()]
 
 
+async def test_a_segment_that_is_named_again_stays(cast: Cast, auditor: Auditor) -> None:
+    (leased,) = cast.hostile.lease(1)
+    member, token = leased[0].decode(), leased[1].decode()
+    name = f"segment:{member}:1"
+    cast.hostile.store(name, b"junk")
+    assert cast.hostile.call("append", member, token, 0, name, 4, 6, 30, 0, 1, 0) == [b"appended", 1]
+    for said, index, outcome in ((token, 5, [b"out of order", 1]), ("late", 0, [b"fenced", 0])):
+        assert cast.hostile.call("append", member, said, index, name, 4, 6, 30, 0, 1, 0) == outcome
+        auditor.look().check()
+
+
 class Fuzz:
     """Calls of every function with what might hit something."""
 
