@@ -1,12 +1,13 @@
-"""The learner's log tells who waits for whom, once nothing has moved for a while."""
+"""The learner looks at its run now and then: its log tells who waits for whom once nothing has moved for a while."""
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from broker.client.broker import BlockingBroker
 from broker.errors import HeadwayError
+from broker.schema import RunStatus
 
 from .waiting import Reminder, look
 
@@ -16,10 +17,12 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def waits_logged(broker: BlockingBroker, every_s: float = LOOK_S) -> Iterator[None]:
-    """Look at the run every so many seconds, in a thread of its own, and log who waits."""
+def waits_logged(
+    broker: BlockingBroker, on_look: Callable[[RunStatus], None], every_s: float = LOOK_S
+) -> Iterator[None]:
+    """Look at the run every so many seconds, in a thread of its own, log who waits, and give each look to `on_look`."""
     over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(broker, over, every_s), name="waits", daemon=True)
+    thread = threading.Thread(target=_watch, args=(broker, on_look, over, every_s), name="waits", daemon=True)
     thread.start()
     try:
         yield
@@ -28,10 +31,11 @@ def waits_logged(broker: BlockingBroker, every_s: float = LOOK_S) -> Iterator[No
         thread.join(FAREWELL_S)
 
 
-def _watch(broker: BlockingBroker, over: threading.Event, every_s: float) -> None:
+def _watch(broker: BlockingBroker, on_look: Callable[[RunStatus], None], over: threading.Event, every_s: float) -> None:
     reminder = Reminder()
     while not over.wait(every_s):
         with suppress(HeadwayError):  # the learner itself says that the server is away
-            _, waiting = broker.call(look(broker.broker))
+            status, waiting = broker.call(look(broker.broker))
+            on_look(status)
             if news := reminder.news(waiting):
                 log.warning("%s", news)

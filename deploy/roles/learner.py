@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from broker import BlockingBroker
 from broker.client.holding import Holder
-from broker.client.phases import Phases
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.base import SinkRun
@@ -89,11 +88,11 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
         wait_for_device(url, recipe.run.name)
     parts = _build(recipe, resume, rewind)
     with ExitStack() as stack:
-        experience, phases, start = None, None, Start(WeightVersion(0, 0), "", 0)
+        experience, blocking, start = None, None, Start(WeightVersion(0, 0), "", 0)
         if parts.ranks.is_first:
-            experience, phases, start = stack.enter_context(_connected(parts, url))
+            experience, blocking, start = stack.enter_context(_connected(parts, url))
         start = msgspec.msgpack.decode(parts.ranks.share_bytes(msgspec.msgpack.encode(start)), type=Start)
-        learner = _learner(parts, experience, phases, start, stack)
+        learner = _learner(parts, experience, blocking, start, stack)
         if experience is not None:
             experience.set_state("training")
         gc.collect()
@@ -163,7 +162,7 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, Phases, Start]]:
+def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, BlockingBroker, Start]]:
     """Connect rank 0 to the run and claim it, with the model's files in the broker for workers to start from."""
     recipe = parts.recipe
     with ExitStack() as stack:
@@ -174,7 +173,6 @@ def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, Phases, Sta
         blocking.call(blocking.broker.holding.begin(Holder.this_process()))
         blocking.broker.strays.storage.payload_ttl_s = recipe.broker.payload_ttl_s
         blocking.call(blocking.broker.strays.begin(owner))
-        stack.enter_context(waits_logged(blocking))
         blocking.call(blocking.broker.versions.put_model(owner, parts.files))
         allow_many_files()
         publisher = Publisher(blocking, owner, recipe.weights, roots_of(recipe))
@@ -192,7 +190,7 @@ def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, Phases, Sta
         )
         if claimed.replayed:
             experience.replay(claimed.replayed)
-        yield experience, blocking.broker.phases, claimed.start
+        yield experience, blocking, claimed.start
 
 
 def _claim(parts: Parts, blocking: BlockingBroker) -> tuple[Claimed, ExperienceLog]:
@@ -217,7 +215,7 @@ def _claim(parts: Parts, blocking: BlockingBroker) -> tuple[Claimed, ExperienceL
 
 
 def _learner(
-    parts: Parts, experience: Experience | None, phases: Phases | None, start: Start, stack: ExitStack
+    parts: Parts, experience: Experience | None, blocking: BlockingBroker | None, start: Start, stack: ExitStack
 ) -> Learner:
     recipe = parts.recipe
     sinks = evaluator = None
@@ -226,6 +224,12 @@ def _learner(
         sinks = stack.enter_context(open_sinks(recipe.metrics, run))
         if recipe.evaluation.prompts:
             evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out))
+    observer = RunObserver(
+        recipe, first_step=start.version.step, sinks=sinks, experience=experience, evaluator=evaluator
+    )
+    if blocking is not None:
+        stack.enter_context(waits_logged(blocking, observer.on_look))
+    phases = blocking.broker.phases if blocking is not None else None
     return Learner(
         backend=parts.backend,
         ranks=parts.ranks,
@@ -243,9 +247,7 @@ def _learner(
             caught_up_at=start.caught_up_at,
             is_branch=start.is_branch,
         ),
-        observer=RunObserver(
-            recipe, first_step=start.version.step, sinks=sinks, experience=experience, evaluator=evaluator
-        ),
+        observer=observer,
         should_stop=parts.should_stop,
         version=start.version,
         lent_device=LentDevice(phases, parts.updater.models, parts.ranks, experience)

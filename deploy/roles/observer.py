@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from broker.schema import StepMetrics, Trajectory, WeightVersion
+from broker.schema import RunStatus, StepMetrics, Trajectory, WeightVersion
 from deploy.observe.sinks.delivery import Sinks
 from deploy.recipe.recipe import Recipe
 from deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
@@ -17,8 +17,8 @@ from learner.stages.loop import TrainedStep
 from .evaluation import Evaluator
 
 HEARTBEAT_S = 10.0
-"""Seconds between two heartbeat events for sinks that want them. Each fetches the last steps from the broker as
-well."""
+"""Seconds between two heartbeat events after steps, for sinks that want them. Each fetches the last steps from the
+broker as well."""
 log = logging.getLogger(__name__)
 
 
@@ -41,6 +41,7 @@ class RunObserver:
         self._experience = experience
         self._evaluator = evaluator
         self._started = time.monotonic()
+        self._last_step: StepMetrics | None = None
         self._next_heartbeat_s = 0.0
 
     def on_weights(self, version: WeightVersion, backend: Backend, is_last: bool) -> None:
@@ -60,7 +61,7 @@ class RunObserver:
         if self._sinks is None or self._experience is None:
             return
         event = step_event(step, self._recipe.learner.steps, time.monotonic() - self._started)
-        metrics = event.metrics
+        metrics = self._last_step = event.metrics
         self._sinks.write(event)
         self._experience.report(metrics)
         if self._sinks.wants_heartbeats and metrics.time_s >= self._next_heartbeat_s:
@@ -78,6 +79,15 @@ class RunObserver:
             metrics.lag_max,
             metrics.step_s,
         )
+
+    def on_look(self, status: RunStatus) -> None:
+        """Give sinks a look at the run from another thread, unless a step's look was given a moment ago: while the
+        learner waits, the pool and the queues go on without a step."""
+        elapsed_s = time.monotonic() - self._started
+        if self._sinks is None or not self._sinks.wants_heartbeats or elapsed_s < self._next_heartbeat_s:
+            return
+        step = self._first_step if self._last_step is None else self._last_step.step
+        self._sinks.tell(HeartbeatEvent.later(status, step=step, time_s=elapsed_s))
 
     def _is_evaluation_due(self, step: int, is_last: bool) -> bool:
         config = self._recipe.evaluation

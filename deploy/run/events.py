@@ -27,7 +27,7 @@ class EvaluationEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool of workers and the queues, as the learner saw them after `step`."""
+    """The pool of workers and the queues, as the learner saw them after `step`, or before its first one."""
 
     incarnation: int
     step: int
@@ -40,12 +40,13 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, status: RunStatus, metrics: StepMetrics) -> "HeartbeatEvent":
         """Return the event of the look at the run that followed the step of `metrics`."""
+        return cls.later(status, step=metrics.step, time_s=metrics.time_s)
+
+    @classmethod
+    def later(cls, status: RunStatus, *, step: int, time_s: float) -> "HeartbeatEvent":
+        """Return the event of a look at any time after `step`."""
         return cls(
-            incarnation=metrics.incarnation,
-            step=metrics.step,
-            time_s=metrics.time_s,
-            workers=status.workers,
-            queues=status.queues,
+            incarnation=status.incarnation, step=step, time_s=time_s, workers=status.workers, queues=status.queues
         )
 
 

@@ -39,40 +39,51 @@ def experience_of(status: RunStatus | None) -> Any:
     return Mock(spec=Experience, **{"status.return_value": status})
 
 
-def train(sink: JsonlSink, experience: Any, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the learner's loop does, with steps whose figures are made up."""
+@pytest.fixture(autouse=True)
+def made_up_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observing, "step_event", lambda step, total, time_s: step_event(step))
-    observer = RunObserver(
-        load_recipe("arithmetic.yaml"),
-        first_step=0,
-        sinks=Sinks({"sink": sink}, sink_run(directory)),
-        experience=experience,
-        evaluator=None,
-    )
+
+
+def observer_of(sinks: Sinks, experience: Any) -> RunObserver:
+    return RunObserver(load_recipe("arithmetic.yaml"), first_step=0, sinks=sinks, experience=experience, evaluator=None)
+
+
+def train(sink: JsonlSink, experience: Any, directory: Path) -> None:
+    """As the learner's loop does."""
+    observer = observer_of(Sinks({"sink": sink}, sink_run(directory)), experience)
     for step in range(STEPS):
         observer.on_step(step)  # type: ignore[arg-type]
 
 
-def test_nobody_looks_at_the_workers_for_sinks_that_do_not_want_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_looks_at_the_workers_for_sinks_that_do_not_want_it(tmp_path: Path) -> None:
     experience = experience_of(run_status())
-    train(JsonlSink(), experience, tmp_path, monkeypatch)
+    train(JsonlSink(), experience, tmp_path)
     assert experience.status.call_count == 0
     assert experience.report.call_count == STEPS
 
 
-def test_the_workers_are_looked_at_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workers_are_looked_at_now_and_then(tmp_path: Path) -> None:
     sink, status = WithHeartbeats(), run_status()
-    train(sink, experience_of(status), tmp_path, monkeypatch)
+    train(sink, experience_of(status), tmp_path)
     beats = [event for event in sink.told if isinstance(event, HeartbeatEvent)]
     assert [beat.step for beat in beats] == [0, 5, 10]
     assert {beat.workers for beat in beats} == {status.workers}
 
 
-def test_a_server_that_has_forgotten_the_run_has_no_workers_to_tell_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_has_forgotten_the_run_has_no_workers_to_tell_of(tmp_path: Path) -> None:
     sink = WithHeartbeats()
-    train(sink, experience_of(None), tmp_path, monkeypatch)
+    train(sink, experience_of(None), tmp_path)
     assert len(sink.told) == STEPS
+
+
+def test_looks_between_steps_are_told_to_the_sinks_that_want_them(tmp_path: Path) -> None:
+    record, other, status = WithHeartbeats(), WithHeartbeats(), run_status()
+    other.is_record = False
+    with Sinks({"record": record, "other": other}, sink_run(tmp_path)) as sinks:
+        observer = observer_of(sinks, experience_of(status))
+        observer.on_look(status)
+        observer.on_step(0)  # type: ignore[arg-type]
+        observer.on_look(status)
+    beats = [event for event in other.told if isinstance(event, HeartbeatEvent)]
+    assert [(beat.step, beat.workers) for beat in beats] == [(0, status.workers)] * 2, "a step's look is new enough"
+    assert len([event for event in record.told if isinstance(event, HeartbeatEvent)]) == 1, "a record has one thread"

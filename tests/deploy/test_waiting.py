@@ -300,7 +300,7 @@ async def test_the_learners_log_tells_it(
     stuck: Broker, url: str, run_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocking = BlockingBroker(url, run_name)
-    with caplog.at_level(logging.WARNING), waits_logged(blocking, 0.01):
+    with caplog.at_level(logging.WARNING), waits_logged(blocking, lambda status: None, 0.01):
         async with asyncio.timeout(60):
             while "whose engine has made no token for 90 s" not in caplog.text:  # noqa: ASYNC110 - a thread logs it
                 await asyncio.sleep(0.01)

@@ -65,7 +65,7 @@ def test_a_run_tells_ones_own_sinks_and_outlives_them(terminals: Terminals) -> N
     assert [(note["step"], note["reward"]) for note in steps] == [
         (line["step"], line["reward_mean"]) for line in recorded
     ]
-    first = next(note for note in told if note["event"] == "HeartbeatEvent")
+    first = next(note for note in told if note["event"] == "HeartbeatEvent" and note["workers"])
     assert (first["step"], len(first["workers"])) == (0, 1)
     assert (run / "Notes.closed").exists()
     assert summary(run)["steps"] == len(recorded) == 4

@@ -29,7 +29,8 @@ class MetricSink(Protocol):
     """Whether the run needs what this sink writes. If so, its error ends the learner, which resumes once the cause is
     gone. Every other sink gets a thread, may be slow, and loses events rather than delay training."""
     wants_heartbeats: bool
-    """Whether the sink uses HeartbeatEvents. Without such a sink the learner does not ask the server for them."""
+    """Whether the sink uses HeartbeatEvents. Without such a sink the learner does not ask the server for them. A record
+    gets only those that follow a step, in the learner's own thread."""
 
     def open(self, run: SinkRun) -> None:
         """Prepare for the events of `run`. Called once, before the first event."""

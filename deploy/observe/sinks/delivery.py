@@ -51,6 +51,10 @@ class Sinks:
         """Give `event` to all sinks. Only a record is waited for. Raises HeadwayError if a record cannot write it."""
         for record in self._records:
             record.write(event)
+        self.tell(event)
+
+    def tell(self, event: Event) -> None:
+        """Give `event` to all sinks but the records, from any thread. It waits for nothing."""
         for lane in self._others:
             lane.put(event)
 

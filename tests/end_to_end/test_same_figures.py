@@ -1,0 +1,259 @@
+"""A figure that several views of a run share is the same in all: its files, status, both roles' endpoints, the page.
+
+The test holds one sample back as a worker that never finishes it, until the learner waits and all queues rest.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import pytest
+
+from broker import BlockingBroker
+from broker.schema import RunStatus
+from broker.server.access import Role
+from broker.server.credentials import url_as
+from deploy.observe.prometheus.families import Family
+from deploy.observe.prometheus.run import LAST_STEP, QUEUES, SUMS
+from deploy.observe.prometheus.worker import FIGURES
+from deploy.observe.status import RECENT_STEPS
+from deploy.run.directory import newest_endpoint
+from tests.broker.topologies import wait_until
+from tests.deploy.page.test_dashboard import get_json
+from tests.deploy.sinks.scrapes import Sample, figure, scrape
+
+from .recipes import write_recipe
+from .records import Line, lineage
+from .terminals import Terminal, Terminals
+from .test_separate_roles import free_port
+from .watching import Watch, attached
+
+pytestmark = pytest.mark.slow
+
+GROUPS, SAMPLES, WORKERS = 4, 4, 2
+BEGUN_STEPS = 6
+HELD_S = 600.0
+STILL_S = 1.0
+OF_THE_MOMENT = {"silent_s", "tokens_per_s"}
+"""Figures of a worker that change while it rests."""
+
+
+@dataclass
+class Views:
+    """One run at rest, as each view shows it."""
+
+    steps: list[Line]
+    evaluations: list[Line]
+    status: dict[str, Any]
+    learner: dict[Sample, float]
+    workers: dict[str, dict[Sample, float]]
+    page: dict[str, Any]
+    live: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def views(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str]) -> Iterator[Views]:
+    """All views of the same moment."""
+    terminals = Terminals(tmp_path_factory.mktemp("figures"), machine)
+    try:
+        yield of_a_run(terminals)
+    finally:
+        terminals.close()
+
+
+def of_a_run(terminals: Terminals) -> Views:
+    ports = free_port(), free_port()
+    recipe = write_recipe(
+        terminals.directory("run"),
+        learner={"steps": 10_000, "groups_per_step": GROUPS, "group_size": SAMPLES},
+        workers={"count": WORKERS, "metrics_port": ports[1]},
+        broker={"lease_ttl_s": HELD_S},
+        evaluation={"prompts": 4},
+        metrics=[{"kind": "jsonl"}, {"kind": "prometheus", "options": {"port": ports[0]}}],
+    )
+    headway, run = terminals.open("run", "run", recipe), terminals.root / "run" / "runs" / "tiny"
+    with attached(terminals, headway, run) as watch:
+        watch.until_step(BEGUN_STEPS)
+        with straggling(run):
+            at_rest(watch)
+            return seen(terminals, run, *ports)
+
+
+@contextmanager
+def straggling(run: Path) -> Iterator[None]:
+    """A worker that holds one sample and never finishes it."""
+    found = newest_endpoint(run.parent)
+    blocking = BlockingBroker(url_as(Role.WORKER, found.url), found.run)
+    leases = blocking.broker.leases
+
+    def has_one() -> bool:
+        manifest = blocking.call(blocking.broker.versions.announced())
+        assert manifest is not None
+        return bool(blocking.call(leases.lease("straggler", manifest.version, 1, HELD_S)).leases)
+
+    try:
+        wait_until(has_one)
+        yield
+    finally:
+        blocking.close()
+
+
+def at_rest(watch: Watch) -> None:
+    """Until nothing has changed for a while but the straggler's lease."""
+    before: list[Any] = [None, time.monotonic()]
+
+    def is_still(status: RunStatus) -> bool:
+        now = (status.queues, status.last_step, [(worker.version, worker.submitted) for worker in status.workers])
+        if before[0] != now:
+            before[:] = now, time.monotonic()
+        idle = [worker.active for worker in status.workers] == [0] * WORKERS
+        return idle and status.queues.leased == 1 and time.monotonic() - before[1] > STILL_S
+
+    watch.until("the run rests", is_still)
+
+
+def seen(terminals: Terminals, run: Path, learners_port: int, workers_port: int) -> Views:
+    """Everything as it is now; the learner looks at the queues every 10 s."""
+    began, url = time.time(), f"http://127.0.0.1:{learners_port}/metrics"
+    wait_until(lambda: (figure(scrape(url), "headway_pool_seen_timestamp_seconds") or 0) > began)
+    address = dashboard(terminals, run)
+    wait_until(lambda: bool(get_json(address, "/page.json")["runs"] and get_json(address, "/live.json")["status"]))
+    looking = terminals.open("run", "status", "--json")
+    looking.succeeds()
+    return Views(
+        steps=lineage(run / "metrics.jsonl"),
+        evaluations=lineage(run / "evaluations.jsonl"),
+        status=json.loads(looking.said[looking.said.rindex('{\n  "run"') :]),
+        learner=scrape(url),
+        workers=dict(of_workers(workers_port)),
+        page=get_json(address, "/page.json")["runs"][0],
+        live=get_json(address, "/live.json"),
+    )
+
+
+def dashboard(terminals: Terminals, run: Path) -> str:
+    served: Terminal = terminals.open("page", "dashboard", run, "--port", "0", "--json")
+    wait_until(lambda: '"url"' in served.said)
+    url: str = json.loads(served.said)["url"]
+    return url
+
+
+def of_workers(port: int) -> Iterator[tuple[str, dict[Sample, float]]]:
+    """What each worker serves, by its name; each took the first free port."""
+    for one in range(port, port + 10):
+        with suppress(URLError):
+            found = scrape(f"http://127.0.0.1:{one}/metrics")
+            names = [dict(labels)["worker"] for name, labels in found if name == "headway_worker_info"]
+            yield from ((name, found) for name in names)
+
+
+def served(found: dict[Sample, float], families: tuple[Family, ...]) -> dict[str, float | None]:
+    """The families' figures by the names that their fields have elsewhere."""
+    return {
+        name: figure(found, family.name, **({family.label: value} if family.label else {}))
+        for family in families
+        for value, name in (family.by_label or {"": family.field}).items()
+    }
+
+
+def lags(steps: list[Line]) -> dict[str, int]:
+    counts = Counter[str]()
+    for line in steps:
+        counts.update(line["lag_histogram"])
+    return dict(sorted(counts.items()))
+
+
+def test_the_last_step_is_the_same_everywhere(views: Views) -> None:
+    last = views.steps[-1]
+    assert views.status["last_step"] == views.live["status"]["last_step"] == last
+    shown = served(views.learner, LAST_STEP)
+    assert shown == {name: last[name] for name in shown}
+    algorithm = {
+        dict(labels)["figure"]: value for (name, labels), value in views.learner.items() if "algorithm" in name
+    }
+    assert algorithm == last["algorithm"]
+    assert views.page["steps"] == [line["step"] for line in views.steps] == list(range(last["step"] + 1))
+    assert views.status["announced"] == f"{last['incarnation']}.{last['step'] + 1}"
+
+
+def test_sums_over_steps_are_the_same_everywhere(views: Views) -> None:
+    steps, summary = views.steps, views.page["summary"]
+    counted = [{**line, "steps": 1, "skipped_updates": line["grad_norm"] is None} for line in steps]
+    shown = served(views.learner, SUMS)
+    assert shown == pytest.approx({name: sum(line[name] for line in counted) for name in shown})
+    for name, key in (("steps", "steps"), ("trajectories", "trained_trajectories"), ("trained_tokens",) * 2):
+        assert summary[key] == shown[name]
+    seconds = sum(line["step_s"] for line in steps)
+    assert summary["trained_tokens_per_s"] == pytest.approx(summary["trained_tokens"] / seconds)
+    assert summary["learner_wait_fraction"] == pytest.approx((shown["take_s"] or 0) / seconds)
+    assert summary["reward_last"] == pytest.approx(sum(line["reward_mean"] for line in steps[-3:]) / 3)
+    assert summary["wall_s"] == steps[-1]["time_s"]
+    recent = steps[-RECENT_STEPS:]
+    rate = sum(line["trained_tokens"] for line in recent) / sum(line["step_s"] for line in recent)
+    assert views.status["throughput"]["trained_tokens_per_s"] == pytest.approx(rate)
+    assert views.live["rates"]["trained"][-1] == pytest.approx(rate)
+
+
+def test_curves_are_those_of_the_record(views: Views) -> None:
+    for name, curve in views.page["curves"].items():
+        if name in views.steps[0]:
+            assert curve["mean"] == [line[name] for line in views.steps], name
+    rates = [line["trained_tokens"] / line["step_s"] for line in views.steps]
+    assert views.page["curves"]["trained_tokens_per_s"]["mean"] == pytest.approx(rates)
+    for name, seconds in views.page["phases"]["seconds"].items():
+        assert seconds == [line[name] for line in views.steps], name
+
+
+def test_lag_is_the_same_everywhere(views: Views) -> None:
+    counts = lags(views.steps)
+    histogram = "headway_learner_trajectory_lag_steps"
+    assert figure(views.learner, f"{histogram}_count") == sum(counts.values())
+    assert figure(views.learner, f"{histogram}_sum") == sum(int(lag) * count for lag, count in counts.items())
+    assert views.page["lag"]["totals"] == [counts.get(str(row[0]), 0) for row in views.page["lag"]["rows"]]
+    assert views.page["summary"]["max_lag_seen"] == max(line["lag_max"] for line in views.steps)
+    recent = views.steps[-RECENT_STEPS:]
+    assert views.status["lag_histogram"] == lags(recent)
+    by_version = Counter[str]()
+    for line in recent:
+        for lag, count in line["lag_histogram"].items():
+            by_version[f"{line['incarnation']}.{line['step'] - int(lag)}"] += count
+    assert {one["version"]: one["trained"] for one in views.live["versions"] if one["trained"]} == by_version
+
+
+def test_queues_are_the_same_everywhere_and_add_up(views: Views) -> None:
+    queues = views.status["queues"]
+    assert served(views.learner, QUEUES) == views.live["status"]["queues"] == queues
+    assert (queues["leased"], queues["open"], queues["dropped_stale"], queues["requeued_stale"]) == (1, 1, 0, 0)
+    trained = sum(line["groups"] for line in views.steps)
+    assert queues["admitted"] == trained + queues["ready"] + queues["open"]
+    accepted = sum(worker["submitted"] for worker in views.status["workers"])
+    assert accepted == sum(line["trajectories"] for line in views.steps) + SAMPLES * (queues["ready"] + 1) - 1
+
+
+def test_workers_are_the_same_everywhere(views: Views) -> None:
+    told = {worker["worker"]: worker for worker in views.status["workers"]}
+    on_page = {worker["worker"]: worker for worker in views.live["status"]["workers"]}
+    assert told.keys() == on_page.keys() == views.workers.keys()
+    assert len(told) == WORKERS
+    for name, worker in told.items():
+        still = worker.keys() - OF_THE_MOMENT
+        assert {key: on_page[name][key] for key in still} == {key: worker[key] for key in still}
+        shown = served(views.workers[name], FIGURES)
+        assert {key: shown[key] for key in still & shown.keys()} == {key: worker[key] for key in still & shown.keys()}
+        assert f"{shown['weight_incarnation']:.0f}.{shown['weight_step']:.0f}" == worker["version"]
+        assert shown["accepted"] == worker["submitted"]
+        assert figure(views.workers[name], "headway_worker_state", state=worker["state"]) == 1
+        assert figure(views.learner, "headway_pool_weight_step", worker=name) == shown["weight_step"]
+    assert figure(views.learner, "headway_pool_workers", state="idle") == WORKERS
+
+
+def test_evaluations_are_the_same_everywhere(views: Views) -> None:
+    assert views.page["evaluations"] == views.evaluations
+    assert figure(views.learner, "headway_learner_pass_rate") == views.evaluations[-1]["pass_rate"]
+    assert views.page["summary"]["eval_before"] == views.evaluations[0]["pass_rate"]
