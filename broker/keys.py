@@ -53,6 +53,10 @@ pool:NAME*            string  the report of pool NAME's supervisor (frame)      
 pools*                set     names of pools                                     a day           pool
 supervisors*          hash    pool -> the session of its supervisor              a day           pool
 wanted*               hash    pool -> workers wanted                             a day           pool, scale
+evaluations*          set     versions whose weights are evaluated               until ended     evaluate
+evaluation:V*         hash    the evaluation of version V (below)                until ended     evaluate...
+evaluating:V*         zset    its samples not done, by lease's deadline (0: none)  until done      evaluation_*
+prompt:evaluation:V:N string  its prompt N (frame), where prompts lie            until ended     evaluate
 turns*                zset    tokens of swap turns, by deadline                  its last turn   turn
 phase*                string  in a colocated run: engines may generate (server's id)  until renewed   phase
 awake*                zset    in a colocated run: awake workers (holders), by deadline  a day         awake, phase
@@ -74,6 +78,10 @@ round), newest (highest), bytes, done, trimmed, pin (step); for each sample I to
 and segments, then of its submission), oldest:I (lowest of its segments), by:I (its last holder: name and session, with
 a `?` behind a name that belongs to another session), under:I (incarnation of the weights that it was leased for),
 since:I (when it was leased, or got its last segment), and once submitted bytes:I and payload:I.
+
+Fields of `evaluation:V`: size (samples), samples (of each prompt), done, mixed (samples that had tokens of other
+versions), seen (when a worker last asked; server's clock); for each sample I token:I of its newest lease, and once done
+result:I (`passed reward tokens`).
 
 With `payload_shards` above 1, payloads and segments lie under `headway:{RUN/N}:` instead, so that a cluster spreads
 them over its nodes. Their names then begin with `N/`, scripts put names of blobs to be freed on the garbage list, and

@@ -11,6 +11,7 @@ from broker.connection.connection import ANSWER_S, Connection
 
 from .archive import ArchivedBlobs
 from .batches import Batches
+from .evaluations import Evaluations
 from .holding import Holding
 from .leases import Leases
 from .meetings import Meetings
@@ -43,6 +44,7 @@ class Broker:
         self.archive = ArchivedBlobs(self._connection)
         self.swap_turns = SwapTurnVerbs(self._connection)
         self.phases = Phases(self._connection)
+        self.evaluations = Evaluations(self._connection)
         self.pools = Pools(self._connection)
         self.usage = Usage(self._connection)
         self.waits = Waits(self._connection)

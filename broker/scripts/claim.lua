@@ -1,4 +1,4 @@
--- include: lib_base lib_samples lib_groups lib_claim
+-- include: lib_base lib_samples lib_groups lib_evaluations lib_claim
 -- flags: allow-oom
 -- claim(checkpoint incarnation, checkpoint step, resume, new owner, config, replayable to, regenerate,
 --       watermark, n rules, {rule, value} * n, group...)
@@ -7,7 +7,8 @@
 -- are settled; batches of later steps stay pinned. Where more was committed than the checkpoint contains, the claimant
 -- trains those steps again from its own log (`replayable to`), or else the run forgets them: their groups are fed and
 -- generated anew. With `regenerate`, all groups that are not in the checkpoint are generated anew.
--- Touches: meta, identity, owner, verbs, config, broadcast, model, manifest:*, archive, archive:*; what commit does.
+-- Touches: meta, identity, owner, verbs, config, broadcast, model, manifest:*, archive, archive:*,
+-- evaluations, evaluation:*, evaluating:*; what commit does.
 local step, owner, mark = tonumber(ARGV[2]), ARGV[4], ARGV[8]
 local announced, committed = announced_step(), number('committed_step')
 local reached = math.max(announced or 0, committed)
@@ -37,6 +38,7 @@ if call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(owner) then -- else this repe
   end
   call('SET', PUBLIC .. 'verbs', VERBS)
   forget_archive()
+  forget_evaluations()
   if is_rewound then forget(mark, step) end
   commit_below(step)
   if is_anew then generate_anew() end

@@ -39,6 +39,7 @@ _WITHOUT_OWNER = {
     "forks",
     "garbage",
     "dead",
+    "evaluations",
     "model",
     "steps",
 }
@@ -78,6 +79,28 @@ class GroupState:
 
 
 @dataclass(frozen=True)
+class EvaluationState:
+    """The two keys of an evaluation."""
+
+    fields: dict[str, str]
+    left: dict[str, float]
+    """The samples that are not done, by deadline."""
+
+    @property
+    def prompts(self) -> int:
+        return int(self.fields["size"]) // int(self.fields["samples"])
+
+    def check(self) -> None:
+        size = int(self.fields["size"])
+        done = {str(i) for i in range(size) if f"result:{i}" in self.fields}
+        assert int(self.fields["done"]) == len(done), self.fields
+        assert not done & set(self.left), f"done, and to be done: {self}"
+        assert done | set(self.left) == {str(i) for i in range(size)}, f"lost: {self}"
+        tokens = {name.removeprefix("token:") for name in self.fields if name.startswith("token:")}
+        assert done <= tokens <= done | {i for i, deadline in self.left.items() if deadline}, f"tokens: {self}"
+
+
+@dataclass(frozen=True)
 class Audit:
     """A run on the server at one moment."""
 
@@ -94,6 +117,7 @@ class Audit:
     lost: set[str]
     garbage: set[str]
     forks: dict[str, str]
+    evaluations: dict[str, EvaluationState] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     """Keys that are not in the table, or have no owner."""
 
@@ -121,6 +145,8 @@ class Audit:
             self._check_group(name, group)
         self._check_queues()
         self._check_blobs()
+        for evaluation in self.evaluations.values():
+            evaluation.check()
 
     def _check_group(self, name: str, group: GroupState) -> None:
         fields = f"{name}: {group.fields}"
@@ -186,6 +212,8 @@ class Audit:
             size = sum(self.blobs[blob] for blob in mine)
             assert (group.number("bytes") or 0) == size, f"{name}: {size} bytes, not {group.fields}"
             used.update([prompt, *mine])
+        for version, evaluation in self.evaluations.items():
+            used.update(f"prompt:evaluation:{version}:{n}" for n in range(evaluation.prompts))
         orphans = set(self.blobs) - set(used) - self.garbage
         assert not orphans, f"nobody's, without a time to live: {orphans}"
         stored = sum(size for blob, size in self.blobs.items() if blob in used and not blob.startswith("prompt:"))
@@ -266,6 +294,7 @@ class _Reading:
         self._batches: dict[int, list[str]] = {}
         self._segments: dict[str, list[tuple[str, int, int]]] = {}
         self._blobs: dict[str, int] = {}
+        self._evaluations: dict[str, dict[str, Any]] = {}
         self._unknown: list[str] = []
 
     def read(self, key: str, value: Any, ttl: int) -> None:
@@ -286,6 +315,8 @@ class _Reading:
             case "prompt" | "payload" | "segment":
                 if ttl < 0:
                     self._blobs[f"{shard.strip('/')}/{name}" if shard else name] = int(value)
+            case "evaluation" | "evaluating":
+                self._evaluations.setdefault(rest, {})[kind] = dict(_pairs(value))
             case "manifest":
                 pass
             case _ if name in _WITHOUT_OWNER | _QUEUES:
@@ -297,6 +328,13 @@ class _Reading:
         def flat(name: str) -> list[str]:
             return list(self._values.get(name) or [])
 
+        evaluations = {
+            version: EvaluationState(
+                keys["evaluation"], {i: float(deadline) for i, deadline in keys.get("evaluating", {}).items()}
+            )
+            for version, keys in self._evaluations.items()
+        }
+        assert set(evaluations) == set(flat("evaluations"))
         queues = {name: {m: float(score) for m, score in _pairs(flat(name))} for name in _QUEUES}
         return Audit(
             meta=dict(_pairs(flat("meta"))),
@@ -310,6 +348,7 @@ class _Reading:
             lost=set(flat("lost")),
             garbage=set(flat("garbage")),
             forks=dict(_pairs(flat("forks"))),
+            evaluations=evaluations,
             unknown=self._unknown,
         )
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from broker import Broker, open_broker
+from broker.client.evaluations import EvaluationResult
 from broker.client.holding import Holder
 from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.errors import BrokerError, BrokerUnavailableError, RunNotFoundError
@@ -76,6 +77,9 @@ async def work(worker: Broker, shards: int) -> None:
     assert await worker.swap_turns.renew("t", 30)
     await worker.swap_turns.give_back("t")
     assert await worker.phases.may_generate("w", 30, is_awake=False)
+    evaluated, *rest = (await worker.evaluations.lease("w", WeightVersion(1, 0), 2, 30)).leases
+    await worker.evaluations.release(rest)
+    assert await worker.evaluations.submit(evaluated, EvaluationResult(True, 1.0, 3), [evaluated.version]) == "accepted"
     assert await worker.meetings.say_once("m", "in/w", b"1") == b"1"
     await worker.meetings.say("m", "ack", b"", leads=False)
     assert await worker.meetings.count("m", "n", 2) == 2
@@ -120,10 +124,15 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
     await learner.meetings.say("m", "verdict", b"go", leads=True)
     await learner.meetings.ring()
     await learner.phases.generate(run.owner, 30)
+    await learner.evaluations.ask(run.owner, WeightVersion(1, 0), [prompt(100)], 2)
     assert await learner.archive.keep(run.owner, {"blob": 6}) == set()
     await learner.archive.put("blob", 0, b"a blob")
     assert (await learner.archive.room()).max_bytes > 0
     await work(worker, shards)
+    progress = await learner.evaluations.look(run.owner, WeightVersion(1, 0))
+    assert progress is not None
+    assert progress.done == 1
+    await learner.evaluations.end(run.owner, WeightVersion(1, 0))
     assert await learner.phases.train(run.owner) == ("w",)
     assert await learner.phases.are_engines_awake()
     await worker.phases.fell_asleep("w")

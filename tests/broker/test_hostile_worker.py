@@ -13,6 +13,7 @@ import redis
 from redis.exceptions import RedisError, ResponseError
 
 from broker import Broker, open_broker
+from broker.client.evaluations import EvaluationResult
 from broker.client.leases import SubmitOutcome, parse_tid
 from broker.connection.verbs import script_names
 from broker.errors import BrokerError
@@ -22,12 +23,17 @@ from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import encode_segment
 
 from .audit import Auditor
-from .scenario import Scenario, begin, broadcast_group, group_id, groups, rules, trajectory
+from .scenario import Scenario, begin, broadcast_group, group_id, groups, prompt, rules, trajectory
 from .test_access import admit, url_of
 from .test_codec import WORKER
 from .topologies import ask
 
 CALLS = 4000
+OWNERS = (
+    *("claim", "reassert", "take", "commit", "feed", "put", "version", "state", "reject"),
+    *("evaluate", "evaluation"),
+)
+"""Functions of the run's owner."""
 ALLOWED = """
 auth client|no-touch client|setinfo cluster|slots exists expire fcall fcall_ro get getrange hdel hello hget hgetall
 hincrby hmget hset hsetnx info lindex llen lrange mget object|idletime persist ping quit reset rpush sadd scard set
@@ -162,7 +168,7 @@ async def test_it_reads_and_writes_no_key_but_what_is_meant_for_it(cast: Cast, a
     assert await cast.honest.submit(lease, 0) is SubmitOutcome.ACCEPTED
 
 
-@pytest.mark.parametrize("verb", ["claim", "reassert", "take", "commit", "feed", "put", "version", "state", "reject"])
+@pytest.mark.parametrize("verb", OWNERS)
 async def test_no_function_of_the_owner_is_its_own(cast: Cast, verb: str) -> None:
     before = await cast.learner.status.snapshot()
     for arguments in ([1, "token", ""], [2, 99, "1", "token", "", 99, "1", "", 0], [0] * 14):
@@ -205,6 +211,29 @@ async def test_it_hands_in_no_sample_that_another_one_holds(cast: Cast) -> None:
     assert cast.hostile.call("renew", 30, str(lease.tid), late)[1:] == [late]
     assert await cast.worker.leases.renew([lease], 30) == set()
     assert await cast.honest.submit(lease, 0) is SubmitOutcome.ACCEPTED
+
+
+async def test_it_hands_in_no_evaluation_sample_that_another_one_holds(cast: Cast) -> None:
+    version = WeightVersion(1, 0)
+    await cast.learner.evaluations.ask(cast.run.owner, version, [prompt(100), prompt(101)], 1)
+    await cast.worker.status.heartbeat(WORKER, 30)
+    (lease,) = (await cast.worker.evaluations.lease("w", version, 1, 30)).leases
+    _, _, (other, token, _) = cast.hostile.call("evaluation_lease", "1.0", 9, 1e9, "abc", "evil 1")
+    assert other != lease.sample
+    for tokens in (token, b"x", b""):
+        said = ["1.0", lease.sample, tokens, "1.0", "1.0", 1, 1.0, 1]
+        assert cast.hostile.call("evaluation_submit", *said) == b"fenced"
+        assert cast.hostile.call("evaluation_release", "1.0", lease.sample, tokens) == 0
+        assert cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", "evil 1", lease.sample, tokens) == [2, [0]]
+    for place, junk in ((1, -1), (1, "x"), (5, 2), (6, "nan"), (6, "inf"), (6, "1e999999"), (6, "x" * 99), (7, -1)):
+        said = ["1.0", other, token, "1.0", "1.0", 1, 1.0, 1]
+        said[place] = junk
+        with pytest.raises(RedisError, match="ARGUMENT"):
+            cast.hostile.call("evaluation_submit", *said)
+    assert await cast.worker.evaluations.submit(lease, EvaluationResult(True, 1.0, 3), [version]) == "accepted"
+    progress = await cast.learner.evaluations.look(cast.run.owner, version)
+    assert progress is not None
+    assert (progress.samples, progress.done) == (2, 1)
 
 
 async def test_it_names_no_blob_but_its_own(cast: Cast) -> None:
@@ -471,6 +500,9 @@ class Fuzz:
             "turn": [token, 30, 0.5],
             "awake": ["evil", "s", 30, 1],
             "asleep": ["evil", "s"],
+            "evaluation_lease": ["1.0", 2, 0.1, "abc", "evil 1", 0, "abc"],
+            "evaluation_submit": ["1.0", self._random.randrange(4), "abc", "1.0", "1.0", 1, 0.5, 3],
+            "evaluation_release": ["1.0", self._random.randrange(4), "abc"],
             "heartbeat": ["evil", "s", 1000, b"junk", 1],
         }
         arguments = usual.get(verb, [1, "x", "", 0, 5, "x", 1, 1, "", 0])
@@ -490,6 +522,7 @@ class Fuzz:
 
 async def test_a_flood_of_calls_costs_no_group_and_trains_none_twice(cast: Cast, auditor: Auditor) -> None:
     fuzz, trained = Fuzz(cast.hostile), list[str]()
+    await cast.learner.evaluations.ask(cast.run.owner, WeightVersion(1, 0), [prompt(100), prompt(101)], 2)
     for _ in range(CALLS // 40):
         for _ in range(40):
             fuzz.strike()
