@@ -14,7 +14,7 @@ from pathlib import Path
 from .recipes import SEVENS
 
 HEADWAY = Path(sys.executable).with_name("headway")
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 """For what takes seconds: a machine may be busy, but nothing waits for ever."""
 TAIL_LINES = 30
 

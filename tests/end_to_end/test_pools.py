@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import psutil
+import pytest
 
 from broker.schema import PoolInfo, RunStatus, WorkerInfo
 from tests.rollout_workers.marks import VLLM
@@ -16,9 +17,9 @@ from .terminals import Terminal, Terminals, paused
 from .test_separate_roles import RUN, exported, free_port
 from .watching import watching
 
-pytestmark = VLLM
+pytestmark = [VLLM, pytest.mark.timeout(900)]
 
-STEPS = 150
+STEPS = 120
 WIDER = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64}
 """vLLM's CPU kernels have no smaller heads, and pad smaller experts."""
 
@@ -39,6 +40,7 @@ def test_pools_of_two_engines_are_scaled_killed_and_drained_and_the_run_complete
         watch.until("the pool generates", lambda status: len(busy(status, main)) == 1)
 
         with paused(learner.pid):  # the run might be over before the newcomers have imported torch
+            other = terminals.open("other", "workers", "--pool", "other", "engine.kind=vllm", **works)
             scale(terminals, "4", "--pool", "main", **learns)
             status = watch.until("four are there", lambda status: len(of_pool(status, main)) == 4)
             for victim in of_pool(status, main)[:2]:
@@ -51,8 +53,12 @@ def test_pools_of_two_engines_are_scaled_killed_and_drained_and_the_run_complete
             os.kill(drained.pid, signal.SIGTERM)
             watch.until("it has left", has(lambda pool: (pool.wanted, pool.running) == (4, 3)))
 
-            other = terminals.open("other", "workers", "--pool", "other", "engine.kind=vllm", **works)
             watch.until("vLLM is there", lambda status: bool(of_pool(status, other)))
+            scale(terminals, "0", "--pool", "main", **learns)
+        # vLLM's first tokens take half a minute: the other pool alone could end the run before.
+        watch.until("vLLM generates", lambda status: bool(busy(status, other)))
+        with paused(learner.pid):
+            scale(terminals, "4", "--pool", "main", **learns)
         watch.until("both engines generate", lambda status: bool(busy(status, main)) and bool(busy(status, other)))
 
         watch.until_step(25)
