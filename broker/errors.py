@@ -7,6 +7,10 @@ the command line prints its message as one paragraph. Headway's own bugs are ass
 LASTING_EXIT = 78
 """Exit code of a process whose error would come again if it were started again."""
 
+VERSION_EXIT = 79
+"""Exit code of a process of another version than the run's learner. It would fail again if it were started again, but
+other processes may be of the right version."""
+
 
 class HeadwayError(Exception):
     """Base of all errors that a user can correct. `str(error)` is one clear paragraph with the remedy."""
@@ -66,7 +70,10 @@ class DamagedFrameError(FrameError):
 
 
 class SchemaMismatchError(FrameError):
-    """An intact frame has another schema version: two versions of Headway work on one run."""
+    """Two versions of Headway work on one run: an intact frame has another schema version, or the server has another
+    version's functions."""
+
+    exit_code = VERSION_EXIT
 
 
 class UserCodeError(HeadwayError):

@@ -38,6 +38,7 @@ manifest:announced    string  the newest complete weights (frame)               
 broadcast             string  the broadcast group (frame)                        the run         put_group
 meeting:NAME          hash    the learner's words to a group's members           an hour         say (HSET)
 joining:NAME          hash    the members' words to the learner and each other   an hour         say (HSET)
+fault:N               string  why a worker was set aside (JSON); N: 0 to f       an hour         report (SET)
 durable               string  empty; a client waits until its write is on disk   1 s             make_durable
 bell                  stream  one entry, new with every offer to a group         the run         ring (XADD)
 archive*              set     names of the archived blobs of weights             until a claim   archive, claim

@@ -320,6 +320,8 @@ class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Worker processes that were asked to hand their work back and leave."""
     restarting: int = 0
     """Workers that failed and are started again after a pause."""
+    given_up: int = 0
+    """Workers that are not started again, because their version of Headway is not the learner's."""
     wanted: int = 0
     """How many workers `scale` asked for last; written when the report is read."""
 
@@ -443,6 +445,22 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a worker was set aside, as it or its supervisor says: words for people, on which no decision rests.
+
+    Processes of other versions write and read it, so its fields never change their meaning.
+    """
+
+    worker: str
+    host: str
+    rule: str
+    """The rule that it broke, such as `version`."""
+    reason: str
+    """The figures and their limits, and what mends it."""
+    at: float
+    """Seconds since 1970, by the clock of its host."""
+
+
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of a run, for `headway status` and the live display."""
 
@@ -467,6 +485,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How many worker processes sent them."""
     pools: tuple[PoolInfo, ...] = ()
     """The pools whose supervisors are alive, sorted by name."""
+    faults: tuple[Fault, ...] = ()
+    """The newest faults of workers in the last hour, the oldest of them first."""
 
 
 class RunRules(msgspec.Struct, frozen=True, kw_only=True):

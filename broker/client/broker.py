@@ -12,6 +12,7 @@ from broker.connection.connection import ANSWER_S, Connection
 from .archive import ArchivedBlobs
 from .batches import Batches
 from .evaluations import Evaluations
+from .faults import Faults
 from .holding import Holding
 from .leases import Leases
 from .meetings import Meetings
@@ -46,6 +47,7 @@ class Broker:
         self.phases = Phases(self._connection)
         self.evaluations = Evaluations(self._connection)
         self.pools = Pools(self._connection)
+        self.faults = Faults(self._connection)
         self.usage = Usage(self._connection)
         self.waits = Waits(self._connection)
         self.holding = Holding(self._connection)

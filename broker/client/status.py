@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from redis.exceptions import NoPermissionError
 
 from broker.connection.connection import Connection, pairs, text
+from broker.connection.verbs import Verbs
 from broker.errors import BrokerError, FrameError, RunNotFoundError
 from broker.keys import PREFIX, check_worker_name, is_name, run_of
 from broker.owner import Owner
@@ -25,6 +26,7 @@ from broker.schema import (
 )
 from broker.wire.codec import decode, encode
 
+from .faults import read_faults
 from .versions import put_blob
 
 _KEPT_STEPS = 512
@@ -48,11 +50,17 @@ class StatusBoard:
 
     async def config(self) -> bytes | None:
         """Returns the resolved recipe that the learner stored when it claimed the run; None where no learner whose
-        functions this client can call has claimed it yet. Raises ForeignRunError."""
+        functions this client can call has claimed it yet.
+
+        Raises ForeignRunError, and SchemaMismatchError where the learner is of another version of Headway.
+        """
         keys = self._connection.keys
         identity, verbs, blob = await self._connection.execute("MGET", keys("identity"), keys.verbs, keys("config"))
         self._connection.check_identity(identity.decode() if identity else "")
-        return bytes(blob) if verbs is not None and blob is not None else None
+        if verbs is None or blob is None:
+            return None
+        Verbs.read(verbs, self._connection.run)
+        return bytes(blob)
 
     async def heartbeat(self, info: WorkerInfo, ttl_s: float) -> bool:
         """Reports that a worker is alive for so long, and returns whether `dismiss` asked it to drain. Raises
@@ -170,6 +178,7 @@ class StatusBoard:
             refused_lately=refused_lately,
             refused_workers=refused_workers,
             pools=self._pools(pools),
+            faults=await read_faults(self._connection),
         )
 
     async def runs(self) -> tuple[str, ...]:

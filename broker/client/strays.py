@@ -10,6 +10,7 @@ memory runs short, and frees
                             larger than recorded, which are then generated anew
     words of a meeting      that is over, or more of them than any group says
     markers of durability   that are not empty
+    faults of workers       that are longer than a worker of Headway writes them, or have no time to live
     all of these            under a name that no run has
 
 One function judges and frees each key of the run, so that a blob that a worker has recorded meanwhile stays. On other
@@ -55,7 +56,7 @@ _KEY = re.compile(rb"headway:\{([^}]*)\}:(.*)", re.DOTALL)
 _BLOB_ON_A_SHARD = re.compile(rb"headway:\{[^}/]*/(\d+)\}:((?:payload|segment):[^}]+:\d+:\d+:[\w.-]+)", re.DOTALL)
 _SIGNS_OF_A_RUN = ("identity", "verbs", "config", "secret")
 _GONE, _NOT_RECORDED = -2, -1
-_OF_WORKERS = re.compile(rb"(hidden|payload|segment|joining):|durable$|.*\}", re.DOTALL)
+_OF_WORKERS = re.compile(rb"(hidden|payload|segment|joining):|fault:[0-9a-f]$|durable$|.*\}", re.DOTALL)
 """The keys that a worker's user may write, by the patterns of its rights."""
 
 

@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import Self
 
 from broker.errors import SchemaMismatchError
+from broker.installation import version_of
 from broker.keys import Keys
 
 _SECRET_BYTES = 16
@@ -79,7 +80,8 @@ class Verbs:
         if found.protocol != protocol():
             raise SchemaMismatchError(
                 f"The learner of run {run} speaks protocol {found.protocol} with the broker, and this process "
-                f"{protocol()}: install the same version of Headway on both sides."
+                f"(Headway {version_of('headway') or 'of no version'}) {protocol()}: install the same version of "
+                "Headway on both sides."
             )
         return found
 

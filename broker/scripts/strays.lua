@@ -5,11 +5,12 @@
 -- Frees those of the named keys that the run does not need: hidden keys without the run's secret; blobs that were not
 -- recorded within `patience`, or are larger than recorded; words of meetings that are over. Recorded blobs of the
 -- right size stay. Fewer names than given may be judged, so that one call does not hold up other clients.
--- Touches: hidden:*, payload:*, segment:*, joining:*, durable.
+-- Touches: hidden:*, payload:*, segment:*, joining:*, durable, fault:*.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local ttl, patience = tonumber(ARGV[4]), tonumber(ARGV[5])
 local MOST_WORDS, MOST_BYTES = 100000, 2 ^ 24 -- in one meeting
+local MOST_FAULT_BYTES = 8000 -- see broker/client/faults.py
 local LEFT_OVER, FOREIGN = 1, 2 -- left by a worker that died or came too late; written by another program
 
 local seen = {}
@@ -32,12 +33,17 @@ local function judge_words(name)
   if meeting ~= ARGV[6] and call('EXISTS', PUBLIC .. 'meeting:' .. meeting) == 0 then return LEFT_OVER end
 end
 
+local function judge_fault(name)
+  if call('STRLEN', PUBLIC .. name) > MOST_FAULT_BYTES or call('PTTL', PUBLIC .. name) < 0 then return FOREIGN end
+end
+
 local function judge(name)
   local is_ours = string.sub(PUBLIC .. name, 1, #P) == P
   if is_ours or call('EXISTS', PUBLIC .. name) == 0 then return end
   if string.find(name, '}', 1, true) or string.find(name, '^hidden:') then return FOREIGN end
   if string.find(name, '^payload:') or string.find(name, '^segment:') then return judge_blob(name) end
   if string.find(name, '^joining:') then return judge_words(name) end
+  if string.find(name, '^fault:') then return judge_fault(name) end
   if name == 'durable' and call('STRLEN', PUBLIC .. name) > 0 then return FOREIGN end
 end
 

@@ -59,16 +59,19 @@ _RIGHTS = {
         writes="hidden:*",
         selectors=(
             _Rights("exists get persist set strlen unlink", writes="payload:* segment:*"),
-            _Rights("get getrange mget", reads="archive:* broadcast config holder identity manifest:* model verbs"),
+            _Rights(
+                "get getrange mget", reads="archive:* broadcast config fault:* holder identity manifest:* model verbs"
+            ),
             _Rights("exists get unlink", writes="prompt:*"),
             _Rights("expire hdel hget hincrby hmget hset hsetnx", writes="joining:*"),
             _Rights("hmget xread", reads="bell meeting:*"),
-            _Rights("set", writes="durable"),
+            _Rights("set", writes="durable fault:[0-9a-f]"),
         ),
     ),
     Role.OBSERVER: _Rights(
-        commands=f"ping client|setinfo client|no-touch cluster|slots {_LOOKING} fcall_ro mget scan time xrevrange",
-        reads="hidden:* config holder identity verbs",
+        commands=f"ping client|setinfo client|no-touch cluster|slots {_LOOKING} fcall_ro getrange mget scan time"
+        " xrevrange",
+        reads="hidden:* config fault:* holder identity verbs",
     ),
 }
 

@@ -28,7 +28,7 @@ from deploy.terminal import styled
 LOOK_S = 1.0
 MOST_EVENTS = 1000
 WORKER_COLUMNS = ("worker", "host", "state", "version", "lag", "leases", "tokens/s", "sent")
-POOL_COLUMNS = ("pool", "wanted", "running", "leaving", "restarting")
+POOL_COLUMNS = ("pool", "wanted", "running", "leaving", "restarting", "given up")
 HELP = (
     "+ and - ask the pool under the cursor for a worker more or less; tab goes from table to table, the arrows move in"
     " it. The keys need the learner's password. 'lag' is how many steps a worker's weights are behind the announced"
@@ -201,4 +201,4 @@ def _worker(info: WorkerInfo, status: RunStatus) -> tuple[str, ...]:
 
 
 def _pool(pool: PoolInfo) -> tuple[str, ...]:
-    return (pool.pool, f"{pool.wanted}", f"{pool.running}", f"{pool.leaving}", f"{pool.restarting}")
+    return (pool.pool, f"{pool.wanted}", f"{pool.running}", f"{pool.leaving}", f"{pool.restarting}", f"{pool.given_up}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from broker.client.broker import BlockingBroker
-from broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError
+from broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError, HeadwayError
 from rollout_workers.run_end import RunEnd
 
 from .pool import Pool
@@ -54,7 +54,7 @@ def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> Non
                 client = None
             except BrokerUnavailableError:
                 continue
-            except BrokerError as error:
+            except HeadwayError as error:
                 log.warning("The pools cannot be scaled: %s", error)
                 return
     finally:

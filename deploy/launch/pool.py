@@ -26,6 +26,8 @@ class Slot:
     failures: int = 0
     """Failures in a row."""
     restart_at: float = 0.0
+    is_given_up: bool = False
+    """Whether another start would not mend its failure, which need not be that of other workers."""
     killed_at: float = 0.0
     """The time at which a worker that was asked to leave is killed; 0: it was not asked."""
 
@@ -108,8 +110,9 @@ class Pool:
 
     @property
     def has_left(self) -> bool:
-        """Whether all workers ended by themselves, or there are none and the run is over."""
-        return not self.slots and (self.departed > 0 or self.is_run_over)
+        """Whether all workers that were not given up ended by themselves, or there are none and the run is over."""
+        has_none = all(slot.is_given_up for slot in self.slots.values())
+        return has_none and (self.departed > 0 or self.is_run_over)
 
     def info(self) -> PoolInfo:
         """Return the report for the broker."""
@@ -120,5 +123,6 @@ class Pool:
             pid=os.getpid(),
             running=sum(slot.is_running and not slot.is_leaving for slot in slots),
             leaving=sum(slot.is_leaving for slot in slots),
-            restarting=sum(slot.child is None for slot in slots),
+            restarting=sum(slot.child is None and not slot.is_given_up for slot in slots),
+            given_up=sum(slot.is_given_up for slot in slots),
         )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from broker.errors import LASTING_EXIT, HeadwayError
+from broker.errors import LASTING_EXIT, VERSION_EXIT, HeadwayError
 from deploy.printing import say
 
 from .base import Command, Handle, Launcher
@@ -25,6 +25,10 @@ MAX_BACKOFF_S = 10.0
 
 class RoleFailedError(HeadwayError):
     """A role keeps failing. The message ends with the role's own last error."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass
@@ -96,13 +100,16 @@ class Supervisor:
                 assert slot.child is not None
                 self._died(slot, slot.child)
             for slot in pool.slots.values():
-                if slot.child is None and time.monotonic() >= slot.restart_at:
+                if slot.child is None and not slot.is_given_up and time.monotonic() >= slot.restart_at:
                     slot.start(self.launcher)
             pool.resize(self.launcher, self.say)
 
     def _died(self, slot: Slot, child: Handle) -> None:
         if child.exit_code() == LASTING_EXIT:
             raise RoleFailedError(_obituary(child, f"Another start would not mend it: {self._whole()} been stopped."))
+        if child.exit_code() == VERSION_EXIT:
+            self._give_up(slot, child)
+            return
         recovered = time.monotonic() - slot.started > HEALTHY_S
         slot.failures = 1 if recovered else slot.failures + 1
         if slot.failures > self.max_restarts:
@@ -113,6 +120,14 @@ class Supervisor:
         child.kill()  # kills what it may have left in its session
         slot.child, slot.restart_at = None, time.monotonic() + pause
         self.restarts += 1
+
+    def _give_up(self, slot: Slot, child: Handle) -> None:
+        """Start it never again. Raises RoleFailedError where no worker is left, and none has ended as it should."""
+        child.kill()  # kills what it may have left in its session
+        slot.child, slot.is_given_up = None, True
+        if all(slot.is_given_up for slot in self._workers()) and not any(pool.departed for pool in self.pools):
+            raise RoleFailedError(_obituary(child, f"No worker is left: {self._whole()} been stopped."), VERSION_EXIT)
+        self.say(_obituary(child, "Restarting it cannot mend this. The other workers go on without it."))
 
     def _whole(self) -> str:
         return "the run has" if self._learner is not None else "the workers of this command have"

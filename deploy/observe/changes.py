@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from broker.schema import RunStatus
 
+from .faults import fault_text
 from .live import STATES, step_line
 from .status import version_text
 
@@ -12,6 +13,7 @@ def changes(before: RunStatus | None, now: RunStatus) -> Iterator[str]:
     """Yield the events since the look before; without one, the state alone."""
     if before is None or before.identity != now.identity:
         yield STATES.get(now.state, now.state)
+        yield from _faults(None, now)
         return
     if now.state != before.state:
         yield STATES.get(now.state, now.state)
@@ -21,6 +23,7 @@ def changes(before: RunStatus | None, now: RunStatus) -> Iterator[str]:
     if now.announced != before.announced:
         yield f"Version {version_text(now.announced)} announced."
     yield from _workers(before, now)
+    yield from _faults(before, now)
     yield from _pools(before, now)
     yield from _refusals(before, now)
 
@@ -44,6 +47,13 @@ def _workers(before: RunStatus, now: RunStatus) -> Iterator[str]:
         yield f"Worker {name} left."
     for name in set(now.quarantined) - set(before.quarantined):
         yield f"Worker {name} gets no more leases."
+
+
+def _faults(before: RunStatus | None, now: RunStatus) -> Iterator[str]:
+    told = before.faults if before is not None else ()
+    for fault in now.faults:
+        if fault not in told:
+            yield fault_text(fault)
 
 
 def _pools(before: RunStatus, now: RunStatus) -> Iterator[str]:

@@ -19,6 +19,7 @@ from deploy.run.figures import WINDOW, generated_per_s, moving_average, trained_
 from deploy.terminal import Terminal, styled
 from rollout_workers.run_end import RUN_OVER
 
+from .faults import FaultNews
 from .status import recent, version_text
 from .waiting import Reminder, Waiting
 from .waiting import look as look_at
@@ -46,7 +47,7 @@ class Monitor:
 
     def __init__(self, look: Look, console: Terminal, max_lag: int | None = None) -> None:
         self._look_at_run, self._console, self._max_lag = look, console, max_lag
-        self._reminder = Reminder()
+        self._reminder, self._faults = Reminder(), FaultNews()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
@@ -88,6 +89,8 @@ class Monitor:
             self._tell_state(f"broker: {error}")
             return
         self.last = status
+        for text in self._faults.news(status):
+            self.say(text)
         if self._live is not None:
             with suppress(OSError):  # the terminal may be gone
                 self._live.update(panel(status, self._max_lag, time.monotonic() - self._started, waiting))

@@ -1,5 +1,6 @@
 """One snapshot of a run: versions, queue depths, workers, lag histogram and throughput, as tables or as JSON."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from broker.schema import PoolInfo, QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
+from broker.schema import Fault, PoolInfo, QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
 from deploy.run.figures import generated_per_s, lag_histogram, trained_per_s
 from deploy.tables import WholeWords
 
@@ -53,6 +54,8 @@ def status_tables(status: RunStatus, waiting: Waiting | None = None) -> Renderab
     if status.pools:
         tables.append(_pools(status.pools))
     tables += [_workers(status.workers), _lags(status)]
+    if status.faults:
+        tables.append(_faults(status.faults))
     if status.quarantined or status.dead_letters:
         tables.append(_refused(status))
     return Group(*map(WholeWords, tables))
@@ -126,6 +129,16 @@ def _suspicion(status: RunStatus) -> Iterator[str]:
         )
 
 
+def _faults(faults: tuple[Fault, ...]) -> Table:
+    table = Table(title="Workers that were set aside in the last hour", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("worker", "host", "at", "rule", "why"):
+        table.add_column(heading, overflow="fold")
+    for fault in faults:
+        at = time.strftime("%H:%M:%S", time.localtime(fault.at))
+        table.add_row(fault.worker, fault.host, at, fault.rule, fault.reason)
+    return table
+
+
 def _lengths(tallies: Tallies) -> Table:
     """Return begun and trained groups by length of the prompt, which shows whether training loses some lengths."""
     table = Table(title="Groups by length of the prompt", title_justify="left", box=SIMPLE_HEAD)
@@ -140,10 +153,10 @@ def _pools(pools: tuple[PoolInfo, ...]) -> Table:
     table = Table(title="Pools", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("pool", "host"):
         table.add_column(heading, overflow="fold")
-    for heading in ("wanted", "running", "leaving", "restarting"):
+    for heading in ("wanted", "running", "leaving", "restarting", "given up"):
         table.add_column(heading, justify="right")
     for pool in pools:
-        numbers = (pool.wanted, pool.running, pool.leaving, pool.restarting)
+        numbers = (pool.wanted, pool.running, pool.leaving, pool.restarting, pool.given_up)
         table.add_row(pool.pool, pool.host, *(f"{number}" for number in numbers))
     return table
 

@@ -15,7 +15,7 @@ from broker.client.broker import Broker
 from broker.client.holding import TTL_S
 from broker.client.waits import MissingSample, Progress, UnfinishedGroup
 from broker.errors import RunNotFoundError
-from broker.schema import RunStatus, WorkerInfo
+from broker.schema import PoolInfo, RunStatus, WorkerInfo
 from deploy.run.figures import WINDOW
 from rollout_workers.run_end import RUN_OVER
 
@@ -198,10 +198,15 @@ def _store_is_full(status: RunStatus, progress: Progress) -> Waiting | None:
 def _no_workers(status: RunStatus, progress: Progress) -> Waiting | None:
     if status.workers or _has_enough(progress, status):
         return None
-    pools = [f"pool {p.pool} wants {p.wanted} and starts {p.restarting} again" for p in status.pools]
+    pools = [_shortage(pool) for pool in status.pools]
     pools = pools or ["start some with `headway workers`"]
     text = f"{_waits(status)}: no worker is alive ({'; '.join(pools)}), and {_ready(status, progress)}."
     return _because("no workers", text, status, progress)
+
+
+def _shortage(pool: PoolInfo) -> str:
+    given_up = f", and gave {pool.given_up} of another version up" if pool.given_up else ""
+    return f"pool {pool.pool} wants {pool.wanted} and starts {pool.restarting} again{given_up}"
 
 
 def _workers_pause(status: RunStatus, progress: Progress) -> Waiting | None:

@@ -1,4 +1,5 @@
-"""The learner looks at its run now and then: its log tells who waits for whom once nothing has moved for a while."""
+"""The learner looks at its run now and then: its log tells who waits for whom once nothing has moved for a while, and
+which workers were set aside."""
 
 import logging
 import threading
@@ -9,6 +10,7 @@ from broker.client.broker import BlockingBroker
 from broker.errors import HeadwayError
 from broker.schema import RunStatus
 
+from .faults import FaultNews
 from .waiting import Reminder, look
 
 LOOK_S = 10.0
@@ -32,10 +34,12 @@ def waits_logged(
 
 
 def _watch(broker: BlockingBroker, on_look: Callable[[RunStatus], None], over: threading.Event, every_s: float) -> None:
-    reminder = Reminder()
+    reminder, told = Reminder(), FaultNews()
     while not over.wait(every_s):
         with suppress(HeadwayError):  # the learner itself says that the server is away
             status, waiting = broker.call(look(broker.broker))
             on_look(status)
+            for text in told.news(status):
+                log.warning("%s", text)
             if news := reminder.news(waiting):
                 log.warning("%s", news)

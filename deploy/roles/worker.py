@@ -5,6 +5,7 @@ import gc
 import importlib
 import logging
 import signal
+import socket
 import tempfile
 import zlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import uvloop
 
 from broker.client.broker import Broker, open_broker
-from broker.errors import BrokerError, ForeignRunError, HeadwayError
+from broker.errors import BrokerError, ForeignRunError, HeadwayError, SchemaMismatchError
 from broker.user_code.roots import ImportRoots
 from deploy.recipe.loading import recipe_from_bytes, with_overrides
 from deploy.recipe.operators import check_stored
@@ -58,6 +59,10 @@ async def _run(url: str, run: str, worker: str, overrides: Sequence[str], allowe
                 broker.leases.storage.replicas = recipe.broker.replicas
                 async with _drained_when_changed(broker, stored, drain):
                     await _work(broker, recipe, worker, Path(private), drain, roots)
+    except SchemaMismatchError as error:
+        reason = f"{error} Restarting the worker cannot mend this."
+        await broker.faults.report(worker=worker, host=socket.gethostname(), rule="version", reason=reason)
+        raise
     finally:
         await broker.close()
 

@@ -101,12 +101,17 @@ async def work(worker: Broker, shards: int) -> None:
         assert await worker.leases.submit(lease, trajectory(lease, 0)) is SubmitOutcome.ACCEPTED
     assert await worker.leases.confirm() == 0
     await worker.status.snapshot()  # `headway workers` shows the run
+    await worker.faults.report(worker="w", host="h", rule="version", reason="another one")
+    with pytest.raises(BrokerError):
+        await worker._connection.execute("SET", worker._connection.keys("fault:10"), "more than the places")
     await worker.status.leave(WORKER.worker)
 
 
 async def watch(observer: Broker) -> None:
     """Everything that a status display ever does."""
-    assert (await observer.status.snapshot()).announced == WeightVersion(1, 1)
+    status = await observer.status.snapshot()
+    assert status.announced == WeightVersion(1, 1)
+    assert [(fault.worker, fault.rule) for fault in status.faults] == [("w", "version")]
     assert await observer.status.runs() == (observer.run,)
     usage = await observer.usage.look()
     assert usage is not None

@@ -81,6 +81,7 @@ def everywhere(kind: str) -> Callable[[Pair, int], tuple[Any, ...]]:
         "nameless payload": lambda pair, n: ("SET", pair.keys(f"payload:{n}"), PIECE),
         "no text": lambda pair, n: ("SET", pair.keys("payload:").encode() + b"\xff\x00" + b"%d" % n, PIECE),
         "durable": lambda pair, n: ("SET", pair.keys("durable"), PIECE * (256 * (n + 1))),
+        "fault": lambda pair, n: ("SET", pair.keys("fault:0"), PIECE * (256 * (n + 1)), "EX", 60),
         "joining": lambda pair, n: ("HSET", pair.keys(f"joining:{n}"), "x", PIECE),
         "fresh on a shard": lambda pair, n: ("SET", pair.keys.blob(f"1/payload:{BLOB}:{n}"), PIECE, "EX", 600),
         "kept on a shard": lambda pair, n: ("SET", pair.keys.blob(f"1/segment:{BLOB}:{n}"), PIECE),
@@ -93,7 +94,7 @@ def everywhere(kind: str) -> Callable[[Pair, int], tuple[Any, ...]]:
 
 
 KINDS = """hidden/hidden hash/kept payload/lasting payload/fresh payload/fresh segment/nameless payload/no text/durable
-joining/fresh on a shard/kept on a shard/hidden on a shard/durable on a shard/no run/no name/two braces"""
+fault/joining/fresh on a shard/kept on a shard/hidden on a shard/durable on a shard/no run/no name/two braces"""
 
 
 async def fill(pair: Pair, kind: str) -> None:

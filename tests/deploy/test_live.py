@@ -8,7 +8,9 @@ from msgspec.structs import replace
 from rich.console import RenderableType
 
 from broker.errors import BrokerUnavailableError, RunNotFoundError
-from broker.schema import DeadLetter, RunStatus, StepMetrics
+from broker.schema import DeadLetter, Fault, RunStatus, StepMetrics
+from deploy.observe.changes import changes
+from deploy.observe.faults import FaultNews
 from deploy.observe.live import Monitor, panel, sparkline, step_line
 from deploy.observe.status import status_json, status_tables
 from deploy.terminal import Terminal
@@ -54,6 +56,20 @@ def test_a_step_in_one_line() -> None:
     assert step_line(step_metrics(36)) == (
         "step   37/60  reward 0.500  lag 1.25 (max 2)  16 tokens/response  trained 2,000 tokens/s"
     )
+
+
+def test_a_worker_that_was_set_aside_is_told_once() -> None:
+    fault = Fault(worker="w9", host="far", rule="version", reason="protocol 1, not 2.", at=0.0)
+    text = "Worker w9 on host far is of another version of Headway: protocol 1, not 2."
+    status = replace(run_status(), faults=(fault,))
+    assert [line for line in changes(run_status(), status) if "w9" in line] == [text]
+    assert list(changes(status, status)) == []
+    told = FaultNews()
+    assert (list(told.news(status)), list(told.news(status))) == ([text], [])
+    shown = " ".join(text_of(status_tables(status)).split())
+    assert "Workers that were set aside in the last hour" in shown
+    assert "protocol 1, not 2." in shown
+    assert status_json(status)["faults"][0]["worker"] == "w9"
 
 
 class Script:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.errors import LASTING_EXIT
+from broker.errors import LASTING_EXIT, VERSION_EXIT
 from deploy.launch.base import Command
 from deploy.launch.pool import Pool
 from deploy.launch.processes import Child, guarded
@@ -173,6 +173,43 @@ def test_a_worker_whose_error_is_a_lasting_one_is_not_started_again(tmp_path: Pa
     ):
         supervisor.run()
     assert supervisor.restarts == 0
+    assert children_left() == []
+
+
+OTHER_VERSION = f"import sys; print('Error: protocol 1, not 2.', flush=True); sys.exit({VERSION_EXIT})"
+
+
+def test_a_worker_of_another_version_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
+    said, over = list[str](), tmp_path / "over"
+    learner = role("learner", f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.02)", tmp_path)
+    other = role("other", f"{OTHER_VERSION}", tmp_path)
+    pool = Pool.of([role("w0", drains("w0"), tmp_path), other])
+    supervisor = Supervisor([pool], learner, backoff_s=0.01, say=said.append)
+
+    def look() -> None:
+        await_files(tmp_path / "w0.up")
+        deadline = time.monotonic() + DEADLINE_S
+        while pool.info().given_up == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert (pool.info().running, pool.info().restarting) == (1, 0)
+        time.sleep(0.3)  # for restarts that should not be
+        over.touch()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert supervisor.run() == 0
+    thread.join()
+    assert supervisor.restarts == 0
+    assert (tmp_path / "w0.ended").exists()
+    assert said[0].startswith("other exited with code 79: protocol 1, not 2.\nRestarting it cannot mend this.")
+
+
+def test_workers_that_are_all_of_another_version_end_with_that_code(tmp_path: Path) -> None:
+    workers = [role(name, OTHER_VERSION, tmp_path) for name in ("w0", "w1")]
+    with pytest.raises(RoleFailedError, match=r"protocol 1, not 2\.\nNo worker is left: the workers of") as caught:
+        Supervisor([Pool.of(workers)], say=lambda _: None).run()
+    assert caught.value.exit_code == VERSION_EXIT
     assert children_left() == []
 
 

@@ -97,10 +97,10 @@ async def test_no_worker_is_alive(broker: Broker) -> None:
         "The learner waits for step 1: no worker is alive (start some with `headway workers`), and 0 of 2 groups are"
         " ready."
     )
-    await broker.pools.report(PoolInfo(pool="big", host="h", pid=1, running=0, restarting=2), 2, ALIVE_S)
+    await broker.pools.report(PoolInfo(pool="big", host="h", pid=1, running=0, restarting=1, given_up=1), 2, ALIVE_S)
     waiting = await waits(broker)
     assert waiting.why == "no workers"
-    assert "no worker is alive (pool big wants 2 and starts 2 again)" in waiting.text
+    assert "no worker is alive (pool big wants 2 and starts 1 again, and gave 1 of another version up)" in waiting.text
 
 
 async def test_all_workers_pause(broker: Broker) -> None:
@@ -306,3 +306,17 @@ async def test_the_learners_log_tells_it(
                 await asyncio.sleep(0.01)
     blocking.close()
     assert caplog.text.count("The learner waits for step 1") == 1
+
+
+async def test_the_learners_log_names_workers_that_were_set_aside(
+    stuck: Broker, url: str, run_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await stuck.faults.report(worker="w9", host="far", rule="version", reason="protocol 1, not 2.")
+    blocking = BlockingBroker(url, run_name)
+    with caplog.at_level(logging.WARNING), waits_logged(blocking, lambda status: None, 0.01):
+        async with asyncio.timeout(60):
+            while "whose engine has made no token for 90 s" not in caplog.text:  # noqa: ASYNC110 - a thread logs it
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+    blocking.close()
+    assert caplog.text.count("Worker w9 on host far is of another version of Headway: protocol 1, not 2.") == 1

@@ -172,7 +172,7 @@ function shownNow(live) {
   parts.push(make("dl", { class: "tiles" },
     [["step", step ? `${figure(step.step + 1)} of ${figure(step.total_steps)}` : "-"], ["version announced", status.announced], ["workers", status.workers.length], ["incarnation", status.incarnation]].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(value)))),
     RATES.map(([key, name]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(Math.round((live.rates[key] ?? [0]).at(-1)))), sparkline(live.rates[key] ?? [0], name)))));
-  parts.push(make("div", { class: "grid live" }, workers(live), versions(live), queues(status.queues), pools(status.pools), refused(status), lastEvents()));
+  parts.push(make("div", { class: "grid live" }, workers(live), versions(live), queues(status.queues), pools(status.pools), faults(status.faults), refused(status), lastEvents()));
   return parts.filter((part) => part !== null);
 }
 
@@ -201,7 +201,13 @@ function queues(depths) {
 
 function pools(all) {
   if (!all.length) return null;
-  return box("Pools", table([["pool", false], ["host", false], ["wanted", true], ["running", true], ["leaving", true], ["restarting", true]], all.map((one) => [one.pool, one.host, one.wanted, one.running, one.leaving, one.restarting]), "Pools"));
+  return box("Pools", table([["pool", false], ["host", false], ["wanted", true], ["running", true], ["leaving", true], ["restarting", true], ["given up", true]], all.map((one) => [one.pool, one.host, one.wanted, one.running, one.leaving, one.restarting, one.given_up]), "Pools"));
+}
+
+function faults(found) {
+  if (!found.length) return null;
+  const rows = found.slice().reverse().map((one) => [one.worker, one.host, one.rule, make("span", {}, one.reason)]);
+  return box("Workers that were set aside in the last hour", table([["worker", false], ["host", false], ["rule", false], ["why", false]], rows, "Workers that were set aside"));
 }
 
 function refused(status) {

@@ -1,0 +1,79 @@
+"""Faults of workers: each worker that is set aside is named, with the rule that it broke and the figures.
+
+A worker of another version of Headway cannot call the run's functions. So a fault is JSON under a plain key, in one of
+sixteen places, of which the oldest is written over. Any process with a worker's password can write any fault: faults
+are words for people, and no decision rests on them.
+"""
+
+import logging
+import time
+from contextlib import suppress
+
+import msgspec
+from redis.exceptions import NoPermissionError
+
+from broker.connection.connection import Connection
+from broker.errors import BrokerError
+from broker.keys import is_name
+from broker.schema import Fault
+
+PLACES = "0123456789abcdef"
+KEPT_S = 3600
+_MOST_BYTES = 8000
+_HOST_CHARACTERS, _REASON_CHARACTERS = 100, 800
+
+log = logging.getLogger(__name__)
+
+
+class Faults:
+    """The faults of a run's workers in the last hour."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def report(self, *, worker: str, host: str, rule: str, reason: str) -> None:
+        """Names a worker that is set aside. Does nothing, but for a line in the log, where the server does not take
+        it."""
+        shown = reason[:_REASON_CHARACTERS].encode(errors="backslashreplace").decode()
+        fault = Fault(worker=worker, host=host[:_HOST_CHARACTERS], rule=rule, reason=shown, at=time.time())
+        try:
+            place = _place_for(worker, await _held(self._connection))
+            key = self._connection.keys(f"fault:{place}")
+            await self._connection.execute("SET", key, msgspec.json.encode(fault), "EX", KEPT_S)
+        except BrokerError as error:
+            log.warning("Others cannot be told of it: %s", error)
+
+
+async def read_faults(connection: Connection) -> tuple[Fault, ...]:
+    """Returns the faults, the oldest first; none where this user may not read them."""
+    try:
+        held = await _held(connection)
+    except BrokerError as error:
+        if isinstance(error.__cause__, NoPermissionError):
+            return ()
+        raise
+    return tuple(sorted((fault for fault in held.values() if fault is not None), key=lambda fault: fault.at))
+
+
+async def _held(connection: Connection) -> dict[str, Fault | None]:
+    """Returns the fault in each place, or None where there is none that can be read."""
+    asked = [("GETRANGE", connection.keys(f"fault:{place}"), 0, _MOST_BYTES) for place in PLACES]
+    return dict(zip(PLACES, map(_read, await connection.pipeline(asked)), strict=True))
+
+
+def _read(said: bytes) -> Fault | None:
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fault = msgspec.json.decode(said, type=Fault)
+        if is_name(fault.worker):
+            return fault
+    return None
+
+
+def _place_for(worker: str, held: dict[str, Fault | None]) -> str:
+    """Returns the place of an earlier fault of this worker, else an empty one, else that of the oldest."""
+
+    def rank(place: str) -> tuple[bool, float]:
+        fault = held[place]
+        return fault is None or fault.worker != worker, 0.0 if fault is None else fault.at
+
+    return min(PLACES, key=rank)

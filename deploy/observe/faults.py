@@ -1,0 +1,26 @@
+"""The workers that were set aside, in sentences for logs and terminals."""
+
+from collections.abc import Iterator
+
+from broker.schema import Fault, RunStatus
+
+MEANINGS = {"version": "is of another version of Headway"}
+"""What the rules say of a worker, by their names."""
+
+
+class FaultNews:
+    """Remembers which faults a reader was told."""
+
+    def __init__(self) -> None:
+        self._told: tuple[Fault, ...] = ()
+
+    def news(self, status: RunStatus) -> Iterator[str]:
+        """Yields a sentence for each fault that the last look did not have."""
+        told, self._told = self._told, status.faults
+        yield from (fault_text(fault) for fault in status.faults if fault not in told)
+
+
+def fault_text(fault: Fault) -> str:
+    """Returns who was set aside, and why."""
+    meaning = MEANINGS.get(fault.rule, "was set aside")
+    return f"Worker {fault.worker} on host {fault.host} {meaning}: {fault.reason}"
