@@ -62,6 +62,7 @@ def log_to_stderr(level: int = logging.WARNING, form: str = PLAIN) -> None:
     logging.getLogger(
         "huggingface_hub"
     ).propagate = False  # it has a handler of its own, and would log everything twice
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of every list of fonts that it makes
 
 
 class _Visible(logging.Formatter):

@@ -66,16 +66,28 @@ def _await(client: BlockingBroker, name: str, wanted: int) -> PoolInfo:
 def dismiss(
     workers: Sequence[str], manner: Literal["drain", "quarantine"], url: str | None, run: str | None, *, as_json: bool
 ) -> None:
-    """Ask workers to leave, or let them have no more leases. Raises BrokerError for names that no living worker has,
-    after all others were asked."""
+    """Ask workers to leave, or let them have no more leases. A part of a name will do if one living worker's name alone
+    has it. Raises BrokerError for names that no living worker has, after all others were asked."""
     where, run = locate_run(url, run)
     with client_of(as_learner(url, where), run) as client:
-        unknown = [name for name in workers if not client.call(client.broker.status.dismiss(name, manner))]
-        alive = ", ".join(info.worker for info in client.call(client.broker.status.workers())) or "none"
-    found = [name for name in workers if name not in unknown]
+        alive = [info.worker for info in client.call(client.broker.status.workers())]
+        meant = {name: _meant(name, alive) for name in workers}
+        unknown = [name for name in workers if not client.call(client.broker.status.dismiss(meant[name], manner))]
+    found = [meant[name] for name in workers if name not in unknown]
     if as_json:
         say_json({"run": run, manner: found, "unknown": unknown})
     elif found:
         say(f"{DISMISSED[manner]}: {', '.join(found)}.")
     if unknown:
-        raise BrokerError(f"No worker {', '.join(unknown)} is alive in run {run}. Its workers: {alive}.")
+        raise BrokerError(
+            f"No worker {', '.join(unknown)} is alive in run {run}. Its workers: {', '.join(alive) or 'none'}."
+        )
+
+
+def _meant(name: str, alive: Sequence[str]) -> str:
+    """Return the living worker of that name, or the only one whose name has that part; else the name as it is. Raises
+    BrokerError for a part of several names."""
+    found = [name] if name in alive else [worker for worker in alive if name in worker]
+    if len(found) > 1:
+        raise BrokerError(f"{name} may be any of {', '.join(found)}: give more of the name. None was asked.")
+    return found[0] if found else name

@@ -223,6 +223,8 @@ class Local:
         if code:
             yield f"{program()} run {resolved} --resume", "go on from the last checkpoint"
             return
+        run = shlex.quote(os.path.relpath(directory))
+        yield f"{program()} report {run}", "see the run as a page: reward, lag, time, events"
         yield f"{program()} run {self._with_a_looser_bound()}", "the same with a looser bound on lag"
         checkpoints = sorted((directory / CHECKPOINTS).glob("*/step_*"), key=lambda path: path.stat().st_mtime)
         if checkpoints:

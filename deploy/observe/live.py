@@ -226,8 +226,9 @@ def _workers(status: RunStatus) -> list[Text]:
 
 
 def _load(status: RunStatus) -> str:
-    ready, workers = status.queues.ready, len(status.workers)
-    return f"generated {generated_per_s(status.workers):,.0f} tokens/s  {ready} ready  {workers} workers"
+    count = len(status.workers)
+    workers = f"{count} worker{'s' * (count != 1)}"
+    return f"generated {generated_per_s(status.workers):,.0f} tokens/s  {status.queues.ready} ready  {workers}"
 
 
 def _remaining(status: RunStatus) -> str:

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import socket
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from deploy.launch.base import Launcher
 from deploy.launch.commands import WorkerCommand, learner_command, sft_command
 from deploy.launch.farewell import say_farewell
 from deploy.launch.following import following
-from deploy.launch.local import after_stages, check_rewind, forget, ping, run_stages, stop_notice
+from deploy.launch.local import after_stages, check_rewind, forget, ping, program, run_stages, stop_notice
 from deploy.launch.pool import Pool
 from deploy.launch.server_traits import check_traits
 from deploy.launch.supervisor import Supervisor
@@ -58,6 +59,8 @@ log = logging.getLogger(__name__)
 
 NOT_YET = "A learner claims its run once the stages before it are done."
 WATCH_S = 1.0
+MOST_OF_POOL = 40
+"""Characters of a pool's name in its workers' names, which have room for 100."""
 PATIENCE_S = 3.0
 """Seconds to wait for the broker: a user waits for the answer."""
 _WORKERS_OWN = ("engine.", "weights.follow=", "weights.archive=", "weights.pull_bytes_per_s=", "workers.metrics_")
@@ -103,10 +106,19 @@ def run_learner(
             return _run_ranks(recipe, url, resume, rewind)
         from .learner import train
 
-        train(recipe, url, resume=resume, rewind=rewind)
+        is_finished = train(recipe, url, resume=resume, rewind=rewind)
     if os.environ.get("RANK", "0") == "0":
+        _say_how_it_ended(recipe, is_finished)
         say_farewell()
     return 0
+
+
+def _say_how_it_ended(recipe: Recipe, is_finished: bool) -> None:
+    report = f"{program()} report {shlex.quote(os.path.relpath(recipe.run_directory))}"
+    if is_finished:
+        say(f"Finished. See how it went: {report}")
+    else:
+        say(f"Stopped after a checkpoint. To go on, give the same command with --resume. See how it went: {report}")
 
 
 def _check_stages_are_done(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
@@ -134,18 +146,26 @@ def run_workers(
 ) -> int:
     """Supervise `count` workers until the run is over or a signal stops them. They may import what is `allowed`.
 
-    `pool`: the name by which `headway scale` knows them; empty: this host's and the process's.
+    `pool`: the name by which `headway scale` knows them, and with which their names begin; empty: a pool named after
+    this host and this process, with workers that are called `worker`.
 
     A launcher that starts no processes only gets their commands.
     """
     engine_threads = _engine_threads(overrides)
-    pool = check_pool_name(pool or f"{_host()}-{os.getpid()}")
+    prefix = check_pool_name(pool or "worker")[:MOST_OF_POOL]
+    pool = pool or f"{_host()}-{os.getpid()}"
     named = [argument for module in allowed for argument in ("--allow-import", module)]
     arguments = (*named, *overrides)
     if launcher is not None and not launcher.starts_processes:
         place = Path(tempfile.gettempdir(), f"headway-workers-{run}")
         command = WorkerCommand(
-            url=url, run=run, arguments=arguments, private=place, logs=place / "logs", threads=engine_threads
+            url=url,
+            run=run,
+            arguments=arguments,
+            private=place,
+            logs=place / "logs",
+            threads=engine_threads,
+            prefix=prefix,
         )
         for number in range(count):
             launcher.start(command(number))
@@ -155,7 +175,13 @@ def run_workers(
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
     with tempfile.TemporaryDirectory(prefix="headway-workers-") as private:
         command = WorkerCommand(
-            url=url, run=run, arguments=arguments, private=Path(private), logs=logs, threads=engine_threads
+            url=url,
+            run=run,
+            arguments=arguments,
+            private=Path(private),
+            logs=logs,
+            threads=engine_threads,
+            prefix=prefix,
         )
         pools = [Pool(pool, count, command)]
         say(

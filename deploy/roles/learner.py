@@ -82,8 +82,11 @@ class Parts:
     should_stop: StopRequest = field(default_factory=StopRequest)
 
 
-def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = None) -> None:
-    """Train the recipe's run on the server at `url`, to its end or until asked to stop. Every rank calls it."""
+def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = None) -> bool:
+    """Train the recipe's run on the server at `url`. Every rank calls it.
+
+    Returns True at the run's end, and False where the learner was asked to stop and has written a checkpoint.
+    """
     if recipe.run.is_colocated:
         wait_for_device(url, recipe.run.name)
     parts = _build(recipe, resume, rewind)
@@ -102,6 +105,7 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
             status = experience.status()  # now, while the workers are there to be counted
             experience.set_state("finished" if is_finished else "stopped")
             _conclude(recipe, status)
+    return is_finished
 
 
 def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:

@@ -70,6 +70,12 @@ def test_gpus_and_ranks_are_told(tmp_path: Path) -> None:
     assert "--nproc-per-node 2 " in answer.stdout
 
 
+def test_the_workers_of_a_named_pool_have_its_name(tmp_path: Path) -> None:
+    options = ("--pool", "big", "--broker", NOWHERE, "--run", "x", "--dry-run", "--json")
+    answer = headway("workers", *options, cwd=tmp_path)
+    assert [command["name"] for command in json.loads(answer.stdout)["commands"]] == ["big-0"]
+
+
 def test_a_commands_line_runs_in_a_shell(tmp_path: Path) -> None:
     script = "import os; print(os.getcwd(), os.environ['HEADWAY_RUN'], os.environ['HEADWAY_BROKER'])"
     command = Command(

@@ -33,6 +33,7 @@ def test_hints_name_the_runs_own_recipe(tmp_path: Path, monkeypatch: pytest.Monk
     (directory / "checkpoints" / "1" / "step_3").mkdir(parents=True)
     assert " run runs/stale/config.yaml --resume\n" in hints(directory, 130, *overrides)
     text = hints(directory, 0, *overrides)
+    assert " report runs/stale\n" in text
     assert " eval runs/stale/config.yaml --checkpoint runs/stale/checkpoints/1/step_3\n" in text
     assert f" run arithmetic.yaml learner.steps=3 {overrides[2]} staleness.max_lag=8 run.name=stale-8\n" in text
 

@@ -58,6 +58,7 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
         # What it held, it holds for as long as a lease lasts: without it no run would come to its end.
         watch.until("the run is over", lambda status: status.state == "finished")
     learner.succeeds()
+    assert f"Finished. See how it went: headway report runs/{RUN}\n" in learner.said
     joined.succeeds()
     server.send(signal.SIGINT)
     server.succeeds()

@@ -111,8 +111,8 @@ def autoscale(
 def drain(workers: tuple[str, ...], url: str | None, run: str | None, as_json: bool) -> None:
     """Ask single workers to hand their work back and leave.
 
-    Their pool does not replace them until it is scaled. It needs the learner's password; `headway status` names the
-    workers.
+    WORKER is a worker's name, or a part that no other worker's name has; `headway status` names them. Their pool does
+    not replace them until it is scaled. It needs the learner's password.
     """
     from deploy.cli.scaling import dismiss
 
@@ -126,8 +126,8 @@ def drain(workers: tuple[str, ...], url: str | None, run: str | None, as_json: b
 def quarantine(workers: tuple[str, ...], url: str | None, run: str | None, as_json: bool) -> None:
     """Let single workers have no more samples, such as those of a sick machine.
 
-    A worker in quarantine ends, and its supervisor starts another process in its place. It needs the learner's
-    password.
+    A worker in quarantine ends, and its supervisor starts another process in its place. WORKER is a worker's name, or a
+    part that no other worker's name has. It needs the learner's password.
     """
     from deploy.cli.scaling import dismiss
 
