@@ -52,15 +52,20 @@ class Load:
     wait: float
     """The share of the last steps' time in which the learner waited for samples."""
     busy: float
-    """The share of the engines' places in use, over all workers of the run."""
+    """The share of the engines' places in use, over all workers of the run and the last looks."""
     lag: float
     """The mean lag over its bound; 0 where the bound is 0."""
     train_s: float
     """The learner's mean training seconds of a step."""
 
     @classmethod
-    def of(cls, status: RunStatus, pool: PoolInfo, since: int, max_lag: int, targets: Targets) -> "Load":
-        """Returns the load of a look at the run; `since`: the number of steps made when the pool last changed."""
+    def of(
+        cls, status: RunStatus, pool: PoolInfo, since: int, max_lag: int, targets: Targets, busy: Sequence[float]
+    ) -> "Load":
+        """Returns the load of a look at the run.
+
+        `since`: the number of steps made when the pool last changed; `busy`: `busy_share` at this look and the last.
+        """
         made = steps_made(status)
         recent = status.recent_steps[-max(1, min(targets.steps, made - since)) :]
         return cls(
@@ -68,7 +73,7 @@ class Load:
             running=pool.running,
             steps=made - since,
             wait=wait_fraction(recent),
-            busy=_busy(status.workers),
+            busy=sum(busy) / len(busy),
             lag=_mean_lag(recent) / max_lag if max_lag else 0.0,
             train_s=sum(step.train_s for step in recent) / len(recent) if recent else 0.0,
         )
@@ -80,6 +85,12 @@ class Decision:
 
     wanted: int
     reason: str
+    """The same words for the same cause."""
+    figures: str
+    """What the rule saw, in words."""
+
+    def __str__(self) -> str:
+        return f"{self.figures}: {self.reason}."
 
 
 @dataclass
@@ -96,33 +107,35 @@ class Autoscaler:
         """Returns what to do now; `wanted` is as before where nothing is to be changed."""
         targets = self.targets
         if not targets.least <= load.wanted <= targets.most:
-            return Decision(min(max(load.wanted, targets.least), targets.most), "The pool is outside of its limits.")
-        if load.running < load.wanted:
-            return Decision(load.wanted, f"{load.running} of {load.wanted} workers run; the others still start.")
-        if load.steps < targets.steps:
+            figures = f"{load.wanted} workers are wanted"
             return Decision(
-                load.wanted, f"The learner has made {load.steps} of {targets.steps} steps since the last change."
+                min(max(load.wanted, targets.least), targets.most), "that is outside of the limits", figures
             )
+        if load.running < load.wanted:
+            figures = f"{load.running} of {load.wanted} workers run"
+            return Decision(load.wanted, "the others still start", figures)
+        if load.steps < targets.steps:
+            figures = f"The learner has made {load.steps} of {targets.steps} steps since the last change"
+            return Decision(load.wanted, "too few to judge by", figures)
         self._forget_other_pace(load)
         if load.wait > targets.wait:
             return self._starved(load)
         if load.wait <= targets.wait / 2 and (load.busy < targets.busy or load.lag >= NEAR_BOUND):
             return self._idle(load)
-        return Decision(load.wanted, f"{_seen(load)}: within the targets.")
+        return Decision(load.wanted, "within the targets", _seen(load))
 
     def _starved(self, load: Load) -> Decision:
         targets, seen = self.targets, _seen(load)
         if load.busy < targets.busy:
-            return Decision(
-                load.wanted, f"{seen}: samples are held up by the bound on lag or by prompts, not for want of workers."
-            )
+            reason = "samples are held up by the bound on lag or by prompts, not for want of workers"
+            return Decision(load.wanted, reason, seen)
         if load.wanted > self.starved_at:
             self.starved_at, self.starved_pace_s = load.wanted, load.train_s
         if load.wanted == targets.most:
-            return Decision(load.wanted, f"{seen}: more workers would help, and {targets.most} are the most allowed.")
+            return Decision(load.wanted, f"more workers would help, and {targets.most} are the most allowed", seen)
         needed = math.ceil(load.wanted * (1 - targets.wait) / max(1 - load.wait, 1e-9))
         wanted = min(max(needed, load.wanted + 1), 2 * load.wanted, targets.most)
-        return Decision(wanted, f"{seen}: the learner starves.")
+        return Decision(wanted, "the learner starves", seen)
 
     def _idle(self, load: Load) -> Decision:
         seen = _seen(load)
@@ -131,8 +144,8 @@ class Autoscaler:
         wanted = max(min(math.ceil(load.wanted * share), load.wanted - 1), floor)
         if wanted >= load.wanted:
             below = f"the learner starved with {self.starved_at}" if self.starved_at else "that is the least"
-            return Decision(load.wanted, f"{seen}: fewer workers would do, but {below}.")
-        return Decision(wanted, f"{seen}: workers generate more than is trained.")
+            return Decision(load.wanted, f"fewer workers would do, but {below}", seen)
+        return Decision(wanted, "workers generate more than is trained", seen)
 
     def _forget_other_pace(self, load: Load) -> None:
         paces = sorted((load.train_s, self.starved_pace_s))
@@ -145,9 +158,11 @@ def steps_made(status: RunStatus) -> int:
     return status.last_step.step + 1 if status.last_step is not None else 0
 
 
-def _busy(workers: Sequence[WorkerInfo]) -> float:
+def busy_share(workers: Sequence[WorkerInfo]) -> float:
+    """Returns the share of the engines' places that is in use at this moment."""
     capacity = sum(worker.capacity for worker in workers)
-    return sum(worker.active for worker in workers) / capacity if capacity else 0.0
+    # A worker also holds samples that are scored, or wait for a place.
+    return sum(min(worker.active, worker.capacity) for worker in workers) / capacity if capacity else 0.0
 
 
 def _mean_lag(steps: Sequence[StepMetrics]) -> float:

@@ -4,6 +4,7 @@ It is a process of its own beside any run, wherever the pool was started. A pool
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import msgspec
 
 from broker.client.broker import BlockingBroker
 from broker.schema import RunStatus
-from deploy.observe.autoscaling import Autoscaler, Decision, Load, Targets, steps_made
+from deploy.observe.autoscaling import Autoscaler, Decision, Load, Targets, busy_share, steps_made
 from deploy.observe.pools import pool_of
 from deploy.printing import say, say_json
 from rollout_workers.run_end import RUN_OVER
@@ -20,6 +21,8 @@ from .alone import as_learner, client_of, locate_run
 
 LOOK_S = 2.0
 """Seconds between two looks at the run."""
+LOOKS = 5
+"""Looks over which the engines' use is averaged: within a step it comes and goes."""
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,16 +36,17 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
 def autoscale(
     url: str | None, run: str | None, pool: str, targets: Targets, *, cooldown_s: float, dry_run: bool, as_json: bool
 ) -> None:
-    """Scale the pool until the run is over or Ctrl-C, and print each decision whose reason is new.
+    """Scale the pool until the run is over or Ctrl-C, and print each decision that is not the one before.
 
     `dry_run`: print the decisions and ask for nothing. Raises RunNotFoundError where the run has no such pool.
     """
     where, run = locate_run(url, run)
     with client_of(where if dry_run else as_learner(url, where), run) as client:
-        said = ""
+        said = None
         for look in Autoscaling(client, pool, targets, cooldown_s, dry_run).looks():
-            if look.decision.reason != said:
-                said = look.decision.reason
+            decided = (look.load.wanted, look.decision.wanted, look.decision.reason)
+            if decided != said:
+                said = decided
                 _tell(look, as_json)
 
 
@@ -63,6 +67,7 @@ class Autoscaling:
         self._changed = float("-inf")
         self._since: int | None = None
         """Steps that the run had made when the pool last changed."""
+        self._busy: deque[float] = deque(maxlen=LOOKS)
 
     def looks(self) -> Iterator[Look]:
         """Yield a look every LOOK_S seconds until the run is over."""
@@ -75,10 +80,12 @@ class Autoscaling:
         info, made = pool_of(status, self.pool), steps_made(status)
         if self._since is None or made < self._since:  # it has just begun, or the run went back
             self._since = made
-        load = Load.of(status, info, self._since, self._max_lag(), self.targets)
+        self._busy.append(busy_share(status.workers))
+        load = Load.of(status, info, self._since, self._max_lag(), self.targets, self._busy)
         decision = self._scaler.decide(load)
         if decision.wanted != info.wanted and not self.dry_run:
             self._since, self._changed = made, time.monotonic()
+            self._busy.clear()
             self.client.call(self.client.broker.pools.scale(info.pool, "to", decision.wanted))
         return Look(pool=info.pool, load=load, decision=decision)
 
@@ -97,4 +104,4 @@ def _tell(look: Look, as_json: bool) -> None:
         return
     wanted, before = look.decision.wanted, look.load.wanted
     change = f"{before} workers stay" if wanted == before else f"{before} -> {wanted} workers"
-    say(f"Pool {look.pool}: {change}. {look.decision.reason}")
+    say(f"Pool {look.pool}: {change}. {look.decision}")
