@@ -27,6 +27,7 @@ pinned*               zset    the steps K that have a batch                     
 forks*                hash    incarnation -> the step that a rewind took it to   the run         announce
 settled*              zset    groups trained that may be fed again               to watermark    commit
 dropped*              zset    groups dropped that may be fed again               to watermark    take, drop
+given_up*             zset    groups dropped, by floor: for displays             32 versions     take, drop
 lost*                 set     groups to feed again: their prompt was damaged     until fed       lose, reject
 segments:G:R:I*       list    sample I's: `name bytes tokens author` each        until submit    append
 segment:G:R:I:NONCE   string  a segment (frame)                                  TTL, submit     append (SET)

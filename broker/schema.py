@@ -435,6 +435,17 @@ class Tallies(msgspec.Struct, frozen=True, kw_only=True):
     """Groups committed, by the lag of their oldest token."""
 
 
+class VersionGroups(msgspec.Struct, frozen=True):
+    """Groups of one weight version: it is the oldest one that has sampled a token of them."""
+
+    step: int
+    """The step of the version's weights."""
+    generating: int
+    ready: int
+    dropped: int
+    """Groups that were dropped: over the bound on lag, or because all their rewards were the same."""
+
+
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     """A sample, segment or prompt that was refused: it was not trained, and is generated anew."""
 
@@ -487,6 +498,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The pools whose supervisors are alive, sorted by name."""
     faults: tuple[Fault, ...] = ()
     """The newest faults of workers in the last hour, the oldest of them first."""
+    versions: tuple[VersionGroups, ...] = ()
+    """Those of the last 32 weight versions that have groups, the newest first."""
 
 
 class RunRules(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from broker.schema import (
     RunStatus,
     StepMetrics,
     Tallies,
+    VersionGroups,
     WeightVersion,
     WorkerInfo,
 )
@@ -155,7 +156,8 @@ class StatusBoard:
             raise RunNotFoundError(
                 f"No run {self._connection.run} at {self._connection.url}. Runs there: {await self.runs_for_people()}."
             )
-        _, tally, sizes, frames, workers, quarantined, letters, (refused_lately, refused_workers), pools = reply
+        _, tally, sizes, frames, workers, quarantined, letters, refused, pools, versions = reply
+        refused_lately, refused_workers = refused
         steps = tuple(step for frame in frames if (step := self._readable(frame, StepMetrics, "a step")))
         announced = (
             WeightVersion(int(meta["announced_incarnation"]), int(meta["announced_step"]))
@@ -179,6 +181,7 @@ class StatusBoard:
             refused_workers=refused_workers,
             pools=self._pools(pools),
             faults=await read_faults(self._connection),
+            versions=tuple(VersionGroups(*counts) for counts in versions),
         )
 
     async def runs(self) -> tuple[str, ...]:

@@ -5,6 +5,8 @@
 -- call. Scripts see only the names of payloads and segments, never their bytes.
 local META = P .. 'meta'
 local RETRY, LEASES, OPEN, READY = P .. 'retry', P .. 'leases', P .. 'open', P .. 'ready'
+-- How many weight versions displays show, the newest ones.
+local SHOWN_VERSIONS = 32
 
 local function now() local t = call('TIME') return t[1] + t[2] / 1e6 end
 local function meta(field) return call('HGET', META, field) end

@@ -9,7 +9,7 @@ end
 
 -- Forgets all that was trained after the checkpoint: those groups are fed and generated again.
 local function forget(mark, step)
-  call('UNLINK', SETTLED, DROPPED)
+  call('UNLINK', SETTLED, DROPPED, GIVEN_UP)
   call('HSET', META, 'watermark', mark, 'committed_step', step)
 end
 

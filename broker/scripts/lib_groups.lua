@@ -1,6 +1,6 @@
 -- Transitions of whole groups: requeue, fork, settle, renumber.
 local POOL, PINNED, SETTLED, DROPPED = P .. 'pool', P .. 'pinned', P .. 'settled', P .. 'dropped'
-local LOST, FORKS = P .. 'lost', P .. 'forks'
+local LOST, FORKS, GIVEN_UP = P .. 'lost', P .. 'forks', P .. 'given_up'
 
 -- Raises the highest step whose weights workers may have received.
 local function raise_highest(step)
@@ -131,6 +131,17 @@ local function settle(g, names)
   call('ZREM', POOL, g)
   call('SREM', LOST, g)
   if g >= (meta('watermark') or '') then call('ZADD', names, 0, g) end
+end
+
+-- Settles a group that a stated rule drops. Displays count such groups by the step of the oldest weights that sampled
+-- them; no more than the newest versions are kept.
+local function settle_dropped(g)
+  local floor = tonumber(field(g, 'floor') or '')
+  if floor then
+    call('ZADD', GIVEN_UP, floor, g)
+    call('ZREMRANGEBYSCORE', GIVEN_UP, '-inf', floor - SHOWN_VERSIONS)
+  end
+  settle(g, DROPPED)
 end
 
 local function is_settled(g)

@@ -3,9 +3,9 @@
 -- snapshot() -> {meta, tally, {pool, retry, leases, ready, pinned groups}, {StepMetrics frame...}, {worker, frame...},
 --   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...},
 --   {samples refused in the last minute by a worker's fault, how many workers these came from},
---   {pool, frame, workers wanted...}}
--- Reads: meta, tally, pool, retry, leases, ready, pinned, batch:*, steps, workers, worker:*, quarantined, dead, pools,
---   pool:*, wanted.
+--   {pool, frame, workers wanted...}, {{step of weights, groups generating, ready, dropped} newest first...}}
+-- Reads: meta, tally, pool, retry, leases, open, ready, given_up, pinned, batch:*, steps, workers,
+--   worker:*, quarantined, dead, pools, pool:*, wanted.
 local sizes, pinned = {}, 0
 for i, queue in ipairs({ 'pool', 'retry', 'leases', 'ready' }) do sizes[i] = call('ZCARD', P .. queue) end
 for _, step in ipairs(call('ZRANGE', P .. 'pinned', 0, -1)) do pinned = pinned + call('LLEN', P .. 'batch:' .. step) end
@@ -39,9 +39,25 @@ local function refused_lately()
   return { samples, workers }
 end
 
+-- Returns the counts of groups by the step of the oldest weights that sampled them, for the newest versions; a version
+-- samples before it is announced, so the first one may be the next.
+local function by_version()
+  local found, newest = {}, tonumber(call('HMGET', META, 'announced_step')[1] or '')
+  for step = (newest or -1) + 1, math.max(0, (newest or 0) + 2 - SHOWN_VERSIONS), -1 do
+    local counts, total = { step }, 0
+    for n, queue in ipairs({ OPEN, READY, P .. 'given_up' }) do
+      counts[n + 1] = call('ZCOUNT', queue, step, step)
+      total = total + counts[n + 1]
+    end
+    if total > 0 then found[#found + 1] = counts end
+  end
+  return found
+end
+
 -- Names without sessions, which are secret.
 local quarantined = {}
 for n, holder in ipairs(call('SMEMBERS', P .. 'quarantined')) do quarantined[n] = name_of(holder) end
 
 return { call('HGETALL', META), call('HGETALL', P .. 'tally'), sizes, call('LRANGE', P .. 'steps', 0, -1),
-  alive_workers(), quarantined, dead_letters(), refused_lately(), alive_pools() }
+  alive_workers(), quarantined, dead_letters(), refused_lately(), alive_pools(),
+  by_version() }

@@ -4,7 +4,7 @@
 --   -> {'batch', forked to | '', {group, round, {sample, payload}...}...} | {'wait', why} | {'exhausted'}
 -- Pins n ready groups to the step, those of the oldest weights first. Until the step is committed, the same step gives
 -- the same batch again.
--- Touches: meta, tally, pool, retry, leases, open, ready, pinned, batch:*, settled, dropped, group:*, prompt:*,
+-- Touches: meta, tally, pool, retry, leases, open, ready, pinned, batch:*, settled, dropped, given_up, group:*, prompt:*,
 -- payload:*, segments:*, segment:*.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
@@ -39,7 +39,7 @@ end
 
 local function send_back(g)
   if on_over_bound == 'drop' then
-    settle(g, DROPPED)
+    settle_dropped(g)
     count('dropped')
   else
     requeue(g)

@@ -35,6 +35,7 @@ _WITHOUT_OWNER = {
     "config",
     "settled",
     "dropped",
+    "given_up",
     "lost",
     "forks",
     "garbage",

@@ -9,7 +9,7 @@ from broker import Broker, open_broker
 from broker.client.batches import CheckpointMark, NotReady, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerError, FencedError
-from broker.schema import Lease, WeightVersion
+from broker.schema import Lease, VersionGroups, WeightVersion
 
 from .scenario import Scenario, begin, group_id, groups, prompt, rules
 
@@ -108,6 +108,8 @@ async def test_a_group_over_the_bound_is_generated_anew_or_dropped(broker: Broke
     assert await run.take(2, 1) == groups(2)  # group 1 has lag 2 by now
     queues = await run.queues()
     assert (queues.requeued_stale, queues.dropped_stale) == ((1, 0) if how == "requeue" else (0, 1))
+    versions = (await broker.status.snapshot()).versions
+    assert versions == (() if how == "requeue" else (VersionGroups(0, generating=0, ready=0, dropped=1),))
     reply = await run.lease(2, 2)
     expected = f"{group_id(1)}:1:0" if how == "requeue" else f"{group_id(3)}:0:0"
     assert str(reply.leases[0].tid) == expected

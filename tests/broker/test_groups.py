@@ -8,7 +8,7 @@ from broker import Broker
 from broker.client.batches import CheckpointMark, Contains, NotReady, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerError
-from broker.schema import Lease, Tallies, WeightVersion
+from broker.schema import Lease, Tallies, VersionGroups, WeightVersion
 
 from .scenario import FRESH, Scenario, begin, group_id, groups, prompt, rules
 
@@ -93,6 +93,24 @@ async def test_dispatched_and_trained_groups_are_counted_by_length_and_lag(broke
     tallies = (await broker.status.snapshot()).tallies
     assert tallies.trained_by_prompt_length == {4: 4}
     assert tallies.trained_by_lag == {0: 2, 1: 2}
+
+
+async def test_groups_are_counted_by_the_oldest_version_that_sampled_them(broker: Broker) -> None:
+    run = await begin(broker, rules(40, groups_per_step=1), fed=64, group_size=2)
+    assert (await broker.status.snapshot()).versions == ()
+    await run.generate(4, 0)  # two groups
+    await run.announce(1)
+    mixed = (await run.lease(3, 1)).leases
+    await run.submit_all(mixed[:1], 1)
+    assert (await broker.status.snapshot()).versions == (
+        VersionGroups(1, generating=2, ready=0, dropped=0),
+        VersionGroups(0, generating=0, ready=2, dropped=0),
+    )
+    assert await run.take(1, 1) == groups(0)
+    assert await broker.batches.drop(run.owner, 1, groups(0)) == 1
+    assert (await broker.status.snapshot()).versions[-1] == VersionGroups(0, generating=0, ready=1, dropped=1)
+    await run.announce(31)
+    assert [version.step for version in (await broker.status.snapshot()).versions] == [1], "only the newest are counted"
 
 
 async def test_dropped_groups_are_named_until_the_watermark_passes_them(broker: Broker) -> None:

@@ -37,7 +37,8 @@ OWNERS = (
 ALLOWED = """
 auth client|no-touch client|setinfo cluster|slots exists expire fcall fcall_ro get getrange hdel hello hget hgetall
 hincrby hmget hset hsetnx info lindex llen lrange mget object|idletime persist ping quit reset rpush sadd scard set
-sismember smembers srem strlen time unlink wait waitaof xadd xread zadd zcard zpopmin zrange zrangebyscore zrem zscore
+sismember smembers srem strlen time unlink wait waitaof xadd xread zadd zcard zcount zpopmin zrange zrangebyscore zrem
+zscore
 """
 """What a worker's functions do, and how connections are made: the server refuses each key that is not theirs."""
 

@@ -230,6 +230,12 @@ def test_queues_are_the_same_everywhere_and_add_up(views: Views) -> None:
     queues = views.status["queues"]
     assert served(views.learner, QUEUES) == views.live["status"]["queues"] == queues
     assert (queues["leased"], queues["open"], queues["dropped_stale"], queues["requeued_stale"]) == (1, 1, 0, 0)
+    versions, shown = views.status["versions"], views.live["versions"]
+    assert sum(version["generating"] for version in versions) == queues["open"]
+    assert sum(version["ready"] for version in versions) == queues["ready"]
+    assert [(version["generating"], version["ready"], version["dropped"]) for version in versions] == [
+        groups for one in shown if any(groups := (one["groups_generating"], one["groups_ready"], one["groups_dropped"]))
+    ]
     trained = sum(line["groups"] for line in views.steps)
     assert queues["admitted"] == trained + queues["ready"] + queues["open"]
     accepted = sum(worker["submitted"] for worker in views.status["workers"])

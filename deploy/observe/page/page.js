@@ -189,8 +189,8 @@ function workers(live) {
 }
 
 function versions(live) {
-  const rows = live.versions.slice(0, NEWEST_VERSIONS).map((one) => [make("span", {}, one.version + (one.is_announced ? " (announced)" : "")), one.workers.length, one.generating, one.trained]);
-  return box("Weight versions", table([["version", false], ["workers", true], ["samples generating", true], ["trained, last 20 steps", true]], rows, "Weight versions"));
+  const rows = live.versions.slice(0, NEWEST_VERSIONS).map((one) => [make("span", {}, one.version + (one.is_announced ? " (announced)" : "")), one.workers.length, one.generating, one.groups_generating, one.groups_ready, one.trained, one.groups_dropped]);
+  return box("Weight versions", table([["version", false], ["workers", true], ["their samples", true], ["groups generating", true], ["ready", true], ["trained", true], ["dropped", true]], rows, "Weight versions"), make("p", { class: "quiet" }, "Groups and trained samples count under the oldest version that sampled them; trained: in the last 20 steps."));
 }
 
 function queues(depths) {

@@ -11,7 +11,7 @@ from typing import Any, Self
 import msgspec
 
 from broker.errors import HeadwayError
-from broker.schema import RunStatus, WorkerInfo
+from broker.schema import RunStatus, VersionGroups, WorkerInfo
 from deploy.observe.status import recent, status_json, version_text
 from deploy.observe.waiting import Waiting
 from deploy.run.figures import generated_per_s, trained_by_step_of_weights, trained_per_s
@@ -24,6 +24,8 @@ KEPT_POINTS = 120
 """Points of a sparkline: two minutes of looks."""
 SHARE = 10
 """A record that takes long to read is read anew after this many times as long."""
+
+_NO_GROUPS = VersionGroups(step=0, generating=0, ready=0, dropped=0)
 
 Look = Callable[[], tuple[RunStatus, Waiting | None]]
 Connect = Callable[[], AbstractContextManager[Look]]
@@ -39,6 +41,11 @@ class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
     """Workers whose engines hold it."""
     generating: int
     """Samples that these workers hold leases of."""
+    groups_generating: int
+    """Groups whose oldest token it sampled, and that lack samples."""
+    groups_ready: int
+    """Groups whose oldest token it sampled, and that the learner has not taken."""
+    groups_dropped: int
     trained: int
     """Trajectories among those of the last 20 steps whose oldest token it sampled."""
 
@@ -149,23 +156,29 @@ class Watcher:
 
 
 def held_versions(status: RunStatus) -> list[HeldVersion]:
-    """Return the versions that workers hold or that the last steps trained, the newest first."""
+    """Return the versions that workers hold, that groups wait with or that the last steps trained, the newest first."""
     holders: dict[str, list[WorkerInfo]] = defaultdict(list)
     for worker in status.workers:
         holders[version_text(worker.version)].append(worker)
     trained = {f"{status.incarnation}.{step}": count for step, count in _trained(status).items()}
+    incarnation = status.announced.incarnation if status.announced is not None else status.incarnation
+    groups = {f"{incarnation}.{version.step}": version for version in status.versions}
     announced = version_text(status.announced)
     return [
-        _held(name, announced, holders[name], trained.get(name, 0)) for name in _newest({*holders, *trained, announced})
+        _held(name, announced, holders[name], groups.get(name, _NO_GROUPS), trained.get(name, 0))
+        for name in _newest({*holders, *groups, *trained, announced})
     ]
 
 
-def _held(name: str, announced: str, workers: Sequence[WorkerInfo], trained: int) -> HeldVersion:
+def _held(name: str, announced: str, workers: Sequence[WorkerInfo], groups: VersionGroups, trained: int) -> HeldVersion:
     return HeldVersion(
         version=name,
         is_announced=name == announced,
         workers=[worker.worker for worker in workers],
         generating=sum(worker.active for worker in workers),
+        groups_generating=groups.generating,
+        groups_ready=groups.ready,
+        groups_dropped=groups.dropped,
         trained=trained,
     )
 

@@ -19,7 +19,7 @@ import pytest
 
 from broker import Broker, open_broker
 from broker.errors import BrokerError, ConfigError
-from broker.schema import DeadLetter, RunStatus, WeightVersion
+from broker.schema import DeadLetter, RunStatus, VersionGroups, WeightVersion
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from deploy.cli.dashboard import Source
@@ -170,6 +170,10 @@ def test_samples_are_counted_by_the_version_that_sampled_them() -> None:
         announced=WeightVersion(1, 10),
         recent_steps=(step_metrics(9), step_metrics(10)),
         workers=(worker("a", WeightVersion(1, 10)), worker("b", WeightVersion(1, 9)), worker("c", None)),
+        versions=(
+            VersionGroups(9, generating=4, ready=2, dropped=0),
+            VersionGroups(3, generating=0, ready=0, dropped=7),
+        ),
     )
     found = {one.version: (one.workers, one.generating, one.trained) for one in held_versions(status)}
     assert found == {
@@ -177,9 +181,14 @@ def test_samples_are_counted_by_the_version_that_sampled_them() -> None:
         "1.9": (["b"], 60, 220),
         "1.8": ([], 0, 236),
         "1.7": ([], 0, 36),
+        "1.3": ([], 0, 0),
         "-": (["c"], 60, 0),
     }
-    assert list(found) == ["1.10", "1.9", "1.8", "1.7", "-"]
+    assert list(found) == ["1.10", "1.9", "1.8", "1.7", "1.3", "-"]
+    groups = {
+        one.version: (one.groups_generating, one.groups_ready, one.groups_dropped) for one in held_versions(status)
+    }
+    assert groups == {name: {"1.9": (4, 2, 0), "1.3": (0, 0, 7)}.get(name, (0, 0, 0)) for name in found}
 
 
 def test_loopback_answers_only_those_who_call_it_by_its_name() -> None:
