@@ -7,6 +7,7 @@
     recipe/     the user's configuration: YAML and overrides, checked before anything starts
     recipes/    the YAML files that ship
     slurm/      the batch scripts that ship
+    kubernetes/ the manifests that ship
     roles/      the work of each process: what it opens, in which order, and how it ends
     launch/     processes on one machine: started, watched, restarted, stopped
     run/        a run's directory: its files, the process that uses it, what a resumed run may change

@@ -32,6 +32,7 @@ GUIDES = {
     "headway dashboard": "[The page of a running run](../guides/report.md#the-page-of-a-running-run)",
     "headway report": "[A page of a run](../guides/report.md)",
     "headway metrics": "[Prometheus](../guides/metrics.md#prometheus)",
+    "headway launch kubernetes": "[Kubernetes](../guides/kubernetes.md)",
     "headway launch slurm": "[Slurm](../guides/slurm.md)",
     "headway status": "[What headway status shows](../guides/metrics.md#what-headway-status-shows)",
 }

@@ -78,6 +78,51 @@ def slurm(
     say(f"Written to {output}: {', '.join(path.name for path in written)}. Start the run with {written[0]}.")
 
 
+@launch.command()
+@click.argument("recipe")
+@overrides_argument
+@output_option
+@pool_option
+@click.option(
+    "--image", default="headway", show_default=True, metavar="IMAGE", help="Headway's image, as REPOSITORY[:TAG]."
+)
+@click.option("--namespace", default="", help="Of all that is made there.  [default: the one that kubectl uses]")
+@click.option("--dry-run", is_flag=True, help="Print the files, except secrets; write nothing.")
+@json_option
+def kubernetes(
+    recipe: str,
+    overrides: tuple[str, ...],
+    output: Path,
+    pools: tuple[str, ...],
+    image: str,
+    namespace: str,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Write manifests for Kubernetes: `kubectl apply -k` of the directory starts the run.
+
+    Only you may read the directory's secrets: passwords, and the key of the broker's certificate.
+    """
+    from deploy.launch.kubernetes import KubernetesOptions, manifests, write_manifests
+    from deploy.recipe.loading import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    options = KubernetesOptions(image=image, namespace=namespace, pools=_counts(pools))
+    if dry_run:
+        texts = manifests(loaded, options)
+        if as_json:
+            say_json({"files": texts})
+            return
+        for name, text in texts.items():
+            say(f"--- # {name}\n{text.rstrip()}")
+        return
+    written = write_manifests(loaded, output, options)
+    if as_json:
+        say_json({"directory": str(output.resolve()), "files": [str(path.resolve()) for path in written]})
+        return
+    say(f"Written to {output}: {len(written)} files, and secrets. Start the run with: kubectl apply -k {output}")
+
+
 def _counts(pools: tuple[str, ...]) -> dict[str, int]:
     """Return the number of workers of each pool that --pool names. Raises UsageError."""
     from deploy.recipe.pools import MAIN

@@ -1,0 +1,239 @@
+"""The manifests of a run on Kubernetes: those of `deploy/kubernetes/`, and the few files that a recipe decides.
+
+    DIRECTORY/   kustomization.yaml   image, namespace, the run's name; makes Secrets and ConfigMaps of the files below
+                 recipe.yaml          the recipe as the learner's pod reads it
+                 learner.yaml         a patch: CPUs and GPUs of the learner
+                 pools/NAME/          a pool's number of workers, their arguments, CPUs and GPUs
+                 base/                as it is shipped
+                 secrets/             passwords, users and the server's certificate; kept by later launches
+
+`kubectl apply -k DIRECTORY` starts the run.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from broker.errors import ConfigError
+from broker.server.access import Role
+from broker.server.credentials import Credentials
+from deploy.recipe.files import to_yaml
+from deploy.recipe.loading import dump_recipe
+from deploy.recipe.operators import passed_on
+from deploy.recipe.pools import MAIN, pools_of
+from deploy.recipe.recipe import Recipe
+from deploy.recipe.sinks import SinkConfig
+from deploy.run.directory import writable
+from deploy.run.whole_files import replace_file
+
+from .base import Resources
+from .commands import engine_gpus, learner_resources
+
+IMAGE = "headway"
+"""The name that stands for Headway's image in the manifests."""
+BROKER_HOST = "headway-broker"
+GPU = "nvidia.com/gpu"
+METRICS_PORT = 9464
+"""The port at which learner and workers serve metrics, which are also the answer to probes."""
+PULL_PORTS = (40000, 40009)
+"""Ports at which the learner serves weights: among those that the network policies leave to the system's choice."""
+SECRETS = "secrets"
+SERVER_FILES = ("users.acl", "tls.crt", "tls.key")
+_HEADER = "# Written by `headway launch kubernetes`, which writes it anew at each launch.\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions:
+    """What the user asks of the cluster."""
+
+    image: str
+    """Headway's image, as REPOSITORY[:TAG] or REPOSITORY@DIGEST."""
+    namespace: str = ""
+    """Empty: the one that kubectl uses."""
+    pools: Mapping[str, int]
+    """Workers of a pool, instead of the recipe's number."""
+
+
+def write_manifests(recipe: Recipe, directory: Path, options: KubernetesOptions) -> list[Path]:
+    """Write all files and return the paths of those that are no secrets, kustomization.yaml first. Secrets that are
+    there already are kept.
+
+    Raises ConfigError for a recipe or options that do not fit a cluster.
+    """
+    texts = manifests(recipe, options)
+    with writable(directory, "--output"):
+        directory.mkdir(parents=True, exist_ok=True)
+        _make_secrets(directory / SECRETS)
+        for name, text in texts.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            replace_file(directory / name, text.encode())
+    return [directory / name for name in texts]
+
+
+def manifests(recipe: Recipe, options: KubernetesOptions) -> dict[str, str]:
+    """Return the text of each file but the secrets, by its path below the launch directory. Raises ConfigError."""
+    _check(recipe, options)
+    pools = list(_pools(recipe, options))
+    written = {
+        "kustomization.yaml": _yaml(_kustomization(recipe, options, [pool.place for pool in pools])),
+        "recipe.yaml": dump_recipe(_for_pods(recipe)),
+        "learner.yaml": _yaml(_patch("StatefulSet", "headway-learner", "learner", learner_resources(recipe))),
+    }
+    for pool in pools:
+        written |= {f"{pool.place}/{name}": _yaml(content) for name, content in pool.files().items()}
+    return written | dict(_shipped(files("deploy") / "kubernetes" / "base", "base"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pool:
+    """The Deployment of one pool."""
+
+    name: str
+    count: int
+    arguments: Sequence[str]
+    resources: Resources
+
+    @property
+    def place(self) -> str:
+        return f"pools/{_label(self.name)}"
+
+    def files(self) -> dict[str, Any]:
+        patch = _patch("Deployment", "headway-workers", "worker", self.resources)
+        patch["spec"]["replicas"] = self.count
+        container = patch["spec"]["template"]["spec"]["containers"][0]
+        container["args"] = [argument.replace("$", "$$") for argument in self.arguments]  # $(NAME) is a variable there
+        suffix = {} if self.name == MAIN else {"nameSuffix": f"-{_label(self.name)}"}
+        labels = [{"pairs": {"headway/pool": _label(self.name)}, "includeSelectors": True}]
+        own = {"resources": ["../../base/workers"], **suffix, "labels": labels, "patches": [{"path": "workers.yaml"}]}
+        return {"kustomization.yaml": _KUSTOMIZATION | own, "workers.yaml": patch}
+
+
+_KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+
+
+def _check(recipe: Recipe, options: KubernetesOptions) -> None:
+    if not recipe.broker.is_embedded:
+        raise ConfigError("`headway launch kubernetes` starts a server of its own: leave broker.url out.")
+    if recipe.run.is_colocated:
+        raise ConfigError("On Kubernetes learner and workers are pods of their own: set run.placement=separated.")
+    names = [MAIN, *(pool.name for pool in pools_of(recipe))]
+    if unknown := sorted(set(options.pools) - set(names)):
+        raise ConfigError(f"The recipe has no pool {unknown[0]!r}, only {', '.join(sorted(names))}.")
+    labels = [_label(name) for name in names]
+    if twice := [name for name, label in zip(names, labels, strict=True) if labels.count(label) > 1]:
+        raise ConfigError(f"The names of the pools {' and '.join(twice)} are the same on Kubernetes: change one.")
+    if not re.fullmatch(r"[a-z0-9][\w./:-]*(@sha256:[0-9a-f]{64})?", options.image):
+        raise ConfigError(f"--image {options.image!r} is no image: give one such as registry.example/headway:0.1.0.")
+    if options.namespace and options.namespace != _label(options.namespace):
+        raise ConfigError(f"--namespace {options.namespace!r} must be lower-case letters, digits and dashes.")
+
+
+def _label(name: str) -> str:
+    """Return the name in the characters of a DNS label, such as a part of a pod's name must have."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-")
+
+
+def _for_pods(recipe: Recipe) -> Recipe:
+    """Return the recipe with what pods decide: where the run's directory is, which ports are open, and who may ask for
+    metrics, which the network policies restrict."""
+    sinks = [sink for sink in recipe.metrics if sink.kind != "prometheus"]
+    metrics = SinkConfig(kind="prometheus", options={"host": "0.0.0.0", "port": METRICS_PORT})
+    return replace(
+        recipe,
+        run=replace(recipe.run, directory="runs"),
+        weights=replace(recipe.weights, host=None, ports=PULL_PORTS),
+        metrics=(*sinks, metrics),
+    )
+
+
+def _pools(recipe: Recipe, options: KubernetesOptions) -> Iterator[_Pool]:
+    served = [f"workers.metrics_port={METRICS_PORT}", "workers.metrics_host=0.0.0.0"]
+    main = (MAIN, recipe.workers.count, recipe, passed_on(recipe))
+    others = [(pool.name, pool.count, pool.recipe, pool.arguments()) for pool in pools_of(recipe)]
+    for name, count, own, arguments in (main, *others):
+        yield _Pool(
+            name=name,
+            count=options.pools.get(name, count),
+            arguments=[*arguments, *served],
+            resources=Resources(threads=own.engine.threads, gpus=engine_gpus(own.engine)),
+        )
+
+
+def _patch(kind: str, name: str, container: str, resources: Resources) -> dict[str, Any]:
+    """Return a strategic merge patch that sets the resources of a container."""
+    cpus = (resources.threads or 1) * resources.processes
+    gpus = {"limits": {GPU: resources.gpus}} if resources.gpus else {}
+    own = {"name": container, "resources": {"requests": {"cpu": f"{cpus}"}, **gpus}}
+    spec = {"template": {"spec": {"containers": [own]}}}
+    return {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+def _kustomization(recipe: Recipe, options: KubernetesOptions, pools: Sequence[str]) -> dict[str, Any]:
+    namespace = {"namespace": options.namespace} if options.namespace else {}
+    server = [*_login(Role.OBSERVER), *(f"{SECRETS}/{name}" for name in SERVER_FILES)]  # its probes are an observer's
+    return {
+        **_KUSTOMIZATION,
+        **namespace,
+        "resources": ["base/network", "base/broker", "base/learner", *pools],
+        "patches": [{"path": "learner.yaml"}],
+        "images": [_image(options.image)],
+        "configMapGenerator": [
+            {"name": "headway-run", "literals": [f"HEADWAY_RUN={recipe.run.name}"]},
+            {"name": "headway-recipe", "files": ["recipe.yaml"]},
+        ],
+        "secretGenerator": [
+            {"name": "headway-broker", "files": server},
+            *({"name": f"headway-{role}", "files": _login(role)} for role in (Role.LEARNER, Role.WORKER)),
+        ],
+    }
+
+
+def _login(role: Role) -> list[str]:
+    """Return the files with which a role logs in, as a generator of Secrets names them."""
+    return [f"password={SECRETS}/passwords/{role}", f"ca.crt={SECRETS}/tls.crt"]
+
+
+def _image(image: str) -> dict[str, str]:
+    """Return how kustomize says the image."""
+    name, _, digest = image.partition("@")
+    repository, colon, tag = name.rpartition(":")
+    if not colon or "/" in tag:  # the port of a registry
+        repository, tag = name, ""
+    how = {"digest": digest} if digest else {"newTag": tag} if tag else {}
+    return {"name": IMAGE, "newName": repository, **how}
+
+
+def _shipped(folder: Traversable, place: str) -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of each file below the folder."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _shipped(entry, f"{place}/{entry.name}")
+        else:
+            yield f"{place}/{entry.name}", entry.read_text()
+
+
+def _make_secrets(directory: Path) -> None:
+    """Make the passwords, the server's users and its certificate. Passwords and a certificate that are there stay."""
+    from weightsync.transports.http.certificate import self_signed
+
+    directory.mkdir(mode=0o700, exist_ok=True)
+    directory.chmod(0o700)
+    replace_file(directory / ".gitignore", b"*\n")
+    credentials = Credentials(directory)
+    credentials.make()
+    replace_file(directory / "users.acl", "\n".join([*credentials.acl(is_for_7_0=False), ""]).encode())
+    if not (directory / "tls.crt").exists():
+        key, certificate = self_signed(BROKER_HOST, [BROKER_HOST])
+        replace_file(directory / "tls.key", key)
+        (directory / "tls.key").chmod(0o600)
+        replace_file(directory / "tls.crt", certificate)
+
+
+def _yaml(content: dict[str, Any]) -> str:
+    return _HEADER + to_yaml(content)

@@ -1,0 +1,518 @@
+"""The manifests of `headway launch kubernetes`: their fields, what they refer to, who may reach whom, and what their
+containers and probes do, with the very commands that they name.
+
+No test has a cluster. `kubectl kustomize` renders the manifests, where it is installed.
+"""
+
+import json
+import os
+import shutil
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import click
+import kubernetes_validate
+import pytest
+import redis
+import yaml
+
+from broker.connection.address import Address
+from broker.server.access import Role
+from broker.server.embedded import find_server
+from deploy.cli.main import answer, cli
+from deploy.launch.kubernetes import METRICS_PORT, PULL_PORTS
+from deploy.launch.pool import DRAIN_WORKER_S
+from deploy.recipe.loading import load_recipe
+from deploy.roles.alone import _engine_threads
+
+from .kubernetes_objects import (
+    Object,
+    Port,
+    admits,
+    check_schema,
+    containers_of,
+    headway_lines,
+    name_of,
+    named,
+    objects_in,
+    pods_of,
+    references,
+    rendered,
+    selects,
+)
+from .slurm_cluster import free_port
+from .test_cli import clean_environment
+
+POOLS = "workers.pools=[{name: Big_1, count: 3, engine: {kind: vllm, options: {tensor_parallel_size: 2, model: $x}}}]"
+CUDA = ("learner.processes=4", "learner.threads=2", "learner.device=cuda")
+BASE = Path(__file__).parents[2] / "deploy" / "kubernetes" / "base"
+BROKER, LEARNER, WORKER = (
+    {"app.kubernetes.io/name": "headway", "app.kubernetes.io/component": role}
+    for role in ("broker", "learner", "worker")
+)
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def launch(*arguments: str) -> Path:
+    assert answer(["launch", "kubernetes", "arithmetic.yaml", *arguments, "--output", "launch"]) == 0
+    return Path.cwd() / "launch"
+
+
+@pytest.fixture
+def objects() -> list[Object]:
+    return rendered(launch(POOLS, *CUDA, "--image", "registry.example:5000/headway:0.1.0", "--namespace", "rl"))
+
+
+def patch(file: Path) -> Any:
+    return yaml.safe_load(file.read_text())
+
+
+def container_of(file: Path) -> Any:
+    (container,) = patch(file)["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def test_the_files_are_those_that_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["launch", "kubernetes", "arithmetic.yaml", "--output", "x", "--json"]) == 0
+    written = {Path(path) for path in json.loads(capsys.readouterr().out)["files"]}
+    found = {path for path in (tmp_path / "x").rglob("*") if path.is_file() and "secrets" not in path.parts}
+    assert written == found
+    assert {path.relative_to(BASE) for path in BASE.rglob("*") if path.is_file()} == {
+        path.relative_to(tmp_path / "x" / "base") for path in found if "base" in path.parts
+    }
+
+
+def test_a_dry_run_prints_the_files_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dry = ["launch", "kubernetes", "arithmetic.yaml", "--output", "launch", "--dry-run"]
+    assert answer([*dry, "--json"]) == 0
+    texts = json.loads(capsys.readouterr().out)["files"]
+    assert answer(dry) == 0
+    printed = capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    written = launch()
+    assert texts == {name: (written / name).read_text() for name in texts}
+    assert all(text.rstrip() in printed for text in texts.values())
+
+
+def test_the_recipe_decides_numbers_and_devices() -> None:
+    scripts = launch(POOLS, *CUDA, "--pool", "5")
+    assert container_of(scripts / "learner.yaml")["resources"] == {
+        "requests": {"cpu": "8"},
+        "limits": {"nvidia.com/gpu": 4},
+    }
+    assert patch(scripts / "pools" / "workers" / "workers.yaml")["spec"]["replicas"] == 5
+    assert "limits" not in container_of(scripts / "pools" / "workers" / "workers.yaml")["resources"]
+    big = scripts / "pools" / "big-1" / "workers.yaml"
+    assert patch(big)["spec"]["replicas"] == 3
+    assert container_of(big)["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    assert 'engine.options={"tensor_parallel_size": 2, "model": "$$x"}' in container_of(big)["args"]  # $$ stands for $
+
+
+def test_the_learners_recipe_has_the_ports_and_the_place_that_pods_have() -> None:
+    sinks = "metrics=[{kind: jsonl}, {kind: prometheus, options: {port: 1}}]"
+    scripts = launch(sinks, "run.directory=/elsewhere", "weights.ports=[1,2]")
+    recipe = load_recipe(scripts / "recipe.yaml")
+    assert recipe.run.directory == "runs"
+    assert recipe.weights.ports == PULL_PORTS
+    assert [sink.kind for sink in recipe.metrics] == ["jsonl", "prometheus"]
+    assert recipe.metrics[1].options == {"host": "0.0.0.0", "port": METRICS_PORT}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pool", "small=2"], "The recipe has no pool 'small', only workers."),
+        (["broker.url='redis://h:1'"], "`headway launch kubernetes` starts a server of its own: leave broker.url out."),
+        (["run.placement=colocated"], "On Kubernetes learner and workers are pods of their own"),
+        (["workers.pools=[{name: a.b, count: 1}, {name: a_b, count: 1}]"], "pools a.b and a_b are the same"),
+        (["--image", "Not an image"], "--image 'Not an image' is no image"),
+        (["--namespace", "My_space"], "--namespace 'My_space' must be lower-case letters, digits and dashes."),
+        (["learner.step=3"], "unknown key learner.step"),
+    ],
+)
+def test_what_cannot_run_on_a_cluster_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer(["launch", "kubernetes", "arithmetic.yaml", *arguments, "--output", "x"]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_passwords_are_files_for_their_owner_alone_and_in_no_manifest() -> None:
+    scripts = launch()
+    secrets = scripts / "secrets"
+    private = [*(secrets / "passwords" / role for role in Role), secrets / "tls.key"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
+    assert stat.S_IMODE(secrets.stat().st_mode) == 0o700
+    texts = "".join(path.read_text() for path in scripts.rglob("*") if path.is_file() and path not in private)
+    assert len(texts) > 1000
+    assert not [path for path in private if path.read_text().strip() in texts]
+    users = (secrets / "users.acl").read_text()
+    assert users.startswith("user default off\n")
+    assert all(sha256((secrets / "passwords" / role).read_bytes().strip()).hexdigest() in users for role in Role)
+
+
+def test_a_second_launch_keeps_passwords_and_certificate() -> None:
+    secrets = launch() / "secrets"
+    before = {path.name: path.read_bytes() for path in secrets.rglob("*") if path.is_file()}
+    launch("learner.steps=3")
+    assert before == {path.name: path.read_bytes() for path in secrets.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("one", list(objects_in(BASE)), ids=name_of)
+def test_a_shipped_object_has_only_fields_of_its_kind(one: Object) -> None:
+    check_schema(one)
+
+
+def test_a_misspelt_field_is_noticed() -> None:
+    (learner,) = [one for one in objects_in(BASE) if name_of(one) == "StatefulSet/headway-learner"]
+    learner["spec"]["template"]["spec"]["terminationGracePeriodsSeconds"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError, match="terminationGracePeriodsSeconds"):
+        check_schema(learner)
+
+
+def test_all_that_reaches_the_cluster_has_only_fields_of_its_kind(objects: list[Object]) -> None:
+    assert len(objects) > 15
+    for one in objects:
+        check_schema(one)
+        assert one["metadata"]["namespace"] == "rl"
+
+
+def test_every_name_that_a_pod_needs_exists(objects: list[Object]) -> None:
+    exist = {name_of(one) for one in objects}
+    needed = {name for pod in pods_of(objects).values() for name in references(pod)}
+    assert len(needed) == 6
+    assert needed <= exist
+    services = {one["spec"]["serviceName"] for one in objects if one["kind"] == "StatefulSet"}
+    hosts = {Address.parse(url).url.split("@")[1].split(":")[0] for url in urls(objects)}
+    assert {f"Service/{name}" for name in (services | hosts)} <= exist
+
+
+def urls(objects: list[Object]) -> Iterator[str]:
+    """The URLs of the broker in the pods' environment, without the files that exist only in a pod."""
+    for pod in pods_of(objects).values():
+        for container in containers_of(pod):
+            for variable in container.get("env", []):
+                if variable["name"] == "HEADWAY_BROKER":
+                    assert variable["value"].startswith("rediss://headway-")
+                    yield variable["value"].partition("?")[0]
+
+
+def test_every_file_that_a_pod_names_is_mounted(objects: list[Object]) -> None:
+    for pod in pods_of(objects).values():
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        (container,) = containers_of(pod)
+        text = json.dumps([container.get("command"), container.get("args"), container.get("env")])
+        for mount in container["volumeMounts"]:
+            secret = volumes.get(mount["name"], {}).get("secret")
+            if secret is None:
+                continue
+            keys = named(objects, f"Secret/{secret['secretName']}")["data"]
+            named_files = {part.split("&")[0] for part in text.split(mount["mountPath"] + "/")[1:]}
+            named_files = {name.replace('"', " ").split()[0].strip("\\)") for name in named_files}
+            assert named_files
+            assert named_files <= set(keys)
+
+
+def test_selectors_match_the_pods_that_they_are_for(objects: list[Object]) -> None:
+    pods = {name: pod["metadata"]["labels"] for name, pod in pods_of(objects).items()}
+    for one in objects:
+        spec, kind = one.get("spec", {}), one["kind"]
+        if kind in ("Deployment", "StatefulSet", "PodDisruptionBudget"):
+            matched = [name for name, labels in pods.items() if selects(spec["selector"], labels)]
+            assert [name.partition("/")[2] for name in matched] == [one["metadata"]["name"]]
+        if kind == "Service":
+            matched = [name for name, labels in pods.items() if selects({"matchLabels": spec["selector"]}, labels)]
+            assert matched == [f"StatefulSet/{one['metadata']['name']}"]
+            ports = {port["name"] for port in containers_of(pods_of(objects)[matched[0]])[0]["ports"]}
+            assert {port["targetPort"] for port in spec["ports"]} <= ports
+
+
+def test_only_roles_reach_the_broker_and_weights_go_between_learner_and_workers(objects: list[Object]) -> None:
+    policies = [one for one in objects if one["kind"] == "NetworkPolicy"]
+    pods = pods_of(objects)
+    big = pods["Deployment/headway-workers-big-1"]["metadata"]["labels"]
+    main = pods["Deployment/headway-workers"]["metadata"]["labels"]
+    learner = pods["StatefulSet/headway-learner"]["metadata"]["labels"]
+    broker = Port(pods["StatefulSet/headway-broker"]["metadata"]["labels"], 6379)
+    roles = (learner, main, big)
+    assert all(admits(policies, broker, labels=role) for role in roles)
+    assert not admits(policies, broker, labels={"app": "stranger"})
+    assert not admits(policies, broker, labels={}, namespace="monitoring")
+    assert all(admits(policies, Port(learner, port), labels=role) for port in PULL_PORTS for role in (main, big))
+    broadcast = [Port(to, port) for to in roles for port in (32768, 60999)]  # the system's own choice of ports
+    for to in broadcast:
+        assert all(admits(policies, to, labels=role) for role in roles if role != to.labels or role != learner)
+        assert not admits(policies, to, labels={"app": "stranger"})
+    for role in roles:
+        assert admits(policies, Port(role, METRICS_PORT), labels={}, namespace="monitoring")
+        assert not admits(policies, Port(role, METRICS_PORT), labels={}, namespace="other")
+    assert [one["spec"]["egress"] for one in policies if "egress" in one["spec"]] == [[]]
+
+
+def test_probes_and_ports_are_those_that_the_roles_serve(objects: list[Object]) -> None:
+    for name, pod in pods_of(objects).items():
+        (container,) = containers_of(pod)
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        for probe in (value for key, value in container.items() if key.endswith("Probe")):
+            if "httpGet" in probe:
+                assert probe["httpGet"] == {"path": "/metrics", "port": "metrics"}
+                assert ports["metrics"] == METRICS_PORT
+        if name.startswith("Deployment"):
+            assert f"workers.metrics_port={METRICS_PORT}" in container["args"]
+            assert "workers.metrics_host=0.0.0.0" in container["args"]
+
+
+def test_pods_have_no_rights_that_they_do_not_need(objects: list[Object]) -> None:
+    for pod in pods_of(objects).values():
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        for container in containers_of(pod):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+
+
+def test_a_worker_is_killed_by_its_supervisor_before_kubernetes_kills_the_pod(objects: list[Object]) -> None:
+    pod = pods_of(objects)["Deployment/headway-workers"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= DRAIN_WORKER_S + 10
+
+
+def test_image_and_run_stand_in_one_place(objects: list[Object]) -> None:
+    images = {container["image"] for pod in pods_of(objects).values() for container in containers_of(pod)}
+    assert images == {"registry.example:5000/headway:0.1.0", "valkey/valkey:8.1"}
+    (run,) = [one for one in objects if name_of(one).startswith("ConfigMap/headway-run")]
+    assert run["data"] == {"HEADWAY_RUN": "arithmetic"}
+
+
+@pytest.mark.parametrize(
+    ("image", "entry"),
+    [
+        ("headway", {"newName": "headway"}),
+        ("host:5000/a/headway", {"newName": "host:5000/a/headway"}),
+        ("a/headway:1.2", {"newName": "a/headway", "newTag": "1.2"}),
+        (f"a/headway@sha256:{'0' * 64}", {"newName": "a/headway", "digest": f"sha256:{'0' * 64}"}),
+    ],
+)
+def test_an_image_may_have_a_tag_or_a_digest(image: str, entry: dict[str, str]) -> None:
+    (found,) = patch(launch("--image", image) / "kustomization.yaml")["images"]
+    assert found == {"name": "headway", **entry}
+
+
+def test_every_headway_command_of_a_container_is_one_that_the_command_line_takes(objects: list[Object]) -> None:
+    lines = [line for pod in pods_of(objects).values() for line in lines_of(pod, objects)]
+    assert sorted({line[0] for line in lines}) == ["broker", "learner", "workers"]
+    for line in lines:
+        check_line(line)
+    with pytest.raises(click.UsageError, match="--poll"):
+        check_line(["workers", "--poll", "x"])
+
+
+def lines_of(pod: Object, objects: list[Object]) -> list[list[str]]:
+    scripts = {
+        name: text
+        for one in objects
+        if one["kind"] == "ConfigMap"
+        for name, text in one["data"].items()
+        if "sh" in name
+    }
+    return [line for container in containers_of(pod) for line in headway_lines(container, scripts)]
+
+
+def check_line(line: list[str]) -> None:
+    """Raise UsageError for an unknown option, and ConfigError for what a worker cannot choose."""
+    words = [word for word in line[1:] if word != '"${resume[@]}"']
+    connection = [] if line[0] == "broker" else ["--broker", "redis://host", "--run", "first"]
+    context = cli.commands[line[0]].make_context("headway", [*words, *connection])
+    if line[0] == "workers":
+        _engine_threads(context.params["overrides"])
+
+
+# What containers do, with a server on this machine in place of the broker's pod
+
+
+def server_arguments(scripts: Path, port: int, has_tls: bool) -> list[str]:
+    """The arguments of the broker's container, with the paths and the port of this machine."""
+    (broker,) = [one for one in objects_in(scripts / "base" / "broker") if one["kind"] == "StatefulSet"]
+    (container,) = broker["spec"]["template"]["spec"]["containers"]
+    data = scripts / "data"
+    data.mkdir()
+    own = {"/etc/headway/broker": f"{scripts}/secrets", "--dir /data": f"--dir {data}"}
+    own |= {"--tls-port 6379": f"--tls-port {port}"} if has_tls else {"--port 0": f"--port {port}"}
+    arguments = [with_own(argument, own) for argument in container["args"]]
+    return [argument for argument in arguments if has_tls or not argument.startswith("--tls")]
+
+
+def with_own(text: str, own: dict[str, str]) -> str:
+    for old, new in own.items():
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Path, int]]:
+    """A launch directory, and the port of a server that runs with the broker's own arguments, but without TLS."""
+    scripts, port = launch(), free_port()
+    process = subprocess.Popen([find_server(), *server_arguments(scripts, port, has_tls=False)])
+    try:
+        yield scripts, port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def until_answered(ask: Callable[[], object], what: type[Exception]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            ask()
+            return
+        except what:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def test_the_brokers_arguments_start_a_server_that_knows_the_roles_and_nobody_else(served: tuple[Path, int]) -> None:
+    scripts, port = served
+    for role in Role:
+        password = (scripts / "secrets" / "passwords" / role).read_text().strip()
+        with redis.Redis(port=port, username=f"headway-{role}", password=password) as client:
+            until_answered(client.ping, redis.ConnectionError)
+    with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
+        stranger.ping()
+    password = (scripts / "secrets" / "passwords" / "learner").read_text().strip()
+    url = f"redis://headway-learner:{password}@127.0.0.1:{port}"
+    checked = subprocess.run([sys.executable, "-m", "deploy", "broker", "--url", url], env=clean_environment())
+    assert checked.returncode == 0  # among others: noeviction
+
+
+def test_the_certificate_is_for_the_brokers_service_and_no_other_host() -> None:
+    secrets = launch() / "secrets"
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(secrets / "tls.crt", secrets / "tls.key")
+    client = ssl.create_default_context(cafile=str(secrets / "tls.crt"))
+    assert handshake(server, client, "headway-broker")
+    with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
+        handshake(server, client, "elsewhere")
+
+
+def handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> bool:
+    ours, theirs = socket.socketpair()
+
+    def accept() -> None:
+        with theirs, suppress(OSError):
+            server.wrap_socket(theirs, server_side=True).close()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    try:
+        with client.wrap_socket(ours, server_hostname=host, do_handshake_on_connect=False) as connection:
+            connection.do_handshake()
+            return connection.getpeercert() is not None
+    finally:
+        thread.join()
+
+
+STAND_IN = """#!/bin/bash
+echo "headway $*" >> "$LOG"
+if [ "$1" = broker ]; then exit 0; fi
+trap 'echo drained >> "$LOG"; exit 0' TERM
+mkdir -p "runs/$HEADWAY_RUN"
+touch "runs/$HEADWAY_RUN/incarnation"
+for ((i = 0; i < SECONDS_OF_WORK * 10; i++)); do sleep 0.1; done
+exit "$CODE"
+"""
+
+
+class LearnersPod:
+    """Starts learner.sh as the pod does, with a process in place of Headway's."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.log = directory, directory / "log"
+        (directory / "headway").write_text(STAND_IN)
+        (directory / "headway").chmod(0o755)
+
+    def start(self, *, seconds: int, code: int = 0) -> "subprocess.Popen[str]":
+        environment = {
+            **clean_environment(),
+            "PATH": f"{self.directory}:{os.environ['PATH']}",
+            "HEADWAY_RUN": "first",
+            "HEADWAY_BROKER": "redis://nowhere",
+            "LOG": str(self.log),
+            "SECONDS_OF_WORK": f"{seconds}",
+            "CODE": f"{code}",
+        }
+        script = str(BASE / "learner" / "learner.sh")
+        return subprocess.Popen(
+            ["bash", script], env=environment, cwd=self.directory, stdout=subprocess.PIPE, text=True
+        )
+
+    def said(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+    def until_said(self, words: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not any(words in line for line in self.said()):
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.05)
+
+
+def test_a_learners_pod_that_is_stopped_drains_and_the_next_one_resumes(tmp_path: Path) -> None:
+    pod = LearnersPod(tmp_path)
+    first = pod.start(seconds=60)
+    pod.until_said("headway learner /etc/headway/recipe/recipe.yaml")
+    time.sleep(0.3)  # until the stand-in has its trap
+    first.terminate()
+    assert first.communicate()[0] == ""
+    assert first.returncode == 0
+    assert pod.said()[-1] == "drained"
+    pod.log.unlink()
+    second = pod.start(seconds=60)
+    pod.until_said("headway learner /etc/headway/recipe/recipe.yaml --resume")
+    time.sleep(0.3)
+    second.terminate()
+    second.communicate()
+
+
+def test_a_learners_pod_waits_once_the_run_is_over_and_still_ends_at_once(tmp_path: Path) -> None:
+    pod = LearnersPod(tmp_path).start(seconds=0)
+    assert pod.stdout is not None
+    assert pod.stdout.readline().startswith("The run is over. Copy what you need from /work/runs/first")
+    assert pod.poll() is None
+    pod.terminate()
+    pod.communicate()
+    assert pod.returncode == 0
+
+
+def test_a_learners_pod_fails_as_the_learner_does(tmp_path: Path) -> None:
+    pod = LearnersPod(tmp_path).start(seconds=0, code=3)
+    assert pod.communicate()[0] == ""
+    assert pod.returncode == 3
+
+
+def test_the_shipped_scripts_are_clean() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    for script in BASE.rglob("*.sh"):
+        said = subprocess.run(["shellcheck", "-s", "bash", script], capture_output=True, text=True, check=False)
+        assert said.returncode == 0, said.stdout
