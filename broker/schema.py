@@ -372,7 +372,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     take_s: float
     """The time to wait for the batch and read it."""
     train_s: float
-    """The time for proximal logprobs, forward and backward passes, and updates."""
+    """The time for packing, proximal logprobs, forward and backward passes, and updates."""
     publish_s: float
     """The time until the weights are gathered and the previous ones announced; they are sent beside the next step."""
     checkpoint_s: float

@@ -11,7 +11,7 @@
     roles/      the work of each process: what it opens, in which order, and how it ends
     launch/     processes on one machine: started, watched, restarted, stopped
     run/        a run's directory: its files, the process that uses it, what a resumed run may change
-    observe/    a run as others see it: headway status, live panel, metric sinks, Prometheus, HTML pages
+    observe/    a run as others see it: headway status, live panel, metric sinks, Prometheus, traces, pages
     printing.py, terminal.py   the only ways to a log and to a terminal; tables.py keeps words whole there
 
 The invariant: roles share nothing but the broker. While a run lasts only the learner's process writes into its

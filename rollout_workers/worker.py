@@ -33,6 +33,7 @@ from .samples.recorder import Recorder
 from .samples.segments import SegmentLog
 from .samples.stalls import StallWatch
 from .samples.throughput import Throughput
+from .samples.tracing import UNTRACED, SampleTrace, SampleTracer
 from .swaps.colocation import BorrowedDevice
 from .swaps.turns import SwapTurns
 from .swaps.weights import HeldWeights
@@ -73,10 +74,11 @@ class Worker:
         engine_kind: str,
         records_experts: bool = False,
         is_colocated: bool = False,
+        tracer: SampleTracer = UNTRACED,
     ) -> None:
         """`environment` answers turns; without one an episode has one turn. With `records_experts` trajectories carry
         the experts that their tokens were given. With `is_colocated` the engine shares its device with the learner, in
-        turns."""
+        turns. `tracer` follows every sample."""
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
@@ -88,6 +90,7 @@ class Worker:
         self._worker = worker
         self._engine_kind = engine_kind
         self._records_experts = records_experts
+        self._tracer = tracer
         self._outages = Outages(broker.url)
         self._alive_s = MISSED_HEARTBEATS * config.heartbeat_s
         self._held = HeldLeases(broker.leases, lease_ttl_s)
@@ -163,20 +166,26 @@ class Worker:
         self._held.hold(lease, segments, tasks.create_task(self._sample(lease, recorder, segments)))
 
     async def _sample(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> None:
-        try:
-            async with segments:
-                judged = await self._play(lease, recorder, segments)
+        with self._tracer.sample(lease, recorder) as trace:
+            try:
+                judged = await self._judged(lease, recorder, segments, trace)
+            except UnscoredError as error:
                 self._mark_generated(lease)
-            # Tokens of weights that fail their verification later must not reach the learner.
-            await self._weights.reach(recorder.newest_version)
-            judged = judged or await self._episodes.judge(lease.prompt, recorder, 0)
-        except UnscoredError as error:
-            self._mark_generated(lease)
-            await self._give_up(lease, str(error))
-        else:
-            await self._submit(lease, recorder.to_trajectory(lease, judged.components, judged.reward, self._worker))
+                await self._give_up(lease, str(error))
+            else:
+                trajectory = recorder.to_trajectory(lease, judged.components, judged.reward, self._worker)
+                trace.submitted(trajectory, await self._submit(lease, trajectory))
         self._held.forget(lease)
         self._wake.set()
+
+    async def _judged(self, lease: Lease, recorder: Recorder, segments: SegmentLog, trace: SampleTrace) -> JudgedTurn:
+        """Generate the sample to its end, and return the judgement of its last turn."""
+        async with segments:
+            judged = await self._play(lease, recorder, segments, trace)
+            self._mark_generated(lease)
+        # Tokens of weights that fail their verification later must not reach the learner.
+        await self._weights.reach(recorder.newest_version)
+        return judged or await self._episodes.judge(lease.prompt, recorder, 0, trace)
 
     def _mark_generated(self, lease: Lease) -> None:
         """Note that the engine has room already, before this sample is scored and submitted."""
@@ -201,7 +210,9 @@ class Worker:
             return reply.leases
         return ()
 
-    async def _play(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> JudgedTurn | None:
+    async def _play(
+        self, lease: Lease, recorder: Recorder, segments: SegmentLog, trace: SampleTrace
+    ) -> JudgedTurn | None:
         if recorder.tokens:
             log.info("%s goes on after %d tokens", lease.tid, len(recorder.tokens))
             self.resumed_tokens += len(recorder.tokens)
@@ -212,6 +223,7 @@ class Worker:
             recorder,
             lambda: self._generate(request, recorder, segments),
             lambda: room(request, recorder, self._engine.max_model_len),
+            trace,
         )
 
     async def _generate(self, request: GenerationRequest, recorder: Recorder, segments: SegmentLog) -> None:
@@ -253,10 +265,11 @@ class Worker:
             return reply
         return None
 
-    async def _submit(self, lease: Lease, trajectory: Trajectory) -> None:
+    async def _submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
         """Submit the sample, again and again until the broker answers, so that no work is lost."""
         outcome = await self._outages.ride_out(lambda: self._broker.leases.submit(lease, trajectory))
         self.outcomes[outcome] += 1
+        return outcome
 
     async def _give_up(self, lease: Lease, reason: str) -> None:
         """Give the sample up, so that a worker generates it anew: its present text may be what the reward function

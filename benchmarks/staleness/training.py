@@ -118,7 +118,7 @@ class Run:
             groups = self._rollouts.sample(prompts, seed=(self._trial.seed + 1) * SEEDS_APART + step)
         with self._timed("train"):
             judged = self._updater.judge(groups, step)
-            update = self._updater.update(judged.sequences, step)
+            update = self._updater.update(self._updater.pack(judged.sequences), step)
         with self._timed("snapshot"):
             self._versions.append(weights(self._backend, step + 1))
         lag = max(int(sequence.lags.max()) for sequence in judged.sequences)

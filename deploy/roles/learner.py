@@ -19,6 +19,7 @@ from broker.client.holding import Holder
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.base import SinkRun
+from deploy.observe.tracing import tracing_steps
 from deploy.observe.waiting_log import waits_logged
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.operators import roots_of
@@ -222,14 +223,20 @@ def _learner(
     parts: Parts, experience: Experience | None, blocking: BlockingBroker | None, start: Start, stack: ExitStack
 ) -> Learner:
     recipe = parts.recipe
-    sinks = evaluator = None
+    sinks = evaluator = traces = None
     if experience is not None:
         run = SinkRun(name=recipe.run.name, identity=start.identity, directory=recipe.run_directory)
         sinks = stack.enter_context(open_sinks(recipe.metrics, run))
+        traces = stack.enter_context(tracing_steps(recipe.run.name, start.identity))
         if recipe.evaluation.prompts:
             evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out))
     observer = RunObserver(
-        recipe, first_step=start.version.step, sinks=sinks, experience=experience, evaluator=evaluator
+        recipe,
+        first_step=start.version.step,
+        sinks=sinks,
+        experience=experience,
+        evaluator=evaluator,
+        traces=traces,
     )
     if blocking is not None:
         stack.enter_context(waits_logged(blocking, observer.on_look))

@@ -5,6 +5,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from broker.schema import RunStatus, StepMetrics, Trajectory, WeightVersion
 from deploy.observe.sinks.delivery import Sinks
@@ -13,8 +14,12 @@ from deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
 from learner.backends.base import Backend
 from learner.experience.stream import Experience
 from learner.stages.loop import TrainedStep
+from learner.stages.stopwatch import seconds_by_phase
 
 from .evaluation import Evaluator
+
+if TYPE_CHECKING:
+    from deploy.observe.tracing.steps import TracedSteps
 
 HEARTBEAT_S = 10.0
 """Seconds between two heartbeat events after steps, for sinks that want them. Each fetches the last steps from the
@@ -34,12 +39,14 @@ class RunObserver:
         sinks: Sinks | None,
         experience: Experience | None,
         evaluator: Evaluator | None,
+        traces: "TracedSteps | None" = None,
     ) -> None:
         self._recipe = recipe
         self._first_step = first_step
         self._sinks = sinks
         self._experience = experience
         self._evaluator = evaluator
+        self._traces = traces
         self._started = time.monotonic()
         self._last_step: StepMetrics | None = None
         self._next_heartbeat_s = 0.0
@@ -57,9 +64,11 @@ class RunObserver:
             pass
 
     def on_step(self, step: TrainedStep) -> None:
-        """Give a step to sinks and broker."""
+        """Give a step to sinks, broker and traces."""
         if self._sinks is None or self._experience is None:
             return
+        if self._traces is not None:
+            self._traces.add(step)
         event = step_event(step, self._recipe.learner.steps, time.monotonic() - self._started)
         metrics = self._last_step = event.metrics
         self._sinks.write(event)
@@ -109,7 +118,8 @@ def step_event(step: TrainedStep, total_steps: int, time_s: float) -> StepEvent:
 def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps: int, time_s: float) -> StepMetrics:
     lags = [int((s.lags * s.loss_mask).max(initial=0)) for s in step.judged.sequences]
     responses = [len(t.response_tokens) for t in trajectories]
-    seconds = step.seconds
+    seconds = seconds_by_phase(step.laps)
+    train_s = seconds["pack"] + seconds["train"]
     return StepMetrics(
         incarnation=step.version.incarnation,
         step=step.version.step,
@@ -132,10 +142,10 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         learning_rate=step.update.learning_rate,
         algorithm={name: value for name, value in step.update.algorithm.items() if math.isfinite(value)},
         take_s=seconds["take"],
-        train_s=seconds["train"],
+        train_s=train_s,
         publish_s=seconds["publish"],
         checkpoint_s=seconds["checkpoint"],
-        step_s=sum(seconds[phase] for phase in ("checkpoint", "take", "train", "publish")),
+        step_s=seconds["checkpoint"] + seconds["take"] + train_s + seconds["publish"],
     )
 
 

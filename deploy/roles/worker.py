@@ -140,7 +140,7 @@ def _workers_part(stored: bytes) -> tuple[Any, ...]:
 async def _work(
     broker: Broker, recipe: Recipe, worker: str, private: Path, drain: asyncio.Event, roots: ImportRoots
 ) -> None:
-    from deploy.observe.prometheus.worker import serving
+    from deploy.observe.tracing import tracing_samples
     from rollout_workers.decoding import load_decoding
     from rollout_workers.engines import open_engine
     from rollout_workers.environments import open_environment
@@ -169,22 +169,31 @@ async def _work(
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)
     gc.collect()
     gc.freeze()  # an engine's packages keep millions of objects for good, which would be examined ten times a second
-    rollout = Worker(
-        broker=broker,
-        engine=engine,
-        subscriber=Subscriber(broker, worker, recipe.weights, roots),
-        scorer=await open_reward(recipe.rewards, roots),
-        environment=await open_environment(recipe.environment, roots),
-        decoding=load_decoding(model),
-        sampling=recipe.sampling,
-        config=recipe.workers,
-        weights=recipe.weights,
-        lease_ttl_s=recipe.broker.lease_ttl_s,
-        worker=worker,
-        engine_kind=recipe.engine.kind,
-        records_experts=records_experts,
-        is_colocated=is_colocated,
-    )
+    with tracing_samples(recipe.run.name, worker) as tracer:
+        rollout = Worker(
+            broker=broker,
+            engine=engine,
+            subscriber=Subscriber(broker, worker, recipe.weights, roots),
+            scorer=await open_reward(recipe.rewards, roots),
+            environment=await open_environment(recipe.environment, roots),
+            decoding=load_decoding(model),
+            sampling=recipe.sampling,
+            config=recipe.workers,
+            weights=recipe.weights,
+            lease_ttl_s=recipe.broker.lease_ttl_s,
+            worker=worker,
+            engine_kind=recipe.engine.kind,
+            records_experts=records_experts,
+            is_colocated=is_colocated,
+            tracer=tracer,
+        )
+        await _roll_out(rollout, recipe, worker, drain)
+
+
+async def _roll_out(rollout: "Worker", recipe: Recipe, worker: str, drain: asyncio.Event) -> None:
+    """Run the worker to its end."""
+    from deploy.observe.prometheus.worker import serving
+
     watch = asyncio.create_task(_drain_when_asked(rollout, drain))
     try:
         with serving(rollout, recipe.workers) as endpoint:

@@ -141,9 +141,14 @@ class Updater:
             advantages = compared(groups, rewards_S, self._advantage)
         return JudgedBatch(sequences=self._sequences(groups, advantages, step), rewards=reward_stats(groups))
 
-    def update(self, sequences: Sequence[PackableSequence], step: int) -> Update:
-        """Makes `updates_per_step` optimizer updates; proximal logprobs are those before the first of them."""
-        parts = self._parts(sequences)
+    def pack(self, sequences: Sequence[PackableSequence]) -> list[list[PackedBatch]]:
+        """Returns this rank's micro-batches of each of the step's `updates_per_step` updates."""
+        return [self._pack(part) for part in split(sequences, self._learner.updates_per_step)]
+
+    def update(self, packed: Sequence[list[PackedBatch]], step: int) -> Update:
+        """Makes an optimizer update of each part of a packed step; proximal logprobs are those before the first of
+        them."""
+        parts = self._parts(packed)
         proximal = [self._logprobs(part.batches) if self._objective.needs_proximal else None for part in parts]
         learning_rate = self.learning_rate(step)
         losses, norms, reports, critic_reports = [], [], [], list[dict[str, float]]()
@@ -188,8 +193,7 @@ class Updater:
             for trajectory, advantage in zip(trajectories_of(groups), advantages, strict=True)
         )
 
-    def _parts(self, sequences: Sequence[PackableSequence]) -> list[_Part]:
-        packed = [self._pack(part) for part in split(sequences, self._learner.updates_per_step)]
+    def _parts(self, packed: Sequence[list[PackedBatch]]) -> list[_Part]:
         is_used = self._objective.needs_reference or (self._critic is not None and self._reward_kl is not None)
         references = [self._reference_logprobs(batches) if is_used else None for batches in packed]
         if self._critic is None:

@@ -6,6 +6,7 @@
     resuming.py            where a learner begins: checkpoint, identity, log, claim
     checkpoint_writer.py   one checkpoint at a time, written while training goes on
     stage_checkpoints.py   the same for stages without workers, and the model that they leave
+    stopwatch.py           how long each phase of a step took
     colocation.py          learner and engines on the same devices in turns
     replay.py              trains a run's batches again from its log
 

@@ -5,7 +5,6 @@ A resumed learner replays the batches that its checkpoint does not contain, and 
 with the highest step that was announced.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, assert_never
@@ -26,6 +25,7 @@ from learner.ranks import Ranks
 from .checkpoint_writer import CheckpointWriter
 from .colocation import LentDevice
 from .probe import measure_probe
+from .stopwatch import Lap, Stopwatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +37,8 @@ class TrainedStep:
     groups: Sequence[Group]
     judged: JudgedBatch
     update: Update
-    seconds: dict[str, float]
-    """Seconds by phase: checkpoint (of the steps before), evaluate, take, train, publish."""
-
-
-class Stopwatch:
-    """Measures one step in seconds; the laps of a phase add up under its name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """The time since the last lap belongs to `phase`."""
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now
+    laps: Sequence[Lap]
+    """The step's phases in order: checkpoint (of the steps before), evaluate, take, pack, train, publish."""
 
 
 class Observer(Protocol):
@@ -145,7 +131,9 @@ class Learner:
         before = self.version
         try:
             judged = self.updater.judge(groups, before.step)
-            update = self.updater.update(judged.sequences, before.step)
+            batches = self.updater.pack(judged.sequences)
+            watch.lap("pack")
+            update = self.updater.update(batches, before.step)
         except HeadwayError:
             raise
         except Exception as error:
@@ -157,9 +145,7 @@ class Learner:
         self.publish()
         watch.lap("publish")
         # Before the checkpoint: a crash between the two then repeats a line, which readers of the record drop.
-        self.observer.on_step(
-            TrainedStep(version=before, groups=groups, judged=judged, update=update, seconds=watch.seconds)
-        )
+        self.observer.on_step(TrainedStep(version=before, groups=groups, judged=judged, update=update, laps=watch.laps))
 
     def _way_out(self, error: Exception) -> str:
         """Returns how to go on after a step that failed; its batch stays pinned, so a resumed learner repeats it."""

@@ -7,7 +7,8 @@ from broker.schema import WeightVersion
 from learner.experience.log import ExperienceLog
 from learner.objective.update import Updater
 
-from .loop import Stopwatch, TrainedStep
+from .loop import TrainedStep
+from .stopwatch import Stopwatch
 
 
 class ReplayError(HeadwayError):
@@ -28,9 +29,11 @@ def replay(updater: Updater, experience_log: ExperienceLog, steps: range) -> Ite
             )
         watch.lap("take")
         judged = updater.judge(groups, step)
-        update = updater.update(judged.sequences, step)
+        batches = updater.pack(judged.sequences)
+        watch.lap("pack")
+        update = updater.update(batches, step)
         watch.lap("train")
         for phase in ("publish", "checkpoint"):
             watch.lap(phase)
         version = WeightVersion(0, step)
-        yield TrainedStep(version=version, groups=groups, judged=judged, update=update, seconds=watch.seconds)
+        yield TrainedStep(version=version, groups=groups, judged=judged, update=update, laps=watch.laps)

@@ -12,6 +12,7 @@ from rollout_workers.environments.base import Environment, Episode
 from rollout_workers.rewards.base import Scorer
 
 from .recorder import Recorder
+from .tracing import UNTRACED, SampleTrace
 
 
 class JudgedTurn(NamedTuple):
@@ -39,22 +40,28 @@ class Episodes:
         recorder: Recorder,
         generate: Callable[[], Awaitable[None]],
         room: Callable[[], int],
+        trace: SampleTrace = UNTRACED,
     ) -> JudgedTurn | None:
         """Play turns until the sample needs the engine no more. Returns the judgement of its last turn, or None if that
         turn is still to be judged. `generate` records a turn to its end; `room` returns how many tokens may follow.
         Raises as `judge` does."""
         while True:
-            await generate()
+            with trace.generating():
+                await generate()
             if len(recorder.turns) + 1 >= self._environment.max_turns:
                 return None
-            judged = await self.judge(prompt, recorder, room())
+            judged = await self.judge(prompt, recorder, room(), trace)
             if not judged.said:
                 return judged
             recorder.hear(judged.said, judged.reward)
 
-    async def judge(self, prompt: Prompt, recorder: Recorder, room: int) -> JudgedTurn:
+    async def judge(self, prompt: Prompt, recorder: Recorder, room: int, trace: SampleTrace = UNTRACED) -> JudgedTurn:
         """Score the turn that was recorded last, and let the environment answer it. Raises UnscoredError or
         RewardError."""
+        with trace.scoring():
+            return await self._judge(prompt, recorder, room)
+
+    async def _judge(self, prompt: Prompt, recorder: Recorder, room: int) -> JudgedTurn:
         bounds = [*((turn.start, turn.end) for turn in recorder.turns), (recorder.turn_start, len(recorder.tokens))]
         answers = tuple(response_text(self._decoding, recorder.tokens[start:end]) for start, end in bounds)
         score = await self._scorer.score(prompt, answers[-1], recorder.finished())

@@ -76,7 +76,9 @@ class Story:
         self.learner = Learner(
             backend=self,  # type: ignore[arg-type]
             ranks=Ranks(0, 1, 0, 1, True),
-            updater=SimpleNamespace(beside={}, judge=self.judge, update=self.update),  # type: ignore[arg-type]
+            updater=SimpleNamespace(  # type: ignore[arg-type]
+                beside={}, judge=self.judge, pack=lambda sequences: sequences, update=self.update
+            ),
             experience=self,  # type: ignore[arg-type]
             cursor=SimpleNamespace(state=dict, mark_trained=list),  # type: ignore[arg-type]
             checkpoints=self.store,
@@ -144,8 +146,8 @@ def test_training_goes_on_and_the_commit_waits(tmp_path: Path) -> None:
     story.write = lambda step: _must(is_trained.wait(60))
     update = story.update
 
-    def update_and_tell(sequences: object, step: int) -> Any:
-        updated = update(sequences, step)
+    def update_and_tell(packed: object, step: int) -> Any:
+        updated = update(packed, step)
         if step == EVERY:  # while the checkpoint before it is being written
             assert story.happened("committed") == []
             is_trained.set()

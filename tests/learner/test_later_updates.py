@@ -115,7 +115,7 @@ def train(name: str, updates_per_step: int, monkeypatch: pytest.MonkeyPatch) -> 
     )
     judged = updater.judge(sampled(backend, range(4), noise=0.3), 2)
     updates = watch(backend, monkeypatch)
-    updater.update(judged.sequences, 2)
+    updater.update(updater.pack(judged.sequences), 2)
     return updates
 
 

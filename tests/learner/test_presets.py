@@ -80,7 +80,7 @@ def test_every_preset_trains(preset: str) -> None:
     before = weights(backend)
     for step in range(STEPS):
         judged = updater.judge(sampled(backend, range(3 * step, 3 * step + 3)), step)
-        update = updater.update(judged.sequences, step)
+        update = updater.update(updater.pack(judged.sequences), step)
         assert np.isfinite(update.loss)
         assert 0 < update.grad_norm < np.inf
         assert all(np.isfinite(value) for value in update.algorithm.values())
@@ -97,7 +97,7 @@ def test_kl_in_the_reward_is_taken_from_each_response(preset: str) -> None:
     groups = sampled(backend, range(3))
     without, judged = plain.judge(groups, 0), with_kl.judge(groups, 0)
     if preset == "ppo":  # the critic's rewards are of tokens
-        losses = [updater.update(judged.sequences, 0).loss for updater in (plain, with_kl)]
+        losses = [updater.update(updater.pack(judged.sequences), 0).loss for updater in (plain, with_kl)]
         assert losses[0] != losses[1]
         return
     assert [one.advantages[0] for one in judged.sequences] != [one.advantages[0] for one in without.sequences]
@@ -116,7 +116,7 @@ def test_a_moving_reference_follows_and_is_part_of_the_checkpoint(tmp_path: Path
     updater, backend = build(config, has_reference=True)
     assert updater._reference is not None
     start = weights(updater._reference)
-    updater.update(updater.judge(sampled(backend, range(3)), 0).sequences, 0)
+    updater.update(updater.pack(updater.judge(sampled(backend, range(3)), 0).sequences), 0)
     moved = weights(updater._reference)
     torch.testing.assert_close(moved, 0.75 * start + 0.25 * weights(backend))
     assert list(updater.beside) == ["reference"]

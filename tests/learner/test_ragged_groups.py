@@ -42,6 +42,6 @@ def test_an_update_on_trimmed_groups(aggregation: str) -> None:
         expected += [(reward - mean(rewards)) / (spread + 1e-4) for reward in rewards]
     assert [sequence.advantages[0] for sequence in judged.sequences] == pytest.approx(expected)
     assert expected[5] == 0.0  # alone, it has nothing to be compared with
-    update = updater.update(judged.sequences, step=1)
+    update = updater.update(updater.pack(judged.sequences), step=1)
     assert np.isfinite(update.loss)
     assert 0 < update.grad_norm < np.inf

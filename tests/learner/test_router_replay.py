@@ -324,7 +324,7 @@ def test_an_update_replays_and_its_reference_chooses_for_itself() -> None:
     with pytest.raises(RoutingError, match="does not say which experts"):
         updater.judge(plain, 0)
     groups = [msgspec.structs.replace(one, trajectories=tuple(map(with_choices, one.trajectories))) for one in plain]
-    update = updater.update(updater.judge(groups, 0).sequences, 0)
+    update = updater.update(updater.pack(updater.judge(groups, 0).sequences), 0)
     assert 0 < update.algorithm["router_disagreement"] < 1
     assert reference.batches
     assert all(batch.experts_TLK is None for batch in reference.batches)

@@ -44,7 +44,7 @@ def updates(preset: str, updates_per_step: int) -> list[dict[str, float]]:
         max_new_tokens=32,
         max_lag=2,
     )
-    done = [updater.update(sequences([12] * size, seed=size), step) for step, size in enumerate(SIZES)]
+    done = [updater.update(updater.pack(sequences([12] * size, seed=size)), step) for step, size in enumerate(SIZES)]
     return [{"loss": update.loss, "grad_norm": update.grad_norm, **update.algorithm} for update in done]
 
 

@@ -1,0 +1,164 @@
+"""Opens and closes the way to a collector, and starts spans on it."""
+
+import logging
+import os
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from threading import Thread
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.environment_variables import OTEL_SERVICE_NAME, OTEL_SPAN_LINK_COUNT_LIMIT
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.trace import Link, Span, SpanContext, TraceFlags, Tracer, set_span_in_context
+from opentelemetry.util.types import AttributeValue
+
+from .ids import RootIds
+
+CLOSE_S = 5.0
+"""Seconds in which a process that ends may send the spans that are left."""
+NOISY = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
+"""Loggers of the library that would say at every batch that the collector is away."""
+log = logging.getLogger(__name__)
+
+Attributes = Mapping[str, AttributeValue]
+
+
+class Spans:
+    """Starts spans. Only one thread at a time may call it."""
+
+    def __init__(self, provider: TracerProvider, tracer: Tracer, ids: "Ids") -> None:
+        self._provider = provider
+        self._tracer = tracer
+        self._ids = ids
+
+    def start_root(
+        self,
+        name: str,
+        ids: RootIds,
+        attributes: Attributes,
+        *,
+        links: Sequence[Link] = (),
+        start_ns: int | None = None,
+    ) -> Span:
+        """Start the root span of a trace. Nothing is sent of a span that never ends. `start_ns`: nanoseconds since the
+        epoch; None: now."""
+        self._ids.root = ids
+        try:
+            return self._tracer.start_span(
+                name, context=Context(), attributes=attributes, links=links, start_time=start_ns
+            )
+        finally:
+            self._ids.root = None
+
+    def start(self, name: str, parent: Span, attributes: Attributes, *, start_ns: int | None = None) -> Span:
+        """Start a span below `parent`."""
+        return self._tracer.start_span(
+            name, context=set_span_in_context(parent, Context()), attributes=attributes, start_time=start_ns
+        )
+
+    def link_to(self, name: str, ids: RootIds, attributes: Attributes) -> Link:
+        """Return a link to the root span `name` of these ids, which another process makes. It says whether that root
+        is sampled, as far as the sampler decides by trace ids."""
+        decision = self._provider.sampler.should_sample(Context(), ids.trace, name).decision
+        flags = TraceFlags(TraceFlags.SAMPLED if decision is Decision.RECORD_AND_SAMPLE else TraceFlags.DEFAULT)
+        return Link(SpanContext(ids.trace, ids.span, is_remote=True, trace_flags=flags), attributes)
+
+
+class Ids(IdGenerator):
+    """The ids of the next root span, and else random ones, which do not come from the process's own generator."""
+
+    def __init__(self) -> None:
+        self.root: RootIds | None = None
+        self._random = random.SystemRandom()
+
+    def generate_trace_id(self) -> int:
+        """Return 128 bits, not all 0."""
+        return self.root.trace if self.root else self._random.getrandbits(128) or 1
+
+    def generate_span_id(self) -> int:
+        """Return 64 bits, not all 0."""
+        return self.root.span if self.root else self._random.getrandbits(64) or 1
+
+
+class _SaidOnce(logging.Handler):
+    """Says the first thing that goes wrong on the way to the collector, and no other."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(logging.WARNING)
+        self._endpoint = endpoint
+        self._is_said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._is_said:
+            self._is_said = True
+            log.warning(
+                "Traces do not reach %s: %s Those not sent are lost. This is said once, and the run goes on.",
+                self._endpoint,
+                record.getMessage(),
+            )
+
+
+def make_provider(
+    service: str, attributes: Mapping[str, str], *, endpoint: str, protocol: str
+) -> TracerProvider | None:
+    """Return a provider that sends spans as the environment says; None, after a warning, for an unknown protocol."""
+    exporter = _exporter(protocol)
+    _give_exporters_a_generator()
+    if exporter is None:
+        log.warning("No traces are sent to %s: the protocol %r is neither http/protobuf nor grpc.", endpoint, protocol)
+        return None
+    said_once = _SaidOnce(endpoint)
+    for name in NOISY:
+        logging.getLogger(name).propagate = False
+        logging.getLogger(name).handlers = [said_once]
+    # A step trains more trajectories than the 128 links that a span has by default.
+    links = None if os.environ.get(OTEL_SPAN_LINK_COUNT_LIMIT) else SpanLimits.UNSET
+    named = {} if os.environ.get(OTEL_SERVICE_NAME) else {SERVICE_NAME: service}
+    provider = TracerProvider(
+        resource=Resource.create({**named, **attributes}),
+        id_generator=Ids(),
+        span_limits=SpanLimits(max_links=links),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def make_spans(provider: TracerProvider) -> Spans:
+    """Return what starts spans of a provider that `make_provider` made."""
+    assert isinstance(provider.id_generator, Ids)
+    return Spans(provider, provider.get_tracer("headway"), provider.id_generator)
+
+
+def close_provider(provider: TracerProvider) -> None:
+    """Send the spans that are left, for `CLOSE_S` at most; a collector that does not answer costs no more."""
+    closing = Thread(target=provider.shutdown, name="last spans", daemon=True)
+    closing.start()
+    closing.join(CLOSE_S)
+
+
+def _give_exporters_a_generator() -> None:
+    """Give the exporters' modules a generator of their own, from which they draw at every batch, in a thread. The state
+    of the process's generator belongs to the user's loss, and a resumed or replayed run depends on it."""
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("opentelemetry.exporter.") and getattr(module, "random", None) is random:
+            module.random = random.Random()  # type: ignore[attr-defined]
+
+
+def _exporter(protocol: str) -> SpanExporter | None:
+    match protocol:
+        case "" | "http/protobuf":
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as OverHttp
+
+            return OverHttp()
+        case "grpc":
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGrpc
+
+            return OverGrpc()
+        case _:
+            return None
