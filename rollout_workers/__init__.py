@@ -10,8 +10,9 @@
        └───trajectory─ rewards (`rewards/`: built-in ones, your own, a weighted sum)
 
     worker.py       the loop: refresh weights -> lease -> generate, score and answer turns -> submit
-    evaluate.py     the pass rate on held-out prompts
-    samples/        one sample: played turn by turn, recorded with version spans, saved in segments, held by a lease
+    evaluate.py     the pass rate on held-out prompts, in the process that asks for it
+    samples/        one sample: played turn by turn, recorded with version spans, saved in segments, held by a lease;
+                    a worker's part in evaluations beside training
     swaps/          new weights in a running engine: their turn, their verification, and the use of the device
     engines/        turn prompts into tokens; `engines/base.py` is the seam
     rewards/        score responses; `rewards/base.py` is the seam

@@ -161,8 +161,30 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The evaluation on held-out prompts."""
 
-    prompts: Annotated[int, Meta(ge=0, description="held-out prompts, one sample each; 0: no evaluation")] = 256
+    prompts: Annotated[int, Meta(ge=0, description="held-out prompts; 0: no evaluation")] = 256
+    samples: Annotated[
+        int,
+        Meta(ge=1, description="samples of each prompt; pass@1 is the mean over all, pass@k asks for one that passed"),
+    ] = 1
+    temperature: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="temperature of evaluations; 0: greedy; null: sampling.temperature"),
+    ] = None
     every_steps: Annotated[
         int, Meta(ge=0, description="steps between two evaluations; 0: only before and after training")
     ] = 0
     pass_reward: Annotated[float, Meta(description="a response passes with at least this reward")] = 1.0
+    where: Annotated[
+        Literal["learner", "workers"],
+        Meta(
+            description="learner: an embedded engine in the learner's process, which does not train meanwhile; "
+            "workers: the rollout workers, beside training"
+        ),
+    ] = "learner"
+    hold_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="seconds for which a worker that evaluates keeps its version at most, instead of newer ones",
+        ),
+    ] = 120.0

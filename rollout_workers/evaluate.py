@@ -1,38 +1,39 @@
 """The pass rate on held-out prompts, with the engine, sampling, rewards and environment that training uses."""
 
 import asyncio
-import zlib
 from collections.abc import Coroutine, Sequence
 from statistics import fmean
 from typing import Any
 
 import msgspec
 
+from broker.client.evaluations import EvaluationResult
 from broker.schema import Prompt
 
 from .config import SamplingConfig
 from .decoding import Decoding
-from .engines.base import Engine, GenerationRequest
+from .engines.base import Engine
 from .environments.base import Environment
 from .environments.single_turn import SingleTurn
 from .rewards.base import Scorer
 from .samples.episode import Episodes
-from .samples.generation import generate, room
+from .samples.generation import generate
+from .samples.held_out import held_out_request, play_held_out
 from .samples.recorder import Recorder
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over one sample of each prompt; all are 0 if there were no prompts."""
+    """Means over the samples of all prompts; all are 0 if there were no prompts."""
 
     pass_rate: float
+    """The share of samples that passed (pass@1)."""
     reward_mean: float
     response_tokens_mean: float
     prompts: int
-
-
-class _Sample(msgspec.Struct, frozen=True):
-    reward: float
-    response_tokens: int
+    samples: int = 1
+    """The samples of each prompt: k."""
+    pass_at_k: float = 0.0
+    """The share of prompts of which at least one sample passed (pass@k)."""
 
 
 async def evaluate(
@@ -43,46 +44,51 @@ async def evaluate(
     sampling: SamplingConfig,
     pass_reward: float,
     environment: Environment | None = None,
+    *,
+    samples: int = 1,
 ) -> EvalResult:
-    """Sample each prompt once, as many at a time as the engine can batch. Without `environment` an episode has one
-    turn.
-
-    A seed depends only on its prompt and the prompt's place, so the same weights give the same result on an engine that
-    honours seeds.
-    """
+    """Sample each prompt `samples` times, as many at a time as the engine can batch. Without `environment` an episode
+    has one turn."""
     episodes = Episodes(environment or SingleTurn(), scorer, decoding)
     places = asyncio.Semaphore(engine.capacity)
 
-    async def one(index: int, prompt: Prompt) -> _Sample:
-        recorder, request = Recorder(), _request(index, prompt, sampling, decoding)
-        async with places:
-            judged = await episodes.play(
-                prompt,
-                recorder,
-                lambda: generate(engine, request, recorder),
-                lambda: room(request, recorder, engine.max_model_len),
-            )
-        judged = judged or await episodes.judge(prompt, recorder, 0)
-        return _Sample(recorder.earned + judged.reward, len(recorder.tokens))
+    async def one(place: int, number: int, prompt: Prompt) -> EvaluationResult:
+        recorder, request = Recorder(), held_out_request(place, number, prompt, sampling, decoding)
 
-    return _summary(await _all([one(i, prompt) for i, prompt in enumerate(prompts)]), pass_reward)
+        async def turn() -> None:
+            async with places:
+                await generate(engine, request, recorder)
+
+        return await play_held_out(
+            episodes,
+            prompt,
+            recorder,
+            request,
+            turn,
+            max_model_len=engine.max_model_len,
+            pass_reward=pass_reward,
+        )
+
+    asked = [one(place, number, prompt) for place, prompt in enumerate(prompts) for number in range(samples)]
+    return summarize(await _all(asked), samples)
 
 
-def _request(index: int, prompt: Prompt, sampling: SamplingConfig, decoding: Decoding) -> GenerationRequest:
-    name = f"eval:{index}:{prompt.group}"
-    return GenerationRequest(
-        request_id=name,
-        prompt_tokens=prompt.token_ids,
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop_token_ids=list(decoding.stop_token_ids),
-        seed=zlib.crc32(name.encode()),
+def summarize(results: Sequence[EvaluationResult], samples: int) -> EvalResult:
+    """Return the means of results, `samples` of which follow each other for each prompt."""
+    if not results:
+        return EvalResult(pass_rate=0.0, reward_mean=0.0, response_tokens_mean=0.0, prompts=0, samples=samples)
+    by_prompt = [results[first : first + samples] for first in range(0, len(results), samples)]
+    return EvalResult(
+        pass_rate=fmean(result.passed for result in results),
+        reward_mean=fmean(result.reward for result in results),
+        response_tokens_mean=fmean(result.response_tokens for result in results),
+        prompts=len(by_prompt),
+        samples=samples,
+        pass_at_k=fmean(any(result.passed for result in of_prompt) for of_prompt in by_prompt),
     )
 
 
-async def _all(samples: Sequence[Coroutine[Any, Any, _Sample]]) -> list[_Sample]:
+async def _all(samples: Sequence[Coroutine[Any, Any, EvaluationResult]]) -> list[EvaluationResult]:
     """Return all results in order. The first error cancels the rest, so that no request outlives the call."""
     tasks = [asyncio.ensure_future(sample) for sample in samples]
     try:
@@ -91,14 +97,3 @@ async def _all(samples: Sequence[Coroutine[Any, Any, _Sample]]) -> list[_Sample]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _summary(samples: Sequence[_Sample], pass_reward: float) -> EvalResult:
-    if not samples:
-        return EvalResult(pass_rate=0.0, reward_mean=0.0, response_tokens_mean=0.0, prompts=0)
-    return EvalResult(
-        pass_rate=fmean(sample.reward >= pass_reward for sample in samples),
-        reward_mean=fmean(sample.reward for sample in samples),
-        response_tokens_mean=fmean(sample.response_tokens for sample in samples),
-        prompts=len(samples),
-    )

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import socket
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Literal
 
@@ -18,7 +19,7 @@ from broker.schema import Lease, Segment, Trajectory, WorkerInfo
 from weightsync.config import WeightsConfig
 from weightsync.receive.subscriber import Subscriber
 
-from .config import SamplingConfig, WorkersConfig
+from .config import EvalConfig, SamplingConfig, WorkersConfig
 from .decoding import Decoding
 from .engines.base import Engine, GenerationRequest
 from .environments.base import Environment
@@ -27,6 +28,7 @@ from .outages import Outages
 from .rewards.base import Scorer, UnscoredError
 from .run_end import RunEnd
 from .samples.episode import Episodes, JudgedTurn
+from .samples.evaluating import Evaluating
 from .samples.generation import generate, room
 from .samples.held_leases import HeldLeases
 from .samples.recorder import Recorder
@@ -74,11 +76,13 @@ class Worker:
         engine_kind: str,
         records_experts: bool = False,
         is_colocated: bool = False,
+        evaluation: EvalConfig | None = None,
         tracer: SampleTracer = UNTRACED,
     ) -> None:
         """`environment` answers turns; without one an episode has one turn. With `records_experts` trajectories carry
         the experts that their tokens were given. With `is_colocated` the engine shares its device with the learner, in
-        turns. `tracer` follows every sample."""
+        turns. `evaluation` says how held-out prompts are sampled; by default this worker samples none. `tracer` follows
+        every sample that may be trained."""
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
@@ -102,11 +106,25 @@ class Worker:
             SwapTurns(broker.swap_turns, worker, self._outages, share=weights.swaps_at_once, ttl_s=self._alive_s),
             keep_cache=weights.kv_policy == "keep",
             verify=config.probe_swaps,
-            on_swap=self._wake.set,
+            until_free=self._until_evaluated,
+            on_swap=self._note_swap,
         )
         self._device: BorrowedDevice | None = None
         if is_colocated:
             self._device = BorrowedDevice(broker, engine, worker, self._outages, self._weights, self._set_aside)
+        self._evaluating = Evaluating(
+            broker.evaluations,
+            self._outages,
+            self._episodes,
+            decoding,
+            sampling,
+            evaluation or EvalConfig(),
+            self._generate,
+            worker=worker,
+            lease_ttl_s=lease_ttl_s,
+            max_model_len=engine.max_model_len,
+            on_change=self._wake.set,
+        )
         self._admitting = asyncio.Lock()
         self._generated = Throughput()
         self._requests = 0
@@ -153,6 +171,7 @@ class Worker:
         while not self._end:
             self._wake.clear()
             async with self._admitting:
+                await self._evaluating.fill(self._room(), tasks.create_task)
                 leases = await self._lease()
                 for lease in leases:
                     self._begin(lease, tasks)
@@ -186,6 +205,16 @@ class Worker:
         # Tokens of weights that fail their verification later must not reach the learner.
         await self._weights.reach(recorder.newest_version)
         return judged or await self._episodes.judge(lease.prompt, recorder, 0, trace)
+
+    def _note_swap(self) -> None:
+        """Note that the engine holds another version: it may be evaluated, and more samples may be leased with it."""
+        if self._weights.version is not None:
+            self._evaluating.begin(self._weights.version)
+        self._wake.set()
+
+    async def _until_evaluated(self) -> bool:
+        """Wait before a swap until the engine's version is needed no more. Returns whether it had to wait."""
+        return await self._evaluating.until_over()
 
     def _mark_generated(self, lease: Lease) -> None:
         """Note that the engine has room already, before this sample is scored and submitted."""
@@ -221,17 +250,20 @@ class Worker:
         return await self._episodes.play(
             lease.prompt,
             recorder,
-            lambda: self._generate(request, recorder, segments),
+            lambda: self._generate(request, recorder, segments.note),
             lambda: room(request, recorder, self._engine.max_model_len),
             trace,
         )
 
-    async def _generate(self, request: GenerationRequest, recorder: Recorder, segments: SegmentLog) -> None:
+    async def _generate(
+        self, request: GenerationRequest, recorder: Recorder, on_tokens: Callable[[], None] | None = None
+    ) -> None:
         """Generate one turn."""
 
         def note(count: int) -> None:
             self._generated.add(count)
-            segments.note()
+            if on_tokens is not None:
+                on_tokens()
 
         if not self._requests:
             self._generated.expect()
@@ -312,7 +344,7 @@ class Worker:
             broadcast_epoch=self._subscriber.epoch,
             wants_broadcast=self._subscriber.joins_groups and not self._end,
             capacity=self._engine.capacity,
-            active=len(self._held),
+            active=len(self._held) + len(self._evaluating),
             generated_tokens=self._generated.total,
             submitted=self.outcomes[SubmitOutcome.ACCEPTED] + self.outcomes[SubmitOutcome.DUPLICATE],
             tokens_per_s=self._generated.per_second(),
@@ -333,7 +365,7 @@ class Worker:
             return "starting"
         if self._device is not None and not self._device.is_awake:
             return "asleep"
-        return "generating" if len(self._held) else "idle"
+        return "generating" if len(self._held) + len(self._evaluating) else "idle"
 
     def _note_state(self, state: str) -> None:
         if self._run_end.is_over(state):
@@ -351,7 +383,8 @@ class Worker:
 
     def _room(self) -> int:
         capacity = self._engine.capacity
-        return min(capacity - self._held.generating, MOST_UNSUBMITTED * capacity - len(self._held))
+        places = capacity - len(self._evaluating)
+        return min(places - self._held.generating, MOST_UNSUBMITTED * capacity - len(self._held))
 
     async def _wait(self, timeout_s: float | None) -> bool:
         """Wait for a wake-up. Returns False if `timeout_s` seconds passed first."""
@@ -363,6 +396,7 @@ class Worker:
     async def _wind_down(self) -> None:
         with suppress(TimeoutError), self._outages:
             async with asyncio.timeout(FAREWELL_S):
+                await self._evaluating.end()
                 await self._held.hand_back_unfinished()
         await self._held.wait_submitted(FAREWELL_S)
 

@@ -102,6 +102,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     if recipe.run.is_colocated:
         yield from impossible_turns(recipe)
     yield from _useless_archives(recipe.weights)
+    yield from _impossible_evaluations(recipe)
     if 2 * recipe.workers.heartbeat_s > recipe.broker.lease_ttl_s:
         yield (
             f"workers.heartbeat_s ({recipe.workers.heartbeat_s:g}) must be at most half of broker.lease_ttl_s"
@@ -210,6 +211,33 @@ def _useless_archives(weights: WeightsConfig) -> Iterator[str]:
         yield (
             f"weights.archive={weights.archive} holds whole versions and the deltas that follow them, and"
             " weights.delta_chain=0 makes none. Set weights.delta_chain to 1 or more, or weights.archive=http."
+        )
+
+
+def _impossible_evaluations(recipe: Recipe) -> Iterator[str]:
+    evaluation = recipe.evaluation
+    if evaluation.temperature == 0 and evaluation.samples > 1:
+        yield (
+            f"evaluation.temperature=0 decodes greedily, so all {evaluation.samples} samples of a prompt"
+            " (evaluation.samples) would be the same. Set evaluation.samples=1, or a temperature."
+        )
+    if evaluation.where == "learner" or not evaluation.prompts:
+        return
+    if 0 < evaluation.every_steps <= recipe.staleness.max_lag:
+        yield (
+            f"evaluation.every_steps ({evaluation.every_steps}) must be above staleness.max_lag"
+            f" ({recipe.staleness.max_lag}) with evaluation.where=workers: a worker that still evaluates might miss the"
+            " next version that is to be evaluated."
+        )
+    if recipe.run.is_colocated:
+        yield (
+            "evaluation.where=workers evaluates beside training, and with run.placement=colocated engines sleep"
+            " meanwhile. Set evaluation.where=learner."
+        )
+    if recipe.weights.staging == "none":
+        yield (
+            "evaluation.where=workers has workers keep a version for a while, and with weights.staging=none the next"
+            " one overwrites it as it arrives. Set evaluation.where=learner, or weights.staging=host."
         )
 
 

@@ -57,7 +57,7 @@ class Evaluator:
     def measure(
         self, tensors: Iterable[tuple[str, "torch.Tensor"]] | None = None, prompts: int | None = None
     ) -> "EvalResult":
-        """Measure one sample of each prompt (of the first `prompts` of them), under these weights if some are given."""
+        """Measure the samples of all prompts, or of the first `prompts`, under these weights if some are given."""
         return self._runner.run(self._measure(None if tensors is None else list(tensors), self._prompts[:prompts]))
 
     def close(self) -> None:
@@ -78,6 +78,7 @@ class Evaluator:
         self, tensors: "list[tuple[str, torch.Tensor]] | None", prompts: Sequence[Prompt]
     ) -> "EvalResult":
         from rollout_workers.evaluate import evaluate
+        from rollout_workers.samples.held_out import evaluation_sampling
 
         if tensors is not None:
             self._swaps += 1
@@ -88,9 +89,10 @@ class Evaluator:
             prompts,
             self._scorer,
             self._decoding,
-            self._recipe.sampling,
+            evaluation_sampling(self._recipe.sampling, self._recipe.evaluation),
             self._recipe.evaluation.pass_reward,
             self._environment,
+            samples=self._recipe.evaluation.samples,
         )
         if tensors is not None:  # the next measurement brings its own weights
             await self._engine.sleep()

@@ -60,6 +60,7 @@ from .backend import recipe_backend, recipe_critic, recipe_routing
 from .evaluation import Evaluator
 from .observer import RunObserver
 from .stop_request import StopRequest
+from .worker_evaluations import WorkerEvaluations
 
 log = logging.getLogger(__name__)
 
@@ -223,12 +224,14 @@ def _learner(
     parts: Parts, experience: Experience | None, blocking: BlockingBroker | None, start: Start, stack: ExitStack
 ) -> Learner:
     recipe = parts.recipe
-    sinks = evaluator = traces = None
+    sinks = evaluator = by_workers = traces = None
     if experience is not None:
         run = SinkRun(name=recipe.run.name, identity=start.identity, directory=recipe.run_directory)
         sinks = stack.enter_context(open_sinks(recipe.metrics, run))
         traces = stack.enter_context(tracing_steps(recipe.run.name, start.identity))
-        if recipe.evaluation.prompts:
+        if parts.held_out and recipe.evaluation.where == "workers":
+            by_workers = WorkerEvaluations(recipe, experience, parts.held_out)
+        elif recipe.evaluation.prompts:
             evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out))
     observer = RunObserver(
         recipe,
@@ -237,6 +240,8 @@ def _learner(
         experience=experience,
         evaluator=evaluator,
         traces=traces,
+        by_workers=by_workers,
+        should_stop=parts.should_stop,
     )
     if blocking is not None:
         stack.enter_context(waits_logged(blocking, observer.on_look))

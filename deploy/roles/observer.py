@@ -4,7 +4,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from broker.schema import RunStatus, StepMetrics, Trajectory, WeightVersion
@@ -12,14 +13,17 @@ from deploy.observe.sinks.delivery import Sinks
 from deploy.recipe.recipe import Recipe
 from deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
 from learner.backends.base import Backend
+from learner.experience.outages import Interrupted
 from learner.experience.stream import Experience
 from learner.stages.loop import TrainedStep
 from learner.stages.stopwatch import seconds_by_phase
 
 from .evaluation import Evaluator
+from .worker_evaluations import WorkerEvaluations
 
 if TYPE_CHECKING:
     from deploy.observe.tracing.steps import TracedSteps
+    from rollout_workers.evaluate import EvalResult
 
 HEARTBEAT_S = 10.0
 """Seconds between two heartbeat events after steps, for sinks that want them. Each fetches the last steps from the
@@ -38,30 +42,71 @@ class RunObserver:
         first_step: int,
         sinks: Sinks | None,
         experience: Experience | None,
-        evaluator: Evaluator | None,
+        evaluator: Evaluator | None = None,
+        by_workers: WorkerEvaluations | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
         traces: "TracedSteps | None" = None,
     ) -> None:
+        """`evaluator` measures in this process, `by_workers` beside training; both None: other ranks do, or nobody."""
         self._recipe = recipe
         self._first_step = first_step
         self._sinks = sinks
         self._experience = experience
         self._evaluator = evaluator
         self._traces = traces
+        self._by_workers = by_workers
+        self._should_stop = should_stop
+        self._step = first_step
         self._started = time.monotonic()
         self._last_step: StepMetrics | None = None
         self._next_heartbeat_s = 0.0
 
+    def on_publish(self, version: WeightVersion) -> None:
+        """Have workers evaluate a version that is about to be published, where the recipe wants it."""
+        self._step = version.step
+        if self._by_workers is not None:
+            is_last = version.step == self._recipe.learner.steps
+            self._by_workers.publishes(version, is_due=self._is_evaluation_due(version.step, is_last))
+
     def on_weights(self, version: WeightVersion, backend: Backend, is_last: bool) -> None:
-        """Measure the pass rate where the recipe wants it: before the run, after it, and every so many steps."""
+        """Measure the pass rate where the recipe wants it: before the run, after it, and every so many steps. What
+        workers evaluate is waited for after the run alone."""
+        if self._recipe.evaluation.where == "workers":
+            self._hear_of_evaluations(is_last=is_last)
+            return
         if not self._is_evaluation_due(version.step, is_last):
             return
         tensors = backend.named_tensors()
-        if self._evaluator is not None and self._sinks is not None:
-            pass_rate = self._evaluator.measure(tensors).pass_rate
-            self._sinks.write(EvaluationEvent(incarnation=version.incarnation, step=version.step, pass_rate=pass_rate))
-            log.info("step %d: held-out pass rate %.3f", version.step, pass_rate)
+        if self._evaluator is not None:
+            self._note_evaluation(version, self._evaluator.measure(tensors))
         for _ in tensors:  # gathering is collective
             pass
+
+    def _hear_of_evaluations(self, *, is_last: bool) -> None:
+        if self._by_workers is None:
+            return
+        with suppress(Interrupted):
+            found = self._by_workers.wait(self._should_stop) if is_last else self._by_workers.collect()
+            for version, result in found:
+                self._note_evaluation(version, result)
+
+    def _note_evaluation(self, version: WeightVersion, result: "EvalResult") -> None:
+        if self._sinks is None:
+            return
+        self._sinks.write(
+            EvaluationEvent(
+                incarnation=version.incarnation,
+                step=version.step,
+                pass_rate=result.pass_rate,
+                pass_at_k=result.pass_at_k,
+                samples=result.samples,
+                prompts=result.prompts,
+                reward_mean=result.reward_mean,
+                response_tokens_mean=result.response_tokens_mean,
+                known_at_step=self._step,
+            )
+        )
+        log.info("step %d: held-out pass rate %.3f", version.step, result.pass_rate)
 
     def on_step(self, step: TrainedStep) -> None:
         """Give a step to sinks, broker and traces."""

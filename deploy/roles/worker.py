@@ -23,6 +23,7 @@ from deploy.recipe.operators import check_stored
 from deploy.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
+    from rollout_workers.config import EvalConfig
     from rollout_workers.worker import Worker
 
 T = TypeVar("T")
@@ -133,8 +134,13 @@ def _workers_part(stored: bytes) -> tuple[Any, ...]:
         recipe.algorithm.router_replay,
         recipe.run.seed,
         recipe.run.placement,
+        _evaluations(recipe.evaluation),
         leases,
     )
+
+
+def _evaluations(config: "EvalConfig") -> tuple[Any, ...]:
+    return config.where, config.samples, config.temperature, config.pass_reward, config.hold_s
 
 
 async def _work(
@@ -185,6 +191,7 @@ async def _work(
             engine_kind=recipe.engine.kind,
             records_experts=records_experts,
             is_colocated=is_colocated,
+            evaluation=recipe.evaluation,
             tracer=tracer,
         )
         await _roll_out(rollout, recipe, worker, drain)

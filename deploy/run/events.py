@@ -18,12 +18,23 @@ class StepEvent(msgspec.Struct, frozen=True, kw_only=True):
         return self.metrics.step - self.metrics.lag_max
 
 
-class EvaluationEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A pass rate on held-out prompts, measured before `step` was trained; also a line of evaluations.jsonl."""
+class EvaluationEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A pass rate on held-out prompts with the weights of `incarnation` and `step`, those before that step was trained;
+    also a line of evaluations.jsonl. None: an older version of Headway measured no more than the pass rate."""
 
     incarnation: int
     step: int
     pass_rate: float
+    """The share of samples that passed (pass@1)."""
+    pass_at_k: float | None = None
+    """The share of prompts of which at least one sample passed (pass@k)."""
+    samples: int | None = None
+    """The samples of each prompt: k."""
+    prompts: int | None = None
+    reward_mean: float | None = None
+    response_tokens_mean: float | None = None
+    known_at_step: int | None = None
+    """The step of the weights that the learner had when all samples were in: workers evaluate beside training."""
 
 
 class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):

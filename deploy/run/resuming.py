@@ -63,7 +63,7 @@ FREE = frozenset(
         "environment": "kind options deadline_s processes",
         "workers": "count pools devices heartbeat_s max_restarts metrics_port metrics_host patience_s probe_swaps"
         " segment_tokens segment_s",
-        "evaluation": "prompts every_steps pass_reward",
+        "evaluation": "prompts samples temperature every_steps pass_reward where hold_s",
         "algorithm": "preset corrections proximal dynamic_sampling",
         "algorithm.advantage": "kind options",
         "algorithm.objective": "kind anchor options",

@@ -16,8 +16,9 @@ import torch
 
 from broker import BlockingBroker
 from broker.client.batches import Claim, NotReady, TakenBatch
+from broker.client.evaluations import EvaluationProgress
 from broker.errors import HeadwayError, RunNotFoundError
-from broker.schema import Group, Probe, RunStatus, StepMetrics, TrajectoryId, WeightVersion
+from broker.schema import Group, Probe, Prompt, RunStatus, StepMetrics, TrajectoryId, WeightVersion
 from learner.data.prompts.cursor import PromptCursor
 from learner.objective.shaping import teaches
 from weightsync.publish.publisher import Publisher
@@ -191,6 +192,20 @@ class Experience:
         with suppress(Interrupted, RunNotFoundError):
             return self.insist(self._blocking.broker.status.snapshot)
         return None
+
+    def ask_to_evaluate(self, version: WeightVersion, prompts: Sequence[Prompt], samples: int) -> None:
+        """Asks workers for samples of held-out prompts with `version`, which is about to be published."""
+        with suppress(Interrupted):
+            self.insist(lambda: self._blocking.broker.evaluations.ask(self.owner, version, prompts, samples))
+
+    def evaluation(self, version: WeightVersion) -> EvaluationProgress | None:
+        """Returns how far the evaluation of `version` is; None where there is none. Raises Interrupted."""
+        return self.insist(lambda: self._blocking.broker.evaluations.look(self.owner, version))
+
+    def end_evaluation(self, version: WeightVersion) -> None:
+        """Forgets the evaluation of `version`."""
+        with suppress(Interrupted):
+            self.insist(lambda: self._blocking.broker.evaluations.end(self.owner, version))
 
     def insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Repeats `verb` until the server has answered it. Raises Interrupted where the learner is asked to stop

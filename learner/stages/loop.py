@@ -48,6 +48,10 @@ class Observer(Protocol):
         """These weights are about to be trained, or are the last. May call the backend, collectively."""
         ...
 
+    def on_publish(self, version: WeightVersion) -> None:
+        """This version is about to be published."""
+        ...
+
     def on_step(self, step: TrainedStep) -> None:
         """A step is done and its weights are on their way."""
         ...
@@ -207,6 +211,7 @@ class Learner:
         """Sends the weights to the engines beside the next step, unless the learner still replays earlier steps."""
         if self.version.step < self._caught_up_at:
             return
+        self.observer.on_publish(self.version)
         probe = measure_probe(self.backend, self.config.probe_tokens, self.config.probe_tolerance)
         tensors = self.backend.named_tensors()
         try:

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Literal
 
@@ -50,8 +50,10 @@ class HeldWeights:
         keep_cache: bool,
         verify: bool,
         on_swap: Callable[[], None],
+        until_free: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
-        """`keep_cache`: see Engine.swap_weights."""
+        """`keep_cache`: see Engine.swap_weights. `until_free` waits until the version held may be
+        replaced, and returns whether it had to wait; None: it always may."""
         self._engine = engine
         self._subscriber = subscriber
         self._outages = outages
@@ -59,6 +61,7 @@ class HeldWeights:
         self._keep_cache = keep_cache
         self._verify = verify
         self._on_swap = on_swap
+        self._until_free = until_free
         self._changed = asyncio.Condition()
         self._engine_is_ours = asyncio.Lock()
         self._contents: Contents = "nothing"
@@ -86,6 +89,8 @@ class HeldWeights:
         """Take every newer version, for ever. Raises WeightSyncError if the engine cannot hold one."""
         while True:
             delivery = await self._next_delivery()
+            if self._until_free is not None and await self._until_free():
+                delivery = self._subscriber.newer() or delivery
             has_waited = self._engine_is_ours.locked()
             async with self._engine_is_ours:
                 if has_waited:

@@ -193,6 +193,26 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
             " weights.staging=host, or weights.transport=nccl (ipc, where learner and engines share a GPU).",
         ),
         (
+            ["evaluation.temperature=0", "evaluation.samples=4"],
+            "evaluation.temperature=0 decodes greedily, so all 4 samples of a prompt (evaluation.samples) would be the"
+            " same. Set evaluation.samples=1, or a temperature.",
+        ),
+        (
+            ["evaluation.where=workers", "run.placement=colocated"],
+            "evaluation.where=workers evaluates beside training, and with run.placement=colocated engines sleep"
+            " meanwhile. Set evaluation.where=learner.",
+        ),
+        (
+            ["evaluation.where=workers", "evaluation.every_steps=2", "staleness.max_lag=2"],
+            "evaluation.every_steps (2) must be above staleness.max_lag (2) with evaluation.where=workers: a worker"
+            " that still evaluates might miss the next version that is to be evaluated.",
+        ),
+        (
+            ["evaluation.where=workers", "weights.staging=none"],
+            "evaluation.where=workers has workers keep a version for a while, and with weights.staging=none the next"
+            " one overwrites it as it arrives. Set evaluation.where=learner, or weights.staging=host.",
+        ),
+        (
             ["weights.staging=none", "weights.follow=pull"],
             "weights.staging=none keeps no version beside the engine, and weights.follow=pull keeps one in host memory."
             " Set weights.staging=host, or weights.follow=broadcast.",

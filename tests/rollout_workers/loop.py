@@ -13,7 +13,7 @@ from broker.client.batches import CheckpointMark, TakenBatch
 from broker.client.broker import Broker
 from broker.owner import Owner
 from broker.schema import Group, Probe, Prompt, RunRules, TensorSpec, TrajectoryId, WeightManifest, WeightVersion
-from rollout_workers.config import EngineConfig, SamplingConfig, WorkersConfig
+from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
 from rollout_workers.decoding import Decoding
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import NamedTensors
@@ -214,6 +214,7 @@ def make_worker(
     records_experts: bool = False,
     is_colocated: bool = False,
     weights: WeightsConfig | None = None,
+    evaluation: EvalConfig | None = None,
 ) -> Worker:
     """No stop tokens: every response has exactly `max_new_tokens`."""
     return Worker(
@@ -231,6 +232,7 @@ def make_worker(
         engine_kind="embedded",
         records_experts=records_experts,
         is_colocated=is_colocated,
+        evaluation=evaluation,
     )
 
 

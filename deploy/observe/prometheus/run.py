@@ -148,6 +148,10 @@ class RunCollector(Collector):
         if self._evaluation is not None:
             rate, step = self._evaluation.pass_rate, self._evaluation.step
             yield metric("headway_learner_pass_rate", "Pass rate on held-out prompts.", {"": rate})
+            if (at_k := self._evaluation.pass_at_k) is not None:
+                yield metric(
+                    "headway_learner_pass_at_k", "Share of held-out prompts with a sample that passed.", {"": at_k}
+                )
             yield metric("headway_learner_pass_rate_step", "The step before which it was measured.", {"": step})
 
     def _lag_histogram(self) -> Metric:

@@ -24,6 +24,10 @@ def points(event: Event) -> Iterator[tuple[str, float]]:
             yield from _of_step(event.metrics)
         case EvaluationEvent():
             yield "evaluation/pass_rate", event.pass_rate
+            further = (event.pass_at_k, event.reward_mean, event.response_tokens_mean)
+            for name, value in zip(("pass_at_k", "reward_mean", "response_tokens_mean"), further, strict=True):
+                if value is not None:
+                    yield f"evaluation/{name}", value
         case HeartbeatEvent():
             yield "workers/living", len(event.workers)
             yield "workers/generated_tokens_per_s", generated_per_s(event.workers)

@@ -1,0 +1,112 @@
+"""Workers evaluate beside training: at set steps, with one version each, whatever happens to a worker meanwhile."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.broker.audit import Audit, Auditor
+
+from .recipes import write_recipe
+from .records import check_trained, lines, summary
+from .terminals import DEADLINE_S, Terminals
+from .watching import watching
+
+pytestmark = pytest.mark.slow
+
+RUN, STEPS, EVERY, PROMPTS = "evaluated", 9, 3, 24
+SLOWLY = '''"""The share of sevens and nines, found slowly, so that evaluations last for a while."""
+
+import time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.05)
+    return sum(solution_str.count(digit) for digit in "79") / 16
+'''
+
+
+def test_a_worker_that_dies_evaluating_only_delays_it(terminals: Terminals, url: str) -> None:
+    recipe, run = recipe_of(terminals), terminals.root / "learner" / "runs" / RUN
+    victim, other = [terminals.open(name, "worker", "--broker", url, "--run", RUN) for name in ("victim", "other")]
+    auditor = Auditor(url, RUN)
+    with watching(url, RUN, terminals) as watch:
+        learner = terminals.open("learner", "learner", recipe, "--broker", url, "--run", RUN)
+        watch.until("both work", lambda status: sum(worker.submitted > 0 for worker in status.workers) == 2)
+        killed_at = until_all_are_leased(auditor, terminals)
+        victim.send(signal.SIGKILL)
+        status = watch.until("the run is over", lambda status: status.state == "finished")
+    learner.succeeds()
+    other.succeeds()
+
+    check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
+    admitted = status.queues.admitted
+    assert sum(status.tallies.dispatched_by_prompt_length.values()) == admitted
+    assert admitted - status.queues.open >= STEPS * 4
+    assert max(status.tallies.dispatched_by_lag) <= 2
+    assert auditor.look().evaluations == {}
+    auditor.close()
+
+    found = {line["step"]: line for line in lines(run / "evaluations.jsonl")}
+    assert sorted(found) == list(range(0, STEPS + 1, EVERY))
+    assert "is skipped" not in learner.said
+    assert found[killed_at]["known_at_step"] > killed_at
+    assert summary(run)["eval_after"] == found[STEPS]["pass_rate"]
+    for step in (killed_at, STEPS):
+        assert measured_alone(terminals, recipe, run, step) == {
+            name: found[step][name]
+            for name in ("pass_rate", "pass_at_k", "reward_mean", "response_tokens_mean", "prompts", "samples")
+        }
+
+
+def recipe_of(terminals: Terminals) -> Path:
+    for name in ("learner", "victim", "other", "alone"):
+        (terminals.directory(name) / "slowly.py").write_text(SLOWLY)
+    return write_recipe(
+        terminals.directory("learner"),
+        run={"name": RUN},
+        rewards=[{"kind": "slowly:compute_score"}],
+        learner={"steps": STEPS, "groups_per_step": 4, "group_size": 4},
+        checkpoint={"every_steps": EVERY, "keep": 100},
+        broker={"lease_ttl_s": 1.5},
+        evaluation={
+            "prompts": PROMPTS,
+            "every_steps": EVERY,
+            "where": "workers",
+            "temperature": 0.0,
+            "pass_reward": 0.1,
+        },
+    )
+
+
+def until_all_are_leased(auditor: Auditor, terminals: Terminals) -> int:
+    """Wait until two workers share what is left of an evaluation, and return its step."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (step := shared_step(auditor.look())) is None:
+        terminals.check()
+        assert time.monotonic() < deadline, "no evaluation was ever shared"
+        time.sleep(0.005)
+    return step
+
+
+def shared_step(audit: Audit) -> int | None:
+    for version, evaluation in audit.evaluations.items():
+        holders = {evaluation.fields[f"token:{i}"] for i, until in evaluation.left.items() if until}
+        if int(version.split(".")[1]) > 0 and len(holders) >= 2 and all(evaluation.left.values()):
+            return int(version.split(".")[1])
+    return None
+
+
+def measured_alone(terminals: Terminals, recipe: Path, run: Path, step: int) -> dict[str, float]:
+    """`headway eval` of the checkpoint with the weights of `step`."""
+    checkpoint = run / "checkpoints" / "1" / f"step_{step}"
+    alone = terminals.open(f"alone-{step}", "eval", recipe, "--checkpoint", checkpoint, "--json", **sees(terminals))
+    alone.succeeds()
+    result: dict[str, float] = json.loads(alone.said.splitlines()[-1])
+    return result
+
+
+def sees(terminals: Terminals) -> dict[str, str]:
+    return {"PYTHONPATH": f"{terminals.root / 'alone'}:{Path(__file__).parents[2]}"}
