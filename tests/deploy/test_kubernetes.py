@@ -516,3 +516,39 @@ def test_the_shipped_scripts_are_clean() -> None:
     for script in BASE.rglob("*.sh"):
         said = subprocess.run(["shellcheck", "-s", "bash", script], capture_output=True, text=True, check=False)
         assert said.returncode == 0, said.stdout
+
+
+@pytest.fixture
+def client_program(tmp_path: Path) -> Path:
+    """A folder with `valkey-cli`, or with redis-cli under that name; it answers instead of the image's own."""
+    found = shutil.which("valkey-cli") or shutil.which("redis-cli")
+    if found is None:
+        pytest.skip("neither valkey-cli nor redis-cli is installed")
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    (folder / "valkey-cli").symlink_to(found)
+    return folder
+
+
+def test_the_brokers_probes_succeed_while_it_serves_and_only_then(
+    served: tuple[Path, int], client_program: Path
+) -> None:
+    scripts, port = served
+    (scripts / "secrets" / "password").symlink_to("passwords/observer")
+    (broker,) = [one for one in objects_in(BASE / "broker") if one["kind"] == "StatefulSet"]
+    (container,) = broker["spec"]["template"]["spec"]["containers"]
+    probes = [container[f"{kind}Probe"]["exec"]["command"] for kind in ("startup", "readiness", "liveness")]
+    own = {"--tls --cacert /etc/headway/broker/ca.crt": f"-p {port}", "/etc/headway/broker": f"{scripts}/secrets"}
+    environment = {**os.environ, "PATH": f"{client_program}:{os.environ['PATH']}"}
+
+    def succeeds(probe: list[str]) -> bool:
+        command = [with_own(word, own) for word in probe]
+        return subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
+
+    deadline = time.monotonic() + DEADLINE_S
+    while not succeeds(probes[0]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert all(succeeds(probe) for probe in probes)
+    (scripts / "secrets" / "passwords" / "observer").write_text("wrong")
+    assert not any(succeeds(probe) for probe in probes)
