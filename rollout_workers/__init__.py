@@ -14,6 +14,7 @@
     samples/        one sample: played turn by turn, recorded with version spans, saved in segments, held by a lease;
                     a worker's part in evaluations beside training
     swaps/          new weights in a running engine: their turn, their verification, and the use of the device
+    health/         whether this worker is fit to generate
     engines/        turn prompts into tokens; `engines/base.py` is the seam
     rewards/        score responses; `rewards/base.py` is the seam
     environments/   end an episode after a turn, or say what the model reads next; `environments/base.py` is the seam

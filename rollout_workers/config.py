@@ -125,6 +125,21 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         float, Meta(gt=0, description="seconds between two reports of a worker, which renew its leases too")
     ] = 1.0
     max_restarts: Annotated[int, Meta(ge=0, description="restarts of one worker before the run is stopped")] = 5
+    engine_errors: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="errors of an engine within 10 min at which its worker hands its work back and is replaced",
+        ),
+    ] = 3
+    stall_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds without a token after which an engine with requests counts as hanging, and its worker "
+            "is replaced: many times the time between two tokens, prompts and compiling included; 0: never",
+        ),
+    ] = 600.0
     metrics_port: Annotated[
         int,
         Meta(

@@ -15,6 +15,7 @@ from typing import Literal
 
 from broker.client.broker import Broker
 from broker.client.leases import AppendOutcome, AppendReply, SubmitOutcome
+from broker.errors import BrokerError, FrameError, SickWorkerError
 from broker.schema import Lease, Segment, Trajectory, WorkerInfo
 from weightsync.config import WeightsConfig
 from weightsync.receive.subscriber import Subscriber
@@ -24,16 +25,17 @@ from .decoding import Decoding
 from .engines.base import Engine, GenerationRequest
 from .environments.base import Environment
 from .environments.single_turn import SingleTurn
+from .health.own import EngineHealth
+from .health.rules import Verdict
 from .outages import Outages
 from .rewards.base import Scorer, UnscoredError
 from .run_end import RunEnd
 from .samples.episode import Episodes, JudgedTurn
 from .samples.evaluating import Evaluating
-from .samples.generation import generate, room
+from .samples.generation import EngineFailedError, generate, room
 from .samples.held_leases import HeldLeases
 from .samples.recorder import Recorder
 from .samples.segments import SegmentLog
-from .samples.stalls import StallWatch
 from .samples.throughput import Throughput
 from .samples.tracing import UNTRACED, SampleTrace, SampleTracer
 from .swaps.colocation import BorrowedDevice
@@ -78,11 +80,13 @@ class Worker:
         is_colocated: bool = False,
         evaluation: EvalConfig | None = None,
         tracer: SampleTracer = UNTRACED,
+        on_sick: Callable[[], object] = lambda: None,
     ) -> None:
         """`environment` answers turns; without one an episode has one turn. With `records_experts` trajectories carry
         the experts that their tokens were given. With `is_colocated` the engine shares its device with the learner, in
         turns. `evaluation` says how held-out prompts are sampled; by default this worker samples none. `tracer` follows
-        every sample that may be trained."""
+        every sample that may be trained. `on_sick` is called once, when the worker finds itself unfit and begins to
+        hand its work back."""
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
@@ -129,7 +133,9 @@ class Worker:
         self._generated = Throughput()
         self._requests = 0
         """Requests that the engine runs now."""
-        self._stalls = StallWatch(config.heartbeat_s)
+        self._health = EngineHealth(look_s=config.heartbeat_s, stall_s=config.stall_s, errors=config.engine_errors)
+        self._verdict: Verdict | None = None
+        self._on_sick = on_sick
         self._run_end = RunEnd(config.patience_s)
         self._end = ""
         self.outcomes = dict.fromkeys(SubmitOutcome, 0)
@@ -141,8 +147,11 @@ class Worker:
         self._last_unscored = ""
 
     async def run(self) -> str:
-        """Work until the worker is drained (returns "drained") or the run is over (returns its state). Raises the first
-        error of any task."""
+        """Work until the worker is drained (returns "drained") or the run is over (returns its state).
+
+        Raises the first error of any task, and SickWorkerError once a worker that found itself unfit has handed its
+        work back.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 parts = [self._beat(), self._confirm(), self._weights.follow()]
@@ -159,6 +168,8 @@ class Worker:
             raise _first(group) from group
         finally:
             await self._leave()
+        if self._verdict is not None:
+            raise SickWorkerError(self._verdict.reason)
         return self._end
 
     def request_drain(self) -> None:
@@ -188,6 +199,8 @@ class Worker:
         with self._tracer.sample(lease, recorder) as trace:
             try:
                 judged = await self._judged(lease, recorder, segments, trace)
+            except EngineFailedError:
+                await self._outages.ride_out(lambda: self._held.hand_back(lease))
             except UnscoredError as error:
                 self._mark_generated(lease)
                 await self._give_up(lease, str(error))
@@ -270,6 +283,12 @@ class Worker:
         self._requests += 1
         try:
             await generate(self._engine, request, recorder, note)
+        except (BrokerError, FrameError):  # of the segments
+            raise
+        except Exception as error:
+            log.exception("the engine failed at %s", request.request_id)
+            self._fall_sick(self._health.failed(error))
+            raise EngineFailedError(self._health.last_error) from error
         finally:
             self._requests -= 1
 
@@ -320,7 +339,7 @@ class Worker:
                     self.request_drain()
                 self._note_state(await self._broker.status.state())
             self._wake.set()
-            self._stalls.look(self._requests if self._weights.may_sample else 0, self._generated.total)
+            self._fall_sick(self._health.look(self._requests if self._weights.may_sample else 0, self._generated.total))
             await asyncio.sleep(self._config.heartbeat_s)
 
     async def _confirm(self) -> None:
@@ -352,7 +371,8 @@ class Worker:
             last_error=self._weights.last_error
             or self._subscriber.last_error
             or self._outages.last_error
-            or self._last_unscored,
+            or self._last_unscored
+            or self._health.last_error,
             silent_s=self._generated.silent_s() if self._requests and self._weights.may_sample else 0.0,
         )
 
@@ -377,6 +397,15 @@ class Worker:
             self._end = reason
             self._wake.set()
 
+    def _fall_sick(self, verdict: Verdict | None) -> None:
+        """Begin to hand the work back, if there is a verdict and it is the first one."""
+        if verdict is None or self._verdict is not None:
+            return
+        self._verdict = verdict
+        log.error("worker %s is sick: %s", self._worker, verdict.reason)
+        self._on_sick()
+        self._stop("sick")
+
     def _is_full(self) -> bool:
         """Whether the worker has nothing to lease until a sample ends or weights arrive."""
         return self._weights.usable is None or self._room() <= 0
@@ -394,6 +423,10 @@ class Worker:
         return False
 
     async def _wind_down(self) -> None:
+        if self._verdict is not None:
+            await self._broker.faults.report(
+                worker=self._worker, host=socket.gethostname(), rule=self._verdict.rule, reason=self._verdict.reason
+            )
         with suppress(TimeoutError), self._outages:
             async with asyncio.timeout(FAREWELL_S):
                 await self._evaluating.end()

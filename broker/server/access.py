@@ -48,9 +48,9 @@ _LOOKING = "exists get hgetall hmget llen lrange object|idletime smembers zcard 
 
 _RIGHTS = {
     Role.LEARNER: _Rights(
-        commands=f"{_CONNECTION} {_LOOKING} expire fcall fcall_ro function|delete function|load hdel hget hincrby hlen"
-        " hset hsetnx lindex lrem ltrim memory|usage mget persist pttl rename rpush sadd scan scard set sismember srem"
-        " strlen unlink xadd xrevrange zadd zpopmin zrem zremrangebylex",
+        commands=f"{_CONNECTION} {_LOOKING} expire fcall fcall_ro function|delete function|load getrange hdel hget"
+        " hincrby hlen hset hsetnx lindex lrem ltrim memory|usage mget persist pttl rename rpush sadd scan scard set"
+        " sismember srem strlen unlink xadd xrevrange zadd zpopmin zrem zremrangebylex",
         writes="*",
     ),
     Role.WORKER: _Rights(

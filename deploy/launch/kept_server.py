@@ -10,8 +10,9 @@ from typing import Self
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 
+from .pool import HEALTHY_S
 from .processes import guarded
-from .supervisor import HEALTHY_S, RoleFailedError
+from .supervisor import RoleFailedError
 
 MAX_RESTARTS = 5
 """Restarts in a row; after more of them the cause is one that another start does not cure."""

@@ -14,6 +14,8 @@ from .base import Command, Handle, Launcher
 
 DRAIN_WORKER_S = 20.0
 """Seconds for a worker to drain: more than it needs to hand its leases back. Then it is killed."""
+HEALTHY_S = 60.0
+"""Seconds after which a living worker has recovered, so that its restarts are counted anew."""
 
 
 @dataclass
@@ -39,6 +41,11 @@ class Slot:
     @property
     def is_leaving(self) -> bool:
         return self.killed_at > 0
+
+    @property
+    def has_recovered(self) -> bool:
+        """Whether its process has lived long enough to count failures anew."""
+        return time.monotonic() - self.started > HEALTHY_S
 
     @property
     def is_running(self) -> bool:

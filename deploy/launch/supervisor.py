@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from broker.errors import LASTING_EXIT, VERSION_EXIT, HeadwayError
+from broker.errors import LASTING_EXIT, SICK_EXIT, VERSION_EXIT, HeadwayError
 from deploy.printing import say
 
 from .base import Command, Handle, Launcher
@@ -18,9 +18,12 @@ from .pool import DRAIN_WORKER_S, Pool, Slot
 from .processes import LocalLauncher
 
 POLL_S = 0.1
-HEALTHY_S = 60.0
-"""Seconds after which a living worker has recovered, so that its restarts are counted anew."""
 MAX_BACKOFF_S = 10.0
+MAX_SICK_BACKOFF_S = 600.0
+SICK_PLACE = (
+    "{} processes in a row have fallen sick in this place, while others are well: look at its host and its GPU, or take"
+    " a worker away with `headway scale -1`."
+)
 
 
 class RoleFailedError(HeadwayError):
@@ -110,16 +113,33 @@ class Supervisor:
         if child.exit_code() == VERSION_EXIT:
             self._give_up(slot, child)
             return
-        recovered = time.monotonic() - slot.started > HEALTHY_S
-        slot.failures = 1 if recovered else slot.failures + 1
+        slot.failures = 1 if slot.has_recovered else slot.failures + 1
+        if child.exit_code() == SICK_EXIT and self._is_anyone_well():
+            self._replace(slot, child)
+            return
         if slot.failures > self.max_restarts:
             after = f"after {self.max_restarts} restarts" if self.max_restarts else "and workers.max_restarts is 0"
             raise RoleFailedError(_obituary(child, f"It failed again {after}: {self._whole()} been stopped."))
         pause = min(self.backoff_s * 2 ** (slot.failures - 1), MAX_BACKOFF_S)
         self.say(_obituary(child, f"Restarting it in {pause:g} s ({slot.failures} of {self.max_restarts})."))
+        self._restart(slot, child, pause)
+
+    def _restart(self, slot: Slot, child: Handle, pause: float) -> None:
         child.kill()  # kills what it may have left in its session
         slot.child, slot.restart_at = None, time.monotonic() + pause
         self.restarts += 1
+
+    def _replace(self, slot: Slot, child: Handle) -> None:
+        """Start another process in its place, after longer and longer pauses where those fall sick too. The run goes on
+        with the other workers."""
+        pause = min(self.backoff_s * 2 ** (slot.failures - 1), MAX_SICK_BACKOFF_S)
+        remedy = f" {SICK_PLACE.format(slot.failures)}" if slot.failures > self.max_restarts else ""
+        self.say(_obituary(child, f"Another process takes its place in {pause:g} s.{remedy}"))
+        self._restart(slot, child, pause)
+
+    def _is_anyone_well(self) -> bool:
+        """Whether any worker runs that has not failed lately. If none does, the cause is not one worker's."""
+        return any(slot.is_running and (slot.failures == 0 or slot.has_recovered) for slot in self._workers())
 
     def _give_up(self, slot: Slot, child: Handle) -> None:
         """Start it never again. Raises RoleFailedError where no worker is left, and none has ended as it should."""

@@ -4,7 +4,12 @@ from collections.abc import Iterator
 
 from broker.schema import Fault, RunStatus
 
-MEANINGS = {"version": "is of another version of Headway"}
+MEANINGS = {
+    "version": "is of another version of Headway",
+    "stalled": "was set aside, as its engine hangs",
+    "failing": "was set aside, as its engine fails again and again",
+    "weights": "was set aside, as its engine does not hold the published weights",
+}
 """What the rules say of a worker, by their names."""
 
 

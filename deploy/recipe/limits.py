@@ -77,6 +77,8 @@ LIMITS = {
         0.01, 24, "each is a message to the server, which forgets who is silent for two minutes"
     ),
     "workers.max_restarts": _COUNT,
+    "workers.engine_errors": _COUNT,
+    "workers.stall_s": _WAIT,
     "workers.patience_s": _WAIT,
     "workers.segment_tokens": _COUNT,
     "workers.segment_s": _WAIT,

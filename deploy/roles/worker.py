@@ -4,9 +4,11 @@ import asyncio
 import gc
 import importlib
 import logging
+import os
 import signal
 import socket
 import tempfile
+import threading
 import zlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -16,7 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import uvloop
 
 from broker.client.broker import Broker, open_broker
-from broker.errors import BrokerError, ForeignRunError, HeadwayError, SchemaMismatchError
+from broker.errors import (
+    SICK_EXIT,
+    BrokerError,
+    ForeignRunError,
+    HeadwayError,
+    SchemaMismatchError,
+    SickWorkerError,
+    WeightSyncError,
+)
 from broker.user_code.roots import ImportRoots
 from deploy.recipe.loading import recipe_from_bytes, with_overrides
 from deploy.recipe.operators import check_stored
@@ -30,6 +40,8 @@ T = TypeVar("T")
 
 CONFIG_POLL_S = 0.2
 CONFIG_CHECK_S = 5.0
+GRACE_S = 20.0
+"""Seconds for a worker that found itself unfit to hand its work back. Then its process ends."""
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +73,25 @@ async def _run(url: str, run: str, worker: str, overrides: Sequence[str], allowe
                 async with _drained_when_changed(broker, stored, drain):
                     await _work(broker, recipe, worker, Path(private), drain, roots)
     except SchemaMismatchError as error:
-        reason = f"{error} Restarting the worker cannot mend this."
-        await broker.faults.report(worker=worker, host=socket.gethostname(), rule="version", reason=reason)
+        await _name(broker, worker, "version", f"{error} Restarting the worker cannot mend this.")
         raise
+    except WeightSyncError as error:
+        await _name(broker, worker, "weights", str(error))
+        raise SickWorkerError(str(error)) from error
     finally:
         await broker.close()
+
+
+async def _name(broker: Broker, worker: str, rule: str, reason: str) -> None:
+    """Tell others why this worker is set aside."""
+    await broker.faults.report(worker=worker, host=socket.gethostname(), rule=rule, reason=reason)
+
+
+def _end_soon() -> None:
+    """End the process once GRACE_S have passed, whatever hangs in it then."""
+    timer = threading.Timer(GRACE_S, os._exit, (SICK_EXIT,))
+    timer.daemon = True
+    timer.start()
 
 
 async def _fetch_config_and_libraries(broker: Broker) -> bytes:
@@ -193,6 +219,7 @@ async def _work(
             is_colocated=is_colocated,
             evaluation=recipe.evaluation,
             tracer=tracer,
+            on_sick=_end_soon,
         )
         await _roll_out(rollout, recipe, worker, drain)
 

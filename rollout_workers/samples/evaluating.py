@@ -23,6 +23,7 @@ from rollout_workers.outages import Outages
 from rollout_workers.rewards.base import UnscoredError
 
 from .episode import Episodes
+from .generation import EngineFailedError
 from .held_out import evaluation_sampling, held_out_request, play_held_out
 from .recorder import Recorder
 
@@ -141,7 +142,14 @@ class Evaluating:
 
     async def _sample(self, lease: EvaluationLease) -> None:
         recorder = Recorder()
-        result = await self._result(lease, recorder)
+        try:
+            result = await self._result(lease, recorder)
+        except EngineFailedError:
+            self._held.pop(lease.sample, None)
+            with self._outages:
+                await self._verbs.release([lease])
+            self._on_change()
+            return
         versions = [span.version for span in recorder.spans]
         outcome = await self._outages.ride_out(lambda: self._verbs.submit(lease, result, versions))
         if outcome is EvaluationOutcome.OTHER_VERSION:

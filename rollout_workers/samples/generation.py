@@ -8,6 +8,7 @@ from typing import cast
 
 import msgspec
 
+from broker.errors import HeadwayError
 from rollout_workers.engines.base import Chunk, Engine, FinishReason, GenerationRequest
 
 from .recorder import EngineOutputError, Recorder
@@ -17,6 +18,10 @@ PAUSE_S = 0.1
 MOST_IN_VAIN = 3000
 """Requests in a row that may be interrupted before their first token. With `PAUSE_S` they take five minutes, as long as
 a swap may."""
+
+
+class EngineFailedError(HeadwayError):
+    """The engine failed at one request; the sample is handed back."""
 
 
 def _ignore(count: int) -> None:

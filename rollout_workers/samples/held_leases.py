@@ -69,6 +69,13 @@ class HeldLeases:
             if lease.token in gone:
                 self.lose(lease)
 
+    async def hand_back(self, lease: Lease) -> None:
+        """Append the newest tokens of a sample whose generation has ended, and release it, so that a worker can
+        continue it."""
+        if held := self._held.get(lease.token):
+            await held.segments.append_rest()
+            await self._release([held])
+
     async def hand_back_unfinished(self) -> None:
         """Cancel the samples that are being generated, append their newest tokens and release them, so that another
         worker can continue them at once."""

@@ -148,6 +148,7 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
     await learner.status.set_state(run.owner, "training")
     await learner.holding.begin(HOLDER)
     await watch(brokers[Role.OBSERVER])
+    assert [fault.worker for fault in (await learner.status.snapshot()).faults] == ["w"]
     pinned = {0: [TrajectoryId(group_id(position), 0, sample) for position in (0, 1) for sample in (0, 1)]}
     await learner.batches.reassert(run.owner, announced=WeightVersion(1, 1), committed_groups=[], pinned=pinned)
     assert await learner.prompts.feed([prompt(8)], run.owner) == 1

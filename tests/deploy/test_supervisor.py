@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.errors import LASTING_EXIT, VERSION_EXIT
+from broker.errors import LASTING_EXIT, SICK_EXIT, VERSION_EXIT
 from deploy.launch.base import Command
 from deploy.launch.pool import Pool
 from deploy.launch.processes import Child, guarded
@@ -203,6 +203,42 @@ def test_a_worker_of_another_version_is_given_up_and_the_others_go_on(tmp_path: 
     assert supervisor.restarts == 0
     assert (tmp_path / "w0.ended").exists()
     assert said[0].startswith("other exited with code 79: protocol 1, not 2.\nRestarting it cannot mend this.")
+
+
+SICK = f"import sys; print('Error: the engine hangs.', flush=True); sys.exit({SICK_EXIT})"
+
+
+def test_a_sick_worker_is_replaced_as_long_as_others_are_well(tmp_path: Path) -> None:
+    """After longer and longer pauses, and with a remedy once restarts of other kinds would have come to an end."""
+    said, over = list[str](), tmp_path / "over"
+    learner = role("learner", f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.02)", tmp_path)
+    sick = f"import os, time\nwhile not os.path.exists('w0.up'): time.sleep(0.02)\n{SICK}"
+    pool = Pool.of([role("w0", drains("w0"), tmp_path), role("w1", sick, tmp_path)])
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == 3:
+            over.touch()
+
+    assert Supervisor([pool], learner, max_restarts=2, backoff_s=0.02, say=say).run() == 0
+    assert (tmp_path / "w0.ended").exists()
+    assert said[0].startswith(
+        "w1 exited with code 80: the engine hangs.\nAnother process takes its place in 0.02 s. Its"
+    )
+    assert "Another process takes its place in 0.04 s. Its" in said[1]
+    assert "takes its place in 0.08 s. 3 processes in a row have fallen sick in this place, while others" in said[2]
+    assert "headway scale -1" in said[2]
+
+
+def test_workers_that_are_all_sick_stop_the_run(tmp_path: Path) -> None:
+    workers = [role(name, SICK, tmp_path) for name in ("w0", "w1")]
+    supervisor = Supervisor(
+        [Pool.of(workers)], role("learner", FOREVER, tmp_path), max_restarts=2, backoff_s=0.02, say=lambda _: None
+    )
+    with pytest.raises(RoleFailedError, match=r"the engine hangs\.\nIt failed again after 2 restarts: the run has"):
+        supervisor.run()
+    assert supervisor.restarts <= 8
+    assert children_left() == []
 
 
 def test_workers_that_are_all_of_another_version_end_with_that_code(tmp_path: Path) -> None:

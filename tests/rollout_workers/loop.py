@@ -210,6 +210,8 @@ def make_worker(
     heartbeat_s: float = 0.05,
     patience_s: float = 60.0,
     segment_tokens: int = 16,
+    stall_s: float = 600.0,
+    on_sick: Callable[[], object] = lambda: None,
     stop_token_ids: Sequence[int] = (),
     records_experts: bool = False,
     is_colocated: bool = False,
@@ -225,7 +227,9 @@ def make_worker(
         environment=environment,
         decoding=decoding(stop_token_ids),
         sampling=SamplingConfig(max_new_tokens=max_new_tokens),
-        config=WorkersConfig(heartbeat_s=heartbeat_s, patience_s=patience_s, segment_tokens=segment_tokens),
+        config=WorkersConfig(
+            heartbeat_s=heartbeat_s, patience_s=patience_s, segment_tokens=segment_tokens, stall_s=stall_s
+        ),
         weights=weights or WeightsConfig(),
         lease_ttl_s=lease_ttl_s,
         worker=name,
@@ -233,6 +237,7 @@ def make_worker(
         records_experts=records_experts,
         is_colocated=is_colocated,
         evaluation=evaluation,
+        on_sick=on_sick,
     )
 
 

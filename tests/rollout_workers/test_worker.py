@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from broker.client.broker import Broker
-from broker.errors import BrokerError, HeadwayError, ServerRestartedError
+from broker.errors import BrokerError, ServerRestartedError, SickWorkerError
 from broker.schema import Group, Lease, ModelFiles, Prompt, WeightVersion, WorkerInfo
 from broker.server.embedded import EmbeddedServer
-from rollout_workers.engines.base import Chunk, GenerationRequest
+from rollout_workers.engines.base import Chunk, Engine, GenerationRequest
 from rollout_workers.model_files import ModelFilesError, fetch_model, write_model
 from rollout_workers.rewards.base import RewardError, Score, UnscoredError
-from rollout_workers.samples import stalls
 from rollout_workers.worker import MOST_UNSUBMITTED
 
 from .loop import CAPACITY, GROUP_SIZE, LONG, Deliveries, Learner, OneScorer, make_engine, make_worker, running, until
@@ -285,15 +284,78 @@ async def test_a_worker_reports_for_how_long_its_engine_has_been_silent(
 async def test_an_engine_that_hangs_ends_the_worker_and_hands_its_leases_back(
     brokers: tuple[Broker, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stalls, "PATIENCE_S", 0.2)
     learner = await Learner.start(brokers[0], groups=2)
     deliveries, engine = Deliveries(), make_engine(tmp_path)
     monkeypatch.setattr(engine, "generate", never)
     await learner.publish(0, deliveries)
-    with pytest.raises(HeadwayError, match=r"has sampled nothing for 0\.2 s"):
-        await asyncio.wait_for(make_worker(brokers[1], engine, deliveries).run(), 20)
-    queues = (await brokers[0].status.snapshot()).queues
-    assert (queues.leased, queues.retry) == (0, CAPACITY)
+    with pytest.raises(SickWorkerError, match=r"has sampled nothing for 0\.2 s \(workers\.stall_s\)"):
+        await asyncio.wait_for(make_worker(brokers[1], engine, deliveries, stall_s=0.2).run(), 20)
+    status = await brokers[0].status.snapshot()
+    assert (status.queues.leased, status.queues.retry) == (0, CAPACITY)
+    assert [(fault.worker, fault.rule) for fault in status.faults] == [("worker-1", "stalled")]
+
+
+class FailingEngine:
+    """Fails at some requests, each after a few tokens; the others are the real engine's."""
+
+    def __init__(self, engine: Engine, failures: int) -> None:
+        self._engine, self._left, self.failed = engine, failures, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        tokens = 0
+        async for chunk in self._engine.generate(request):
+            tokens += len(chunk.token_ids)
+            if self._left and tokens > 3:
+                self._left -= 1
+                self.failed.append(request.request_id)
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            yield chunk
+
+
+async def test_a_sample_at_which_the_engine_fails_is_handed_back_with_its_tokens(
+    brokers: tuple[Broker, Broker], tmp_path: Path
+) -> None:
+    learner = await Learner.start(brokers[0], groups=8)
+    deliveries, engine = Deliveries(), FailingEngine(make_engine(tmp_path), 2)
+    worker = make_worker(brokers[1], engine, deliveries, segment_tokens=1000)
+    await learner.publish(0, deliveries)
+    async with running(worker), asyncio.timeout(60):
+        groups = await take_all(learner, deliveries)
+    told = [t for group in groups for t in group.trajectories]
+    assert len({t.tid for t in told}) == len(told) == 8 * GROUP_SIZE
+    assert len(engine.failed) == 2
+    assert worker.info().last_error.startswith("the engine failed: RuntimeError: CUDA error: an illegal memory access")
+    status = await brokers[0].status.snapshot()
+    assert status.queues.resumed_tokens > 0
+    assert status.faults == ()
+
+
+async def test_an_engine_that_fails_again_and_again_ends_the_worker_with_its_work_handed_back(
+    brokers: tuple[Broker, Broker], tmp_path: Path
+) -> None:
+    learner = await Learner.start(brokers[0], groups=8)
+    deliveries, engine, told = Deliveries(), FailingEngine(make_engine(tmp_path), 10**6), list[str]()
+    worker = make_worker(brokers[1], engine, deliveries, on_sick=lambda: told.append("sick"), segment_tokens=1000)
+    await learner.publish(0, deliveries)
+    with pytest.raises(SickWorkerError, match=r"the engine failed 3 times within 600 s.*RuntimeError: CUDA error"):
+        await asyncio.wait_for(worker.run(), 60)
+    assert told == ["sick"]
+    status = await brokers[0].status.snapshot()
+    assert status.queues.leased == 0
+    assert status.workers == ()
+    (fault,) = status.faults
+    assert (fault.worker, fault.rule) == ("worker-1", "failing")
+    assert "and 3 set a worker aside (workers.engine_errors)" in fault.reason
+    segments = [await brokers[0].status._connection.execute("LLEN", key) for key in await segment_keys(brokers[0])]
+    assert segments, "the tokens before the failures are stored"
+
+
+async def segment_keys(broker: Broker) -> list[str]:
+    connection = broker.status._connection
+    return await connection.scan(connection.keys.hidden("segments:*"))
 
 
 @pytest.mark.slow

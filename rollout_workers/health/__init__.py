@@ -1,0 +1,8 @@
+"""Is a worker fit to generate? Its engine hangs, fails again and again, or makes fewer tokens than others do.
+
+    rules.py   the rules: figures in, a verdict with its reason out
+    own.py     the figures that a worker collects of its own engine
+
+The invariant: a worker is judged by itself or by its own supervisor, never by another worker. So a process with a
+worker's password can have nobody set aside but itself.
+"""

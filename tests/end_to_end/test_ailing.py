@@ -1,0 +1,92 @@
+"""Workers that fall ill in the midst of a run are named, hand their work back and are replaced; the run completes."""
+
+from pathlib import Path
+
+import pytest
+
+from broker.schema import RunStatus
+
+from .recipes import write_recipe
+from .records import check_trained, summary
+from .terminals import Terminals
+from .watching import attached
+
+pytestmark = pytest.mark.slow
+
+STEPS = 30
+AILING = """
+import asyncio
+from pathlib import Path
+
+from rollout_workers.engines.embedded.engine import open_embedded
+
+AILMENTS = {"worker-1": "fails", "worker-2": "hangs"}
+
+
+def ailing(config, model_dir, *, seed):
+    '''The first process of some places is ill; the next one there is well.'''
+    engine, place = open_embedded(config, model_dir, seed=seed), Path.cwd().name
+    mark = Path(__file__).with_name(f"{place}.ailed")
+    ailment = "" if mark.exists() else AILMENTS.get(place, "")
+    mark.touch()
+    well = engine.generate
+
+    async def generate(request):
+        async for chunk in well(request):
+            yield chunk
+            await asyncio.sleep(0.02)  # or the run might be over before others are in their places
+            if ailment == "fails":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if ailment == "hangs":
+                await asyncio.Event().wait()
+
+    engine.generate = generate
+    return engine
+"""
+RULES = {"failing": "worker-1", "stalled": "worker-2"}
+
+
+def test_workers_that_fall_ill_are_replaced_and_nothing_is_lost(terminals: Terminals) -> None:
+    home = terminals.directory("run")
+    (home / "ailing.py").write_text(AILING)
+    recipe = write_recipe(
+        home,
+        engine={"kind": "ailing:ailing", "max_concurrent": 4},
+        learner={"steps": STEPS},
+        workers={"count": 3, "stall_s": 3},
+    )
+    headway = terminals.open("run", "run", recipe)
+    run = home / "runs" / "tiny"
+    with attached(terminals, headway, run) as watch:
+        status = watch.until("all are named", lambda status: {fault.rule for fault in status.faults} >= set(RULES))
+        check_faults(status)
+        watch.until("others have their places", lambda status: places(status) == {0, 1, 2})
+        watch.until("the learner has looked", lambda status: "engine hangs" in (run / "logs/learner.log").read_text())
+    headway.succeeds()
+    check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
+    assert summary(run)["worker_restarts"] == len(RULES)
+    check_told(headway.said, run)
+
+
+def check_faults(status: RunStatus) -> None:
+    for fault in status.faults:
+        assert f"-{RULES[fault.rule]}-" in fault.worker
+    reasons = {fault.rule: fault.reason for fault in status.faults}
+    assert "the engine failed 3 times within 600 s" in reasons["failing"]
+    assert "RuntimeError: CUDA error: an illegal memory access" in reasons["failing"]
+    assert "and has sampled nothing for 3 s (workers.stall_s)" in reasons["stalled"]
+
+
+def places(status: RunStatus) -> set[int]:
+    """The places of the workers that are well."""
+    ill = {fault.worker for fault in status.faults}
+    return {int(info.worker.split("-")[-2]) for info in status.workers if info.worker not in ill}
+
+
+def check_told(said: str, run: Path) -> None:
+    shown, log = " ".join(said.split()), (run / "logs/learner.log").read_text()
+    assert all(f"{place} exited with code 80" in shown for place in RULES.values())
+    assert shown.count("Another process takes its place in") == len(RULES)
+    for text in (shown, log):
+        assert "was set aside, as its engine hangs" in text
+        assert "was set aside, as its engine fails again and again" in text
