@@ -1,5 +1,6 @@
 """`headway acl`: a server takes what it prints, and the passwords are told apart from it."""
 
+import asyncio
 from pathlib import Path
 from urllib.parse import quote
 
@@ -8,7 +9,7 @@ import redis
 from click.testing import CliRunner, Result
 
 from broker import open_broker
-from broker.errors import ConfigError
+from broker.errors import BrokerError, ConfigError
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from deploy.cli.main import cli
@@ -61,6 +62,29 @@ async def test_another_password_ends_what_came_in_by_the_old_one(tmp_path: Path,
         with pytest.raises(redis.exceptions.RedisError):
             intruder.ping()
         intruder.close()
+
+
+async def test_status_says_what_to_do_where_the_users_are_of_an_earlier_version(tmp_path: Path, run_name: str) -> None:
+    file = tmp_path / "passwords.yaml"
+    file.write_text("learner: one\nworker: two\nobserver: three\n")
+    printed = acl("--passwords", str(file)).stdout
+    with EmbeddedServer(tmp_path / "server") as server, redis.Redis.from_url(server.url) as admin:
+        learner = await open_broker(server.url, run_name)
+        await (await begin(learner, rules(0))).lease(2, 0)
+        await learner.close()
+        observer = server.url.replace("unix://", "unix://headway-observer:three@")
+        arguments = ["status", "--broker", observer, "--run", run_name]
+
+        for line in printed.replace(" +zscore", "").splitlines():
+            admin.execute_command(*line.split())
+        refused = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
+        assert isinstance(refused.exception, BrokerError), refused.output
+        assert "run `headway acl` of this version (with --redis-7.0 for Redis 7.0)" in str(refused.exception)
+
+        for line in printed.splitlines():
+            admin.execute_command(*line.split())
+        shown = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
+        assert shown.exit_code == 0, shown.output
 
 
 @pytest.mark.parametrize(
