@@ -68,7 +68,7 @@ class Source:
             return None
         self._stamp = now
         if self.directory is not None:
-            return read_record(str(self.directory))
+            return read_record(str(self.directory), again=True)
         return None if status is None else _record_of(status, self._settings)
 
 

@@ -10,6 +10,7 @@ from broker.errors import HeadwayError
 from broker.schema import StepMetrics
 from deploy.recipe.files import read_yaml
 
+from . import figures
 from .directory import CONFIG, find_run, is_going_on
 from .events import EvaluationEvent
 from .report import EVALUATIONS, METRICS, SUMMARY, FileLines, lineage, read_summary, summary_of
@@ -54,21 +55,37 @@ class Record:
         return "finished" if last is not None and last.step + 1 >= last.total_steps else "stopped"
 
 
-def read_record(run: str) -> Record:
-    """Read the run in that directory, or else of that name below ./runs. Raises ConfigError if there is none."""
+def read_record(run: str, *, again: bool = False) -> Record:
+    """Read the run in that directory, or else of that name below ./runs. Raises ConfigError if there is none.
+
+    `again`: for a caller that reads a running run again and again. Its summary then comes from metrics.jsonl alone,
+    without `trained_twice`: trained.jsonl names every trajectory, and takes seconds to read once it has millions.
+    """
     directory = find_run(run, (CONFIG, METRICS))
     notes: list[str] = []
     steps = _read_lines(directory / METRICS, StepMetrics, notes)
     evaluations = _read_lines(directory / EVALUATIONS, EvaluationEvent, notes)
+    is_running = _is_running(directory)
     return Record(
         directory=directory,
         steps=steps,
         evaluations=lineage(evaluations),
-        summary=_read_summary(directory, len(lineage(steps)), notes),
+        summary=_of_steps(steps) if again and is_running else _read_summary(directory, len(lineage(steps)), notes),
         settings=_read_settings(directory / CONFIG, notes),
-        is_running=_is_running(directory),
+        is_running=is_running,
         notes=notes,
     )
+
+
+def _of_steps(steps: list[StepMetrics]) -> dict[str, Any]:
+    """Return the summary's figures that the steps tell."""
+    kept = lineage(steps)
+    return {
+        **figures.learned(kept),
+        **figures.spent(steps),
+        "trained_trajectories": sum(step.trajectories for step in kept),
+        "max_lag_seen": max((step.lag_max for step in kept), default=0),
+    }
 
 
 def stamp(directory: Path) -> tuple[object, ...]:

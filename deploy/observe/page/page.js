@@ -145,11 +145,17 @@ function report(content) {
 const main = document.getElementById("page"), now = make("div"), body = make("div");
 let content = JSON.parse(document.getElementById("content").textContent);
 
-// Fills `part` anew. What was open stays open, and tables stay scrolled to where they were.
+function nameOf(element) {
+  return element.getAttribute("aria-label") ?? element.textContent;
+}
+
+// Fills `part` anew. What was open stays open, what had the focus keeps it, and tables stay scrolled to where they were.
 function refill(part, nodes) {
   const open = new Map([...part.querySelectorAll("details")].map((one) => [one.firstChild.textContent, one.open]));
   const left = new Map([...part.querySelectorAll(".scroll")].map((one) => [one.getAttribute("aria-label"), one.scrollLeft]));
+  const focused = part.contains(document.activeElement) ? nameOf(document.activeElement) : null;
   part.replaceChildren(...nodes);
+  if (focused !== null) [...part.querySelectorAll("button, summary, [tabindex]")].find((one) => nameOf(one) === focused)?.focus({ preventScroll: true });
   for (const one of part.querySelectorAll("details")) one.open = open.get(one.firstChild.textContent) ?? one.open;
   for (const one of part.querySelectorAll(".scroll")) one.scrollLeft = left.get(one.getAttribute("aria-label")) ?? 0;
 }
@@ -170,7 +176,7 @@ function shownNow(live) {
   const { waiting } = status;
   if (waiting) parts.push(make("p", waiting.is_quiet ? { class: "notes quiet-run", role: "status" } : { class: "quiet" }, waiting.text));
   parts.push(make("dl", { class: "tiles" },
-    [["step", step ? `${figure(step.step + 1)} of ${figure(step.total_steps)}` : "-"], ["version announced", status.announced], ["workers", status.workers.length], ["incarnation", status.incarnation]].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(value)))),
+    [["step", step ? `${figure(step.step + 1)} of ${figure(step.total_steps)}` : "-"], ["version announced", status.announced], ["workers", live.workers], ["incarnation", status.incarnation]].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(value)))),
     RATES.map(([key, name]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(Math.round((live.rates[key] ?? [0]).at(-1)))), sparkline(live.rates[key] ?? [0], name)))));
   parts.push(make("div", { class: "grid live" }, workers(live), versions(live), queues(status.queues), pools(status.pools), faults(status.faults), refused(status), lastEvents()));
   return parts.filter((part) => part !== null);
@@ -182,14 +188,27 @@ function box(title, ...inside) {
 
 function workers(live) {
   const columns = [["worker", false], ["state", false], ["version", true], ["leases", true], ["tokens/s", true], ["last 2 minutes", false], ["sent", true], ["engine", false], ["error", false]];
-  const rows = live.status.workers.map((one) => [one.worker, one.state, make("span", {}, one.version), make("span", {}, `${one.active}/${one.capacity}`), Math.round(one.tokens_per_s), sparkline(live.worker_rates[one.worker] ?? [0], `${one.worker}, tokens per second`), one.submitted, one.engine, make("span", {}, one.last_error)]);
-  const shown = box(`Workers (${rows.length})`, rows.length ? table(columns, rows, "Workers") : make("p", { class: "quiet" }, "None."));
+  const count = live.workers, rows = live.status.workers.map((one) => [one.worker, one.state, make("span", {}, one.version), make("span", {}, `${one.active}/${one.capacity}`), Math.round(one.tokens_per_s), sparkline(live.worker_rates[one.worker] ?? [0], `${one.worker}, tokens per second`), one.submitted, one.engine, make("span", {}, one.last_error)]);
+  const shown = box(`Workers (${figure(count)})`, rows.length ? table(columns, rows, "Workers") : make("p", { class: "quiet" }, "None."), turning(live.first, rows.length, count));
   shown.classList.add("wide");
   return shown;
 }
 
+// Buttons to the workers before and after those that are shown; null where all are.
+function turning(first, shown, count) {
+  if (shown >= count) return null;
+  const turn = (name, to, isThere) => {
+    const button = make("button", { type: "button", ...(isThere ? {} : { disabled: "" }) }, name);
+    button.addEventListener("click", () => { firstWorker = to; look(); });
+    return button;
+  };
+  return make("nav", { class: "turning", "aria-label": "Workers shown" },
+    turn("Earlier workers", Math.max(0, first - shown), first > 0), " ", turn("Later workers", first + shown, first + shown < count), " ",
+    make("span", { class: "quiet" }, `${figure(first + 1)} to ${figure(first + shown)} of ${figure(count)}, by name`));
+}
+
 function versions(live) {
-  const rows = live.versions.slice(0, NEWEST_VERSIONS).map((one) => [make("span", {}, one.version + (one.is_announced ? " (announced)" : "")), one.workers.length, one.generating, one.groups_generating, one.groups_ready, one.trained, one.groups_dropped]);
+  const rows = live.versions.slice(0, NEWEST_VERSIONS).map((one) => [make("span", {}, one.version + (one.is_announced ? " (announced)" : "")), one.workers, one.generating, one.groups_generating, one.groups_ready, one.trained, one.groups_dropped]);
   return box("Weight versions", table([["version", false], ["workers", true], ["their samples", true], ["groups generating", true], ["ready", true], ["trained", true], ["dropped", true]], rows, "Weight versions"), make("p", { class: "quiet" }, "Groups and trained samples count under the oldest version that sampled them; trained: in the last 20 steps."));
 }
 
@@ -222,8 +241,11 @@ function lastEvents() {
   return rows.length ? box("Last events", table([["step", true], ["", false]], rows, "Last events")) : null;
 }
 
-async function ask(name) {
-  const answer = await fetch(name + location.search, { cache: "no-store", signal: AbortSignal.timeout(10000) });
+let firstWorker = 0;
+
+async function ask(name, asked = {}) {
+  const query = new URLSearchParams([...new URLSearchParams(location.search), ...Object.entries(asked)]);
+  const answer = await fetch(`${name}?${query}`, { cache: "no-store", signal: AbortSignal.timeout(10000) });
   if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
   return answer.json();
 }
@@ -233,14 +255,19 @@ function isInUse(part) {
   return part.querySelector("figure:hover, svg:focus, .scroll:focus") !== null || (getSelection().type === "Range" && part.contains(getSelection().anchorNode));
 }
 
-async function follow() {
+async function look() {
   try {
-    const live = await ask("live.json");
+    const live = await ask("live.json", { first: firstWorker });
+    firstWorker = live.first;
     if (live.page !== content.number && !isInUse(body)) { content = await ask("page.json"); show(); }
     if (!isInUse(now)) refill(now, shownNow(live));
   } catch (error) {
     now.replaceChildren(notes([`The dashboard does not answer (${error.message}). The page shows its last figures.`]));
   }
+}
+
+async function follow() {
+  await look();
   setTimeout(follow, 1000);
 }
 

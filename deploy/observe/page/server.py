@@ -64,7 +64,8 @@ class _Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with the page, or with JSON."""
         asked = urlsplit(self.path)
-        if not self._is_welcome(parse_qs(asked.query)):
+        query = parse_qs(asked.query)
+        if not self._is_welcome(query):
             self._send(HTTPStatus.FORBIDDEN, "text/plain", b"Open the address that `headway dashboard` printed.\n")
             return
         watcher = self.server.watcher
@@ -75,7 +76,8 @@ class _Answer(BaseHTTPRequestHandler):
             case "/page.json":
                 self._send_json(watcher.page)
             case "/live.json":
-                self._send_json(watcher.live)
+                first = query.get("first", [""])[0]
+                self._send_json(watcher.window(int(first)) if first.isdecimal() and len(first) < 10 else watcher.live)
             case _:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", b"There is no such page.\n")
 

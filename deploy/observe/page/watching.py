@@ -20,6 +20,8 @@ from deploy.run.record import Record
 from .picture import Page, page_of
 
 POLL_S = 1.0
+SHOWN_WORKERS = 50
+"""The most workers of a window: a table of a thousand, drawn each second, would hold the browser up."""
 KEPT_POINTS = 120
 """Points of a sparkline: two minutes of looks."""
 SHARE = 10
@@ -37,8 +39,8 @@ class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     is_announced: bool
-    workers: list[str]
-    """Workers whose engines hold it."""
+    workers: int
+    """How many workers' engines hold it."""
     generating: int
     """Samples that these workers hold leases of."""
     groups_generating: int
@@ -60,7 +62,11 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     """Why a part of the page is old or missing; empty if none is."""
     status: dict[str, Any] | None = None
-    """What `headway status --json` prints."""
+    """What `headway status --json` prints; of the workers those from `first` on, if the page asked for a window."""
+    first: int = 0
+    """The place of the first worker shown, in the order of their names."""
+    workers: int = 0
+    """How many workers are alive."""
     versions: list[HeldVersion] = []
     rates: dict[str, list[float]] = {}
     """Tokens per second at the last looks, generated and trained."""
@@ -110,10 +116,21 @@ class Watcher:
             page=self._number,
             problem=" ".join(self._problems.values()),
             status=None if status is None else status_json(status, self._waiting),
+            workers=0 if status is None else len(status.workers),
             versions=[] if status is None else held_versions(status),
             rates={name: list(points) for name, points in list(self._rates.items())},
             worker_rates={name: list(points) for name, points in list(self._worker_rates.items())},
         )
+
+    def window(self, first: int) -> Live:
+        """The last look, with at most SHOWN_WORKERS workers: those from the place `first` on, or else the last ones."""
+        live = self.live
+        if live.status is None:
+            return live
+        first = max(0, min(first, (live.workers - 1) // SHOWN_WORKERS * SHOWN_WORKERS))
+        shown = live.status["workers"][first : first + SHOWN_WORKERS]
+        rates = {worker["worker"]: live.worker_rates.get(worker["worker"], []) for worker in shown}
+        return msgspec.structs.replace(live, status=live.status | {"workers": shown}, first=first, worker_rates=rates)
 
     def _look_on(self) -> None:
         assert self._connect is not None
@@ -174,7 +191,7 @@ def _held(name: str, announced: str, workers: Sequence[WorkerInfo], groups: Vers
     return HeldVersion(
         version=name,
         is_announced=name == announced,
-        workers=[worker.worker for worker in workers],
+        workers=len(workers),
         generating=sum(worker.active for worker in workers),
         groups_generating=groups.generating,
         groups_ready=groups.ready,

@@ -28,6 +28,7 @@ from deploy.observe.page import watching
 from deploy.observe.page.server import PageServer
 from deploy.observe.page.watching import Look, Watcher, held_versions
 from deploy.observe.waiting import Waiting
+from deploy.run.directory import held
 from deploy.run.record import Record, read_record
 from tests.broker.scenario import begin, rules
 from tests.broker.test_access import admit, url_of
@@ -177,18 +178,45 @@ def test_samples_are_counted_by_the_version_that_sampled_them() -> None:
     )
     found = {one.version: (one.workers, one.generating, one.trained) for one in held_versions(status)}
     assert found == {
-        "1.10": (["a"], 60, 20),
-        "1.9": (["b"], 60, 220),
-        "1.8": ([], 0, 236),
-        "1.7": ([], 0, 36),
-        "1.3": ([], 0, 0),
-        "-": (["c"], 60, 0),
+        "1.10": (1, 60, 20),
+        "1.9": (1, 60, 220),
+        "1.8": (0, 0, 236),
+        "1.7": (0, 0, 36),
+        "1.3": (0, 0, 0),
+        "-": (1, 60, 0),
     }
     assert list(found) == ["1.10", "1.9", "1.8", "1.7", "1.3", "-"]
     groups = {
         one.version: (one.groups_generating, one.groups_ready, one.groups_dropped) for one in held_versions(status)
     }
     assert groups == {name: {"1.9": (4, 2, 0), "1.3": (0, 0, 7)}.get(name, (0, 0, 0)) for name in found}
+
+
+def test_a_page_asks_for_a_window_of_many_workers() -> None:
+    names = [f"w-{index:03d}" for index in range(120)]
+    run = Told(msgspec.structs.replace(run_status(), workers=tuple(worker(name, None) for name in names)))
+    with serving(Watcher(run.connect, run.read)) as server:
+        eventually(lambda: get_json(server.url, "/live.json")["status"])
+        for asked, first in ((0, 0), (50, 50), (100, 100), (10**8, 100)):
+            live = get_json(server.url, f"/live.json?first={asked}")
+            assert (live["first"], live["workers"]) == (first, 120)
+            assert [one["worker"] for one in live["status"]["workers"]] == names[first : first + 50]
+            assert live["worker_rates"].keys() == set(names[first : first + 50])
+            assert live["status"]["throughput"]["generated_tokens_per_s"] == 120 * 2500.0
+        assert len(get_json(server.url, "/live.json?first=-1")["status"]["workers"]) == 120
+
+
+def test_a_running_run_is_followed_without_the_names_of_its_trajectories(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    whole = read_record(str(directory), again=True).summary
+    with held(directory):
+        (directory / "trained.jsonl").unlink()
+        followed = read_record(str(directory), again=True).summary
+    assert "trained_twice" in whole
+    assert "trained_twice" not in followed
+    assert followed["trained_trajectories"] == 5 * 256
+    same = {"steps", "reward_last", "max_lag_seen", "wall_s", "learner_wait_fraction", "trained_tokens_per_s"}
+    assert {name: followed[name] for name in same} == {name: whole[name] for name in same}
 
 
 def test_loopback_answers_only_those_who_call_it_by_its_name() -> None:
