@@ -3,6 +3,7 @@
     base/broker/    Valkey: a StatefulSet with its data on a volume
     base/learner/   the learner: a StatefulSet with the run's directory on a volume; learner.sh resumes a run
     base/workers/   a pool of workers: a Deployment, of which each pod is one worker
+    base/autoscaler/   `headway autoscale --serve` for a pool, which KEDA asks
     base/network/   who may reach whom
 
 Each role has its service and its disruption budget beside it. The invariant: no manifest contains a password, a

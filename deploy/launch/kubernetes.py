@@ -3,7 +3,7 @@
     DIRECTORY/   kustomization.yaml   image, namespace, the run's name; makes Secrets and ConfigMaps of the files below
                  recipe.yaml          the recipe as the learner's pod reads it
                  learner.yaml         a patch: CPUs and GPUs of the learner
-                 pools/NAME/          a pool's number of workers, their arguments, CPUs and GPUs
+                 pools/NAME/          a pool's number of workers, their arguments, CPUs and GPUs; what KEDA reads
                  base/                as it is shipped
                  secrets/             passwords, users and the server's certificate; kept by later launches
 
@@ -12,7 +12,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -41,6 +41,7 @@ BROKER_HOST = "headway-broker"
 GPU = "nvidia.com/gpu"
 METRICS_PORT = 9464
 """The port at which learner and workers serve metrics, which are also the answer to probes."""
+AUTOSCALER_PORT = 8080
 PULL_PORTS = (40000, 40009)
 """Ports at which the learner serves weights: among those that the network policies leave to the system's choice."""
 SECRETS = "secrets"
@@ -58,6 +59,8 @@ class KubernetesOptions:
     """Empty: the one that kubectl uses."""
     pools: Mapping[str, int]
     """Workers of a pool, instead of the recipe's number."""
+    keda: Mapping[str, int] = field(default_factory=dict)
+    """The most workers of each pool that KEDA scales."""
 
 
 def write_manifests(recipe: Recipe, directory: Path, options: KubernetesOptions) -> list[Path]:
@@ -98,20 +101,73 @@ class _Pool:
     count: int
     arguments: Sequence[str]
     resources: Resources
+    namespace: str
+    most: int | None
+    """The most workers to which KEDA scales it; None: KEDA does not."""
 
     @property
     def place(self) -> str:
         return f"pools/{_label(self.name)}"
 
+    @property
+    def suffix(self) -> str:
+        return "" if self.name == MAIN else f"-{_label(self.name)}"
+
     def files(self) -> dict[str, Any]:
+        """Return the content of each file."""
+        label = _label(self.name)
+        patches, resources = [{"path": "workers.yaml"}], ["../../base/workers"]
+        written: dict[str, Any] = {"workers.yaml": self._workers(label)}
+        if self.most is not None:
+            patches.append({"path": "autoscaler.yaml"})
+            resources += ["../../base/autoscaler", "scaledobject.yaml"]
+            written["autoscaler.yaml"] = self._autoscaler(label, self.most)
+            written["scaledobject.yaml"] = self._scaled_object(self.most)
+        own = {
+            "resources": resources,
+            **({"nameSuffix": self.suffix} if self.suffix else {}),
+            "labels": [{"pairs": {"headway/pool": label}, "includeSelectors": True}],
+            "patches": patches,
+        }
+        return {"kustomization.yaml": _KUSTOMIZATION | own, **written}
+
+    def _workers(self, label: str) -> dict[str, Any]:
         patch = _patch("Deployment", "headway-workers", "worker", self.resources)
-        patch["spec"]["replicas"] = self.count
-        container = patch["spec"]["template"]["spec"]["containers"][0]
-        container["args"] = [argument.replace("$", "$$") for argument in self.arguments]  # $(NAME) is a variable there
-        suffix = {} if self.name == MAIN else {"nameSuffix": f"-{_label(self.name)}"}
-        labels = [{"pairs": {"headway/pool": _label(self.name)}, "includeSelectors": True}]
-        own = {"resources": ["../../base/workers"], **suffix, "labels": labels, "patches": [{"path": "workers.yaml"}]}
-        return {"kustomization.yaml": _KUSTOMIZATION | own, "workers.yaml": patch}
+        if self.most is None:
+            patch["spec"]["replicas"] = self.count
+        own = [argument.replace("$", "$$") for argument in self.arguments]  # $(NAME) is a variable there
+        patch["spec"]["template"]["spec"]["containers"][0]["args"] = [f"--pool={label}.$(POD_NAME)", *own]
+        return patch
+
+    def _autoscaler(self, label: str, most: int) -> dict[str, Any]:
+        container = {"name": "autoscaler", "args": [f"--pool={label}", f"--most={most}"]}
+        return _on_containers("Deployment", "headway-autoscaler", container)
+
+    def _scaled_object(self, most: int) -> dict[str, Any]:
+        """Return what KEDA reads. It takes the number wanted as the number of pods, and waits for nothing besides: the
+        rule has waited already."""
+        url = f"http://headway-autoscaler{self.suffix}.{self.namespace}.svc:{AUTOSCALER_PORT}/"
+        trigger = {
+            "type": "metrics-api",
+            "metricType": "AverageValue",
+            "metadata": {"url": url, "valueLocation": "wanted", "targetValue": "1"},
+        }
+        behaviour = {"scaleDown": {"stabilizationWindowSeconds": 0}}
+        spec = {
+            "scaleTargetRef": {"name": f"headway-workers{self.suffix}"},
+            "minReplicaCount": 0,
+            "maxReplicaCount": most,
+            "pollingInterval": 10,
+            "cooldownPeriod": 60,
+            "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behaviour}},
+            "triggers": [trigger],
+        }
+        return {
+            "apiVersion": "keda.sh/v1alpha1",
+            "kind": "ScaledObject",
+            "metadata": {"name": "headway-workers"},
+            "spec": spec,
+        }
 
 
 _KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
@@ -123,20 +179,22 @@ def _check(recipe: Recipe, options: KubernetesOptions) -> None:
     if recipe.run.is_colocated:
         raise ConfigError("On Kubernetes learner and workers are pods of their own: set run.placement=separated.")
     names = [MAIN, *(pool.name for pool in pools_of(recipe))]
-    if unknown := sorted(set(options.pools) - set(names)):
+    if unknown := sorted({*options.pools, *options.keda} - set(names)):
         raise ConfigError(f"The recipe has no pool {unknown[0]!r}, only {', '.join(sorted(names))}.")
     labels = [_label(name) for name in names]
     if twice := [name for name, label in zip(names, labels, strict=True) if labels.count(label) > 1]:
         raise ConfigError(f"The names of the pools {' and '.join(twice)} are the same on Kubernetes: change one.")
     if not re.fullmatch(r"[a-z0-9][\w./:-]*(@sha256:[0-9a-f]{64})?", options.image):
         raise ConfigError(f"--image {options.image!r} is no image: give one such as registry.example/headway:0.1.0.")
+    if options.keda and not options.namespace:
+        raise ConfigError("KEDA asks from another namespace: name this run's own with --namespace.")
     if options.namespace and options.namespace != _label(options.namespace):
         raise ConfigError(f"--namespace {options.namespace!r} must be lower-case letters, digits and dashes.")
 
 
 def _label(name: str) -> str:
     """Return the name in the characters of a DNS label, such as a part of a pod's name must have."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-")
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:30].rstrip("-")
 
 
 def _for_pods(recipe: Recipe) -> Recipe:
@@ -161,6 +219,8 @@ def _pools(recipe: Recipe, options: KubernetesOptions) -> Iterator[_Pool]:
             name=name,
             count=options.pools.get(name, count),
             arguments=[*arguments, *served],
+            namespace=options.namespace,
+            most=options.keda.get(name),
             resources=Resources(threads=own.engine.threads, gpus=engine_gpus(own.engine)),
         )
 
@@ -169,13 +229,17 @@ def _patch(kind: str, name: str, container: str, resources: Resources) -> dict[s
     """Return a strategic merge patch that sets the resources of a container."""
     cpus = (resources.threads or 1) * resources.processes
     gpus = {"limits": {GPU: resources.gpus}} if resources.gpus else {}
-    own = {"name": container, "resources": {"requests": {"cpu": f"{cpus}"}, **gpus}}
-    spec = {"template": {"spec": {"containers": [own]}}}
+    return _on_containers(kind, name, {"name": container, "resources": {"requests": {"cpu": f"{cpus}"}, **gpus}})
+
+
+def _on_containers(kind: str, name: str, container: dict[str, Any]) -> dict[str, Any]:
+    spec = {"template": {"spec": {"containers": [container]}}}
     return {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
 def _kustomization(recipe: Recipe, options: KubernetesOptions, pools: Sequence[str]) -> dict[str, Any]:
     namespace = {"namespace": options.namespace} if options.namespace else {}
+    roles = (Role.LEARNER, Role.WORKER, *([Role.OBSERVER] if options.keda else []))
     server = [*_login(Role.OBSERVER), *(f"{SECRETS}/{name}" for name in SERVER_FILES)]  # its probes are an observer's
     return {
         **_KUSTOMIZATION,
@@ -189,7 +253,7 @@ def _kustomization(recipe: Recipe, options: KubernetesOptions, pools: Sequence[s
         ],
         "secretGenerator": [
             {"name": "headway-broker", "files": server},
-            *({"name": f"headway-{role}", "files": _login(role)} for role in (Role.LEARNER, Role.WORKER)),
+            *({"name": f"headway-{role}", "files": _login(role)} for role in roles),
         ],
     }
 

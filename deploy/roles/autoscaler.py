@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from broker.client.broker import BlockingBroker
-from broker.schema import RunStatus
+from broker.schema import PoolInfo, RunStatus
 from deploy.observe.autoscaling import Autoscaler, Decision, Load, Targets, busy_share, steps_made
 from deploy.observe.pools import pool_of
 from deploy.printing import say, say_json
@@ -72,12 +72,15 @@ class Autoscaling:
     def looks(self) -> Iterator[Look]:
         """Yield a look every LOOK_S seconds until the run is over."""
         while (status := self._status()).state not in RUN_OVER:
-            if time.monotonic() - self._changed >= self.cooldown_s:
+            if not self._is_cooling_down():
                 yield self._look(status)
             time.sleep(LOOK_S)
 
+    def _is_cooling_down(self) -> bool:
+        return time.monotonic() - self._changed < self.cooldown_s
+
     def _look(self, status: RunStatus) -> Look:
-        info, made = pool_of(status, self.pool), steps_made(status)
+        info, made = self._pool(status), steps_made(status)
         if self._since is None or made < self._since:  # it has just begun, or the run went back
             self._since = made
         self._busy.append(busy_share(status.workers))
@@ -86,8 +89,16 @@ class Autoscaling:
         if decision.wanted != info.wanted and not self.dry_run:
             self._since, self._changed = made, time.monotonic()
             self._busy.clear()
-            self.client.call(self.client.broker.pools.scale(info.pool, "to", decision.wanted))
+            self._ask(info.pool, decision.wanted)
         return Look(pool=info.pool, load=load, decision=decision)
+
+    def _pool(self, status: RunStatus) -> PoolInfo:
+        """Return the pool as the rule sees it."""
+        return pool_of(status, self.pool)
+
+    def _ask(self, pool: str, wanted: int) -> None:
+        """Ask for so many workers."""
+        self.client.call(self.client.broker.pools.scale(pool, "to", wanted))
 
     def _status(self) -> RunStatus:
         return self.client.call(self.client.broker.status.snapshot(whichever=True))

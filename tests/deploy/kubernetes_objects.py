@@ -7,12 +7,61 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 
 VERSION = "1.37"
 Object = dict[str, Any]
+
+
+def closed(*required: str, **fields: Any) -> Object:
+    """A JSON schema of an object with these fields and no other."""
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+NUMBER, TEXT, TEXTS = {"type": "integer", "minimum": 0}, {"type": "string"}, {"type": "object"}
+METADATA = closed("name", name=TEXT, namespace=TEXT, labels=TEXTS, annotations=TEXTS)
+SCALED_OBJECT = closed(
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+    apiVersion={"const": "keda.sh/v1alpha1"},
+    kind=TEXT,
+    metadata=METADATA,
+    spec=closed(
+        "scaleTargetRef",
+        "triggers",
+        scaleTargetRef=closed("name", name=TEXT, kind=TEXT, apiVersion=TEXT),
+        pollingInterval=NUMBER,
+        cooldownPeriod=NUMBER,
+        minReplicaCount=NUMBER,
+        maxReplicaCount=NUMBER,
+        advanced=closed(
+            horizontalPodAutoscalerConfig=closed(behavior=closed(scaleDown=closed(stabilizationWindowSeconds=NUMBER)))
+        ),
+        triggers={
+            "type": "array",
+            "minItems": 1,
+            "items": closed(
+                "type",
+                "metadata",
+                type={"const": "metrics-api"},
+                metricType={"enum": ["AverageValue", "Value"]},
+                metadata=closed("url", "valueLocation", "targetValue", url=TEXT, valueLocation=TEXT, targetValue=TEXT),
+            ),
+        },
+    ),
+)
+"""The fields of KEDA's ScaledObject that the manifests use, and what KEDA's documentation says of them."""
+CUSTOM = {"ScaledObject": SCALED_OBJECT}
 
 
 class Port(NamedTuple):
@@ -41,6 +90,10 @@ def objects_in(directory: Path) -> Iterator[Object]:
 
 def check_schema(one: Object) -> None:
     """Raise ValidationError for a field that this kind does not have, and for a value of a wrong type."""
+    schema = CUSTOM.get(one["kind"])
+    if schema is not None:
+        jsonschema.validate(one, schema)
+        return
     kubernetes_validate.validate(one, VERSION, strict=True)
 
 

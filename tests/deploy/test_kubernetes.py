@@ -19,8 +19,10 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
+import jsonschema
 import kubernetes_validate
 import pytest
 import redis
@@ -30,10 +32,11 @@ from broker.connection.address import Address
 from broker.server.access import Role
 from broker.server.embedded import find_server
 from deploy.cli.main import answer, cli
-from deploy.launch.kubernetes import METRICS_PORT, PULL_PORTS
+from deploy.launch.kubernetes import AUTOSCALER_PORT, METRICS_PORT, PULL_PORTS
 from deploy.launch.pool import DRAIN_WORKER_S
 from deploy.recipe.loading import load_recipe
 from deploy.roles.alone import _engine_threads
+from deploy.roles.served_autoscaler import Wanted
 
 from .kubernetes_objects import (
     Object,
@@ -55,6 +58,7 @@ from .test_cli import clean_environment
 
 POOLS = "workers.pools=[{name: Big_1, count: 3, engine: {kind: vllm, options: {tensor_parallel_size: 2, model: $x}}}]"
 CUDA = ("learner.processes=4", "learner.threads=2", "learner.device=cuda")
+SCALED = ("--namespace", "rl", "--keda", "Big_1=8")
 BASE = Path(__file__).parents[2] / "deploy" / "kubernetes" / "base"
 BROKER, LEARNER, WORKER = (
     {"app.kubernetes.io/name": "headway", "app.kubernetes.io/component": role}
@@ -75,7 +79,7 @@ def launch(*arguments: str) -> Path:
 
 @pytest.fixture
 def objects() -> list[Object]:
-    return rendered(launch(POOLS, *CUDA, "--image", "registry.example:5000/headway:0.1.0", "--namespace", "rl"))
+    return rendered(launch(POOLS, *CUDA, "--image", "registry.example:5000/headway:0.1.0", *SCALED))
 
 
 def patch(file: Path) -> Any:
@@ -142,6 +146,8 @@ def test_the_learners_recipe_has_the_ports_and_the_place_that_pods_have() -> Non
         (["workers.pools=[{name: a.b, count: 1}, {name: a_b, count: 1}]"], "pools a.b and a_b are the same"),
         (["--image", "Not an image"], "--image 'Not an image' is no image"),
         (["--namespace", "My_space"], "--namespace 'My_space' must be lower-case letters, digits and dashes."),
+        (["--keda", "4"], "KEDA asks from another namespace: name this run's own with --namespace."),
+        (["--keda", "small=2", "--namespace", "rl"], "The recipe has no pool 'small', only workers."),
         (["learner.step=3"], "unknown key learner.step"),
     ],
 )
@@ -196,7 +202,7 @@ def test_all_that_reaches_the_cluster_has_only_fields_of_its_kind(objects: list[
 def test_every_name_that_a_pod_needs_exists(objects: list[Object]) -> None:
     exist = {name_of(one) for one in objects}
     needed = {name for pod in pods_of(objects).values() for name in references(pod)}
-    assert len(needed) == 6
+    assert len(needed) == 7
     assert needed <= exist
     services = {one["spec"]["serviceName"] for one in objects if one["kind"] == "StatefulSet"}
     hosts = {Address.parse(url).url.split("@")[1].split(":")[0] for url in urls(objects)}
@@ -237,8 +243,9 @@ def test_selectors_match_the_pods_that_they_are_for(objects: list[Object]) -> No
             matched = [name for name, labels in pods.items() if selects(spec["selector"], labels)]
             assert [name.partition("/")[2] for name in matched] == [one["metadata"]["name"]]
         if kind == "Service":
+            owner = "Deployment" if "autoscaler" in one["metadata"]["name"] else "StatefulSet"
             matched = [name for name, labels in pods.items() if selects({"matchLabels": spec["selector"]}, labels)]
-            assert matched == [f"StatefulSet/{one['metadata']['name']}"]
+            assert matched == [f"{owner}/{one['metadata']['name']}"]
             ports = {port["name"] for port in containers_of(pods_of(objects)[matched[0]])[0]["ports"]}
             assert {port["targetPort"] for port in spec["ports"]} <= ports
 
@@ -271,9 +278,9 @@ def test_probes_and_ports_are_those_that_the_roles_serve(objects: list[Object]) 
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         for probe in (value for key, value in container.items() if key.endswith("Probe")):
             if "httpGet" in probe:
-                assert probe["httpGet"] == {"path": "/metrics", "port": "metrics"}
-                assert ports["metrics"] == METRICS_PORT
-        if name.startswith("Deployment"):
+                assert probe["httpGet"] in ({"path": "/metrics", "port": "metrics"}, {"path": "/", "port": "http"})
+                assert ports in ({"metrics": METRICS_PORT}, {"http": AUTOSCALER_PORT})
+        if name.startswith("Deployment/headway-workers"):
             assert f"workers.metrics_port={METRICS_PORT}" in container["args"]
             assert "workers.metrics_host=0.0.0.0" in container["args"]
 
@@ -321,7 +328,7 @@ def test_an_image_may_have_a_tag_or_a_digest(image: str, entry: dict[str, str]) 
 
 def test_every_headway_command_of_a_container_is_one_that_the_command_line_takes(objects: list[Object]) -> None:
     lines = [line for pod in pods_of(objects).values() for line in lines_of(pod, objects)]
-    assert sorted({line[0] for line in lines}) == ["broker", "learner", "workers"]
+    assert sorted({line[0] for line in lines}) == ["autoscale", "broker", "learner", "workers"]
     for line in lines:
         check_line(line)
     with pytest.raises(click.UsageError, match="--poll"):
@@ -346,6 +353,44 @@ def check_line(line: list[str]) -> None:
     context = cli.commands[line[0]].make_context("headway", [*words, *connection])
     if line[0] == "workers":
         _engine_threads(context.params["overrides"])
+
+
+def test_keda_asks_the_autoscaler_of_a_pool_and_scales_its_workers(objects: list[Object]) -> None:
+    (scaled,) = [one for one in objects if one["kind"] == "ScaledObject"]
+    spec = scaled["spec"]
+    assert spec["maxReplicaCount"] == 8
+    workers = named(objects, f"Deployment/{spec['scaleTargetRef']['name']}")
+    assert "replicas" not in workers["spec"]  # KEDA's alone
+    url = urlsplit(spec["triggers"][0]["metadata"]["url"])
+    service, namespace, _ = (url.hostname or "").split(".")
+    found = named(objects, f"Service/{service}")
+    assert namespace == found["metadata"]["namespace"]
+    assert url.port == found["spec"]["ports"][0]["port"] == AUTOSCALER_PORT
+    autoscaler = pods_of(objects)["Deployment/headway-autoscaler-big-1"]
+    policies = [one for one in objects if one["kind"] == "NetworkPolicy"]
+    port = Port(autoscaler["metadata"]["labels"], AUTOSCALER_PORT)
+    assert admits(policies, port, labels={}, namespace="keda")
+    assert not admits(policies, port, labels={}, namespace="other")
+    broker = pods_of(objects)["StatefulSet/headway-broker"]["metadata"]["labels"]
+    assert admits(policies, Port(broker, 6379), labels=autoscaler["metadata"]["labels"])
+
+
+def test_the_value_that_keda_reads_is_one_that_the_autoscaler_serves(objects: list[Object]) -> None:
+    (scaled,) = [one for one in objects if one["kind"] == "ScaledObject"]
+    metadata = scaled["spec"]["triggers"][0]["metadata"]
+    assert metadata["valueLocation"] in Wanted.__struct_fields__
+    assert float(metadata["targetValue"]) == 1  # so that the number of pods is the value
+    (line,) = lines_of(pods_of(objects)["Deployment/headway-autoscaler-big-1"], objects)
+    (worker,) = lines_of(pods_of(objects)["Deployment/headway-workers-big-1"], objects)
+    pool = next(word for word in line if word.startswith("--pool"))
+    assert f"{pool}.$(POD_NAME)" in worker
+
+
+def test_a_misspelt_field_for_keda_is_noticed(objects: list[Object]) -> None:
+    (scaled,) = [one for one in objects if one["kind"] == "ScaledObject"]
+    scaled["spec"]["maxReplicas"] = 3
+    with pytest.raises(jsonschema.ValidationError, match="maxReplicas"):
+        check_schema(scaled)
 
 
 # What containers do, with a server on this machine in place of the broker's pod

@@ -87,6 +87,12 @@ def slurm(
     "--image", default="headway", show_default=True, metavar="IMAGE", help="Headway's image, as REPOSITORY[:TAG]."
 )
 @click.option("--namespace", default="", help="Of all that is made there.  [default: the one that kubectl uses]")
+@click.option(
+    "--keda",
+    multiple=True,
+    metavar="[NAME=]MOST",
+    help="Let KEDA scale the pool by the rule of `headway autoscale`, up to MOST workers. Repeat it for more.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the files, except secrets; write nothing.")
 @json_option
 def kubernetes(
@@ -96,6 +102,7 @@ def kubernetes(
     pools: tuple[str, ...],
     image: str,
     namespace: str,
+    keda: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -107,7 +114,7 @@ def kubernetes(
     from deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    options = KubernetesOptions(image=image, namespace=namespace, pools=_counts(pools))
+    options = KubernetesOptions(image=image, namespace=namespace, pools=_counts(pools), keda=_counts(keda, "--keda"))
     if dry_run:
         texts = manifests(loaded, options)
         if as_json:
@@ -123,14 +130,14 @@ def kubernetes(
     say(f"Written to {output}: {len(written)} files, and secrets. Start the run with: kubectl apply -k {output}")
 
 
-def _counts(pools: tuple[str, ...]) -> dict[str, int]:
-    """Return the number of workers of each pool that --pool names. Raises UsageError."""
+def _counts(pools: tuple[str, ...], option: str = "--pool") -> dict[str, int]:
+    """Return the number of workers of each pool that the option names. Raises UsageError."""
     from deploy.recipe.pools import MAIN
 
     counts = {}
     for pool in pools:
         name, _, count = pool.rpartition("=")
         if not count.isdecimal() or not 1 <= int(count) <= 10_000:
-            raise click.UsageError(f"--pool {pool}: give a number of workers from 1 to 10000, such as 8 or NAME=8.")
+            raise click.UsageError(f"{option} {pool}: give a number of workers from 1 to 10000, such as 8 or NAME=8.")
         counts[name or MAIN] = int(count)
     return counts

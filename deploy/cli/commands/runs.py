@@ -75,6 +75,13 @@ def scale(workers: str, pool: str, url: str | None, run: str | None, wait: bool,
 @click.option("--steps", type=click.IntRange(1, 100), default=5, show_default=True, help="Steps that are looked at.")
 @click.option("--cooldown-s", type=click.FloatRange(0), default=30.0, show_default=True, help="Time between changes.")
 @click.option("--dry-run", is_flag=True, help="Explain each decision, and change nothing.")
+@click.option(
+    "--serve",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Change nothing, and say over HTTP how many workers the pool should have.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="With --serve: listen at this address.")
 @_run_options
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each decision.")
 def autoscale(
@@ -86,6 +93,8 @@ def autoscale(
     steps: int,
     cooldown_s: float,
     dry_run: bool,
+    serve: int | None,
+    host: str,
     url: str | None,
     run: str | None,
     as_json: bool,
@@ -93,14 +102,23 @@ def autoscale(
     """Scale a pool of a running run until the run is over.
 
     Out when the learner waits for samples and engines are busy; in when it hardly waits, and engines are idle or the
-    lag is close to its bound. Ctrl-C leaves the pool as it is. It needs the learner's password, --dry-run does not.
+    lag is close to its bound. Ctrl-C leaves the pool as it is. It needs the learner's password; --dry-run and --serve
+    do not. With --serve, pools whose names begin with that of --pool and a dot count as one.
     """
     if least > most:
         raise click.UsageError("--least is above --most.")
     from deploy.observe.autoscaling import Targets
-    from deploy.roles.autoscaler import autoscale
 
     targets = Targets(least=least, most=most, wait=wait, busy=busy, steps=steps)
+    if serve is not None:
+        if dry_run or as_json or not pool:
+            raise click.UsageError("--serve needs --pool, and excludes --dry-run and --json.")
+        from deploy.roles.served_autoscaler import serve_autoscale
+
+        serve_autoscale(url, run, pool, targets, host=host, port=serve, cooldown_s=cooldown_s)
+        return
+    from deploy.roles.autoscaler import autoscale
+
     autoscale(url, run, pool, targets, cooldown_s=cooldown_s, dry_run=dry_run, as_json=as_json)
 
 
