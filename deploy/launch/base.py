@@ -124,6 +124,10 @@ class Handle(ABC):
         """Return the end of what this start has printed, at most some 64 KiB; empty if it shares this process's
         terminal."""
 
+    def has_place(self) -> bool:
+        """Whether its process has been started. False while its launcher waits for room for it. Does not block."""
+        return True
+
     def is_done(self) -> bool:
         """Whether it has ended as it should, with its work done or handed back."""
         farewell = self.command.farewell

@@ -76,7 +76,7 @@ class RayLauncher(Launcher):
 
 
 class Hosted(Handle):
-    """A command that an actor starts. While Ray has no place for it, it counts as running."""
+    """A command that an actor starts. While Ray has no place for it, it has not ended."""
 
     def __init__(self, command: Command, claims: Mapping[str, float]) -> None:
         super().__init__(command)
@@ -124,6 +124,9 @@ class Hosted(Handle):
         except RayError as error:
             return f"(Its log cannot be read: {_first_line(error)})"
         return said
+
+    def has_place(self) -> bool:
+        return self._is_placed()
 
     def is_done(self) -> bool:
         return self.exit_code() == 0 and self._outcome is not None and self._outcome.is_done

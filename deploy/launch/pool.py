@@ -51,6 +51,11 @@ class Slot:
     def is_running(self) -> bool:
         return self.child is not None and self.child.exit_code() is None
 
+    @property
+    def has_place(self) -> bool:
+        """Whether its process runs, and not only waits for a place."""
+        return self.is_running and self.child is not None and self.child.has_place()
+
 
 @dataclass
 class Pool:
@@ -128,7 +133,7 @@ class Pool:
             pool=self.name,
             host=socket.gethostname(),
             pid=os.getpid(),
-            running=sum(slot.is_running and not slot.is_leaving for slot in slots),
+            running=sum(slot.has_place and not slot.is_leaving for slot in slots),
             leaving=sum(slot.is_leaving for slot in slots),
             restarting=sum(slot.child is None and not slot.is_given_up for slot in slots),
             given_up=sum(slot.is_given_up for slot in slots),

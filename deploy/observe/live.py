@@ -36,6 +36,7 @@ STATES = {
     "stopped": "Stopped after a checkpoint.",
 }
 """The run's states in words for people. Other states are shown as they are."""
+NO_LEARNER = "Waiting for a learner to take the run."
 
 
 Look = Callable[[], tuple[RunStatus, Waiting | None]]
@@ -84,7 +85,8 @@ class Monitor:
         try:
             status, waiting = self._look_at_run()
         except RunNotFoundError:
-            return  # no learner has claimed the run yet
+            self._tell_absent()
+            return
         except HeadwayError as error:
             self._tell_state(f"broker: {error}")
             return
@@ -98,6 +100,13 @@ class Monitor:
             self._print_lines(status)
             if news := self._reminder.news(waiting):
                 self.say(news)
+
+    def _tell_absent(self) -> None:
+        if self._live is None:
+            self._tell_state(NO_LEARNER)
+        else:
+            with suppress(OSError):  # the terminal may be gone
+                self._live.update(Text(NO_LEARNER))
 
     def _print_lines(self, status: RunStatus) -> None:
         if self._is_first_look:

@@ -96,6 +96,7 @@ def run_learner(
             if overwrite:
                 forget(url, recipe.run.name)
             stack.enter_context(endpoint(directory, url, recipe.run.name))
+            say(f"Run {recipe.run.name}: {os.path.relpath(directory)}. Loading the model takes a moment.")
         if not prepared and not is_rank and (code := run_stages(recipe, recipe.run_directory.resolve(), say)):
             return code
         if not recipe.has_learner:

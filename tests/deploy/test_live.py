@@ -11,7 +11,7 @@ from broker.errors import BrokerUnavailableError, RunNotFoundError
 from broker.schema import DeadLetter, Fault, RunStatus, StepMetrics
 from deploy.observe.changes import changes
 from deploy.observe.faults import FaultNews
-from deploy.observe.live import Monitor, panel, sparkline, step_line
+from deploy.observe.live import NO_LEARNER, Monitor, panel, sparkline, step_line
 from deploy.observe.status import status_json, status_tables
 from deploy.terminal import Terminal
 
@@ -96,9 +96,9 @@ def test_in_a_pipe_every_step_is_one_line_once() -> None:
     with monitor:
         pass
     lines = output.getvalue().splitlines()
-    assert lines[:2] == ["broker: away", "Training."]
-    assert [line.partition("/")[0] for line in lines[2:]] == ["step    1", "step    2", "step    3"]
-    assert lines[2].endswith("generated 5,000 tokens/s  12 ready  2 workers")
+    assert lines[:3] == [NO_LEARNER, "broker: away", "Training."]
+    assert [line.partition("/")[0] for line in lines[3:]] == ["step    1", "step    2", "step    3"]
+    assert lines[3].endswith("generated 5,000 tokens/s  12 ready  2 workers")
 
 
 def test_who_joins_a_run_is_told_where_it_stands_and_what_follows() -> None:

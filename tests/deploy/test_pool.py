@@ -12,7 +12,7 @@ from broker.server.embedded import EmbeddedServer
 from deploy.launch.base import Command
 from deploy.launch.following import following
 from deploy.launch.pool import Pool
-from deploy.launch.processes import LocalLauncher
+from deploy.launch.processes import Child, LocalLauncher
 from deploy.launch.supervisor import Supervisor
 from tests.broker.scenario import FRESH, begin, rules
 from tests.processes import children_left
@@ -61,6 +61,30 @@ def test_a_pool_grows_and_shrinks(tmp_path: Path) -> None:
         "Pool big: 2 workers wanted, 1 before.",
     ]
     assert children_left() == []
+
+
+def test_a_worker_without_a_place_does_not_count_as_running(tmp_path: Path) -> None:
+    pool = Pool("big", 2, workers(tmp_path))
+    pool.resize(Crowded(), print)
+    try:
+        assert [slot.is_running for slot in pool.slots.values()] == [True, True]
+        assert pool.info().running == 1
+    finally:
+        for slot in pool.slots.values():
+            assert slot.child is not None
+            slot.child.kill()
+
+
+class Crowded(LocalLauncher):
+    """A launcher with room for one worker. It starts the others all the same, and says that they wait."""
+
+    def start(self, command: Command) -> Child:
+        return super().start(command) if command.name == "w0" else Waiting(command)
+
+
+class Waiting(Child):
+    def has_place(self) -> bool:
+        return False
 
 
 def test_a_worker_that_left_by_itself_is_replaced_only_when_the_pool_is_scaled(tmp_path: Path) -> None:

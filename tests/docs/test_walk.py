@@ -1,0 +1,151 @@
+"""docs/elastic.md, done as a reader does it: each block is typed into its terminal as it stands, in the page's order.
+
+What a terminal should print has to appear there; `...` stands for anything, and a number for any number unless the page
+says `exactly`. Only the two ports are replaced, by free ones. Most of its time processes start, which import torch.
+"""
+
+import json
+import os
+import re
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from deploy.recipe.loading import load_recipe
+from tests.end_to_end.records import check_trained, summary
+from tests.end_to_end.test_separate_roles import free_port
+from tests.processes import children_left
+
+from .pages import ROOT
+from .shells import Shell
+
+PAGE = ROOT / "docs" / "elastic.md"
+PORTS = ("6380", "8265")
+STEP = re.compile(
+    r'^```(?P<language>\w+) title="(?P<title>[^"]*)"\n(?P<text>.*?)^```'
+    r"|Press (?P<keys>\S+) in\sterminal (?P<terminal>\d)|Open <(?P<url>[^>]+)>"
+    r"|Wait for\sthe\sprompts? in\sterminals? (?P<done>\d(?:[,\sand]+\d)*)",
+    re.M | re.S,
+)
+KEYS = {"Ctrl-C": "\x03", "Ctrl-Z": "\x1a", "q": "q"}
+NUMBER_OF_ANY_SIZE = r"\d(?:[\d,]*\d)?(?:\.\d+)?"
+VARYING = re.compile(rf"(\.\.\.|{NUMBER_OF_ANY_SIZE})")
+TERMINALS = 5
+DEADLINE_S = 180.0
+
+
+class Step(NamedTuple):
+    """Something that the page says to do, or to expect."""
+
+    kind: str
+    """`type`, `press`, `wait` for the prompt, `expect`, `expect exactly` or `open`."""
+    terminals: tuple[int, ...]
+    text: str
+
+
+def steps(page: str) -> Iterator[Step]:
+    for found in STEP.finditer(page):
+        if found["keys"]:
+            yield Step("press", (int(found["terminal"]),), KEYS[found["keys"]])
+        elif found["done"]:
+            yield Step("wait", tuple(map(int, re.findall(r"\d", found["done"]))), "")
+        elif found["url"]:
+            yield Step("open", (), found["url"])
+        else:
+            number = re.search(r"\d", found["title"])
+            terminals = (int(number[0]),) if number else tuple(range(1, TERMINALS + 1))
+            expected = "expect exactly" if found["title"].endswith("exactly") else "expect"
+            yield Step("type" if found["language"] == "sh" else expected, terminals, found["text"])
+
+
+def shape(shown: str, *, exactly: bool) -> re.Pattern[str]:
+    """What a terminal prints if it prints this: any white space is like any other."""
+    words = []
+    for line in re.sub(r"\A(\.\.\.\s)+|(\s\.\.\.)+\Z", "", shown.strip()).splitlines():
+        words += [".*?"] if line.strip() == "..." else [_shape_of_word(word, exactly) for word in line.split()]
+    return re.compile(r"\s+".join(words), re.S)
+
+
+def _shape_of_word(word: str, exactly: bool) -> str:
+    parts = VARYING.split(word)
+    varying = [
+        r"[^\n]*?" if part == "..." else re.escape(part) if exactly else NUMBER_OF_ANY_SIZE for part in parts[1::2]
+    ]
+    return "".join(re.escape(text) + part for text, part in zip(parts[::2], [*varying, ""], strict=True))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A directory with the environment in which Headway is installed."""
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def shells(directory: Path) -> Iterator[dict[int, Shell]]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
+    place = {"HOME": str(directory), "TMPDIR": str(directory / "tmp"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    opened: dict[int, Shell] = {}
+    try:
+        for number in range(1, TERMINALS + 1):
+            opened[number] = Shell(f"terminal {number}", directory, {**inherited, **place}, DEADLINE_S)
+        yield opened
+    finally:
+        for shell in opened.values():
+            shell.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a busy machine is no failure
+def test_a_reader_scales_kills_and_resumes_a_run_by_the_page(shells: dict[int, Shell], directory: Path) -> None:
+    page = PAGE.read_text()
+    for port in PORTS:
+        page = page.replace(port, str(free_port()))
+    for step in steps(page):
+        do(step, shells)
+    assert [shell.wait_for_prompt() for shell in shells.values()] == [0] * TERMINALS
+    walked, turns = (summary(directory / "runs" / name) for name in ("walk", "turns"))
+    recipe = load_recipe("arithmetic-small.yaml")
+    batch = recipe.learner.groups_per_step * recipe.learner.group_size
+    check_trained(directory / "runs" / "walk", steps=walked["steps"], trajectories_per_step=batch, max_lag=4)
+    assert turns["max_lag_seen"] == 0
+    assert (directory / "walk.html").stat().st_size > 10_000
+    assert json.loads((directory / "grafana.json").read_text())["panels"]
+    assert children_left() == []
+
+
+def do(step: Step, shells: dict[int, Shell]) -> None:
+    """Do one step of the page."""
+    for shell in (shells[number] for number in step.terminals):
+        match step.kind:
+            case "type":
+                shell.type(step.text)
+            case "press":
+                shell.press(step.text)
+            case "wait":
+                shell.wait_for_prompt()
+            case _:
+                shell.wait_for(shape(step.text, exactly=step.kind == "expect exactly"))
+    if step.kind == "open":
+        with urllib.request.urlopen(step.text, timeout=60) as answer:
+            assert answer.read().startswith(b"<!doctype html>")
+
+
+def test_every_block_of_the_page_is_a_step() -> None:
+    page = PAGE.read_text()
+    blocks = [step for step in steps(page) if step.kind in ("type", "expect", "expect exactly")]
+    assert len(blocks) * 2 == len(re.findall(r"^```", page, re.M))
+    assert len(re.findall(r"[Pp]ress \S+ in\sterminal", page)) == sum(step.kind == "press" for step in steps(page))
+
+
+def test_a_changed_output_does_not_match() -> None:
+    said = "warm-up\nstep 12/60  reward 0.5\nPool two: 2 workers wanted.\n"
+    assert shape("...\nstep 3/9 reward 0.123\n", exactly=False).search(said)
+    assert shape("Pool ...: 2 workers wanted.", exactly=True).search(said)
+    assert not shape("Pool two: 3 workers wanted.", exactly=True).search(said)
+    assert not shape("step 3/9 lag 0.123\n", exactly=False).search(said)
