@@ -201,11 +201,32 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     warmup_steps: Annotated[int, Meta(ge=0, description="steps over which the learning rate rises linearly")] = 0
 
 
+class BestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which checkpoint is the best; it stays beside the newest ones."""
+
+    metric: Annotated[
+        Literal[
+            "evaluation/pass_rate",
+            "evaluation/pass_at_k",
+            "evaluation/reward_mean",
+            "evaluation/response_tokens_mean",
+        ],
+        Meta(description="metric of the run's evaluations"),
+    ] = "evaluation/pass_rate"
+    mode: Annotated[Literal["max", "min"], Meta(description="whether the largest or the smallest value is best")] = (
+        "max"
+    )
+
+
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoints of the learner's state, and the log of the batches that led to it."""
 
     every_steps: Annotated[int, Meta(ge=1, description="steps between checkpoints")] = 20
     keep: Annotated[int, Meta(ge=1, description="number of newest checkpoints kept on disk")] = 2
+    best: Annotated[
+        BestConfig | None,
+        Meta(description="the best checkpoint is kept too, as checkpoints/best; null: only the newest are"),
+    ] = None
     asynchronous: Annotated[
         bool,
         Meta(description="training goes on while a checkpoint is written; CPU memory holds a copy of it meanwhile"),

@@ -103,6 +103,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield from impossible_turns(recipe)
     yield from _useless_archives(recipe.weights)
     yield from _impossible_evaluations(recipe)
+    yield from _unmeasured_checkpoints(recipe)
     if 2 * recipe.workers.heartbeat_s > recipe.broker.lease_ttl_s:
         yield (
             f"workers.heartbeat_s ({recipe.workers.heartbeat_s:g}) must be at most half of broker.lease_ttl_s"
@@ -238,6 +239,22 @@ def _impossible_evaluations(recipe: Recipe) -> Iterator[str]:
         yield (
             "evaluation.where=workers has workers keep a version for a while, and with weights.staging=none the next"
             " one overwrites it as it arrives. Set evaluation.where=learner, or weights.staging=host."
+        )
+
+
+def _unmeasured_checkpoints(recipe: Recipe) -> Iterator[str]:
+    if recipe.checkpoint.best is None:
+        return
+    every, checkpoint_every = recipe.evaluation.every_steps, recipe.checkpoint.every_steps
+    if not recipe.evaluation.prompts:
+        yield (
+            "checkpoint.best chooses by a metric of evaluations, and evaluation.prompts=0 makes none. Raise"
+            " evaluation.prompts, or leave checkpoint.best out."
+        )
+    elif every % checkpoint_every:
+        yield (
+            f"checkpoint.best needs checkpoints of the weights that are evaluated: evaluation.every_steps ({every})"
+            f" must be a multiple of checkpoint.every_steps ({checkpoint_every})."
         )
 
 

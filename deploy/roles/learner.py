@@ -3,7 +3,8 @@
 import gc
 import logging
 import random
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from broker.client.holding import Holder
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.base import SinkRun
+from deploy.observe.sinks.points import points
 from deploy.observe.tracing import tracing_steps
 from deploy.observe.waiting_log import waits_logged
 from deploy.recipe.loading import recipe_to_bytes
@@ -32,9 +34,11 @@ from deploy.run.directory import (
     note_identity,
     note_incarnation,
 )
+from deploy.run.events import EvaluationEvent
 from deploy.run.plots import plot
 from deploy.run.report import summarize
 from learner.backends.base import Backend
+from learner.checkpoints.best import Best, read_best
 from learner.checkpoints.checkpoint import CheckpointStore
 from learner.data.prompts import open_prompts
 from learner.data.prompts.cursor import PromptCursor
@@ -76,6 +80,7 @@ class Parts:
     ranks: Ranks
     updater: Updater
     checkpoints: CheckpointStore
+    best: Best | None
     origin: Origin
     cursor: PromptCursor
     held_out: Sequence[Prompt]
@@ -107,6 +112,9 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
             status = experience.status()  # now, while the workers are there to be counted
             experience.set_state("finished" if is_finished else "stopped")
             _conclude(recipe, status)
+            if parts.best is not None:
+                for path in parts.checkpoints.retired():  # those that were kept until their evaluations were over
+                    shutil.rmtree(path, ignore_errors=True)
     return is_finished
 
 
@@ -115,7 +123,8 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
     seed_generators(recipe.run.seed)
     backend = recipe_backend(recipe)
     ranks = Ranks.of(backend)
-    checkpoints = CheckpointStore(recipe.run_directory / CHECKPOINTS, recipe.checkpoint.keep)
+    best = _best(recipe)
+    checkpoints = CheckpointStore(recipe.run_directory / CHECKPOINTS, recipe.checkpoint.keep, best)
     updater = recipe_updater(recipe, backend, ranks)
     origin = choose_origin(checkpoints, lambda path: _load(backend, updater, path), ranks, resume=resume, rewind=rewind)
     tokenizer = load_tokenizer(recipe.model)
@@ -129,6 +138,7 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
         ranks=ranks,
         updater=updater,
         checkpoints=checkpoints,
+        best=best,
         origin=origin,
         cursor=PromptCursor(
             prompts,
@@ -143,6 +153,12 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
         probe_tokens=[*probe, *probe][:PROBE_TOKENS],  # twice, because a prompt of one token predicts none
         files=replace(model_files(load_config(recipe.model), tokenizer), limits=_limits(recipe)),
     )
+
+
+def _best(recipe: Recipe) -> Best | None:
+    """Return what chooses the best checkpoint, where the recipe says what is best."""
+    config = recipe.checkpoint.best
+    return Best(recipe.run_directory / CHECKPOINTS, config.metric, config.mode) if config is not None else None
 
 
 def _limits(recipe: Recipe) -> SampleLimits:
@@ -231,6 +247,8 @@ def _learner(
         traces = stack.enter_context(tracing_steps(recipe.run.name, start.identity))
         if parts.held_out and recipe.evaluation.where == "workers":
             by_workers = WorkerEvaluations(recipe, experience, parts.held_out)
+            if parts.best is not None:
+                parts.best.awaited = by_workers.awaited
         elif recipe.evaluation.prompts:
             evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out))
     observer = RunObserver(
@@ -241,6 +259,7 @@ def _learner(
         evaluator=evaluator,
         traces=traces,
         by_workers=by_workers,
+        on_evaluated=_chosen_by(parts),
         should_stop=parts.should_stop,
     )
     if blocking is not None:
@@ -270,6 +289,19 @@ def _learner(
         if recipe.run.is_colocated
         else None,
     )
+
+
+def _chosen_by(parts: Parts) -> Callable[[EvaluationEvent], None] | None:
+    """Return what chooses the best checkpoint after each evaluation."""
+    best = parts.best
+    if best is None:
+        return None
+
+    def choose(event: EvaluationEvent) -> None:
+        best.note(event.step, dict(points(event)))
+        parts.checkpoints.choose_best()
+
+    return choose
 
 
 def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
@@ -314,7 +346,9 @@ def _rules(recipe: Recipe) -> RunRules:
 
 def _conclude(recipe: Recipe, status: RunStatus | None) -> None:
     """Write summary.json and the plot."""
-    extras: dict[str, int] = {"max_lag_allowed": recipe.staleness.max_lag}
+    extras: dict[str, float] = {"max_lag_allowed": recipe.staleness.max_lag}
+    if recipe.checkpoint.best is not None and (best := read_best(recipe.run_directory / CHECKPOINTS)) is not None:
+        extras |= {"best_step": best.step, "best_value": best.value}
     if status is not None:
         queues = status.queues
         extras |= {

@@ -45,6 +45,7 @@ class RunObserver:
         evaluator: Evaluator | None = None,
         by_workers: WorkerEvaluations | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        on_evaluated: Callable[[EvaluationEvent], None] | None = None,
         traces: "TracedSteps | None" = None,
     ) -> None:
         """`evaluator` measures in this process, `by_workers` beside training; both None: other ranks do, or nobody."""
@@ -56,6 +57,7 @@ class RunObserver:
         self._traces = traces
         self._by_workers = by_workers
         self._should_stop = should_stop
+        self._on_evaluated = on_evaluated
         self._step = first_step
         self._started = time.monotonic()
         self._last_step: StepMetrics | None = None
@@ -93,19 +95,20 @@ class RunObserver:
     def _note_evaluation(self, version: WeightVersion, result: "EvalResult") -> None:
         if self._sinks is None:
             return
-        self._sinks.write(
-            EvaluationEvent(
-                incarnation=version.incarnation,
-                step=version.step,
-                pass_rate=result.pass_rate,
-                pass_at_k=result.pass_at_k,
-                samples=result.samples,
-                prompts=result.prompts,
-                reward_mean=result.reward_mean,
-                response_tokens_mean=result.response_tokens_mean,
-                known_at_step=self._step,
-            )
+        event = EvaluationEvent(
+            incarnation=version.incarnation,
+            step=version.step,
+            pass_rate=result.pass_rate,
+            pass_at_k=result.pass_at_k,
+            samples=result.samples,
+            prompts=result.prompts,
+            reward_mean=result.reward_mean,
+            response_tokens_mean=result.response_tokens_mean,
+            known_at_step=self._step,
         )
+        self._sinks.write(event)
+        if self._on_evaluated is not None:
+            self._on_evaluated(event)
         log.info("step %d: held-out pass rate %.3f", version.step, result.pass_rate)
 
     def on_step(self, step: TrainedStep) -> None:

@@ -43,6 +43,10 @@ class WorkerEvaluations:
         """The versions whose evaluations are under way."""
         return tuple(self._pending)
 
+    def awaited(self) -> set[int]:
+        """Return the steps whose weights are being evaluated."""
+        return {version.step for version in self._pending}
+
     def publishes(self, version: WeightVersion, *, is_due: bool) -> None:
         """Note that `version` is about to be published, and ask workers to evaluate it if that is due."""
         is_new, self._newest = version != self._newest, version

@@ -4,6 +4,7 @@
         learner.json                   LearnerState
         files.json                     all other files with their sizes; written last, makes the checkpoint whole
         digests.json                   CRC-32 sums that a resumed learner checks; added later (`digests.py`)
+    checkpoints/best                   a link to the best one, where the recipe says what is best (`best.py`)
 
 A directory appears under its name only once all of it is durable, and older ones go only after that.
 """
@@ -21,6 +22,7 @@ import msgspec
 
 from broker.errors import HeadwayError
 
+from .best import Best
 from .disk import GONE, free_mib, gone
 
 STATE_FILE, FILES_FILE = "learner.json", "files.json"
@@ -53,9 +55,11 @@ class Checkpoint:
 class CheckpointStore:
     """All checkpoints of one run, over all its incarnations."""
 
-    def __init__(self, root: Path, keep: int) -> None:
+    def __init__(self, root: Path, keep: int, best: Best | None = None) -> None:
+        """`keep`: newest checkpoints that stay; `best`: chooses one more that does."""
         self._root = root
         self._keep = keep
+        self._best = best
 
     def path(self, incarnation: int, step: int) -> Path:
         return self._root / str(incarnation) / f"step_{step}"
@@ -89,9 +93,18 @@ class CheckpointStore:
         found = [path for path in self._root.glob("*/step_*") if _order(path) is not None]
         return sorted(found, key=lambda path: _order(path) or (0, 0), reverse=True)
 
+    def choose_best(self) -> set[Path]:
+        """Chooses the best checkpoint as of now, and returns those that stay for that; none where no metric says what
+        is best."""
+        if self._best is None:
+            return set()
+        return self._best.choose({(one.state.incarnation, one.state.step): one.path for one in self._lineage()})
+
     def retired(self) -> list[Path]:
-        """Returns all but the newest `keep`, and remains of a crash, renamed at once, for the caller to delete."""
+        """Returns all but the newest `keep` and the best one, and remains of a crash, renamed at once, for the caller
+        to delete."""
         kept = [path for path in self._newest_first() if _is_whole(path)][: self._keep]
+        kept += self.choose_best()
         for path in self._newest_first():
             if path not in kept:
                 path.rename(path.with_name(f".{path.name}.retired"))

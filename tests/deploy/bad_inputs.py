@@ -48,6 +48,8 @@ VALUES = [
     ("learner.group_size=1000000", "expected at most 4,096"),
     ("evaluation.prompts=1000000000", "expected at most 65,536"),
     ("evaluation.prompts=1e9", "evaluation.prompts is 1000000000.0; expected an integer"),
+    ("checkpoint.best.metric=step/loss", "checkpoint.best.metric"),
+    ("checkpoint.best.mode=most", "checkpoint.best.mode"),
     ("evaluation.samples=0", "evaluation.samples is 0; expected an integer >= 1"),
     ("evaluation.temperature=-1", "expected a number >= 0"),
     ("evaluation.hold_s=1e9", "expected at most 86,400: a worker that evaluates takes no newer weights for so long"),

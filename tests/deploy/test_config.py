@@ -97,7 +97,7 @@ def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
         ),
         (
             "checkpoint.zzz=1",
-            "mine.yaml: unknown key checkpoint.zzz. Valid here: every_steps, keep, asynchronous, log_bytes.",
+            "mine.yaml: unknown key checkpoint.zzz. Valid here: every_steps, keep, best, asynchronous, log_bytes.",
         ),
         ("staleness.max_lag=-1", f"mine.yaml: staleness.max_lag is -1; expected an integer >= 0 {MAX_LAG}."),
         (
@@ -206,6 +206,16 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
             ["evaluation.where=workers", "evaluation.every_steps=2", "staleness.max_lag=2"],
             "evaluation.every_steps (2) must be above staleness.max_lag (2) with evaluation.where=workers: a worker"
             " that still evaluates might miss the next version that is to be evaluated.",
+        ),
+        (
+            ["checkpoint.best={}", "evaluation.prompts=0"],
+            "checkpoint.best chooses by a metric of evaluations, and evaluation.prompts=0 makes none. Raise"
+            " evaluation.prompts, or leave checkpoint.best out.",
+        ),
+        (
+            ["checkpoint.best.mode=min", "evaluation.every_steps=10", "checkpoint.every_steps=4"],
+            "checkpoint.best needs checkpoints of the weights that are evaluated: evaluation.every_steps (10) must be a"
+            " multiple of checkpoint.every_steps (4).",
         ),
         (
             ["evaluation.where=workers", "weights.staging=none"],

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy.run import report
+from deploy.run.events import EvaluationEvent
+from learner.checkpoints.best import read_best
 from tests.broker.audit import Audit, Auditor
 
 from .recipes import write_recipe
@@ -29,7 +32,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_a_worker_that_dies_evaluating_only_delays_it(terminals: Terminals, url: str) -> None:
-    recipe, run = recipe_of(terminals), terminals.root / "learner" / "runs" / RUN
+    recipe, run = recipe_of(terminals, keep=100), terminals.root / "learner" / "runs" / RUN
     victim, other = [terminals.open(name, "worker", "--broker", url, "--run", RUN) for name in ("victim", "other")]
     auditor = Auditor(url, RUN)
     with watching(url, RUN, terminals) as watch:
@@ -55,13 +58,46 @@ def test_a_worker_that_dies_evaluating_only_delays_it(terminals: Terminals, url:
     assert found[killed_at]["known_at_step"] > killed_at
     assert summary(run)["eval_after"] == found[STEPS]["pass_rate"]
     for step in (killed_at, STEPS):
-        assert measured_alone(terminals, recipe, run, step) == {
+        assert measured_alone(terminals, recipe, run / "checkpoints" / "1" / f"step_{step}") == {
             name: found[step][name]
             for name in ("pass_rate", "pass_at_k", "reward_mean", "response_tokens_mean", "prompts", "samples")
         }
 
 
-def recipe_of(terminals: Terminals) -> Path:
+def test_the_best_checkpoint_is_kept_over_a_killed_learner(terminals: Terminals, url: str) -> None:
+    recipe = recipe_of(terminals, keep=1, best={})
+    checkpoints = terminals.root / "learner" / "runs" / RUN / "checkpoints"
+    workers = terminals.open("other", "workers", "--count", "2", "--broker", url, "--run", RUN)
+    arguments = ("learner", recipe, "--broker", url, "--run", RUN)
+    with watching(url, RUN, terminals) as watch:
+        first = terminals.open("learner", *arguments)
+        watch.until_durable(checkpoints / "1" / f"step_{EVERY}")
+        watch.until_step(EVERY + 1)
+        first.send(signal.SIGKILL)
+        assert first.wait() == -signal.SIGKILL
+        second = terminals.open("learner", *arguments, "--resume")
+        watch.until("the run is over", lambda status: status.state == "finished")
+    second.succeeds()
+    workers.succeeds()
+
+    run = checkpoints.parent
+    check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
+    rates = {event.step: event.pass_rate for event in report.lineage(evaluations_of(run)) if event.step}
+    # The one of step 3 may have been under way when the learner was killed; steps that are replayed are not evaluated.
+    assert set(rates) | {EVERY} == set(range(EVERY, STEPS + 1, EVERY))
+    best = read_best(checkpoints)
+    assert best is not None
+    assert (best.step, best.value) == (max(rates, key=lambda step: rates[step]), max(rates.values()))
+    assert summary(run)["best_step"] == best.step
+    assert {path.name for path in checkpoints.glob("*/step_*")} == {f"step_{best.step}", f"step_{STEPS}"}
+    assert measured_alone(terminals, recipe, checkpoints / "best")["pass_rate"] == best.value
+
+
+def evaluations_of(run: Path) -> list[EvaluationEvent]:
+    return report.read_lines(run / report.EVALUATIONS, EvaluationEvent)
+
+
+def recipe_of(terminals: Terminals, **checkpoint: object) -> Path:
     for name in ("learner", "victim", "other", "alone"):
         (terminals.directory(name) / "slowly.py").write_text(SLOWLY)
     return write_recipe(
@@ -69,7 +105,7 @@ def recipe_of(terminals: Terminals) -> Path:
         run={"name": RUN},
         rewards=[{"kind": "slowly:compute_score"}],
         learner={"steps": STEPS, "groups_per_step": 4, "group_size": 4},
-        checkpoint={"every_steps": EVERY, "keep": 100},
+        checkpoint={"every_steps": EVERY, **checkpoint},
         broker={"lease_ttl_s": 1.5},
         evaluation={
             "prompts": PROMPTS,
@@ -99,10 +135,11 @@ def shared_step(audit: Audit) -> int | None:
     return None
 
 
-def measured_alone(terminals: Terminals, recipe: Path, run: Path, step: int) -> dict[str, float]:
-    """`headway eval` of the checkpoint with the weights of `step`."""
-    checkpoint = run / "checkpoints" / "1" / f"step_{step}"
-    alone = terminals.open(f"alone-{step}", "eval", recipe, "--checkpoint", checkpoint, "--json", **sees(terminals))
+def measured_alone(terminals: Terminals, recipe: Path, checkpoint: Path) -> dict[str, float]:
+    """What `headway eval` says of a checkpoint."""
+    alone = terminals.open(
+        f"alone-{checkpoint.name}", "eval", recipe, "--checkpoint", checkpoint, "--json", **sees(terminals)
+    )
     alone.succeeds()
     result: dict[str, float] = json.loads(alone.said.splitlines()[-1])
     return result
