@@ -83,7 +83,7 @@ class Story:
             cursor=SimpleNamespace(state=dict, mark_trained=list),  # type: ignore[arg-type]
             checkpoints=self.store,
             config=LoopConfig(steps=5, checkpoint_every=EVERY, probe_tokens=(1, 2), probe_tolerance=1.0),
-            observer=SimpleNamespace(on_weights=self.ignore, on_step=self.ignore),
+            observer=SimpleNamespace(on_weights=self.ignore, on_publish=self.ignore, on_step=self.ignore),
             should_stop=lambda: self.learner.version.step >= self.stop_at,
             version=WeightVersion(1, 0),
         )

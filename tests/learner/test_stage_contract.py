@@ -104,7 +104,7 @@ def open_rl(directory: Path, watcher: Watcher) -> tuple[Stage, Backend]:
         config=LoopConfig(
             steps=STEPS, checkpoint_every=2, probe_tokens=(1, 2), probe_tolerance=1.0, asynchronous=False
         ),
-        observer=SimpleNamespace(on_weights=lambda *_, **__: None, on_step=on_step),
+        observer=SimpleNamespace(on_weights=lambda *_, **__: None, on_publish=lambda _: None, on_step=on_step),
         should_stop=watcher.should_stop,
         version=WeightVersion(1, origin.step),
     )
