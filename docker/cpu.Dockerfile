@@ -25,6 +25,9 @@ ARG EXTRAS=""
 RUN pip install --no-cache-dir -c constraints.txt ".${EXTRAS:+[$EXTRAS]}"
 
 FROM python:${PYTHON}
+# Probes of KubeRay ask with wget.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends wget && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 1000 --create-home headway && install -d -o headway -g headway /work
 COPY --from=build /opt/headway /opt/headway
 ENV PATH=/opt/headway/bin:$PATH PYTHONUNBUFFERED=1

@@ -24,6 +24,9 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
         /tmp/base.txt /tmp/constraints.txt > /tmp/others.txt && \
     python3 -m pip install --no-cache-dir -c /tmp/base.txt -c /tmp/others.txt "$(echo /wheels/*.whl)${EXTRAS:+[$EXTRAS]}" && \
     rm /tmp/base.txt /tmp/others.txt
+# Probes of KubeRay ask with wget.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends wget && rm -rf /var/lib/apt/lists/*
 RUN useradd --non-unique --uid 1000 --create-home headway && install -d -o 1000 -g 1000 /work
 ENV PYTHONUNBUFFERED=1
 WORKDIR /work

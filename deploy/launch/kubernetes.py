@@ -4,6 +4,7 @@
                  recipe.yaml          the recipe as the learner's pod reads it
                  learner.yaml         a patch: CPUs and GPUs of the learner
                  pools/NAME/          a pool's number of workers, their arguments, CPUs and GPUs; what KEDA reads
+                 rayjob.yaml          with --ray, instead of learner.yaml and pools/
                  base/                as it is shipped
                  secrets/             passwords, users and the server's certificate; kept by later launches
 
@@ -12,16 +13,18 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from msgspec.structs import replace
 
 from broker.errors import ConfigError
-from broker.server.access import Role
+from broker.server.access import Role, User
 from broker.server.credentials import Credentials
 from deploy.recipe.files import to_yaml
 from deploy.recipe.loading import dump_recipe
@@ -38,6 +41,11 @@ from .commands import engine_gpus, learner_resources
 IMAGE = "headway"
 """The name that stands for Headway's image in the manifests."""
 BROKER_HOST = "headway-broker"
+RAY_BROKER = (
+    f"rediss://{User(Role.LEARNER, None, '').name}@{BROKER_HOST}:6379"
+    "?password_file=/etc/headway/broker/password&ssl_ca_certs=/etc/headway/broker/ca.crt"
+)
+"""The broker's URL in a RayJob, whose processes share one user."""
 GPU = "nvidia.com/gpu"
 METRICS_PORT = 9464
 """The port at which learner and workers serve metrics, which are also the answer to probes."""
@@ -61,6 +69,8 @@ class KubernetesOptions:
     """Workers of a pool, instead of the recipe's number."""
     keda: Mapping[str, int] = field(default_factory=dict)
     """The most workers of each pool that KEDA scales."""
+    has_ray: bool = False
+    """Whether a RayJob of KubeRay has the learner and the workers."""
 
 
 def write_manifests(recipe: Recipe, directory: Path, options: KubernetesOptions) -> list[Path]:
@@ -83,14 +93,16 @@ def manifests(recipe: Recipe, options: KubernetesOptions) -> dict[str, str]:
     """Return the text of each file but the secrets, by its path below the launch directory. Raises ConfigError."""
     _check(recipe, options)
     pools = list(_pools(recipe, options))
-    written = {
-        "kustomization.yaml": _yaml(_kustomization(recipe, options, [pool.place for pool in pools])),
-        "recipe.yaml": dump_recipe(_for_pods(recipe)),
-        "learner.yaml": _yaml(_patch("StatefulSet", "headway-learner", "learner", learner_resources(recipe))),
-    }
-    for pool in pools:
-        written |= {f"{pool.place}/{name}": _yaml(content) for name, content in pool.files().items()}
-    return written | dict(_shipped(files("deploy") / "kubernetes" / "base", "base"))
+    contents: dict[str, Any] = {"kustomization.yaml": _kustomization(recipe, options, pools)}
+    if options.has_ray:
+        contents["rayjob.yaml"] = _ray_job(recipe, pools)
+    else:
+        contents["learner.yaml"] = _patch("StatefulSet", "headway-learner", "learner", learner_resources(recipe))
+        for pool in pools:
+            contents |= {f"{pool.place}/{name}": content for name, content in pool.files().items()}
+    written = {name: _yaml(content) for name, content in contents.items()}
+    written["recipe.yaml"] = dump_recipe(_for_pods(recipe, options))
+    return written | dict(_shipped(_BASE, "base"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +182,7 @@ class _Pool:
         }
 
 
+_BASE = files("deploy") / "kubernetes" / "base"
 _KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
 
 
@@ -186,6 +199,8 @@ def _check(recipe: Recipe, options: KubernetesOptions) -> None:
         raise ConfigError(f"The names of the pools {' and '.join(twice)} are the same on Kubernetes: change one.")
     if not re.fullmatch(r"[a-z0-9][\w./:-]*(@sha256:[0-9a-f]{64})?", options.image):
         raise ConfigError(f"--image {options.image!r} is no image: give one such as registry.example/headway:0.1.0.")
+    if options.has_ray and options.keda:
+        raise ConfigError("With --ray, Ray places the workers: leave --keda out.")
     if options.keda and not options.namespace:
         raise ConfigError("KEDA asks from another namespace: name this run's own with --namespace.")
     if options.namespace and options.namespace != _label(options.namespace):
@@ -197,7 +212,7 @@ def _label(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:30].rstrip("-")
 
 
-def _for_pods(recipe: Recipe) -> Recipe:
+def _for_pods(recipe: Recipe, options: KubernetesOptions) -> Recipe:
     """Return the recipe with what pods decide: where the run's directory is, which ports are open, and who may ask for
     metrics, which the network policies restrict."""
     sinks = [sink for sink in recipe.metrics if sink.kind != "prometheus"]
@@ -205,6 +220,7 @@ def _for_pods(recipe: Recipe) -> Recipe:
     return replace(
         recipe,
         run=replace(recipe.run, directory="runs"),
+        broker=replace(recipe.broker, url=RAY_BROKER) if options.has_ray else recipe.broker,
         weights=replace(recipe.weights, host=None, ports=PULL_PORTS),
         metrics=(*sinks, metrics),
     )
@@ -225,11 +241,38 @@ def _pools(recipe: Recipe, options: KubernetesOptions) -> Iterator[_Pool]:
         )
 
 
+def _ray_job(recipe: Recipe, pools: Sequence[_Pool]) -> Any:
+    """Return the RayJob: its head has room for the learner, and each pod of a group for one worker of its pool."""
+    job = yaml.safe_load((_BASE / "ray" / "rayjob.yaml").read_text())
+    cluster = job["spec"]["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    cluster["headGroupSpec"] = _with_room(cluster["headGroupSpec"], learner_resources(recipe))
+    cluster["workerGroupSpecs"] = [
+        _with_room(group, pool.resources)
+        | {"groupName": _label(pool.name), "replicas": pool.count, "minReplicas": pool.count, "maxReplicas": pool.count}
+        for pool in pools
+    ]
+    return job
+
+
+def _with_room(group: dict[str, Any], resources: Resources) -> dict[str, Any]:
+    """Return a copy of the group whose pods have these CPUs and GPUs. Ray counts CPUs by their limit."""
+    own = deepcopy(group)
+    (container,) = own["template"]["spec"]["containers"]
+    cpus = _cpus(resources)
+    container["resources"]["requests"]["cpu"] = cpus
+    container["resources"]["limits"] = {"cpu": cpus, **({GPU: resources.gpus} if resources.gpus else {})}
+    return own
+
+
+def _cpus(resources: Resources) -> str:
+    return f"{(resources.threads or 1) * resources.processes}"
+
+
 def _patch(kind: str, name: str, container: str, resources: Resources) -> dict[str, Any]:
     """Return a strategic merge patch that sets the resources of a container."""
-    cpus = (resources.threads or 1) * resources.processes
     gpus = {"limits": {GPU: resources.gpus}} if resources.gpus else {}
-    return _on_containers(kind, name, {"name": container, "resources": {"requests": {"cpu": f"{cpus}"}, **gpus}})
+    return _on_containers(kind, name, {"name": container, "resources": {"requests": {"cpu": _cpus(resources)}, **gpus}})
 
 
 def _on_containers(kind: str, name: str, container: dict[str, Any]) -> dict[str, Any]:
@@ -237,15 +280,20 @@ def _on_containers(kind: str, name: str, container: dict[str, Any]) -> dict[str,
     return {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
-def _kustomization(recipe: Recipe, options: KubernetesOptions, pools: Sequence[str]) -> dict[str, Any]:
+def _kustomization(recipe: Recipe, options: KubernetesOptions, pools: Sequence[_Pool]) -> dict[str, Any]:
     namespace = {"namespace": options.namespace} if options.namespace else {}
-    roles = (Role.LEARNER, Role.WORKER, *([Role.OBSERVER] if options.keda else []))
+    if options.has_ray:
+        roles, own = [Role.LEARNER], ["base/ray", "rayjob.yaml"]
+        more: dict[str, Any] = {"generatorOptions": {"disableNameSuffixHash": True}}  # a RayJob's would not follow
+    else:
+        roles = [Role.LEARNER, Role.WORKER, *([Role.OBSERVER] if options.keda else [])]
+        own, more = ["base/learner", *(pool.place for pool in pools)], {"patches": [{"path": "learner.yaml"}]}
     server = [*_login(Role.OBSERVER), *(f"{SECRETS}/{name}" for name in SERVER_FILES)]  # its probes are an observer's
     return {
         **_KUSTOMIZATION,
         **namespace,
-        "resources": ["base/network", "base/broker", "base/learner", *pools],
-        "patches": [{"path": "learner.yaml"}],
+        "resources": ["base/network", "base/broker", *own],
+        **more,
         "images": [_image(options.image)],
         "configMapGenerator": [
             {"name": "headway-run", "literals": [f"HEADWAY_RUN={recipe.run.name}"]},

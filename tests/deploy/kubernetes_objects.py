@@ -61,7 +61,45 @@ SCALED_OBJECT = closed(
     ),
 )
 """The fields of KEDA's ScaledObject that the manifests use, and what KEDA's documentation says of them."""
-CUSTOM = {"ScaledObject": SCALED_OBJECT}
+PARAMETERS = {"type": "object", "additionalProperties": TEXT}
+POD = {"type": "object"}  # see `check_schema`
+RAY_JOB = closed(
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+    apiVersion={"const": "ray.io/v1"},
+    kind=TEXT,
+    metadata=METADATA,
+    spec=closed(
+        "entrypoint",
+        "rayClusterSpec",
+        entrypoint=TEXT,
+        submissionMode={"enum": ["K8sJobMode", "HTTPMode", "SidecarMode", "InteractiveMode"]},
+        backoffLimit=NUMBER,
+        shutdownAfterJobFinishes={"type": "boolean"},
+        ttlSecondsAfterFinished=NUMBER,
+        rayClusterSpec=closed(
+            "headGroupSpec",
+            headGroupSpec=closed("template", rayStartParams=PARAMETERS, template=POD),
+            workerGroupSpecs={
+                "type": "array",
+                "items": closed(
+                    "groupName",
+                    "template",
+                    groupName=TEXT,
+                    replicas=NUMBER,
+                    minReplicas=NUMBER,
+                    maxReplicas=NUMBER,
+                    rayStartParams=PARAMETERS,
+                    template=POD,
+                ),
+            },
+        ),
+    ),
+)
+"""The same of KubeRay's RayJob."""
+CUSTOM = {"ScaledObject": SCALED_OBJECT, "RayJob": RAY_JOB}
 
 
 class Port(NamedTuple):
@@ -93,6 +131,8 @@ def check_schema(one: Object) -> None:
     schema = CUSTOM.get(one["kind"])
     if schema is not None:
         jsonschema.validate(one, schema)
+        for pod in pods_of([one]).values():
+            check_schema({"apiVersion": "v1", "kind": "Pod", **pod})
         return
     kubernetes_validate.validate(one, VERSION, strict=True)
 
@@ -109,7 +149,14 @@ def named(objects: Sequence[Object], name: str) -> Object:
 
 def pods_of(objects: Sequence[Object]) -> dict[str, Object]:
     """The template of each object that makes pods, by the object's name."""
-    return {name_of(one): one["spec"]["template"] for one in objects if "template" in one.get("spec", {})}
+    found = {name_of(one): one["spec"]["template"] for one in objects if "template" in one.get("spec", {})}
+    for one in objects:
+        if one["kind"] == "RayJob":
+            cluster = one["spec"]["rayClusterSpec"]
+            groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+            groups["head"] = cluster["headGroupSpec"]
+            found |= {f"{name_of(one)}/{name}": group["template"] for name, group in groups.items()}
+    return found
 
 
 def containers_of(pod: Object) -> list[Object]:
@@ -123,6 +170,8 @@ def references(pod: Object) -> Iterator[str]:
             yield f"Secret/{volume['secret']['secretName']}"
         if "configMap" in volume:
             yield f"ConfigMap/{volume['configMap']['name']}"
+        if "persistentVolumeClaim" in volume:
+            yield f"PersistentVolumeClaim/{volume['persistentVolumeClaim']['claimName']}"
     for container in containers_of(pod):
         for source in container.get("envFrom", []):
             yield from (f"{kind[0].upper()}{kind[1:-3]}/{ref['name']}" for kind, ref in source.items())

@@ -148,6 +148,7 @@ def test_the_learners_recipe_has_the_ports_and_the_place_that_pods_have() -> Non
         (["--namespace", "My_space"], "--namespace 'My_space' must be lower-case letters, digits and dashes."),
         (["--keda", "4"], "KEDA asks from another namespace: name this run's own with --namespace."),
         (["--keda", "small=2", "--namespace", "rl"], "The recipe has no pool 'small', only workers."),
+        (["--ray", "--keda", "4"], "With --ray, Ray places the workers: leave --keda out."),
         (["learner.step=3"], "unknown key learner.step"),
     ],
 )
@@ -391,6 +392,87 @@ def test_a_misspelt_field_for_keda_is_noticed(objects: list[Object]) -> None:
     scaled["spec"]["maxReplicas"] = 3
     with pytest.raises(jsonschema.ValidationError, match="maxReplicas"):
         check_schema(scaled)
+
+
+@pytest.fixture
+def ray_objects() -> list[Object]:
+    return rendered(launch(POOLS, *CUDA, "--pool", "5", "--ray", "--image", "a/headway:1"))
+
+
+def test_a_rayjob_and_all_beside_it_have_only_fields_of_their_kinds(ray_objects: list[Object]) -> None:
+    for one in ray_objects:
+        check_schema(one)
+    assert {one["kind"] for one in ray_objects} >= {"RayJob", "PersistentVolumeClaim", "StatefulSet"}
+    assert not [one for one in ray_objects if "learner" in name_of(one) and one["kind"] == "StatefulSet"]
+    job = named(ray_objects, "RayJob/headway")
+    job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
+        check_schema(job)
+    job["spec"]["shutdownAfterJobFinish"] = True
+    with pytest.raises(jsonschema.ValidationError, match="shutdownAfterJobFinish"):
+        check_schema(job)
+
+
+def test_a_ray_cluster_has_room_for_the_learner_and_for_each_worker(ray_objects: list[Object]) -> None:
+    cluster = named(ray_objects, "RayJob/headway")["spec"]["rayClusterSpec"]
+
+    def limits(group: Object) -> Object:
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["image"] == "a/headway:1"
+        return dict(container["resources"]["limits"])
+
+    assert limits(cluster["headGroupSpec"]) == {"cpu": "8", "nvidia.com/gpu": 4}
+    groups = {group["groupName"]: (group["replicas"], limits(group)) for group in cluster["workerGroupSpecs"]}
+    assert groups == {"workers": (5, {"cpu": "1"}), "big-1": (3, {"cpu": "1", "nvidia.com/gpu": 2})}
+
+
+def test_every_name_that_a_ray_pod_needs_exists_and_ray_pods_reach_the_broker(ray_objects: list[Object]) -> None:
+    exist = {name_of(one) for one in ray_objects}
+    pods = pods_of(ray_objects)
+    assert {name for pod in pods.values() for name in references(pod)} <= exist
+    policies = [one for one in ray_objects if one["kind"] == "NetworkPolicy"]
+    broker = Port(pods["StatefulSet/headway-broker"]["metadata"]["labels"], 6379)
+    labels = pods["RayJob/headway/head"]["metadata"]["labels"]
+    assert admits(policies, broker, labels=labels)
+    assert admits(policies, Port(labels, 6379), labels=labels)
+    dashboard = Port(labels, 8265)  # whoever reaches it can run code
+    assert admits(policies, dashboard, labels={}, namespace="kuberay-system")
+    assert not admits(policies, dashboard, labels={"app": "stranger"})
+    assert not admits(policies, dashboard, labels={}, namespace="monitoring")
+
+
+def test_a_ray_job_reads_the_brokers_address_from_the_recipe(ray_objects: list[Object]) -> None:
+    text = named(ray_objects, "ConfigMap/headway-recipe")["data"]["recipe.yaml"]
+    url = yaml.safe_load(text)["broker"]["url"]
+    where, _, options = url.partition("?")
+    assert where == "rediss://headway-learner@headway-broker:6379"
+    keys = named(ray_objects, "Secret/headway-learner")["data"]
+    assert {option.rpartition("/")[2] for option in options.split("&")} == set(keys)
+    pods = pods_of(ray_objects)
+    for name in ("RayJob/headway/head", "RayJob/headway/workers", "RayJob/headway/big-1"):
+        (container,) = containers_of(pods[name])
+        assert {"name": "broker", "mountPath": "/etc/headway/broker", "readOnly": True} in container["volumeMounts"]
+
+
+def test_a_ray_job_that_is_tried_again_resumes(tmp_path: Path) -> None:
+    (line,) = headway_lines({"command": ["bash", "ray.sh"]}, {"ray.sh": (BASE / "ray" / "ray.sh").read_text()})
+    words = [word for word in line if word != '"${resume[@]}"']
+    cli.commands["ray"].make_context("headway", words[1:])
+    program = tmp_path / "headway"
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    script = (BASE / "ray" / "ray.sh").read_text().replace("cd /work", f"cd {tmp_path}")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HEADWAY_RUN": "first"}
+
+    def said() -> str:
+        return subprocess.run(
+            ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert said() == " ".join(words) + "\n"
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "incarnation").touch()
+    assert said() == " ".join([*words, "--resume"]) + "\n"
 
 
 # What containers do, with a server on this machine in place of the broker's pod

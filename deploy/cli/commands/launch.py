@@ -93,6 +93,7 @@ def slurm(
     metavar="[NAME=]MOST",
     help="Let KEDA scale the pool by the rule of `headway autoscale`, up to MOST workers. Repeat it for more.",
 )
+@click.option("--ray", "has_ray", is_flag=True, help="Run `headway ray up` as a RayJob of KubeRay.")
 @click.option("--dry-run", is_flag=True, help="Print the files, except secrets; write nothing.")
 @json_option
 def kubernetes(
@@ -103,6 +104,7 @@ def kubernetes(
     image: str,
     namespace: str,
     keda: tuple[str, ...],
+    has_ray: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -114,7 +116,9 @@ def kubernetes(
     from deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    options = KubernetesOptions(image=image, namespace=namespace, pools=_counts(pools), keda=_counts(keda, "--keda"))
+    options = KubernetesOptions(
+        image=image, namespace=namespace, pools=_counts(pools), keda=_counts(keda, "--keda"), has_ray=has_ray
+    )
     if dry_run:
         texts = manifests(loaded, options)
         if as_json:
