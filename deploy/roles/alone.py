@@ -257,8 +257,9 @@ def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: 
     if as_json:
         say_json(result, in_one_line=True)
         return
+    at_k = f" (pass@{result.samples}: {result.pass_at_k:.3f})" if result.samples > 1 else ""
     say(
-        f"Pass rate {result.pass_rate:.3f} on {result.prompts} held-out prompts; mean reward"
+        f"Pass rate {result.pass_rate:.3f}{at_k} on {result.prompts} held-out prompts; mean reward"
         f" {result.reward_mean:.3f}, {result.response_tokens_mean:.1f} tokens a response."
     )
 

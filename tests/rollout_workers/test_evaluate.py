@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from broker.client.evaluations import EvaluationResult
 from broker.schema import Prompt, WeightVersion
-from rollout_workers.config import EngineConfig, SamplingConfig
+from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig
 from rollout_workers.decoding import Decoding
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Chunk, Engine, GenerationRequest
-from rollout_workers.evaluate import EvalResult, evaluate
+from rollout_workers.evaluate import EvalResult, evaluate, summarize
 from rollout_workers.rewards.base import RewardError, Score
+from rollout_workers.samples.held_out import evaluation_sampling
 
 from .models import STOP, make_model, named_tensors, save_config
 
@@ -118,3 +120,21 @@ async def test_a_failing_reward_ends_it_and_leaves_no_request_behind(engine: Cou
 async def test_no_prompts_give_zeros(engine: CountingEngine) -> None:
     empty = await evaluate(engine, [], LengthScorer(), Decoding(decode, (STOP,)), SAMPLING, 1.0)
     assert empty == EvalResult(pass_rate=0.0, reward_mean=0.0, response_tokens_mean=0.0, prompts=0)
+
+
+def test_pass_at_k_asks_for_one_sample_of_a_prompt_and_pass_at_1_is_the_mean() -> None:
+    passed = [True, False, False, False, True, True]
+    results = [EvaluationResult(one, float(one), tokens) for tokens, one in enumerate(passed)]
+    assert summarize(results, samples=2) == EvalResult(
+        pass_rate=0.5, reward_mean=0.5, response_tokens_mean=2.5, prompts=3, samples=2, pass_at_k=2 / 3
+    )
+
+
+async def test_samples_of_one_prompt_differ_unless_they_are_greedy(engine: CountingEngine) -> None:
+    for temperature, differ in ((1.0, True), (0.0, False)):
+        scorer = LengthScorer()
+        sampling = evaluation_sampling(SAMPLING, EvalConfig(temperature=temperature))
+        decoding = Decoding(decode, (STOP,))
+        result = await evaluate(engine, PROMPTS[:1], scorer, decoding, sampling, 1.0, samples=8)
+        assert (result.prompts, result.samples) == (1, 8)
+        assert (len(set(scorer.responses)) > 1) == differ
