@@ -305,6 +305,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str = ""
     silent_s: float = 0.0
     """For how long its engine has had requests and made no token."""
+    busy_s: float = 0.0
+    """Seconds in which its engine has had requests, and weights to sample them with."""
+    slot_s: float = 0.0
+    """The sum of these seconds over all requests."""
 
 
 class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):

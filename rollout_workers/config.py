@@ -140,6 +140,18 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "is replaced: many times the time between two tokens, prompts and compiling included; 0: never",
         ),
     ] = 600.0
+    slow_factor: Annotated[
+        float,
+        Meta(
+            ge=0,
+            lt=1,
+            description="share of the median pace of its pool, of at least three busy workers, below which a worker "
+            "counts as slow and is replaced; 0: never",
+        ),
+    ] = 0.25
+    slow_window_s: Annotated[
+        float, Meta(gt=0, description="seconds over which a worker's pace is compared with that of its pool")
+    ] = 120.0
     metrics_port: Annotated[
         int,
         Meta(

@@ -281,6 +281,7 @@ class Worker:
         if not self._requests:
             self._generated.expect()
         self._requests += 1
+        self._generated.run(self._sampling_now())
         try:
             await generate(self._engine, request, recorder, note)
         except (BrokerError, FrameError):  # of the segments
@@ -291,6 +292,11 @@ class Worker:
             raise EngineFailedError(self._health.last_error) from error
         finally:
             self._requests -= 1
+            self._generated.run(self._sampling_now())
+
+    def _sampling_now(self) -> int:
+        """Return how many requests the engine has and may sample for."""
+        return self._requests if self._weights.may_sample else 0
 
     def _request(self, lease: Lease) -> GenerationRequest:
         return GenerationRequest(
@@ -339,7 +345,8 @@ class Worker:
                     self.request_drain()
                 self._note_state(await self._broker.status.state())
             self._wake.set()
-            self._fall_sick(self._health.look(self._requests if self._weights.may_sample else 0, self._generated.total))
+            self._generated.run(self._sampling_now())
+            self._fall_sick(self._health.look(self._sampling_now(), self._generated.total))
             await asyncio.sleep(self._config.heartbeat_s)
 
     async def _confirm(self) -> None:
@@ -373,7 +380,9 @@ class Worker:
             or self._outages.last_error
             or self._last_unscored
             or self._health.last_error,
-            silent_s=self._generated.silent_s() if self._requests and self._weights.may_sample else 0.0,
+            silent_s=self._generated.silent_s() if self._sampling_now() else 0.0,
+            busy_s=self._generated.busy_s,
+            slot_s=self._generated.slot_s,
         )
 
     def _state(self) -> Literal["starting", "generating", "idle", "paused", "asleep", "draining"]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from deploy.recipe.recipe import Recipe
 
 BROKER = "HEADWAY_BROKER"
+WORKER_TAG = "HEADWAY_WORKER_TAG"
+"""The variable with the end of a worker's name, by which its supervisor knows it among all workers."""
 TAIL_LINES = 12
 ERROR_PREFIX = "Error: "
 """The start of the command line's one-paragraph errors. No other line of a log starts with it."""
@@ -71,10 +73,13 @@ class Command:
     """Whether signals go to its children instead: torchrun cuts drains short."""
     farewell: Path | None = None
     """The file that exists once the command has done its work, see `farewell.py`; None: its exit code decides."""
+    tag: str = ""
+    """A worker's tag, new with every start: nobody else can know it before the worker reports."""
 
     def variables(self) -> dict[str, str]:
         """Return what its process has in its environment on top of the launcher's own."""
         farewell = {} if self.farewell is None else {ENVIRONMENT: str(self.farewell)}
+        tag = {WORKER_TAG: self.tag} if self.tag else {}
         return {
             "HEADWAY_IMPORT_PATH": os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()),
             "PYTHONSAFEPATH": "1",  # a user's folder called `broker` must not shadow Headway's
@@ -82,12 +87,13 @@ class Command:
             **self.resources.variables(),
             **self.environment,
             **farewell,
+            **tag,
         }
 
     def shown_variables(self) -> dict[str, str]:
         """Return the variables that may be shown and set in a terminal: without a password and without a supervisor's
         file."""
-        shown = {name: value for name, value in self.variables().items() if name != ENVIRONMENT}
+        shown = {name: value for name, value in self.variables().items() if name not in (ENVIRONMENT, WORKER_TAG)}
         return shown | ({BROKER: without_secrets(shown[BROKER])} if BROKER in shown else {})
 
     def directory(self) -> Path:

@@ -9,6 +9,7 @@ from broker.client.broker import BlockingBroker
 from broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError, HeadwayError
 from rollout_workers.run_end import RunEnd
 
+from .judging import Judge
 from .pool import Pool
 
 REPORT_S = 0.5
@@ -38,7 +39,7 @@ def following(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
 
 def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> None:
     client: BlockingBroker | None = None
-    end = RunEnd(PATIENCE_S)
+    end, judge = RunEnd(PATIENCE_S), Judge()
     try:
         while not over.wait(REPORT_S):
             try:
@@ -49,7 +50,9 @@ def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> Non
                 is_over = end.is_over(client.call(client.broker.status.state()))
                 for pool in pools:
                     pool.is_run_over = is_over
+                judge.look(client, pools)
             except ForeignRunError:  # another run has the name now, and these pools serve its learner
+                judge = Judge()
                 _close(client)
                 client = None
             except BrokerUnavailableError:

@@ -1,14 +1,16 @@
 """A pool of workers: processes of one kind, whose number may change while they run."""
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from broker.schema import PoolInfo
 from deploy.recipe.pools import MAIN
+from rollout_workers.health.rules import Verdict
 
 from .base import Command, Handle, Launcher
 
@@ -16,6 +18,8 @@ DRAIN_WORKER_S = 20.0
 """Seconds for a worker to drain: more than it needs to hand its leases back. Then it is killed."""
 HEALTHY_S = 60.0
 """Seconds after which a living worker has recovered, so that its restarts are counted anew."""
+HEALED_S = 3600.0
+"""Seconds after which a worker that its supervisor judges has recovered, so that verdicts are counted anew."""
 
 
 @dataclass
@@ -24,6 +28,7 @@ class Slot:
 
     command: Command
     child: Handle | None = None
+    tag: str = ""
     started: float = 0.0
     failures: int = 0
     """Failures in a row."""
@@ -33,14 +38,32 @@ class Slot:
     killed_at: float = 0.0
     """The time at which a worker that was asked to leave is killed; 0: it was not asked."""
 
+    worker: str = ""
+    """Its process's name among all workers of the run, once that has reported."""
+    verdict: Verdict | None = None
+    """Why its process is to be replaced. Any thread may set it."""
+    is_set_aside: bool = False
+    """Whether its process was asked to hand its work back, so that another one can take its place."""
+    verdicts: int = 0
+    """Processes in a row that were set aside here."""
+
     def start(self, launcher: Launcher) -> None:
         """Start the process, or start it again."""
-        self.child = launcher.start(self.command)
+        self.worker, self.verdict, self.is_set_aside, self.killed_at = "", None, False, 0.0
+        self.tag = secrets.token_hex(4)
+        self.child = launcher.start(replace(self.command, tag=self.tag))
         self.started = time.monotonic()
+
+    def set_aside(self) -> None:
+        """Ask its process to hand its work back and end."""
+        assert self.child is not None
+        self.verdicts = 1 if time.monotonic() - self.started > HEALED_S else self.verdicts + 1
+        self.is_set_aside, self.killed_at = True, time.monotonic() + DRAIN_WORKER_S
+        self.child.terminate()
 
     @property
     def is_leaving(self) -> bool:
-        return self.killed_at > 0
+        return self.killed_at > 0 and not self.is_set_aside
 
     @property
     def has_recovered(self) -> bool:
@@ -99,22 +122,22 @@ class Pool:
         if slot.child is None:  # it waits for its restart
             del self.slots[number]
             return
-        slot.killed_at = time.monotonic() + DRAIN_WORKER_S
+        slot.killed_at, slot.is_set_aside = time.monotonic() + DRAIN_WORKER_S, False
         slot.child.terminate()
 
     def gone(self, say: Callable[[str], None]) -> Iterator[Slot]:
-        """Remove the slots of workers that have left, and yield the slots of those that failed."""
+        """Remove the slots of workers that have left, and yield the slots of those that failed or were set aside."""
         for number, slot in list(self.slots.items()):
             if slot.child is None:
                 continue
             if slot.child.exit_code() is None:
-                if slot.is_leaving and time.monotonic() > slot.killed_at:
+                if 0 < slot.killed_at < time.monotonic():
                     say(f"{slot.command.name} did not leave within {DRAIN_WORKER_S:g} s and is killed.")
                     slot.child.kill()
             elif slot.is_leaving:
                 slot.child.kill()  # kills what it may have left in its session
                 del self.slots[number]
-            elif slot.child.is_done():
+            elif slot.child.is_done() and not slot.is_set_aside:
                 self.departed += 1  # on purpose: the run is over, or a user drained it
                 del self.slots[number]
             else:
@@ -133,8 +156,8 @@ class Pool:
             pool=self.name,
             host=socket.gethostname(),
             pid=os.getpid(),
-            running=sum(slot.has_place and not slot.is_leaving for slot in slots),
-            leaving=sum(slot.is_leaving for slot in slots),
+            running=sum(slot.has_place and not slot.killed_at for slot in slots),
+            leaving=sum(slot.child is not None and slot.killed_at > 0 for slot in slots),
             restarting=sum(slot.child is None and not slot.is_given_up for slot in slots),
             given_up=sum(slot.is_given_up for slot in slots),
         )

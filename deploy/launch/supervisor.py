@@ -21,7 +21,7 @@ POLL_S = 0.1
 MAX_BACKOFF_S = 10.0
 MAX_SICK_BACKOFF_S = 600.0
 SICK_PLACE = (
-    "{} processes in a row have fallen sick in this place, while others are well: look at its host and its GPU, or take"
+    "{} processes in a row were set aside in this place, while others are well: look at its host and its GPU, or take"
     " a worker away with `headway scale -1`."
 )
 
@@ -101,8 +101,13 @@ class Supervisor:
         for pool in self.pools:
             for slot in pool.gone(self.say):
                 assert slot.child is not None
-                self._died(slot, slot.child)
+                if slot.is_set_aside:
+                    self._was_set_aside(slot, slot.child)
+                else:
+                    self._died(slot, slot.child)
             for slot in pool.slots.values():
+                if slot.verdict is not None and slot.is_running and not slot.killed_at:
+                    slot.set_aside()
                 if slot.child is None and not slot.is_given_up and time.monotonic() >= slot.restart_at:
                     slot.start(self.launcher)
             pool.resize(self.launcher, self.say)
@@ -135,6 +140,17 @@ class Supervisor:
         pause = min(self.backoff_s * 2 ** (slot.failures - 1), MAX_SICK_BACKOFF_S)
         remedy = f" {SICK_PLACE.format(slot.failures)}" if slot.failures > self.max_restarts else ""
         self.say(_obituary(child, f"Another process takes its place in {pause:g} s.{remedy}"))
+        self._restart(slot, child, pause)
+
+    def _was_set_aside(self, slot: Slot, child: Handle) -> None:
+        """Start another process in its place, after longer and longer pauses where those are set aside too."""
+        assert slot.verdict is not None
+        pause = min(self.backoff_s * 2 ** (slot.verdicts - 1), MAX_SICK_BACKOFF_S)
+        remedy = f" {SICK_PLACE.format(slot.verdicts)}" if slot.verdicts > self.max_restarts else ""
+        self.say(
+            f"{slot.command.name} was set aside ({slot.verdict.rule}): {slot.verdict.reason}.\n"
+            f"Another process takes its place in {pause:g} s.{remedy}"
+        )
         self._restart(slot, child, pause)
 
     def _is_anyone_well(self) -> bool:

@@ -9,6 +9,8 @@ MEANINGS = {
     "stalled": "was set aside, as its engine hangs",
     "failing": "was set aside, as its engine fails again and again",
     "weights": "was set aside, as its engine does not hold the published weights",
+    "silent": "was set aside, as it does not answer",
+    "slow": "was set aside, as it is slow",
 }
 """What the rules say of a worker, by their names."""
 

@@ -79,6 +79,7 @@ LIMITS = {
     "workers.max_restarts": _COUNT,
     "workers.engine_errors": _COUNT,
     "workers.stall_s": _WAIT,
+    "workers.slow_window_s": Limit(1, DAY_S, "a worker reports its tokens once a heartbeat"),
     "workers.patience_s": _WAIT,
     "workers.segment_tokens": _COUNT,
     "workers.segment_s": _WAIT,

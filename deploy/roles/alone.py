@@ -24,7 +24,7 @@ from broker.keys import check_pool_name, check_worker_name
 from broker.schema import RunStatus
 from broker.server.access import Role
 from broker.server.credentials import url_as
-from deploy.launch.base import Launcher
+from deploy.launch.base import WORKER_TAG, Launcher
 from deploy.launch.commands import WorkerCommand, learner_command, sft_command
 from deploy.launch.farewell import say_farewell
 from deploy.launch.following import following
@@ -201,8 +201,9 @@ def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed:
     """
     from .worker import ConfigChangedError, work
 
+    tag = os.environ.get(WORKER_TAG) or secrets.token_hex(2)
     try:
-        work(url, run, check_worker_name(f"{_host()}-{name}-{secrets.token_hex(2)}"), overrides, allowed)
+        work(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), overrides, allowed)
     except (ForeignRunError, ConfigChangedError) as error:
         log.warning("%s This worker starts anew.", error)
         sys.stderr.flush()

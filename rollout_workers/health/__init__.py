@@ -3,6 +3,8 @@
     rules.py   the rules: figures in, a verdict with its reason out
     own.py     the figures that a worker collects of its own engine
 
+Its supervisor collects the figures of `slow` and `silent` (`deploy/launch/judging.py`).
+
 The invariant: a worker is judged by itself or by its own supervisor, never by another worker. So a process with a
 worker's password can have nobody set aside but itself.
 """

@@ -3,16 +3,31 @@
 stalled   the engine has requests, and has sampled nothing for `stall_s` seconds
 failing   the engine has raised errors, or sent impossible output, `errors` times within ERRORS_WITHIN_S
 weights   the engine does not hold or compute what was published (its fingerprints and its probe)
+silent    the worker has reported before, and not for `stall_s` seconds, though its process runs
+slow      the worker generates less than `factor` of the median of its pool, both in tokens per second and in tokens
+          per second and request
+
+Only busy time counts for `slow`: not that of a start, a swap, or of an engine without requests. An engine with few
+requests is slower in all, and one with many is slower for each: so both figures must be low. All workers of a pool have
+one kind of engine.
 """
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Rule = Literal["stalled", "failing", "weights"]
+Rule = Literal["stalled", "failing", "weights", "silent", "slow"]
 
 ERRORS_WITHIN_S = 600.0
 """Errors of an engine count for so long. A sample that an engine cannot generate comes again within this time."""
+LEAST_COMPARED = 3
+"""Workers without which there is no comparison: of two, nobody can say which one is slow."""
+LEAST_BUSY = 0.5
+"""The share of the window in which a worker must have been busy to be judged."""
+LEAST_BUSY_OTHERS = 0.05
+"""The share of the window in which others must have been busy. They may have nothing to do but wait for the slow
+one."""
 
 
 @dataclass(frozen=True)
@@ -44,4 +59,53 @@ def failing(failed_s: Sequence[float], now_s: float, errors: int, last: str) -> 
         "failing",
         f"the engine failed {count} time{'s' * (count != 1)} within {ERRORS_WITHIN_S:g} s, and"
         f" {errors} set{'s' * (errors == 1)} a worker aside (workers.engine_errors); the last time: {last}",
+    )
+
+
+def silent(unheard_s: float, stall_s: float) -> Verdict | None:
+    """Judge a worker whose process runs and which has not reported for `unheard_s`."""
+    if not stall_s or unheard_s <= stall_s:
+        return None
+    return Verdict("silent", f"its process runs, and has reported nothing for {stall_s:g} s (workers.stall_s)")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a worker has generated within a window."""
+
+    tokens: int
+    busy_s: float
+    """Seconds with requests."""
+    slot_s: float
+    """The sum of these seconds over all requests."""
+
+    @property
+    def per_second(self) -> float:
+        """Tokens per busy second."""
+        return self.tokens / self.busy_s if self.busy_s else 0.0
+
+    @property
+    def per_slot(self) -> float:
+        """Tokens per busy second and request."""
+        return self.tokens / self.slot_s if self.slot_s else 0.0
+
+
+def slowest(paces: Mapping[str, Pace], window_s: float, factor: float) -> tuple[str, Verdict] | None:
+    """Return the slowest worker of a pool with the verdict on it, or None if none is slow. `paces`: by worker, over a
+    window of `window_s`."""
+    compared = {name: pace for name, pace in paces.items() if pace.busy_s >= LEAST_BUSY_OTHERS * window_s}
+    judged = {name: pace for name, pace in compared.items() if pace.busy_s >= LEAST_BUSY * window_s}
+    if len(compared) < LEAST_COMPARED or not judged:
+        return None
+    per_second = statistics.median(pace.per_second for pace in compared.values())
+    per_slot = statistics.median(pace.per_slot for pace in compared.values())
+    name, pace = min(judged.items(), key=lambda item: item[1].per_slot)
+    if pace.per_slot >= factor * per_slot or pace.per_second >= factor * per_second:
+        return None
+    return name, Verdict(
+        "slow",
+        f"it generates {pace.per_slot:.3g} tokens/s and request, {pace.per_slot / per_slot:.0%} of the median"
+        f" {per_slot:.3g} of the {len(compared)} busy workers of its pool, and {pace.per_second:.3g} tokens/s in all,"
+        f" where their median is {per_second:.3g}; less than {factor:.0%} of both over {window_s:g} s sets a worker"
+        " aside (workers.slow_factor, workers.slow_window_s)",
     )

@@ -1,4 +1,4 @@
-"""Tokens per second over the last few seconds, and for how long there was none."""
+"""Tokens per second over the last few seconds, for how long there was none, and how long the engine was busy."""
 
 import time
 from collections import deque
@@ -15,6 +15,11 @@ class Throughput:
         self._began = clock()
         self._last_s = self._began
         self._counts: deque[tuple[float, int]] = deque()
+        self._running, self._running_since_s = 0, self._began
+        self.busy_s = 0.0
+        """Seconds with requests."""
+        self.slot_s = 0.0
+        """The sum of these seconds over all requests."""
 
     def add(self, count: int) -> None:
         """Count tokens that were sampled now."""
@@ -26,6 +31,14 @@ class Throughput:
     def expect(self) -> None:
         """The engine gets its first request now: silence counts from here."""
         self._last_s = self._clock()
+
+    def run(self, requests: int) -> None:
+        """The engine samples so many requests from now on. Callers repeat it now and then while nothing changes."""
+        now = self._clock()
+        seconds, self._running_since_s = now - self._running_since_s, now
+        self.busy_s += seconds if self._running else 0.0
+        self.slot_s += seconds * self._running
+        self._running = requests
 
     def silent_s(self) -> float:
         """Return the seconds since the last token, or since `expect`."""

@@ -17,6 +17,7 @@ from deploy.launch.base import Command
 from deploy.launch.pool import Pool
 from deploy.launch.processes import Child, guarded
 from deploy.launch.supervisor import RoleFailedError, Supervisor
+from rollout_workers.health.rules import Verdict
 from tests.processes import children_left
 
 FOREVER = "import time\nwhile True: time.sleep(0.05)"
@@ -226,8 +227,32 @@ def test_a_sick_worker_is_replaced_as_long_as_others_are_well(tmp_path: Path) ->
         "w1 exited with code 80: the engine hangs.\nAnother process takes its place in 0.02 s. Its"
     )
     assert "Another process takes its place in 0.04 s. Its" in said[1]
-    assert "takes its place in 0.08 s. 3 processes in a row have fallen sick in this place, while others" in said[2]
+    assert "takes its place in 0.08 s. 3 processes in a row were set aside in this place, while others" in said[2]
     assert "headway scale -1" in said[2]
+
+
+def test_a_worker_on_which_there_is_a_verdict_drains_and_another_takes_its_place(tmp_path: Path) -> None:
+    said, over = list[str](), tmp_path / "over"
+    learner = role("learner", f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.02)", tmp_path)
+    pool = Pool.of([role(name, drains(name), tmp_path) for name in ("w0", "w1")])
+
+    def judge() -> None:
+        await_files(tmp_path / "w0.up", tmp_path / "w1.up")
+        (tmp_path / "w1.up").unlink()
+        first, tag = pool.slots[1].child, pool.slots[1].tag
+        pool.slots[1].verdict = Verdict("slow", "it generates 1 token/s")
+        await_files(tmp_path / "w1.ended", tmp_path / "w1.up")
+        assert pool.slots[1].child is not first
+        assert pool.slots[1].tag != tag
+        over.touch()
+
+    thread = threading.Thread(target=judge)
+    thread.start()
+    assert Supervisor([pool], learner, backoff_s=0.02, say=said.append).run() == 0
+    thread.join()
+    assert said[0] == ("w1 was set aside (slow): it generates 1 token/s.\nAnother process takes its place in 0.02 s.")
+    assert pool.departed == 0
+    assert children_left() == []
 
 
 def test_workers_that_are_all_sick_stop_the_run(tmp_path: Path) -> None:

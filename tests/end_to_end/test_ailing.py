@@ -1,26 +1,31 @@
 """Workers that fall ill in the midst of a run are named, hand their work back and are replaced; the run completes."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 from broker.schema import RunStatus
+from deploy.observe.waiting_log import LOOK_S
 
 from .recipes import write_recipe
 from .records import check_trained, summary
-from .terminals import Terminals
-from .watching import attached
+from .terminals import Terminals, paused
+from .watching import Watch, attached
 
 pytestmark = pytest.mark.slow
 
-STEPS = 30
+STEPS = 40
 AILING = """
 import asyncio
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from rollout_workers.engines.embedded.engine import open_embedded
 
-AILMENTS = {"worker-1": "fails", "worker-2": "hangs"}
+AILMENTS = {"worker-1": "fails", "worker-2": "hangs", "worker-3": "is slow"}
+TOKEN_S = {"is slow": 0.3}
 
 
 def ailing(config, model_dir, *, seed):
@@ -33,8 +38,12 @@ def ailing(config, model_dir, *, seed):
 
     async def generate(request):
         async for chunk in well(request):
-            yield chunk
-            await asyncio.sleep(0.02)  # or the run might be over before others are in their places
+            last = len(chunk.token_ids) - 1
+            for n, token in enumerate(chunk.token_ids):
+                # a well engine is not too fast either: the run might be over before others are in their places
+                await asyncio.sleep(TOKEN_S.get(ailment, 0.02))
+                reason = chunk.finish_reason if n == last else None
+                yield replace(chunk, token_ids=[token], logprobs=chunk.logprobs[n : n + 1], finish_reason=reason)
             if ailment == "fails":
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
             if ailment == "hangs":
@@ -43,7 +52,7 @@ def ailing(config, model_dir, *, seed):
     engine.generate = generate
     return engine
 """
-RULES = {"failing": "worker-1", "stalled": "worker-2"}
+RULES = {"failing": "worker-1", "stalled": "worker-2", "slow": "worker-3"}
 
 
 def test_workers_that_fall_ill_are_replaced_and_nothing_is_lost(terminals: Terminals) -> None:
@@ -53,19 +62,27 @@ def test_workers_that_fall_ill_are_replaced_and_nothing_is_lost(terminals: Termi
         home,
         engine={"kind": "ailing:ailing", "max_concurrent": 4},
         learner={"steps": STEPS},
-        workers={"count": 3, "stall_s": 3},
+        workers={"count": 4, "stall_s": 3, "slow_window_s": 6},
     )
     headway = terminals.open("run", "run", recipe)
     run = home / "runs" / "tiny"
     with attached(terminals, headway, run) as watch:
         status = watch.until("all are named", lambda status: {fault.rule for fault in status.faults} >= set(RULES))
         check_faults(status)
-        watch.until("others have their places", lambda status: places(status) == {0, 1, 2})
-        watch.until("the learner has looked", lambda status: "engine hangs" in (run / "logs/learner.log").read_text())
+        with paused(learner_pid(watch)):  # or the run might be over before
+            watch.until("others have their places", lambda status: places(status) == {0, 1, 2, 3})
+            time.sleep(LOOK_S)
+        watch.until("the learner has looked", lambda status: "it is slow" in (run / "logs/learner.log").read_text())
     headway.succeeds()
     check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
     assert summary(run)["worker_restarts"] == len(RULES)
     check_told(headway.said, run)
+
+
+def learner_pid(watch: Watch) -> int:
+    holder = watch.blocking.call(watch.blocking.broker.holding.use()).holder
+    assert holder is not None
+    return holder.pid
 
 
 def check_faults(status: RunStatus) -> None:
@@ -75,6 +92,7 @@ def check_faults(status: RunStatus) -> None:
     assert "the engine failed 3 times within 600 s" in reasons["failing"]
     assert "RuntimeError: CUDA error: an illegal memory access" in reasons["failing"]
     assert "and has sampled nothing for 3 s (workers.stall_s)" in reasons["stalled"]
+    assert "less than 25% of both over 6 s" in reasons["slow"]
 
 
 def places(status: RunStatus) -> set[int]:
@@ -85,8 +103,10 @@ def places(status: RunStatus) -> set[int]:
 
 def check_told(said: str, run: Path) -> None:
     shown, log = " ".join(said.split()), (run / "logs/learner.log").read_text()
-    assert all(f"{place} exited with code 80" in shown for place in RULES.values())
+    assert all(f"{RULES[rule]} exited with code 80" in shown for rule in ("failing", "stalled"))
+    assert "worker-3 was set aside (slow): it generates" in shown
     assert shown.count("Another process takes its place in") == len(RULES)
     for text in (shown, log):
         assert "was set aside, as its engine hangs" in text
         assert "was set aside, as its engine fails again and again" in text
+        assert "was set aside, as it is slow" in text

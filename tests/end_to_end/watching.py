@@ -19,14 +19,14 @@ class Watch:
     """Polls a run and remembers every announced version that it saw."""
 
     def __init__(self, blocking: BlockingBroker, terminals: Terminals) -> None:
-        self._blocking = blocking
+        self.blocking = blocking
         self._terminals = terminals
         self.announced: list[WeightVersion] = []
 
     def status(self) -> RunStatus | None:
         """None before a learner has claimed the run."""
         with suppress(RunNotFoundError):
-            status = self._blocking.call(self._blocking.broker.status.snapshot(whichever=True))
+            status = self.blocking.call(self.blocking.broker.status.snapshot(whichever=True))
             if status.announced is not None and self.announced[-1:] != [status.announced]:
                 self.announced.append(status.announced)
             return status

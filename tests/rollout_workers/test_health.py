@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_workers.health.own import EngineHealth
-from rollout_workers.health.rules import ERRORS_WITHIN_S, failing, stalled
+from rollout_workers.health.rules import ERRORS_WITHIN_S, Pace, failing, silent, slowest, stalled
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,55 @@ def test_errors_that_are_far_apart_do_not_add_up() -> None:
     verdict = health.failed(RuntimeError(""))
     assert verdict is not None
     assert verdict.reason.endswith("(workers.engine_errors); the last time: RuntimeError: it gave no reason")
+
+
+EVEN = Pace(tokens=6000, busy_s=60.0, slot_s=240.0)
+"""100 tokens/s, 25 for each of 4 requests."""
+
+
+@pytest.mark.parametrize(
+    ("others", "pace", "is_slow"),
+    [
+        (3, Pace(1000, 60.0, 240.0), True),
+        (2, Pace(1000, 60.0, 240.0), True),
+        (1, Pace(1000, 60.0, 240.0), False),  # of two, nobody can say
+        (3, Pace(3000, 60.0, 240.0), False),  # half the pace
+        (3, Pace(1000, 20.0, 80.0), False),  # hardly busy: it starts, swaps or has no work
+        (3, Pace(1000, 60.0, 40.0), False),  # few requests: 17 tokens/s in all, and 25 for each
+        (3, Pace(6000, 60.0, 2400.0), False),  # many requests: 2.5 tokens/s for each, and 100 in all
+        (3, Pace(0, 60.0, 240.0), True),
+    ],
+)
+def test_a_worker_is_slow_by_both_of_its_paces(others: int, pace: Pace, is_slow: bool) -> None:
+    paces = {f"w{number}": EVEN for number in range(others)} | {"slow": pace}
+    found = slowest(paces, 60.0, 0.25)
+    assert (found is not None) == is_slow
+    if found is not None:
+        assert (found[0], found[1].rule) == ("slow", "slow")
+
+
+def test_others_that_only_wait_for_the_slow_worker_are_compared_by_the_little_that_they_do() -> None:
+    waits = Pace(tokens=400, busy_s=4.0, slot_s=16.0)
+    assert slowest({"a": waits, "b": waits, "c": Pace(600, 60.0, 240.0)}, 60.0, 0.25) is not None
+    idle = Pace(tokens=200, busy_s=2.0, slot_s=8.0)
+    assert slowest({"a": idle, "b": idle, "c": Pace(600, 60.0, 240.0)}, 60.0, 0.25) is None
+
+
+def test_the_verdict_on_a_slow_worker_names_its_figures() -> None:
+    found = slowest({"a": EVEN, "b": EVEN, "c": Pace(600, 60.0, 240.0)}, 60.0, 0.25)
+    assert found is not None
+    assert found[1].reason == (
+        "it generates 2.5 tokens/s and request, 10% of the median 25 of the 3 busy workers of its pool, and 10 tokens/s"
+        " in all, where their median is 100; less than 25% of both over 60 s sets a worker aside (workers.slow_factor,"
+        " workers.slow_window_s)"
+    )
+
+
+def test_a_pool_in_which_nobody_makes_a_token_has_no_slow_worker() -> None:
+    assert slowest({name: Pace(0, 60.0, 240.0) for name in "abc"}, 60.0, 0.25) is None
+    assert slowest({}, 60.0, 0.25) is None
+
+
+@pytest.mark.parametrize(("unheard_s", "limit_s", "is_silent"), [(600, 600, False), (601, 600, True), (601, 0, False)])
+def test_a_worker_is_silent_beyond_the_limit(unheard_s: float, limit_s: float, is_silent: bool) -> None:
+    assert (silent(unheard_s, limit_s) is not None) == is_silent
