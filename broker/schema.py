@@ -439,6 +439,15 @@ class Tallies(msgspec.Struct, frozen=True, kw_only=True):
     """Groups committed, by the lag of their oldest token."""
 
 
+class Silence(msgspec.Struct, frozen=True):
+    """How long a living worker has not been heard of, by the server's clock."""
+
+    heard_s: float
+    """The time since its last heartbeat."""
+    is_late: bool
+    """Whether it missed heartbeats: it is dead, stands still or is cut off, and counts as alive a little longer."""
+
+
 class VersionGroups(msgspec.Struct, frozen=True):
     """Groups of one weight version: it is the oldest one that has sampled a token of them."""
 
@@ -502,6 +511,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The pools whose supervisors are alive, sorted by name."""
     faults: tuple[Fault, ...] = ()
     """The newest faults of workers in the last hour, the oldest of them first."""
+    silences: dict[str, Silence] = {}
+    """By worker."""
     versions: tuple[VersionGroups, ...] = ()
     """Those of the last 32 weight versions that have groups, the newest first."""
 

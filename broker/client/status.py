@@ -19,6 +19,7 @@ from broker.schema import (
     PoolInfo,
     QueueDepths,
     RunStatus,
+    Silence,
     StepMetrics,
     Tallies,
     VersionGroups,
@@ -34,6 +35,11 @@ _KEPT_STEPS = 512
 _ERROR_CHARACTERS = 2000
 _WARNINGS = 100
 """The most complaints about unreadable reports that a client keeps: a worker that sends one may send many."""
+
+_SESSION_MS = 120_000
+"""How long a session lasts after a heartbeat: see heartbeat.lua."""
+_LATE = 0.5
+"""A worker is late after this share of the time for which a heartbeat keeps it alive; it sends several in that time."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
@@ -156,7 +162,7 @@ class StatusBoard:
             raise RunNotFoundError(
                 f"No run {self._connection.run} at {self._connection.url}. Runs there: {await self.runs_for_people()}."
             )
-        _, tally, sizes, frames, workers, quarantined, letters, refused, pools, versions = reply
+        _, tally, sizes, frames, workers, quarantined, letters, refused, pools, versions, lifetimes = reply
         refused_lately, refused_workers = refused
         steps = tuple(step for frame in frames if (step := self._readable(frame, StepMetrics, "a step")))
         announced = (
@@ -181,6 +187,7 @@ class StatusBoard:
             refused_workers=refused_workers,
             pools=self._pools(pools),
             faults=await read_faults(self._connection),
+            silences=_silences(lifetimes),
             versions=tuple(VersionGroups(*counts) for counts in versions),
         )
 
@@ -219,6 +226,13 @@ def _tallies(flat: Any) -> Tallies:
         what, _, key = name.partition(":")
         tallies.setdefault(what, {})[int(key)] = int(value)
     return Tallies(**{what: dict(sorted(counts.items())) for what, counts in tallies.items()})
+
+
+def _silences(flat: Sequence[Any]) -> dict[str, Silence]:
+    """Returns the silences of {worker, ms that its session lasts, ms until it is not alive any more...}."""
+    said = zip(map(text, flat[::3]), flat[1::3], flat[2::3], strict=True)
+    silent = ((name, max(0, _SESSION_MS - session), max(0, alive)) for name, session, alive in said)
+    return {name: Silence(ms / 1000, is_late=ms > _LATE * (ms + alive)) for name, ms, alive in silent if is_name(name)}
 
 
 def _storable(text: str) -> str:

@@ -3,9 +3,10 @@
 -- snapshot() -> {meta, tally, {pool, retry, leases, ready, pinned groups}, {StepMetrics frame...}, {worker, frame...},
 --   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...},
 --   {samples refused in the last minute by a worker's fault, how many workers these came from},
---   {pool, frame, workers wanted...}, {{step of weights, groups generating, ready, dropped} newest first...}}
+--   {pool, frame, workers wanted...}, {{step of weights, groups generating, ready, dropped} newest first...},
+--   {worker, ms that its session lasts, ms until it is not alive any more...}}
 -- Reads: meta, tally, pool, retry, leases, open, ready, given_up, pinned, batch:*, steps, workers,
---   worker:*, quarantined, dead, pools, pool:*, wanted.
+--   worker:*, session:*, quarantined, dead, pools, pool:*, wanted.
 local sizes, pinned = {}, 0
 for i, queue in ipairs({ 'pool', 'retry', 'leases', 'ready' }) do sizes[i] = call('ZCARD', P .. queue) end
 for _, step in ipairs(call('ZRANGE', P .. 'pinned', 0, -1)) do pinned = pinned + call('LLEN', P .. 'batch:' .. step) end
@@ -54,10 +55,16 @@ local function by_version()
   return found
 end
 
+local alive, lifetimes = alive_workers(), {}
+for a = 1, #alive, 2 do
+  lifetimes[#lifetimes + 1] = alive[a]
+  for _, key in ipairs({ 'session:', 'worker:' }) do lifetimes[#lifetimes + 1] = call('PTTL', P .. key .. alive[a]) end
+end
+
 -- Names without sessions, which are secret.
 local quarantined = {}
 for n, holder in ipairs(call('SMEMBERS', P .. 'quarantined')) do quarantined[n] = name_of(holder) end
 
 return { call('HGETALL', META), call('HGETALL', P .. 'tally'), sizes, call('LRANGE', P .. 'steps', 0, -1),
-  alive_workers(), quarantined, dead_letters(), refused_lately(), alive_pools(),
-  by_version() }
+  alive, quarantined, dead_letters(), refused_lately(), alive_pools(),
+  by_version(), lifetimes }

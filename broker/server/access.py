@@ -44,7 +44,7 @@ class _Rights:
 
 
 _CONNECTION = "ping client|setinfo client|no-touch cluster|slots info time wait waitaof"
-_LOOKING = "exists get hgetall hmget llen lrange object|idletime smembers zcard zcount zrange zrangebyscore zscore"
+_LOOKING = "exists get hgetall hmget llen lrange object|idletime pttl smembers zcard zcount zrange zrangebyscore zscore"
 
 _RIGHTS = {
     Role.LEARNER: _Rights(

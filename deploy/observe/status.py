@@ -39,6 +39,8 @@ def status_json(status: RunStatus, waiting: Waiting | None = None) -> dict[str, 
     plain["announced"] = version_text(status.announced)
     for worker, info in zip(plain["workers"], status.workers, strict=True):
         worker["version"] = version_text(info.version)
+        worker |= plain["silences"].get(info.worker, {})
+    del plain["silences"]
     plain["lag_histogram"] = {str(lag): count for lag, count in lag_histogram(recent(status)).items()}
     plain["throughput"] = {
         "generated_tokens_per_s": generated_per_s(status.workers),
@@ -53,7 +55,7 @@ def status_tables(status: RunStatus, waiting: Waiting | None = None) -> Renderab
     tables = [_head(status, waiting), _queues(status.queues), _lengths(status.tallies)]
     if status.pools:
         tables.append(_pools(status.pools))
-    tables += [_workers(status.workers), _lags(status)]
+    tables += [_workers(status), _lags(status)]
     if status.faults:
         tables.append(_faults(status.faults))
     if status.quarantined or status.dead_letters:
@@ -161,17 +163,22 @@ def _pools(pools: tuple[PoolInfo, ...]) -> Table:
     return table
 
 
-def _workers(workers: tuple[WorkerInfo, ...]) -> Table:
-    table = Table(title=f"Workers ({len(workers)})", title_justify="left", box=SIMPLE_HEAD)
+def _state(info: WorkerInfo, status: RunStatus) -> str:
+    silence = status.silences.get(info.worker)
+    return info.state if silence is None or not silence.is_late else f"not heard of for {silence.heard_s:.0f} s"
+
+
+def _workers(status: RunStatus) -> Table:
+    table = Table(title=f"Workers ({len(status.workers)})", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("worker", "engine", "state"):
         table.add_column(heading, overflow="fold")
     for heading in ("version", "leases", "tokens/s", "sent"):
         table.add_column(heading, justify="right")
-    for info in workers:
+    for info in status.workers:
         table.add_row(
             info.worker,
             info.engine,
-            info.state + (f": {info.last_error}" if info.last_error else ""),
+            _state(info, status) + (f": {info.last_error}" if info.last_error else ""),
             version_text(info.version),
             f"{info.active}/{info.capacity}",
             f"{info.tokens_per_s:,.0f}",

@@ -36,7 +36,7 @@ OWNERS = (
 """Functions of the run's owner."""
 ALLOWED = """
 auth client|no-touch client|setinfo cluster|slots exists expire fcall fcall_ro get getrange hdel hello hget hgetall
-hincrby hmget hset hsetnx info lindex llen lrange mget object|idletime persist ping quit reset rpush sadd scard set
+hincrby hmget hset hsetnx info lindex llen lrange mget object|idletime persist ping pttl quit reset rpush sadd scard set
 sismember smembers srem strlen time unlink wait waitaof xadd xread zadd zcard zcount zpopmin zrange zrangebyscore zrem
 zscore
 """

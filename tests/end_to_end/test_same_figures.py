@@ -40,7 +40,7 @@ GROUPS, SAMPLES, WORKERS = 4, 4, 2
 BEGUN_STEPS = 6
 HELD_S = 600.0
 STILL_S = 1.0
-OF_THE_MOMENT = {"silent_s", "tokens_per_s"}
+OF_THE_MOMENT = {"silent_s", "tokens_per_s", "heard_s"}
 """Figures of a worker that change while it rests."""
 
 

@@ -5,7 +5,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
 import msgspec
@@ -22,6 +22,9 @@ from .picture import Page, page_of
 POLL_S = 1.0
 SHOWN_WORKERS = 50
 """The most workers of a window: a table of a thousand, drawn each second, would hold the browser up."""
+MOST_MISSING = 20
+REMEMBERED_S = 600
+"""How long the page names a worker that was lost."""
 KEPT_POINTS = 120
 """Points of a sparkline: two minutes of looks."""
 SHARE = 10
@@ -52,6 +55,17 @@ class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories among those of the last 20 steps whose oldest token it sampled."""
 
 
+class Missing(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that does not say that it lives, and did not say that it leaves."""
+
+    worker: str
+    host: str
+    since: str
+    """When it was heard of last, in UTC, as ISO 8601 has it."""
+    is_lost: bool
+    """Whether it counts as alive no more."""
+
+
 class Live(msgspec.Struct, frozen=True, kw_only=True):
     """What a live page asks for each second."""
 
@@ -63,6 +77,8 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     """Why a part of the page is old or missing; empty if none is."""
     status: dict[str, Any] | None = None
     """What `headway status --json` prints; of the workers those from `first` on, if the page asked for a window."""
+    missing: list[Missing] = []
+    """Workers that missed heartbeats, and those that were lost in the last minutes, the newest first."""
     first: int = 0
     """The place of the first worker shown, in the order of their names."""
     workers: int = 0
@@ -88,6 +104,7 @@ class Watcher:
         self._problems: dict[str, str] = {}
         self._rates: dict[str, deque[float]] = defaultdict(_points)
         self._worker_rates: dict[str, deque[float]] = defaultdict(_points)
+        self._missing: dict[str, Missing] = {}
         self._page = Page(title="Headway", made_at=_now(), runs=[])
         self._number = 0
 
@@ -117,6 +134,7 @@ class Watcher:
             problem=" ".join(self._problems.values()),
             status=None if status is None else status_json(status, self._waiting),
             workers=0 if status is None else len(status.workers),
+            missing=list(self._missing.values())[:MOST_MISSING],
             versions=[] if status is None else held_versions(status),
             rates={name: list(points) for name, points in list(self._rates.items())},
             worker_rates={name: list(points) for name, points in list(self._worker_rates.items())},
@@ -151,6 +169,7 @@ class Watcher:
             self._worker_rates[worker.worker].append(worker.tokens_per_s)
         for gone in self._worker_rates.keys() - {worker.worker for worker in status.workers}:
             del self._worker_rates[gone]
+        self._missing = missing(self._missing, status)
         self._status, self._waiting = status, waiting
         self._problems.pop("broker", None)
 
@@ -170,6 +189,25 @@ class Watcher:
         if record is not None:
             self._page = page_of([record])
             self._number += 1
+
+
+def missing(known: dict[str, Missing], now: RunStatus) -> dict[str, Missing]:
+    """Return who is missing now: who is late, and who was late and is gone. A worker that leaves says so in time."""
+    alive, moment = {worker.worker for worker in now.workers}, datetime.now(UTC)
+    oldest = (moment - timedelta(seconds=REMEMBERED_S)).isoformat(timespec="seconds")
+    gone = [one for name, one in known.items() if name not in alive and one.since > oldest]
+    late = [
+        Missing(
+            worker=worker.worker,
+            host=worker.host,
+            since=(moment - timedelta(seconds=now.silences[worker.worker].heard_s)).isoformat(timespec="seconds"),
+            is_lost=False,
+        )
+        for worker in now.workers
+        if worker.worker in now.silences and now.silences[worker.worker].is_late
+    ]
+    lost = [msgspec.structs.replace(one, is_lost=True) for one in gone]
+    return {one.worker: one for one in sorted([*late, *lost], key=lambda one: one.since, reverse=True)}
 
 
 def held_versions(status: RunStatus) -> list[HeldVersion]:

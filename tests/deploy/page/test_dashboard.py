@@ -192,6 +192,23 @@ def test_samples_are_counted_by_the_version_that_sampled_them() -> None:
     assert groups == {name: {"1.9": (4, 2, 0), "1.3": (0, 0, 7)}.get(name, (0, 0, 0)) for name in found}
 
 
+async def test_a_worker_that_misses_heartbeats_is_late_and_then_lost(broker: Broker, server: EmbeddedServer) -> None:
+    await begin(broker, rules(1), fed=4)
+    watcher = Watcher(Source(None, lambda: (server.url, broker.run)).connect, lambda status: None)
+    with watcher:
+        await broker.status.heartbeat(worker("leaves", None), 60.0)
+        await broker.status.heartbeat(worker("dies", None), 2.0)
+        seen = await asyncio.to_thread(eventually, lambda: (found := watcher.live).missing and found)
+        assert ([one.worker for one in seen.missing], seen.missing[0].is_lost) == (["dies"], False)
+        told = {one["worker"]: one["is_late"] for one in seen.status["workers"]}
+        assert told == {"dies": True, "leaves": False}
+        await broker.status.leave("leaves")
+        seen = await asyncio.to_thread(eventually, lambda: not (found := watcher.live).workers and found)
+        assert [(one.worker, one.host, one.is_lost) for one in seen.missing] == [("dies", "node", True)]
+        await broker.status.heartbeat(worker("dies", None), 60.0)
+        assert await asyncio.to_thread(eventually, lambda: not watcher.live.missing)
+
+
 def test_a_page_asks_for_a_window_of_many_workers() -> None:
     names = [f"w-{index:03d}" for index in range(120)]
     run = Told(msgspec.structs.replace(run_status(), workers=tuple(worker(name, None) for name in names)))
