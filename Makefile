@@ -7,6 +7,7 @@ VENV := .venv
 BENCH := $(VENV)/bench
 PEERS := $(VENV)/peers
 RAY := $(VENV)/ray
+TRACKERS := $(VENV)/trackers
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Much of the suite waits for processes that it started, so two of its files at a time suit two cores.
@@ -15,7 +16,7 @@ SEED ?= 0
 MINUTES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test test-quick test-ray check shape format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test test-quick test-ray test-trackers check shape format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -101,6 +102,14 @@ $(RAY)/.installed: $(VENV)/.installed-tools
 	@$(RAY)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt -e '.[ray]'
 	@touch $@
 
+# In an environment of its own, too: MLflow and trackio want other versions of packages that Headway runs on.
+$(TRACKERS)/.installed: $(VENV)/.installed-tools tests/deploy/sinks/requirements.txt
+	@$(BIN)/python -m venv $(TRACKERS)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
+	@$(TRACKERS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r tests/deploy/sinks/requirements.txt
+	@touch $@
+
 docs: install-dev  ## the documentation as a site, in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "Open build/site/index.html"
@@ -113,6 +122,9 @@ test-quick: $(VENV)/.installed-tools  ## some tests of every room, without vLLM 
 
 test-ray: $(RAY)/.installed  ## the tests that need Ray, in an environment of their own (about three minutes on 2 cores)
 	@$(RAY)/bin/python -m pytest -m ray tests/deploy tests/end_to_end/test_ray.py
+
+test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and trackio, in an environment of their own (a minute)
+	@$(TRACKERS)/bin/python -m pytest tests/deploy/sinks/test_trackers.py
 
 check: install-dev  ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --check .

@@ -38,8 +38,13 @@ def write(kind: str, directory: Path) -> None:
 
 
 def _options(kind: str, directory: Path) -> dict[str, str]:
-    own = {"wandb": {"mode": "offline"}, "mlflow": {"tracking_uri": f"file:{directory}/mlruns"}}
+    own = {"wandb": {"mode": "offline"}, "mlflow": {"tracking_uri": mlflow_store(directory)}}
     return own.get(kind, {})
+
+
+def mlflow_store(directory: Path) -> str:
+    """A store without a server. MLflow takes a directory of files only with MLFLOW_ALLOW_FILE_STORE=true."""
+    return f"sqlite:///{directory}/mlflow.db"
 
 
 def read(kind: str, directory: Path) -> Curves:
@@ -83,7 +88,7 @@ def _frames(data: bytes) -> Iterator[bytes]:
 def _mlflow(directory: Path) -> Curves:
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(tracking_uri=f"file:{directory}/mlruns")
+    client = MlflowClient(tracking_uri=mlflow_store(directory))
     experiment = client.get_experiment_by_name("headway")
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("arithmetic", "FINISHED")
