@@ -59,7 +59,8 @@ class CpuTime:
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
-                self._by_process[process.pid] = role_of(process.cmdline()), times.user + times.system
+                if command := process.cmdline():  # one that has ended, and is not waited for yet, has none
+                    self._by_process[process.pid] = role_of(command), times.user + times.system
         if self._before is None and self._has_begun():
             self._before, self._started = self._sums(), time.monotonic()
         self._total, self._ended = self._sums(), time.monotonic()

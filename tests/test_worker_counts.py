@@ -1,6 +1,7 @@
 """The benchmark of worker counts: its figures are those of the counted steps, and CPU time belongs to who used it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,10 +53,14 @@ def test_cpu_time_counts_from_the_first_counted_step_and_by_role(tmp_path: Path)
     with subprocess.Popen(
         [sys.executable, "-c", busy, "worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()
         cpu.look()
-        process.communicate(b"\n")
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        cpu.look()  # it has ended, and is not waited for
     cores = cpu.cores()
     assert cores["workers"] > 0
     assert cores.keys() >= {"workers", "others"}

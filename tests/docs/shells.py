@@ -86,9 +86,13 @@ class Shell:
         )
         return found is not None
 
+    def running(self) -> list[psutil.Process]:
+        """Return the processes that still run in it."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
     def close(self) -> None:
         """End the shell and all that runs in it, at once."""
-        family = psutil.Process(self._process.pid).children(recursive=True)
+        family = self.running()
         self._process.kill()
         for process in family:
             with suppress(psutil.NoSuchProcess):

@@ -18,7 +18,6 @@ import pytest
 from deploy.recipe.loading import load_recipe
 from tests.end_to_end.records import check_trained, summary
 from tests.end_to_end.test_separate_roles import free_port
-from tests.processes import children_left
 
 from .pages import ROOT
 from .shells import Shell
@@ -116,7 +115,7 @@ def test_a_reader_scales_kills_and_resumes_a_run_by_the_page(shells: dict[int, S
     assert turns["max_lag_seen"] == 0
     assert (directory / "walk.html").stat().st_size > 10_000
     assert json.loads((directory / "grafana.json").read_text())["panels"]
-    assert children_left() == []
+    assert [process for shell in shells.values() for process in shell.running()] == []
 
 
 def do(step: Step, shells: dict[int, Shell]) -> None:
