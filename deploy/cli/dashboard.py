@@ -15,7 +15,7 @@ from deploy.observe.page.server import PageServer
 from deploy.observe.page.watching import Look, Watcher
 from deploy.observe.waiting import Waiting, look
 from deploy.printing import say, say_json
-from deploy.roles.alone import client_of, locate_run
+from deploy.roles.looking import client_of, locate_run
 from deploy.run.directory import CONFIG, find_endpoint, find_run
 from deploy.run.figures import learned, spent
 from deploy.run.record import Record, read_record, stamp

@@ -12,7 +12,7 @@ from broker.errors import BrokerError, ConfigError
 from broker.schema import PoolInfo
 from deploy.observe.pools import pool_of
 from deploy.printing import say, say_json
-from deploy.roles.alone import as_learner, client_of, locate_run
+from deploy.roles.looking import as_learner, client_of, locate_run
 
 LOOK_S = 0.2
 DISMISSED = {

@@ -21,7 +21,7 @@ from deploy.observe.live import Look
 from deploy.observe.status import recent, version_text
 from deploy.observe.waiting import Waiting
 from deploy.observe.waiting import look as look_at
-from deploy.roles.alone import as_learner, client_of, locate_run
+from deploy.roles.looking import as_learner, client_of, locate_run
 from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 from deploy.terminal import styled
 

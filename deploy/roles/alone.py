@@ -8,22 +8,16 @@ import shlex
 import socket
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-from rich.live import Live
 
-from broker.client.broker import BlockingBroker
 from broker.connection.address import without_password
-from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, RunNotFoundError
+from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError
 from broker.keys import check_pool_name, check_worker_name
-from broker.schema import RunStatus
-from broker.server.access import Role
-from broker.server.credentials import url_as
 from deploy.launch.base import WORKER_TAG, Launcher
 from deploy.launch.commands import WorkerCommand, learner_command, sft_command
 from deploy.launch.farewell import say_farewell
@@ -32,11 +26,7 @@ from deploy.launch.local import after_stages, check_rewind, forget, ping, progra
 from deploy.launch.pool import Pool
 from deploy.launch.server_traits import check_traits
 from deploy.launch.supervisor import Supervisor
-from deploy.observe.live import Look
 from deploy.observe.live import watch as watch_run
-from deploy.observe.status import status_json, status_tables
-from deploy.observe.waiting import Waiting
-from deploy.observe.waiting import look as look_at
 from deploy.printing import complain, say, say_json
 from deploy.recipe.checks import check_engine
 from deploy.recipe.data_checks import check_data
@@ -46,7 +36,7 @@ from deploy.recipe.packages import check_packages
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.values import check_plain
 from deploy.recipe.words import check_shape, explain
-from deploy.run.directory import endpoint, find_endpoint, held, prepare
+from deploy.run.directory import endpoint, held, prepare
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.resuming import check_resumable
 from deploy.run.stage_output import is_complete, is_of, mark_complete, planned
@@ -55,14 +45,12 @@ from learner.experience.rewind import Rewind
 from rollout_workers.config import EngineConfig, WorkersConfig
 from weightsync.config import WeightsConfig
 
+from .looking import PATIENCE_S
+
 log = logging.getLogger(__name__)
 
-NOT_YET = "A learner claims its run once the stages before it are done."
-WATCH_S = 1.0
 MOST_OF_POOL = 40
 """Characters of a pool's name in its workers' names, which have room for 100."""
-PATIENCE_S = 3.0
-"""Seconds to wait for the broker: a user waits for the answer."""
 _WORKERS_OWN = ("engine.", "weights.follow=", "weights.archive=", "weights.pull_bytes_per_s=", "workers.metrics_")
 """The start of overrides that a worker may choose for itself: its engine, how it is connected and watched."""
 
@@ -285,87 +273,6 @@ def run_replay(
             say(sentence)
         say(f"Replay: {comparison.directory}")
     return 0 if comparison.is_as_promised else 1
-
-
-def show_status(url: str | None, run: str | None, *, as_json: bool, watch: bool) -> None:
-    """Show a run's status once, or again and again. Without --broker it shows the newest run below ./runs."""
-    url, run = locate_run(url, run)
-    with _looks(url, run) as look:
-        if watch:
-            _watch_status(look, as_json)
-            return
-        try:
-            status, waiting = look()
-        except RunNotFoundError as error:
-            raise RunNotFoundError(f"{error} {NOT_YET} --watch waits for it.") from error
-        if as_json:
-            say_json(status_json(status, waiting))
-        else:
-            Terminal().print(status_tables(status, waiting))
-
-
-def _watch_status(look: Look, as_json: bool) -> None:
-    """Show the status until Ctrl-C. Waits for a run that no learner has claimed yet."""
-    status, waiting = _first_status(look)
-    if as_json:
-        while True:
-            say_json(status_json(status, waiting), in_one_line=True)
-            time.sleep(WATCH_S)
-            status, waiting = look()
-    with Live(status_tables(status, waiting), console=Terminal(), auto_refresh=False, screen=True) as live:
-        while True:
-            time.sleep(WATCH_S)
-            live.update(status_tables(*look()), refresh=True)
-
-
-def _first_status(look: Look) -> tuple[RunStatus, Waiting | None]:
-    is_told = False
-    while True:
-        try:
-            return look()
-        except RunNotFoundError as error:
-            if not is_told:
-                say(f"{error} {NOT_YET} Waiting for it.", to_stderr=True)
-            is_told = True
-            time.sleep(WATCH_S)
-
-
-def as_learner(url: str | None, found: str) -> str:
-    """Return the URL for what only the learner's user may do: `url` as the caller gave it, or else the one that was
-    `found` below ./runs with the learner's user, whose password lies beside."""
-    return url or url_as(Role.LEARNER, found)
-
-
-def locate_run(url: str | None, run: str | None) -> tuple[str, str]:
-    if url and run:
-        return url, run
-    if url:
-        with client_of(url, "headway-status") as client:
-            runs = client.call(client.broker.status.runs())
-        if len(runs) == 1:
-            return url, runs[0]
-        raise ConfigError(
-            f"{without_password(url)} holds {len(runs)} runs ({', '.join(runs)}); name one with --run."
-            if runs
-            else f"{without_password(url)} holds no run. {NOT_YET}"
-        )
-    found = find_endpoint(Path("runs"), run)
-    return found.url, found.run
-
-
-@contextmanager
-def _looks(url: str, run: str) -> Iterator[Look]:
-    with client_of(url, run) as client:
-        yield lambda: client.call(look_at(client.broker, whichever=True))
-
-
-@contextmanager
-def client_of(url: str, run: str) -> Iterator[BlockingBroker]:
-    client = BlockingBroker(url, run, timeout_s=PATIENCE_S)
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 def _run_ranks(recipe: Recipe, url: str, resume: bool, rewind: Rewind | None) -> int:

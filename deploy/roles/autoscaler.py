@@ -17,7 +17,7 @@ from deploy.observe.pools import pool_of
 from deploy.printing import say, say_json
 from rollout_workers.run_end import RUN_OVER
 
-from .alone import as_learner, client_of, locate_run
+from .looking import as_learner, client_of, locate_run
 
 LOOK_S = 2.0
 """Seconds between two looks at the run."""

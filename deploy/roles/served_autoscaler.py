@@ -25,8 +25,8 @@ from deploy.observe.autoscaling import Targets
 from deploy.printing import say
 
 from . import autoscaler
-from .alone import client_of, locate_run
 from .autoscaler import Autoscaling
+from .looking import client_of, locate_run
 
 TOLERANCE = 0.1
 """Kubernetes leaves a pool as it is where the number wanted differs from its own by no more than this share."""

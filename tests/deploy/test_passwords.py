@@ -6,7 +6,7 @@ from broker.server.access import Role
 from broker.server.credentials import Credentials
 from deploy.launch.commands import WorkerCommand, learner_command
 from deploy.recipe.loading import dump_recipe, load_recipe, recipe_to_bytes
-from deploy.roles.alone import as_learner
+from deploy.roles.looking import as_learner
 from deploy.run.directory import endpoint, prepare
 
 URL = "redis://ali:sesame@127.0.0.1:6379?db=1"

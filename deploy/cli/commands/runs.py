@@ -19,7 +19,7 @@ def _run_options(command: F) -> F:
 @click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C; with --json, a line each.")
 def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None:
     """Show a run's versions, queues, workers, lag and throughput."""
-    from deploy.roles.alone import show_status
+    from deploy.roles.looking import show_status
 
     show_status(url, run, as_json=as_json, watch=watch)
 
