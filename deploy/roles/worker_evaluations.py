@@ -90,8 +90,9 @@ class WorkerEvaluations:
         done = f"{progress.done} of {progress.samples} samples were done" if progress else "the server has lost it"
         log.warning(
             "the evaluation of step %d is skipped: no worker holds its weights any more, and %s. Workers keep a version"
-            " for evaluation.hold_s=%g s at most.",
+            " for evaluation.hold_s=%g s at most. Skipped so far: %d.",
             version.step,
             done,
             self._config.hold_s,
+            self.skipped,
         )

@@ -96,6 +96,7 @@ def test_what_nobody_can_complete_is_skipped_and_counted(
         assert collected(evaluations) == [(V10, 0.5)]
     assert evaluations.skipped == 1
     assert ("the server has lost it" if is_lost else "1 of 2 samples were done") in caplog.text
+    assert "Skipped so far: 1." in caplog.text
     assert server.held == {}
 
 
