@@ -116,7 +116,7 @@ function card(title, note = "") {
 function legendOf(legend, series) {
   const values = series.map(() => make("span"));
   legend.replaceChildren(...series.map((one, index) =>
-    make("li", {}, make("span", { class: `swatch f${one.colour % COLOURS}` }), one.name, " ", values[index])));
+    make("li", {}, make("span", { class: `swatch f${one.colour % COLOURS}${one.faint ? " faint" : ""}` }), one.name, " ", values[index])));
   return values;
 }
 
