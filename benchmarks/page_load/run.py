@@ -28,7 +28,7 @@ def write_files(directory: Path, steps: int) -> Path:
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(dump_recipe(load_recipe("arithmetic.yaml", (f"run.name={RUN}",))))
     (directory / METRICS).write_bytes(
-        b"".join(msgspec.json.encode(_step(step, steps)) + b"\n" for step in range(steps))
+        b"".join(msgspec.json.encode(sample_step(step, steps)) + b"\n" for step in range(steps))
     )
     with (directory / TRAINED).open("w") as file:
         for step in range(steps):
@@ -64,7 +64,7 @@ async def _begin(broker: BlockingBroker, steps: int) -> None:
     await status.set_state(claim.owner, "training")
     await prompts.feed([_prompt(index) for index in range(6 * GROUPS)], claim.owner)
     for step in range(max(0, steps - KEPT_STEPS), steps):
-        await status.report_step(claim.owner, _step(step, steps))
+        await status.report_step(claim.owner, sample_step(step, steps))
 
 
 def _beat(broker: BlockingBroker, workers: int, steps: int, over: threading.Event) -> None:
@@ -72,13 +72,14 @@ def _beat(broker: BlockingBroker, workers: int, steps: int, over: threading.Even
     while not over.is_set():
         beats += 1
         for index in range(workers):
-            broker.call(broker.broker.status.heartbeat(_worker(index, steps, beats), ALIVE_S))
+            broker.call(broker.broker.status.heartbeat(sample_worker(index, steps, beats), ALIVE_S))
             over.wait(BEAT_S / workers)
             if over.is_set():
                 return
 
 
-def _worker(index: int, steps: int, beats: int) -> WorkerInfo:
+def sample_worker(index: int, steps: int, beats: int) -> WorkerInfo:
+    """A busy worker's report after so many others."""
     return WorkerInfo(
         worker=f"node-{index // 8:03d}-worker-{index % 8}-{index:04x}",
         host=f"node-{index // 8:03d}",
@@ -109,7 +110,8 @@ def _prompt(index: int) -> Prompt:
     )
 
 
-def _step(step: int, steps: int) -> StepMetrics:
+def sample_step(step: int, steps: int) -> StepMetrics:
+    """A step of 20 seconds."""
     wave = math.sin(step / 50) / 10
     lags = {lag: 100 + (step * (lag + 3)) % 17 for lag in range(5)}
     return StepMetrics(

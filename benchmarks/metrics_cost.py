@@ -1,0 +1,93 @@
+"""Processor time that metrics cost a learner and a worker: of one step's event in the sinks, and of one scrape.
+
+    python -m benchmarks.metrics_cost [--steps 2000] [--scrapes 200] [--workers 100]
+
+The record and the Prometheus sink are given steps and looks at so many workers; then the learner's and a worker's
+figures are rendered as for a scrape. All of it is timed by the thread that does it, as a difference between two runs
+would be lost in their noise. The last line is one JSON object, with the share of a processor at one step a second,
+one look every 10 s and one scrape every 15 s.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from broker.client.submissions import SubmitOutcome
+from broker.schema import QueueDepths, WorkerInfo
+from deploy.observe.prometheus.run import RunCollector
+from deploy.observe.prometheus.worker import WorkerCollector
+from deploy.observe.sinks.base import SinkRun
+from deploy.observe.sinks.jsonl import JsonlSink
+from deploy.run.events import HeartbeatEvent, StepEvent
+
+from .page_load.run import GROUPS, SAMPLES, sample_step, sample_worker
+
+LOOK_S, SCRAPE_S = 10.0, 15.0
+
+
+class Worker:
+    """What is read of a worker."""
+
+    outcomes = dict.fromkeys(SubmitOutcome, 0)
+    resumed_tokens = 0
+    unscored = 0
+
+    def info(self) -> WorkerInfo:
+        return sample_worker(0, 100, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--scrapes", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=100)
+    options = parser.parse_args()
+    collector = RunCollector()
+    workers = tuple(sample_worker(index, options.steps, 1) for index in range(options.workers))
+    queues = QueueDepths(**dict.fromkeys(QueueDepths.__struct_fields__, 1))
+    tids = tuple(f"0000-{group:08d}:0:{sample}" for group in range(GROUPS) for sample in range(SAMPLES))
+    events = [StepEvent(metrics=sample_step(step, options.steps), tids=tids) for step in range(options.steps)]
+    look = HeartbeatEvent(incarnation=1, step=0, time_s=0.0, workers=workers, queues=queues)
+    with tempfile.TemporaryDirectory() as directory:
+        record = JsonlSink()
+        record.open(SinkRun(name="run", identity="0" * 16, directory=Path(directory)))
+        costs = {"record_step_ms": milliseconds([partial(record.write, event) for event in events])}
+    costs |= {
+        "prometheus_step_ms": milliseconds([partial(collector.note, event) for event in events]),
+        "prometheus_look_ms": milliseconds([lambda: collector.note(replace(look))] * options.scrapes),
+        "learner_scrape_ms": scraped(collector, options.scrapes),
+        "worker_scrape_ms": scraped(WorkerCollector(Worker()), options.scrapes),
+    }
+    learner_ms = costs["record_step_ms"] + costs["prometheus_step_ms"]
+    learner_ms += costs["prometheus_look_ms"] / LOOK_S + costs["learner_scrape_ms"] / SCRAPE_S
+    shares = {"learner_share": learner_ms / 1000, "worker_share": costs["worker_scrape_ms"] / SCRAPE_S / 1000}
+    print(
+        json.dumps({"workers": options.workers, **{name: round(value, 6) for name, value in (costs | shares).items()}})
+    )
+
+
+def scraped(collector: Collector, times: int) -> float:
+    """Milliseconds of rendering all metrics of the collector once."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return milliseconds([lambda: generate_latest(registry)] * times)
+
+
+def milliseconds(calls: list[Callable[[], object]]) -> float:
+    """Processor time of this thread for each call, in the mean."""
+    before = time.thread_time()
+    for call in calls:
+        call()
+    return 1000 * (time.thread_time() - before) / len(calls)
+
+
+if __name__ == "__main__":
+    main()
