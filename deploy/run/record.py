@@ -70,18 +70,21 @@ def read_record(run: str, *, again: bool = False) -> Record:
         directory=directory,
         steps=steps,
         evaluations=lineage(evaluations),
-        summary=_of_steps(steps) if again and is_running else _read_summary(directory, len(lineage(steps)), notes),
+        summary=_followed(steps, lineage(evaluations))
+        if again and is_running
+        else _read_summary(directory, len(lineage(steps)), notes),
         settings=_read_settings(directory / CONFIG, notes),
         is_running=is_running,
         notes=notes,
     )
 
 
-def _of_steps(steps: list[StepMetrics]) -> dict[str, Any]:
-    """Return the summary's figures that the steps tell."""
+def _followed(steps: list[StepMetrics], evaluations: list[EvaluationEvent]) -> dict[str, Any]:
+    """Return the summary's figures that the steps and evaluations tell."""
     kept = lineage(steps)
     return {
         **figures.learned(kept),
+        **figures.evaluated(evaluations),
         **figures.spent(steps),
         "trained_trajectories": sum(step.trajectories for step in kept),
         "max_lag_seen": max((step.lag_max for step in kept), default=0),

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.error import URLError
 
 import pytest
+import yaml
 
 from broker import BlockingBroker
 from broker.schema import RunStatus
@@ -27,7 +28,9 @@ from deploy.run.directory import newest_endpoint
 from tests.broker.topologies import wait_until
 from tests.deploy.page.test_dashboard import get_json
 from tests.deploy.sinks.scrapes import Sample, figure, scrape
+from tests.deploy.test_dashboards import expressions, printed
 
+from .prometheus_server import IS_INSTALLED, prometheus, without_variables
 from .recipes import write_recipe
 from .records import Line, lineage
 from .terminals import Terminal, Terminals
@@ -55,6 +58,8 @@ class Views:
     workers: dict[str, dict[Sample, float]]
     page: dict[str, Any]
     live: dict[str, Any]
+    answers: dict[str, list[Any]]
+    """What a Prometheus server answers to the queries of the dashboard and of the alerts; empty without a server."""
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +139,25 @@ def seen(terminals: Terminals, run: Path, learners_port: int, workers_port: int)
         workers=dict(of_workers(workers_port)),
         page=get_json(address, "/page.json")["runs"][0],
         live=get_json(address, "/live.json"),
+        answers=answers(terminals.root / "prometheus", [learners_port, *of_workers_ports(workers_port)]),
     )
+
+
+def of_workers_ports(port: int) -> Iterator[int]:
+    """The ports at which workers answer."""
+    for one in range(port, port + 10):
+        with suppress(URLError):
+            scrape(f"http://127.0.0.1:{one}/metrics")
+            yield one
+
+
+def answers(directory: Path, ports: list[int]) -> dict[str, list[Any]]:
+    if not IS_INSTALLED:
+        return {}
+    files = [yaml.safe_load(printed(option)) for option in ("--grafana", "--alerts")]
+    asked = [one for file in files for one in expressions(file) if not one.startswith("label_values(")]
+    with prometheus(directory, ports) as server:
+        return {one: server.ask(without_variables(one)) for one in asked}
 
 
 def dashboard(terminals: Terminals, run: Path) -> str:
@@ -257,6 +280,15 @@ def test_workers_are_the_same_everywhere(views: Views) -> None:
         assert figure(views.workers[name], "headway_worker_state", state=worker["state"]) == 1
         assert figure(views.learner, "headway_pool_weight_step", worker=name) == shown["weight_step"]
     assert figure(views.learner, "headway_pool_workers", state="idle") == WORKERS
+
+
+@pytest.mark.skipif(not IS_INSTALLED, reason="prometheus, of Debian's package prometheus, is not installed")
+def test_a_prometheus_server_answers_every_query(views: Views) -> None:
+    alerts = set(expressions(yaml.safe_load(printed("--alerts"))))
+    assert len(views.answers) >= 30
+    empty = {one for one, found in views.answers.items() if not found}
+    assert empty - alerts == set(), "these queries of the dashboard have no data"
+    assert alerts - empty == set(), "these alerts fire at rest"
 
 
 def test_evaluations_are_the_same_everywhere(views: Views) -> None:

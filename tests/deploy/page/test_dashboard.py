@@ -232,7 +232,16 @@ def test_a_running_run_is_followed_without_the_names_of_its_trajectories(tmp_pat
     assert "trained_twice" in whole
     assert "trained_twice" not in followed
     assert followed["trained_trajectories"] == 5 * 256
-    same = {"steps", "reward_last", "max_lag_seen", "wall_s", "learner_wait_fraction", "trained_tokens_per_s"}
+    same = {
+        "steps",
+        "reward_last",
+        "eval_before",
+        "eval_after",
+        "max_lag_seen",
+        "wall_s",
+        "learner_wait_fraction",
+        "trained_tokens_per_s",
+    }
     assert {name: followed[name] for name in same} == {name: whole[name] for name in same}
 
 
