@@ -62,7 +62,7 @@ FREE = frozenset(
         "engine": "kind max_concurrent dtype device threads options",
         "environment": "kind options deadline_s processes",
         "workers": "count pools devices heartbeat_s max_restarts metrics_port metrics_host patience_s probe_swaps"
-        " segment_tokens segment_s",
+        " segment_tokens segment_s engine_errors stall_s slow_factor slow_window_s",
         "evaluation": "prompts samples temperature every_steps pass_reward where hold_s",
         "algorithm": "preset corrections proximal dynamic_sampling",
         "algorithm.advantage": "kind options",
