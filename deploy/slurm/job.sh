@@ -34,6 +34,9 @@ run() {
     leave_if_stopped
     "$@" &
     child=$!
+    if [ -n "$stopping" ]; then # the signal came before the child was known
+        stop "$stopping"
+    fi
     wait "$child" || code=$?
     while kill -0 "$child" 2>/dev/null; do # a signal has ended `wait`
         if [ -z "$deadline" ]; then
