@@ -16,7 +16,7 @@ SEED ?= 0
 MINUTES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test test-quick test-ray test-trackers check shape format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test test-quick test-ray test-trackers test-browser check shape format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -110,6 +110,10 @@ $(TRACKERS)/.installed: $(VENV)/.installed-tools tests/deploy/sinks/requirements
 	@$(TRACKERS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r tests/deploy/sinks/requirements.txt
 	@touch $@
 
+$(VENV)/.installed-browser: $(VENV)/.installed-tools
+	@$(PIP) install -q -c constraints.txt -e '.[browser]'
+	@touch $@
+
 docs: install-dev  ## the documentation as a site, in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "Open build/site/index.html"
@@ -125,6 +129,9 @@ test-ray: $(RAY)/.installed  ## the tests that need Ray, in an environment of th
 
 test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and trackio, in an environment of their own (a minute)
 	@$(TRACKERS)/bin/python -m pytest tests/deploy/sinks/test_trackers.py
+
+test-browser: $(VENV)/.installed-browser  ## the dashboard of a real run in headless Chromium, which you install (a minute)
+	@$(BIN)/python -m pytest tests/end_to_end/test_browser.py
 
 check: install-dev  ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --check .

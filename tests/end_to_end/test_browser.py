@@ -1,0 +1,118 @@
+"""The dashboard of a real run in headless Chromium: a worker that is killed, the keyboard, dark mode, a phone."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.broker.topologies import wait_until
+
+from .recipes import write_recipe
+from .terminals import Terminals
+from .watching import attached
+
+playwright = pytest.importorskip("playwright.sync_api", reason="asks for it: make test-browser")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
+
+PATIENCE_MS = 60_000
+DRAWN = ".grid.live table"
+REACHABLE = "a[href], button:not(:disabled), input, select, summary, [tabindex='0']"
+FOCUSED = """() => {
+  const all = [...document.querySelectorAll(`REACHABLE`)].filter((one) => one.checkVisibility());
+  const style = getComputedStyle(document.activeElement);
+  return {place: all.indexOf(document.activeElement), of: all.length, outline: style.outlineStyle};
+}""".replace("REACHABLE", REACHABLE)
+BRIGHTNESS = """(property) => {
+  const [red, green, blue] = getComputedStyle(document.body)[property].match(/[\\d.]+/g).map(Number);
+  return red + green + blue;
+}"""
+
+
+def test_the_page_of_a_run_in_a_browser(terminals: Terminals) -> None:
+    recipe = write_recipe(terminals.directory("run"), learner={"steps": 100_000}, workers={"heartbeat_s": 1.0})
+    run = terminals.open("run", "run", recipe)
+    directory = terminals.root / "run" / "runs" / "tiny"
+    with attached(terminals, run, directory) as watch:
+        watch.until_step(5)
+        url = opened(terminals, directory)
+        with browsing(terminals.root) as browser:
+            page = browser.open(url)
+            check_keyboard(page)
+            assert brightness(page, "backgroundColor") > brightness(page, "color")
+
+            status = watch.until("a worker is there", lambda status: bool(status.workers))
+            victim = status.workers[0]
+            os.kill(victim.pid, signal.SIGKILL)
+            for what in ("late", "dead"):
+                said = f"{victim.worker} on {victim.host} is {what}"
+                page.get_by_text(said).first.wait_for(timeout=PATIENCE_MS)
+            browser.shoot(page, "killed")
+
+            dark = browser.open(url, color_scheme="dark")
+            assert brightness(dark, "backgroundColor") < brightness(dark, "color")
+            browser.shoot(dark, "dark")
+            phone = browser.open(url, viewport={"width": 390, "height": 844})
+            assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+            browser.shoot(phone, "phone")
+            assert browser.complaints == []
+
+
+def check_keyboard(page: Any) -> None:
+    """Tab reaches each control in the order of the page, and each one shows that it has the focus."""
+    places, count = [], 1
+    while len(places) < count:
+        page.keyboard.press("Tab")
+        focused = page.evaluate(FOCUSED)
+        assert focused["outline"] != "none", focused
+        places.append(focused["place"])
+        count = focused["of"]
+    assert places == list(range(count))
+
+
+def brightness(page: Any, property_: str) -> float:
+    found: float = page.evaluate(BRIGHTNESS, property_)
+    return found
+
+
+def opened(terminals: Terminals, directory: Path) -> str:
+    """The address of a dashboard of the run."""
+    dashboard = terminals.open("dashboard", "dashboard", directory, "--port", "0", "--json")
+    wait_until(lambda: "}" in dashboard.said)
+    url: str = json.loads(dashboard.said.splitlines()[0])["url"]
+    return url
+
+
+class Browser:
+    """A Chromium that notes what its pages complain of."""
+
+    def __init__(self, chromium: Any, root: Path) -> None:
+        self._chromium, self._root = chromium, root
+        self.complaints: list[str] = []
+
+    def open(self, url: str, **options: Any) -> Any:
+        """The page, once it has drawn the run."""
+        page = self._chromium.new_context(**options).new_page()
+        page.on("console", lambda said: said.type in ("error", "warning") and self.complaints.append(said.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.goto(url)
+        page.wait_for_selector(DRAWN, timeout=PATIENCE_MS)
+        return page
+
+    def shoot(self, page: Any, name: str) -> None:
+        """Keeps a picture below the test's directory."""
+        page.screenshot(path=self._root / f"{name}.png", full_page=True)
+
+
+@contextmanager
+def browsing(root: Path) -> Iterator[Browser]:
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield Browser(chromium, root)
+        chromium.close()
