@@ -2,7 +2,7 @@
 
 import msgspec
 
-from broker.schema import QueueDepths, RunStatus, StepMetrics, WorkerInfo
+from broker.schema import QueueDepths, RunStatus, StepMetrics, Tallies, WorkerInfo
 
 
 class StepEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +47,7 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerInfo, ...]
     """The last heartbeat of each living worker."""
     queues: QueueDepths
+    tallies: Tallies = Tallies()
 
     @classmethod
     def of(cls, status: RunStatus, metrics: StepMetrics) -> "HeartbeatEvent":
@@ -57,7 +58,12 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
     def later(cls, status: RunStatus, *, step: int, time_s: float) -> "HeartbeatEvent":
         """Return the event of a look at any time after `step`."""
         return cls(
-            incarnation=status.incarnation, step=step, time_s=time_s, workers=status.workers, queues=status.queues
+            incarnation=status.incarnation,
+            step=step,
+            time_s=time_s,
+            workers=status.workers,
+            queues=status.queues,
+            tallies=status.tallies,
         )
 
 

@@ -1,12 +1,15 @@
 """Groups travel as the broker's own frames; every rank and reader that decodes one checks it again."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from broker.schema import Group, Prompt
 from broker.wire.codec import decode, decode_trajectory, encode, encode_trajectory
-from learner.ranks import Ranks
+
+if TYPE_CHECKING:  # what shows logged samples needs no torch
+    from learner.ranks import Ranks
 
 
 class GroupFrames(msgspec.Struct, frozen=True, array_like=True):
@@ -32,7 +35,7 @@ class GroupFrames(msgspec.Struct, frozen=True, array_like=True):
         return Group(prompt=decode(self.prompt, Prompt), round=self.round, trajectories=trajectories)
 
 
-def share_groups(ranks: Ranks, groups: Sequence[Group] | None) -> list[Group]:
+def share_groups(ranks: "Ranks", groups: Sequence[Group] | None) -> list[Group]:
     """Returns rank 0's groups on every rank; None arrives as an empty list. Collective."""
     if ranks.world_size == 1:
         return list(groups or ())

@@ -36,7 +36,12 @@ BRIGHTNESS = """(property) => {
 
 
 def test_the_page_of_a_run_in_a_browser(terminals: Terminals) -> None:
-    recipe = write_recipe(terminals.directory("run"), learner={"steps": 100_000}, workers={"heartbeat_s": 1.0})
+    recipe = write_recipe(
+        terminals.directory("run"),
+        learner={"steps": 100_000},
+        workers={"heartbeat_s": 2.0},
+        broker={"lease_ttl_s": 10},
+    )
     run = terminals.open("run", "run", recipe)
     directory = terminals.root / "run" / "runs" / "tiny"
     with attached(terminals, run, directory) as watch:
@@ -53,6 +58,8 @@ def test_the_page_of_a_run_in_a_browser(terminals: Terminals) -> None:
             for what in ("late", "dead"):
                 said = f"{victim.worker} on {victim.host} is {what}"
                 page.get_by_text(said).first.wait_for(timeout=PATIENCE_MS)
+            page.locator("details summary", has_text="reward").first.click()
+            assert page.get_by_text("Prompt", exact=True).first.is_visible()
             browser.shoot(page, "killed")
 
             dark = browser.open(url, color_scheme="dark")
@@ -66,7 +73,7 @@ def test_the_page_of_a_run_in_a_browser(terminals: Terminals) -> None:
 
 def check_keyboard(page: Any) -> None:
     """Tab reaches each control in the order of the page, and each one shows that it has the focus."""
-    places, count = [], 1
+    places, count = list[int](), 1
     while len(places) < count:
         page.keyboard.press("Tab")
         focused = page.evaluate(FOCUSED)
@@ -99,11 +106,15 @@ class Browser:
     def open(self, url: str, **options: Any) -> Any:
         """The page, once it has drawn the run."""
         page = self._chromium.new_context(**options).new_page()
-        page.on("console", lambda said: said.type in ("error", "warning") and self.complaints.append(said.text))
+        page.on("console", self._note)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.goto(url)
         page.wait_for_selector(DRAWN, timeout=PATIENCE_MS)
         return page
+
+    def _note(self, said: Any) -> None:
+        if said.type in ("error", "warning"):
+            self.complaints.append(said.text)
 
     def shoot(self, page: Any, name: str) -> None:
         """Keeps a picture below the test's directory."""

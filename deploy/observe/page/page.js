@@ -112,10 +112,10 @@ function summaries(runs) {
 function events(run, runs) {
   const rows = run.events.slice().reverse().map((event) => [event.step, event.kind, make("span", {}, event.text)]);
   const earlier = run.earlier_events ? make("p", { class: "quiet" }, `${figure(run.earlier_events)} earlier events are left out.`) : null;
-  const rates = run.evaluations.map((rate) => [rate.step, rate.incarnation, rate.pass_rate]);
+  const rates = run.evaluations.map((rate) => [rate.step, rate.incarnation, rate.pass_rate, rate.pass_at_k ?? "-", rate.samples ?? "-"]);
   return [
     make("div", { class: "card" }, make("h3", {}, `${named(run, runs)}Events`), table([["step", true], ["event", false], ["", false]], rows, "Events"), earlier),
-    make("div", { class: "card" }, make("h3", {}, `${named(run, runs)}Evaluations`), rates.length ? table([["before step", true], ["incarnation", true], ["pass rate", true]], rates, "Evaluations") : make("p", { class: "quiet" }, "None.")),
+    make("div", { class: "card" }, make("h3", {}, `${named(run, runs)}Evaluations`), rates.length ? table([["before step", true], ["incarnation", true], ["pass rate", true], ["pass@k", true], ["k", true]], rates, "Evaluations") : make("p", { class: "quiet" }, "None.")),
   ];
 }
 
@@ -128,6 +128,35 @@ function recipes(content) {
     runs.map((run) => make("details", { class: "card" }, make("summary", {}, `${named(run, runs)}the whole recipe`), run.recipe ? make("pre", { tabindex: "0" }, run.recipe) : make("p", { class: "quiet" }, "Unknown."))));
 }
 
+// A sample's response, each piece in the colour of its lag; what an environment said has none.
+function sampleOf(sample) {
+  const pieces = sample.pieces.map((piece) => {
+    const lag = piece.is_sampled ? `lag ${piece.lag}` : "the environment";
+    const span = make("span", { title: `${lag}, version ${piece.version}` }, piece.text);
+    if (piece.is_sampled) span.style.background = lagColour(piece.lag);
+    return span;
+  });
+  const lags = [...new Set(sample.pieces.filter((piece) => piece.is_sampled).map((piece) => piece.lag))].sort((one, other) => one - other);
+  const facts = [["sample", sample.tid], ["worker", sample.worker], ["ground truth", sample.truth], ["tokens", sample.tokens], ["ended by", sample.finish_reason], ["versions", [...new Set(sample.pieces.map((piece) => piece.version))].join(", ")]];
+  return make("details", { class: "card" },
+    make("summary", {}, `step ${figure(sample.step + 1)}, reward ${figure(sample.reward)}, lag ${lags.join(" and ")}: ${sample.prompt.slice(-60)}`),
+    make("h3", {}, "Prompt"), make("pre", { class: "wrapped" }, sample.prompt),
+    make("h3", {}, "Response"), make("pre", { class: "wrapped" }, pieces),
+    make("ul", { class: "legend" }, lags.map((lag) => { const swatch = make("span", { class: "swatch" }); swatch.style.background = lagColour(lag); return make("li", {}, swatch, `lag ${lag}`); })),
+    make("p", { class: "quiet" }, facts.map(([name, value]) => `${name}: ${figure(value)}`).join("; ")));
+}
+
+function lagColour(lag) {
+  return `color-mix(in srgb, var(--c${lag % COLOURS}) 35%, transparent)`;
+}
+
+function samples(run) {
+  if (!run.samples.length) return null;
+  return make("section", { class: "samples" }, make("h2", {}, "Samples to read"),
+    make("p", { class: "quiet" }, "The best and the worst sample of groups of the newest step and of the oldest one that the experience log holds."),
+    make("div", { class: "grid" }, run.samples.map(sampleOf)));
+}
+
 function report(content) {
   const { runs } = content, single = runs.length === 1;
   return [
@@ -136,6 +165,7 @@ function report(content) {
     learning(runs),
     make("section", {}, make("h2", {}, "Lag and time"), make("div", { class: "grid" }, runs.flatMap((run) => [...lagOf(run, named(run, runs)), phasesOf(run, named(run, runs))]))),
     make("section", {}, make("h2", {}, "Events and evaluations"), make("div", { class: "grid" }, runs.flatMap((run) => events(run, runs)))),
+    single ? samples(runs[0]) : null,
     make("section", {}, make("h2", {}, "Summary"), make("details", single ? { class: "card" } : { class: "card", open: "" }, make("summary", {}, "all figures"), summaries(runs))),
     recipes(content),
     make("p", { class: "quiet" }, `Made by Headway at ${content.made_at}.`),
@@ -178,7 +208,7 @@ function shownNow(live) {
   parts.push(make("dl", { class: "tiles" },
     [["step", step ? `${figure(step.step + 1)} of ${figure(step.total_steps)}` : "-"], ["version announced", status.announced], ["workers", live.workers], ["incarnation", status.incarnation]].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(value)))),
     RATES.map(([key, name]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(Math.round((live.rates[key] ?? [0]).at(-1)))), sparkline(live.rates[key] ?? [0], name)))));
-  parts.push(make("div", { class: "grid live" }, workers(live), versions(live), queues(status.queues), pools(status.pools), faults(status.faults), refused(status), lastEvents()));
+  parts.push(make("div", { class: "grid live" }, workers(live), versions(live), queues(status.queues), lengths(status.tallies), pools(status.pools), faults(status.faults), refused(status), lastEvents()));
   return parts.filter((part) => part !== null);
 }
 
@@ -223,6 +253,13 @@ function queues(depths) {
   return box("Queues", table([["groups", false], ["", true]], groups, "Groups"), table([["samples", false], ["", true]], samples, "Samples"));
 }
 
+// Load may drop long prompts: then their share of what is trained falls behind their share of what is begun.
+function lengths({ dispatched_by_prompt_length: begun, trained_by_prompt_length: trained }) {
+  const share = (counts, length) => { const all = Object.values(counts).reduce((sum, count) => sum + count, 0); return all ? `${Math.round((100 * (counts[length] ?? 0)) / all)}%` : "-"; };
+  const rows = Object.keys(begun).map((length) => [make("span", {}, length), begun[length], share(begun, length), trained[length] ?? 0, share(trained, length)]);
+  return rows.length ? box("Groups by length of the prompt", table([["tokens up to", false], ["begun", true], ["share", true], ["trained", true], ["share", true]], rows, "Groups by length of the prompt")) : null;
+}
+
 function pools(all) {
   if (!all.length) return null;
   return box("Pools", table([["pool", false], ["host", false], ["wanted", true], ["running", true], ["leaving", true], ["restarting", true], ["given up", true]], all.map((one) => [one.pool, one.host, one.wanted, one.running, one.leaving, one.restarting, one.given_up]), "Pools"));
@@ -255,9 +292,9 @@ async function ask(name, asked = {}) {
   return answer.json();
 }
 
-// A chart that is being read, or a table in use, stays as it is until the reader leaves it.
+// A chart or a sample that is being read, or a table in use, stays as it is until the reader leaves it.
 function isInUse(part) {
-  return part.querySelector("figure:hover, svg:focus, .scroll:focus") !== null || (getSelection().type === "Range" && part.contains(getSelection().anchorNode));
+  return part.querySelector("figure:hover, svg:focus, .scroll:focus, .samples [open]") !== null || (getSelection().type === "Range" && part.contains(getSelection().anchorNode));
 }
 
 async function look() {

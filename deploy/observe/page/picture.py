@@ -15,6 +15,7 @@ from deploy.run.events import EvaluationEvent
 from deploy.run.figures import moving_average, trained_per_s
 from deploy.run.history import Happening, happenings
 from deploy.run.record import Record
+from deploy.run.samples import Sample, samples_of
 
 from .thinning import COLUMNS, POINTS, Curve, LagMap, curve, lag_map, spans
 
@@ -65,6 +66,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """How many events there are before those in `events`."""
     recipe: str
     """YAML; empty if it is unknown."""
+    samples: list[Sample] = []
+    """Trained samples to read."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +119,7 @@ def picture_of(record: Record) -> Picture:
         events=events[-SHOWN_EVENTS:],
         earlier_events=max(0, len(events) - SHOWN_EVENTS),
         recipe=to_yaml(record.settings) if record.settings else "",
+        samples=samples_of(record.directory),
     )
 
 

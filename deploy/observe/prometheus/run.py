@@ -86,6 +86,27 @@ QUEUES = (
     Family("headway_broker_resumed_tokens_total", "Tokens after which a worker continued.", "resumed_tokens"),
     Family("headway_broker_discarded_tokens_total", "Tokens of segments that were of no use.", "discarded_tokens"),
 )
+TALLIES = (
+    (
+        "headway_broker_begun_groups_total",
+        "Groups admitted, by the prompt's tokens up to a power of two.",
+        "dispatched_by_prompt_length",
+        "prompt_tokens",
+    ),
+    (
+        "headway_broker_trained_groups_total",
+        "Groups committed, by the prompt's tokens up to a power of two.",
+        "trained_by_prompt_length",
+        "prompt_tokens",
+    ),
+    (
+        "headway_broker_leases_total",
+        "Leases, by how many steps the worker's weights were behind the announced ones.",
+        "dispatched_by_lag",
+        "lag",
+    ),
+)
+"""The name, the text, the field of Tallies and the label of each."""
 
 
 class RunCollector(Collector):
@@ -168,7 +189,10 @@ class RunCollector(Collector):
         """Yield the pool and the queues. A worker that has left is not among them any more."""
         if self._heartbeat is None:
             return
-        workers = self._heartbeat.workers
+        workers, tallies = self._heartbeat.workers, self._heartbeat.tallies
+        for name, text, field, label in TALLIES:
+            counts = {str(of): float(count) for of, count in getattr(tallies, field).items()}
+            yield metric(name, text, counts, label)
         yield from shown(QUEUES, msgspec.structs.asdict(self._heartbeat.queues))
         states: Counter[str] = Counter(worker.state for worker in workers)
         yield metric("headway_pool_workers", "Living workers, by state.", {s: states[s] for s in STATES}, "state")

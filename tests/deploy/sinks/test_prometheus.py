@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from broker.errors import ConfigError
-from broker.schema import QueueDepths, StepMetrics
+from broker.schema import QueueDepths, StepMetrics, Tallies
 from deploy.observe.prometheus.run import LAST_STEP, QUEUES, SUMS
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.delivery import Sinks
@@ -81,7 +81,10 @@ def test_no_figure_of_a_step_or_of_the_queues_is_left_out() -> None:
 
 
 def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
-    status = run_status()
+    tallies = Tallies(
+        dispatched_by_prompt_length={8: 5, 16: 7}, trained_by_prompt_length={8: 4}, dispatched_by_lag={0: 30, 2: 18}
+    )
+    status = replace(run_status(), tallies=tallies)
     heartbeat = HeartbeatEvent.of(status, step_metrics(3))
     gone = replace(heartbeat, workers=heartbeat.workers[:1])
     with endpoint(evaluation(1, 0, 0.25), step_event(0), heartbeat) as sink:
@@ -93,6 +96,9 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
         for label, name in (family.by_label or {"": family.field}).items():
             labels = {family.label: label} if family.label else {}
             assert figure(found, family.name, **labels) == queues[name], family.name
+    assert figure(found, "headway_broker_begun_groups_total", prompt_tokens="16") == 7
+    assert figure(found, "headway_broker_trained_groups_total", prompt_tokens="8") == 4
+    assert figure(found, "headway_broker_leases_total", lag="2") == 18
     assert figure(found, "headway_pool_workers", state="generating") == 2
     assert figure(later, "headway_pool_workers", state="generating") == 1
     assert figure(later, "headway_pool_workers", state="paused") == 0

@@ -1,0 +1,72 @@
+"""The samples that a page shows: which ones, in which pieces, and as text."""
+
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from broker.schema import Group, VersionSpan, WeightVersion
+from deploy.run.directory import CHECKPOINTS, EXPERIENCE
+from deploy.run.samples import Piece, samples_of
+from learner.experience.logged_batch import write_batch
+from tests.learner.batches import group
+
+WORDS = {f"w{number}": number for number in range(100)}
+
+
+def logged(directory: Path, step: int, *groups: Group) -> Path:
+    """Writes a batch into the run's experience log."""
+    (directory / EXPERIENCE).mkdir(parents=True, exist_ok=True)
+    path = directory / EXPERIENCE / f"step_{step}.zst"
+    write_batch(path, "", step, groups)
+    return path
+
+
+def two_turns(step: int) -> Group:
+    """A group whose first sample is of two versions, with an environment's answer in between."""
+    made = group(1, (0, 1, 2), step=step)
+    first, *others = made.trajectories
+    first = replace(
+        first,
+        response_tokens=np.array([5, 6, 7, 8], np.int32),
+        behavior_logprobs=np.array([-1, -1, 0, -1], np.float32),
+        loss_mask=np.array([1, 1, 0, 1], np.uint8),
+        spans=(VersionSpan(0, 1, WeightVersion(1, step - 2)), VersionSpan(1, 4, WeightVersion(1, step))),
+        reward=9.0,
+    )
+    return replace(made, trajectories=(first, *others))
+
+
+def test_a_response_is_shown_by_version_lag_and_turn(tmp_path: Path) -> None:
+    logged(tmp_path, 4, two_turns(4))
+    checkpoint = tmp_path / CHECKPOINTS / "1" / "step_2"
+    checkpoint.mkdir(parents=True)
+    Tokenizer(WordLevel(WORDS, unk_token="w0")).save(str(checkpoint / "tokenizer.json"))
+    best, worst = samples_of(tmp_path)
+    assert best.pieces == [
+        Piece(text="w5", version="1.2", lag=2, is_sampled=True),
+        Piece(text="w6", version="1.4", lag=0, is_sampled=True),
+        Piece(text="w7", version="1.4", lag=0, is_sampled=False),
+        Piece(text="w8", version="1.4", lag=0, is_sampled=True),
+    ]
+    assert (best.step, best.reward, best.tokens, best.prompt) == (4, 9.0, 4, two_turns(4).prompt.text)
+    assert worst.reward < best.reward
+
+
+def test_the_newest_and_the_oldest_step_are_shown_and_damaged_ones_are_not(tmp_path: Path) -> None:
+    assert samples_of(tmp_path) == []
+    for step in (3, 20, 100):
+        path = logged(tmp_path, step, group(step, step=step))
+    assert [sample.step for sample in samples_of(tmp_path)] == [100, 100, 3, 3]
+    path.write_bytes(path.read_bytes()[:-9])
+    assert [sample.step for sample in samples_of(tmp_path)] == [3, 3]
+
+
+def test_without_a_tokenizer_responses_are_token_ids(tmp_path: Path) -> None:
+    logged(tmp_path, 4, two_turns(4))
+    checkpoint = tmp_path / CHECKPOINTS / "1" / "step_2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "tokenizer.json").write_text("{")
+    assert [piece.text for piece in samples_of(tmp_path)[0].pieces] == ["5 ", "6 ", "7 ", "8 "]
