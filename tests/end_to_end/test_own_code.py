@@ -51,13 +51,19 @@ def test_a_model_learns_from_ones_own_prompts_and_reward(terminals: Terminals) -
 
 
 EXITS = """
-import os, zlib
+import os
+from pathlib import Path
+
+BAD = Path(__file__).with_name("bad")
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    if zlib.crc32(solution_str.encode()) % 16 == 0:
+    if not BAD.exists():
+        BAD.write_text(solution_str)
+    if BAD.read_text() == solution_str:
         os._exit(0)
     return solution_str.count("7") / 16
 """
+"""It always ends on the first response that it is given, and on no other: three in a row would end the run."""
 
 
 def test_a_reward_that_ends_its_process_costs_the_samples_that_make_it_do_so(terminals: Terminals) -> None:

@@ -17,7 +17,7 @@ from .terminals import Terminal, Terminals, paused
 from .test_separate_roles import RUN, exported, free_port
 from .watching import watching
 
-pytestmark = [VLLM, pytest.mark.timeout(900)]
+pytestmark = [*VLLM, pytest.mark.timeout(900)]
 
 STEPS = 120
 WIDER = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64}

@@ -4,6 +4,7 @@ They come and go meanwhile: a worker joins, one is drained, one is killed.
 """
 
 import json
+import re
 import shlex
 import signal
 import socket
@@ -58,7 +59,7 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
         # What it held, it holds for as long as a lease lasts: without it no run would come to its end.
         watch.until("the run is over", lambda status: status.state == "finished")
     learner.succeeds()
-    assert f"Finished. See how it went: headway report runs/{RUN}\n" in learner.said
+    assert re.search(rf"^Finished\. See how it went: \S*headway report runs/{RUN}$", learner.said, re.MULTILINE)
     joined.succeeds()
     server.send(signal.SIGINT)
     server.succeeds()
