@@ -1,24 +1,21 @@
 """`headway runs`: lists the runs that a server holds, shows one of them, and deletes one."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from broker.client.broker import BlockingBroker
 from broker.client.usage import RunUsage
 from broker.errors import RunNotFoundError
 from deploy.observe.status import status_json, status_tables, version_text
 from deploy.observe.waiting import look as look_at
 from deploy.printing import say, say_json
+from deploy.roles.looking import client_of
 from deploy.run.in_use import described, refuse_if_in_use
 from deploy.tables import WholeWords
 from deploy.terminal import Terminal
 
-PATIENCE_S = 3.0
-"""Seconds to wait for the broker: a user waits for the answer."""
 NO_RUN = "headway-runs"
 
 
@@ -34,7 +31,7 @@ def list_runs(url: str, *, as_json: bool) -> None:
 def show_run(url: str, run: str, *, as_json: bool) -> None:
     """Print everything about one run. Raises RunNotFoundError."""
     usage = _usage(url, run)
-    with _client(url, run) as client:
+    with client_of(url, run) as client:
         status, waiting = client.call(look_at(client.broker))
         holder = client.call(client.broker.holding.use()).holder
     assert usage is not None
@@ -55,7 +52,7 @@ def delete_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: C
     if not is_forced:
         refuse_if_in_use(url, run)
     confirm(f"Delete run {run} ({usage.state}, idle for {_duration(usage.idle_s)})? Its files stay.")
-    with _client(url, run) as client:
+    with client_of(url, run) as client:
         count = client.call(client.broker.status.delete_run())
     if as_json:
         say_json({"deleted": run, "keys": count})
@@ -64,22 +61,13 @@ def delete_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: C
 
 
 def _names(url: str) -> tuple[str, ...]:
-    with _client(url, NO_RUN) as client:
+    with client_of(url, NO_RUN) as client:
         return client.call(client.broker.status.runs())
 
 
 def _usage(url: str, run: str) -> RunUsage | None:
-    with _client(url, run) as client:
+    with client_of(url, run) as client:
         return client.call(client.broker.usage.look())
-
-
-@contextmanager
-def _client(url: str, run: str) -> Iterator[BlockingBroker]:
-    client = BlockingBroker(url, run, timeout_s=PATIENCE_S)
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 def _table(usages: list[RunUsage]) -> WholeWords:

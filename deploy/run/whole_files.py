@@ -6,8 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from broker.errors import HeadwayError
-from learner.checkpoints.checkpoint import sync
-from learner.checkpoints.disk import not_written
+from learner.checkpoints.disk import not_written, sync
 
 UNFINISHED = ".part"
 """The ending of files that a process left when it was killed during a write."""

@@ -9,12 +9,13 @@ checkpoint is durable, or many steps later; a checkpoint whose evaluation is und
 
 import logging
 import math
-import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+from .disk import sync
 
 LINK, RECORD = "best", "best.json"
 
@@ -85,7 +86,7 @@ class Best:
         if read_best(self._root) != best:
             replaced = record.with_name(f".{RECORD}")
             replaced.write_bytes(msgspec.json.format(msgspec.json.encode(best)))
-            _sync(replaced)
+            sync(replaced)
             replaced.replace(record)
         target = Path(str(best.incarnation), f"step_{best.step}")
         if not link.is_symlink() or link.readlink() != target:
@@ -93,7 +94,7 @@ class Best:
             replaced.unlink(missing_ok=True)
             replaced.symlink_to(target, target_is_directory=True)
             replaced.replace(link)
-        _sync(self._root)
+        sync(self._root)
 
 
 def read_best(root: Path) -> BestCheckpoint | None:
@@ -105,11 +106,3 @@ def read_best(root: Path) -> BestCheckpoint | None:
     except (OSError, msgspec.DecodeError) as error:
         log.warning("%s cannot be read (%s): the best checkpoint is chosen anew.", root / RECORD, error)
         return None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

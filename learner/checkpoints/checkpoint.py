@@ -23,7 +23,7 @@ import msgspec
 from broker.errors import HeadwayError
 
 from .best import Best
-from .disk import GONE, free_mib, gone
+from .disk import GONE, free_mib, gone, sync
 
 STATE_FILE, FILES_FILE = "learner.json", "files.json"
 
@@ -198,12 +198,3 @@ def _is_whole(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def sync(path: Path) -> None:
-    """Wait until this file, or this folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

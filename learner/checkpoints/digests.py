@@ -13,7 +13,8 @@ from zlib import crc32
 
 import msgspec
 
-from .checkpoint import CheckpointError, sync
+from .checkpoint import CheckpointError
+from .disk import sync
 
 DIGESTS_FILE = "digests.json"
 _READ_BYTES = 4 << 20

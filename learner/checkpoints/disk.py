@@ -1,6 +1,7 @@
-"""Messages for a write that the system refused, each with the remedy for its reason."""
+"""Writes that reach the disk, and messages for those that the system refused, each with the remedy for its reason."""
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -42,3 +43,12 @@ def free_mib(path: Path) -> float:
     """Returns the free space, in MiB, of the file system that `path` is to be on."""
     existing = next(parent for parent in path.absolute().parents if parent.exists())
     return shutil.disk_usage(existing).free / 2**20
+
+
+def sync(path: Path) -> None:
+    """Wait until this file, or this folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

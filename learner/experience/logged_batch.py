@@ -15,7 +15,7 @@ import zstandard
 
 from broker.errors import FrameError, HeadwayError
 from broker.schema import Group, TrajectoryId
-from learner.checkpoints.checkpoint import sync
+from learner.checkpoints.disk import sync
 
 from .frames import GroupFrames
 

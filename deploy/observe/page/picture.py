@@ -91,6 +91,8 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 def page_of(records: Sequence[Record]) -> Page:
     """Return the page that shows these runs side by side. Runs of the same name are called by their directories."""
     runs = [picture_of(record) for record in records]
+    if len(runs) == 1:  # pages of several runs show no samples
+        runs = [msgspec.structs.replace(runs[0], samples=samples_of(records[0].directory))]
     counts = Counter(run.name for run in runs)
     runs = [run if counts[run.name] == 1 else msgspec.structs.replace(run, name=run.directory) for run in runs]
     return Page(
@@ -119,7 +121,6 @@ def picture_of(record: Record) -> Picture:
         events=events[-SHOWN_EVENTS:],
         earlier_events=max(0, len(events) - SHOWN_EVENTS),
         recipe=to_yaml(record.settings) if record.settings else "",
-        samples=samples_of(record.directory),
     )
 
 
