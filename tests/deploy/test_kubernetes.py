@@ -561,11 +561,11 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> bool
 
 
 STAND_IN = """#!/bin/bash
-echo "headway $*" >> "$LOG"
-if [ "$1" = broker ]; then exit 0; fi
+if [ "$1" = broker ]; then echo "headway $*" >> "$LOG"; exit 0; fi
 trap 'echo drained >> "$LOG"; exit 0' TERM
 mkdir -p "runs/$HEADWAY_RUN"
 touch "runs/$HEADWAY_RUN/incarnation"
+echo "headway $*" >> "$LOG"
 for ((i = 0; i < SECONDS_OF_WORK * 10; i++)); do sleep 0.1; done
 exit "$CODE"
 """
@@ -608,7 +608,6 @@ def test_a_learners_pod_that_is_stopped_drains_and_the_next_one_resumes(tmp_path
     pod = LearnersPod(tmp_path)
     first = pod.start(seconds=60)
     pod.until_said("headway learner /etc/headway/recipe/recipe.yaml")
-    time.sleep(0.3)  # until the stand-in has its trap
     first.terminate()
     assert first.communicate()[0] == ""
     assert first.returncode == 0
@@ -616,7 +615,6 @@ def test_a_learners_pod_that_is_stopped_drains_and_the_next_one_resumes(tmp_path
     pod.log.unlink()
     second = pod.start(seconds=60)
     pod.until_said("headway learner /etc/headway/recipe/recipe.yaml --resume")
-    time.sleep(0.3)
     second.terminate()
     second.communicate()
 
