@@ -13,14 +13,14 @@ from typing import Any, get_args, get_origin
 import pytest
 
 from broker.errors import HeadwayError
-from deploy.cli import runs
 from deploy.cli.main import answer
 from deploy.launch import local
 from deploy.printing import visible
 from deploy.recipe.limits import LIMITS
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.words import _fields, _is_struct, _metas, _plain
-from deploy.roles import alone, server
+from deploy.roles import looking, server
+from deploy.run import in_use
 from deploy.run.directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
 from deploy.run.report import SUMMARY
 
@@ -38,7 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("HEADWAY_")]:
         monkeypatch.delenv(name)
-    for module in (alone, local, runs, server):
+    for module in (looking, local, in_use, server):
         monkeypatch.setattr(module, "PATIENCE_S", 0.02)
     (tmp_path / "recipe.yaml").write_text(json.dumps(RECIPE))
     (tmp_path / "halves.jsonl").write_text(json.dumps({"query": "a\udfff", "response": "b"}))
