@@ -55,10 +55,12 @@ def test_pools_of_two_engines_are_scaled_killed_and_drained_and_the_run_complete
 
             watch.until("vLLM is there", lambda status: bool(of_pool(status, other)))
             scale(terminals, "0", "--pool", "main", **learns)
-        # vLLM's first tokens take half a minute: the other pool alone could end the run before.
+        # vLLM's first tokens take half a minute: the other pool alone could end the run before. So could vLLM alone,
+        # while the other pool imports torch.
         watch.until("vLLM generates", lambda status: bool(busy(status, other)))
         with paused(learner.pid):
             scale(terminals, "4", "--pool", "main", **learns)
+            watch.until("four are there again", lambda status: len(of_pool(status, main)) == 4)
         watch.until("both engines generate", lambda status: bool(busy(status, main)) and bool(busy(status, other)))
 
         watch.until_step(25)
