@@ -46,16 +46,53 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
 
 
-def samples_of(directory: Path) -> list[Sample]:
-    """Return samples of the newest and the oldest step in the run's experience log, the newest first.
+Stamp = tuple[Path, int, int]
+"""A file, its size and the time of its last change in ns: what changes whenever its content does."""
 
-    Empty where the run keeps no log (`checkpoint.log_bytes: 0`), or its files are damaged or being written. Responses
-    are token ids until a checkpoint holds the tokenizer.
-    """
-    steps = sorted(_steps(directory / EXPERIENCE))
-    decode = _decoder(directory / CHECKPOINTS)
-    chosen = dict.fromkeys([steps[-1], steps[0]]) if steps else ()
-    return [sample for step in chosen for sample in _of_step(directory / EXPERIENCE, step, decode)]
+
+class SampleReader:
+    """Reads the samples of a run again and again, and each file only once as long as it stays as it was."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Stamp | None = None
+        self._decode: Decode = _as_numbers
+        self._read: dict[Stamp, list[Sample]] = {}
+
+    def read(self, directory: Path) -> list[Sample]:
+        """Return samples of the newest and the oldest step in the run's experience log, the newest first.
+
+        Empty where the run keeps no log (`checkpoint.log_bytes: 0`), or its files are damaged or being written.
+        Responses are token ids until a checkpoint holds the tokenizer.
+        """
+        self._find_tokenizer(directory / CHECKPOINTS)
+        steps = sorted(_steps(directory / EXPERIENCE))
+        paths = {directory / EXPERIENCE / f"step_{step}.zst": step for step in (steps[-1:] + steps[:1])}
+        batches = {stamp: step for path, step in paths.items() if (stamp := _stamp(path)) is not None}
+        self._read = {stamp: self._samples(stamp, step) for stamp, step in batches.items()}
+        return [sample for stamp in batches for sample in self._read[stamp]]
+
+    def _find_tokenizer(self, checkpoints: Path) -> None:
+        stamps = filter(None, map(_stamp, checkpoints.glob("*/step_*/tokenizer.json")))
+        newest = max(stamps, key=lambda stamp: stamp[2], default=None)
+        if newest != self._tokenizer:
+            self._tokenizer, self._decode, self._read = newest, _decoder(newest), {}
+
+    def _samples(self, stamp: Stamp, step: int) -> list[Sample]:
+        return self._read[stamp] if stamp in self._read else list(_of_step(stamp[0], step, self._decode))
+
+
+def samples_of(directory: Path) -> list[Sample]:
+    """Return what a SampleReader reads there."""
+    return SampleReader().read(directory)
+
+
+def _stamp(path: Path) -> Stamp | None:
+    """Return None where the file is gone: retention may remove it at any time."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return path, found.st_size, found.st_mtime_ns
 
 
 def _steps(log: Path) -> Iterator[int]:
@@ -64,14 +101,14 @@ def _steps(log: Path) -> Iterator[int]:
             yield int(number)
 
 
-def _of_step(log: Path, step: int, decode: Decode) -> Iterator[Sample]:
-    from learner.experience.logged_batch import read_batch
+def _of_step(path: Path, step: int, decode: Decode) -> Iterator[Sample]:
+    from learner.experience.logged_batch import read_first_groups
 
     try:
-        groups = read_batch(log / f"step_{step}.zst", "", step)
+        groups = read_first_groups(path, "", step, GROUPS)
     except HeadwayError:
         return
-    for group in groups[:GROUPS]:
+    for group in groups:
         ranked = sorted(group.trajectories, key=lambda one: one.reward)
         for trajectory in (ranked[-1], ranked[0])[: len(ranked)]:
             yield _sample(group, trajectory, step, decode)
@@ -106,15 +143,18 @@ def _pieces(trajectory: Trajectory, step: int, decode: Decode) -> Iterator[Piece
                 )
 
 
-def _decoder(checkpoints: Path) -> Decode:
-    """Return the decoder of the newest checkpoint's tokenizer; without one, it writes token ids."""
+def _decoder(stamp: Stamp | None) -> Decode:
+    """Return the decoder of this tokenizer; where there is none that can be read, one that writes token ids."""
     from tokenizers import Tokenizer
 
-    found = max(checkpoints.glob("*/step_*/tokenizer.json"), key=lambda path: path.stat().st_mtime, default=None)
+    if stamp is None:
+        return _as_numbers
     try:
-        tokenizer = None if found is None else Tokenizer.from_file(str(found))
+        tokenizer = Tokenizer.from_file(str(stamp[0]))
     except Exception:  # noqa: BLE001 - the library raises nothing narrower; retention may remove the checkpoint
-        tokenizer = None
-    if tokenizer is None:
-        return lambda tokens: " ".join(map(str, tokens)) + " "
+        return _as_numbers
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def _as_numbers(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens)) + " "

@@ -5,8 +5,10 @@ Whatever the file holds, reading ends in the batch as it was written or in a Log
 
 import os
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -98,6 +100,22 @@ def read_batch(path: Path, identity: str, step: int) -> list[Group]:
         groups = [one.group() for one in frames]
         if tids_of(groups) != header.tids:
             raise FrameError("its trajectories are not those that its header names")
+        return groups
+
+
+def read_first_groups(path: Path, identity: str, step: int, most: int) -> list[Group]:
+    """Returns the first `most` groups and decodes no others, which takes a fraction of the time of `read_batch`.
+
+    Raises LoggedBatchError unless every byte of the whole file is as it was written.
+    """
+    with _opened(path) as stream:
+        header = _header(stream, identity, step)
+        records = _records(stream, header.groups)
+        groups = [msgspec.msgpack.decode(record, type=GroupFrames).group() for record in islice(records, most)]
+        tids = tids_of(groups)
+        if tids != header.tids[: len(tids)]:
+            raise FrameError("its trajectories are not those that its header names")
+        deque(records, maxlen=0)  # the checksum stands at the end
         return groups
 
 

@@ -167,4 +167,5 @@ def test_what_changed_between_two_looks() -> None:
 def test_without_a_terminal_it_says_what_to_use_instead(tmp_path: Path) -> None:
     answer = headway("top", cwd=tmp_path)
     assert answer.returncode == 1
+    assert answer.stderr.startswith("Loading, and looking for the run ...\n")
     assert "headway top needs a terminal; `headway status` prints one look" in answer.stderr

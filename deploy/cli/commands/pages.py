@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from deploy.printing import complain
+
 from .options import json_option
 
 MOST_RUNS = 8
@@ -64,6 +66,8 @@ def dashboard(directory: str | None, url: str | None, run: str | None, host: str
     RUN is a run's directory or its name below ./runs, by default the newest one that runs; or name the server and the
     run by --broker and --run. The page shows what `headway report` and `headway status` show, and changes nothing.
     """
+    if not as_json:
+        complain("Loading, and looking for the run; its page's address follows ...")
     from deploy.cli.dashboard import serve_dashboard
 
     serve_dashboard(directory, url, run, host=host, port=port, as_json=as_json)

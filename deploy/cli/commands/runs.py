@@ -2,6 +2,8 @@
 
 import click
 
+from deploy.printing import complain
+
 from .options import F, json_option, server_option
 
 
@@ -32,6 +34,7 @@ def top(url: str | None, run: str | None) -> None:
     It shows workers, versions, lag, queues, rates, and what happens. + and - change the number of workers of the pool
     under the cursor, ? explains the keys, q quits and leaves the run as it is.
     """
+    complain("Loading, and looking for the run ...")
     from deploy.cli.top import top
 
     top(url, run)

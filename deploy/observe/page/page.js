@@ -191,7 +191,7 @@ function refill(part, nodes) {
 }
 
 function show() {
-  refill(body, content.runs.length ? report(content) : [make("p", { class: "quiet" }, "The run has no step yet.")]);
+  refill(body, content.runs.length ? report(content) : [make("p", { class: "quiet", role: "status" }, content.number === 0 ? "Reading the run's files." : "The run has no step yet.")]);
 }
 
 const NEWEST_VERSIONS = 10;

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -88,11 +89,14 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     differences: list[Difference] = []
 
 
-def page_of(records: Sequence[Record]) -> Page:
-    """Return the page that shows these runs side by side. Runs of the same name are called by their directories."""
+def page_of(records: Sequence[Record], read_samples: Callable[[Path], list[Sample]] = samples_of) -> Page:
+    """Return the page that shows these runs side by side. Runs of the same name are called by their directories.
+
+    `read_samples` returns the samples of a run's directory; only the page of a single run shows some.
+    """
     runs = [picture_of(record) for record in records]
-    if len(runs) == 1:  # pages of several runs show no samples
-        runs = [msgspec.structs.replace(runs[0], samples=samples_of(records[0].directory))]
+    if len(runs) == 1:
+        runs = [msgspec.structs.replace(runs[0], samples=read_samples(records[0].directory))]
     counts = Counter(run.name for run in runs)
     runs = [run if counts[run.name] == 1 else msgspec.structs.replace(run, name=run.directory) for run in runs]
     return Page(

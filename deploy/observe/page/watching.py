@@ -16,6 +16,7 @@ from deploy.observe.status import recent, status_json, version_text
 from deploy.observe.waiting import Waiting
 from deploy.run.figures import generated_per_s, trained_by_step_of_weights, trained_per_s
 from deploy.run.record import Record
+from deploy.run.samples import SampleReader
 
 from .picture import Page, page_of
 
@@ -105,6 +106,7 @@ class Watcher:
         self._rates: dict[str, deque[float]] = defaultdict(_points)
         self._worker_rates: dict[str, deque[float]] = defaultdict(_points)
         self._missing: dict[str, Missing] = {}
+        self._samples = SampleReader()
         self._page = Page(title="Headway", made_at=_now(), runs=[])
         self._number = 0
 
@@ -187,7 +189,7 @@ class Watcher:
             return
         self._problems.pop("record", None)
         if record is not None:
-            self._page = page_of([record])
+            self._page = page_of([record], self._samples.read)
             self._number += 1
 
 

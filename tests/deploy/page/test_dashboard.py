@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -278,23 +279,33 @@ def test_a_taken_port_is_an_error_with_a_remedy() -> None:
 
 
 @contextmanager
-def dashboard(*arguments: str, cwd: Path) -> Iterator[str]:
-    """The address of a dashboard in a process of its own, which Ctrl-C ends."""
-    command = [sys.executable, "-m", "deploy", "dashboard", *arguments, "--port", "0", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=cwd) as process:
-        assert process.stdout is not None
+def dashboard(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """A dashboard in a process of its own, which Ctrl-C ends."""
+    command = [sys.executable, "-m", "deploy", "dashboard", *arguments, "--port", "0"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=cwd) as process:
         try:
-            yield json.loads(process.stdout.readline())["url"]
+            yield process
         finally:
             process.send_signal(signal.SIGINT)
         assert process.wait() == 0
+
+
+@contextmanager
+def dashboard_url(*arguments: str, cwd: Path) -> Iterator[str]:
+    """The address of a dashboard, which tells programs nothing else."""
+    with dashboard(*arguments, "--json", cwd=cwd) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        yield json.loads(process.stdout.readline())["url"]
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == ""
 
 
 async def test_the_command_follows_a_run_of_a_broker(broker: Broker, server: EmbeddedServer, tmp_path: Path) -> None:
     made = await begin(broker, rules(1), fed=4)
     await broker.status.report_step(made.owner, step_metrics(0, reward=0.25))
     await broker.status.heartbeat(worker("w-0", None), 60.0)
-    with dashboard("--broker", server.url, "--run", broker.run, cwd=tmp_path) as url:
+    with dashboard_url("--broker", server.url, "--run", broker.run, cwd=tmp_path) as url:
         live = eventually(lambda: (found := get_json(url, "/live.json"))["status"] and found["page"] and found)
         assert [one["worker"] for one in live["status"]["workers"]] == ["w-0"]
         (run,) = get_json(url, "/page.json")["runs"]
@@ -321,7 +332,11 @@ async def test_an_observer_s_password_is_enough(server: EmbeddedServer, run_name
 
 def test_the_command_shows_a_run_that_is_over(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run")
-    with dashboard(str(directory), cwd=tmp_path) as url:
+    with dashboard(str(directory), cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stderr.readline() == "Loading, and looking for the run; its page's address follows ...\n"
+        url = process.stdout.readline().split()[1]
         assert eventually(lambda: get_json(url, "/page.json")["runs"])[0]["steps"] == [0, 1, 2, 3, 4]
         problem = eventually(lambda: get_json(url, "/live.json")["problem"])
         assert problem.startswith(f"No process runs in {directory}")

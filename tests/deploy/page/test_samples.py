@@ -1,15 +1,20 @@
 """The samples that a page shows: which ones, in which pieces, and as text."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from broker.schema import Group, VersionSpan, WeightVersion
 from deploy.run.directory import CHECKPOINTS, EXPERIENCE
-from deploy.run.samples import Piece, samples_of
+from deploy.run.samples import GROUPS, Piece, SampleReader, samples_of
+from learner.experience import logged_batch
+from learner.experience.frames import GroupFrames
 from learner.experience.logged_batch import write_batch
 from tests.learner.batches import group
 
@@ -70,3 +75,54 @@ def test_without_a_tokenizer_responses_are_token_ids(tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     (checkpoint / "tokenizer.json").write_text("{")
     assert [piece.text for piece in samples_of(tmp_path)[0].pieces] == ["5 ", "6 ", "7 ", "8 "]
+
+
+def test_a_batch_is_read_once_and_only_its_first_groups_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[Any] = []
+    opened: list[Any] = []
+    monkeypatch.setattr(GroupFrames, "group", noted(decoded, GroupFrames.group))
+    monkeypatch.setattr(logged_batch, "read_first_groups", noted(opened, logged_batch.read_first_groups))
+    numbers = range(3 * GROUPS)
+    for step in (3, 4):
+        logged(tmp_path, step, *(group(number, step=step) for number in numbers))
+    reader = SampleReader()
+    shown = reader.read(tmp_path)
+    assert (len(shown), len(decoded), len(opened)) == (4 * GROUPS, 2 * GROUPS, 2)
+    assert reader.read(tmp_path) == shown
+    assert len(opened) == 2
+    logged(tmp_path, 5, two_turns(5))
+    assert [sample.step for sample in reader.read(tmp_path)] == [5, 5] + 2 * GROUPS * [3]
+    assert len(opened) == 3
+
+
+def test_a_batch_that_is_damaged_behind_the_groups_shown_is_not_shown(tmp_path: Path) -> None:
+    path = logged(tmp_path, 3, *(group(number, step=3) for number in range(3 * GROUPS)))
+    whole = path.read_bytes()
+    reader = SampleReader()
+    for damaged in (whole[:-9], whole[:-1] + bytes([whole[-1] ^ 1]), whole + whole):
+        path.write_bytes(damaged)
+        assert reader.read(tmp_path) == []
+    path.write_bytes(whole)
+    assert len(reader.read(tmp_path)) == 2 * GROUPS
+
+
+def test_samples_are_decoded_anew_once_there_is_a_tokenizer(tmp_path: Path) -> None:
+    logged(tmp_path, 4, two_turns(4))
+    reader = SampleReader()
+    assert reader.read(tmp_path)[0].pieces[0].text == "5 "
+    checkpoint = tmp_path / CHECKPOINTS / "1" / "step_2"
+    checkpoint.mkdir(parents=True)
+    Tokenizer(WordLevel(WORDS, unk_token="w0")).save(str(checkpoint / "tokenizer.json"))
+    assert reader.read(tmp_path)[0].pieces[0].text == "w5"
+
+
+def noted(calls: list[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which adds each call of it to `calls`."""
+
+    def call(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return function(*arguments)
+
+    return call
