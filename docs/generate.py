@@ -30,6 +30,7 @@ GUIDES = {
     "headway broker": "[Separate roles](../guides/roles.md)",
     "headway compare": "[Several runs side by side](../guides/report.md#several-runs-side-by-side)",
     "headway dashboard": "[The page of a running run](../guides/report.md#the-page-of-a-running-run)",
+    "headway export": "[Export a model](../guides/export.md)",
     "headway report": "[A page of a run](../guides/report.md)",
     "headway metrics": "[Prometheus](../guides/metrics.md#prometheus)",
     "headway launch kubernetes": "[Kubernetes](../guides/kubernetes.md)",

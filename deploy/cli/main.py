@@ -13,7 +13,7 @@ from broker.errors import HeadwayError, UntrainableBatchError
 from deploy.printing import complain, log_to_stderr, paragraph
 from learner.checkpoints.disk import FULL
 
-from .commands import launch, pages, ray, roles, run, runs, tools
+from .commands import launch, models, pages, ray, roles, run, runs, tools
 from .ending import Ending
 
 BUG_EXIT, INTERRUPT_EXIT = 70, 130
@@ -102,6 +102,7 @@ for command in (
     roles.sft,
     roles.evaluate,
     roles.replay,
+    models.export,
     runs.status,
     runs.top,
     runs.scale,

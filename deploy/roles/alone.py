@@ -259,8 +259,9 @@ def run_replay(
     """Print how the replay compares. Returns 1 if the same settings did not give the same bits."""
     from deploy.run.comparison import comparison_json, comparison_table, verdict
     from deploy.run.directory import find_run
+    from deploy.run.trained import original_recipe
 
-    from .replay import Replay, original_recipe, replayed_recipe
+    from .replay import Replay, replayed_recipe
 
     original = original_recipe(find_run(run))
     recipe = replayed_recipe(original, preset, overrides)

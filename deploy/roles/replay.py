@@ -16,10 +16,10 @@ from broker.schema import StepMetrics
 from deploy.launch.local import after_stages
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.jsonl import JsonlSink
-from deploy.recipe.loading import load_recipe, with_overrides
+from deploy.recipe.loading import with_overrides
 from deploy.recipe.recipe import Recipe
 from deploy.run.comparison import ComparedWeights, Comparison, changed_settings
-from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, REPLAYS
+from deploy.run.directory import CHECKPOINTS, EXPERIENCE, REPLAYS
 from deploy.run.report import METRICS, lineage, read_lines, summarize
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
@@ -35,13 +35,6 @@ from .learner import recipe_updater, seed_generators
 from .observer import step_event
 
 log = logging.getLogger(__name__)
-
-
-def original_recipe(directory: Path) -> Recipe:
-    """Return the last recipe of the run in `directory`, even if the directory was moved."""
-    recipe = load_recipe(directory / CONFIG)
-    place = msgspec.structs.replace(recipe.run, directory=str(directory.parent), name=directory.name)
-    return msgspec.structs.replace(recipe, run=place)
 
 
 def replayed_recipe(original: Recipe, preset: str | None, overrides: Sequence[str]) -> Recipe:

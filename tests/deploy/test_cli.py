@@ -39,6 +39,7 @@ COMMANDS = [
     "sft",
     "eval",
     "replay",
+    "export",
     "runs",
     "report",
     "compare",

@@ -7,9 +7,10 @@ import pytest
 
 from broker.errors import ConfigError
 from deploy.recipe.loading import dump_recipe, load_recipe
-from deploy.roles.replay import Replay, original_recipe, replayed_recipe
+from deploy.roles.replay import Replay, replayed_recipe
 from deploy.run.comparison import ComparedWeights, Comparison, changed_settings, comparison_json, verdict
 from deploy.run.directory import find_run
+from deploy.run.trained import original_recipe
 from learner.config import AggregationConfig
 from learner.experience.log import ExperienceLog
 from learner.stages.replay import ReplayError

@@ -1,0 +1,168 @@
+"""`headway export`: a trained model as the files that vLLM and transformers load, compared with the learner's backend.
+
+DIRECTORY/    model*.safetensors  config.json  generation_config.json  the tokenizer with its chat template
+
+The directory is written under another name beside its place, checked there, and renamed once it is durable.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import torch
+
+from broker.errors import ConfigError, HeadwayError
+from deploy.run.trained import TrainedModel, is_model
+from learner.backends.hugging_face_files import TensorFiles, weight_files, write_tensors
+from learner.checkpoints.checkpoint import FILES_FILE, partial_path, put_in_place
+from learner.checkpoints.disk import free_mib
+from learner.config import ModelConfig
+from learner.models.model import load_config, load_tokenizer
+
+from .export_check import Agreement, compare
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig
+
+Dtype = Literal["bfloat16", "float32"]
+GENERATION_CONFIG = "generation_config.json"
+
+
+class ExportError(HeadwayError):
+    """A model could not be exported, or the exported files compute something else than the learner's backend."""
+
+
+class Export(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written, and how well it agrees with the backend."""
+
+    directory: str
+    checkpoint: str
+    dtype: str
+    parameters: int
+    bytes: int
+    """The size of all files."""
+    check: Agreement | None
+    """None: the caller wanted no comparison."""
+
+
+def export_model(
+    model: TrainedModel, directory: Path, *, dtype: Dtype | None, is_checked: bool, is_forced: bool, device: str = "cpu"
+) -> Export:
+    """Write the model to `directory`, whole or not at all. `dtype`: None keeps the files' number format.
+
+    Raises ExportError, ConfigError for a directory that must not be replaced, and CheckpointError for a checkpoint that
+    the backend cannot load.
+    """
+    _refuse_what_holds_something(directory, is_forced)
+    if is_checked and model.recipe is None:
+        raise ConfigError(
+            f"{model.path} is in no run's directory, so it is unknown which backend trained it. --no-check leaves the"
+            " comparison out."
+        )
+    partial = partial_path(directory)
+    try:
+        with _writing(directory):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            written, parameters = _write(model.path, partial, dtype)
+        check = compare(model, partial, device) if is_checked else None
+        if check is not None and not check.is_close:
+            raise ExportError(_disagreement(model, check))
+        size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+        with _writing(directory):
+            put_in_place(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Export(
+        directory=str(directory),
+        checkpoint=str(model.path),
+        dtype=written,
+        parameters=parameters,
+        bytes=size,
+        check=check,
+    )
+
+
+def _refuse_what_holds_something(directory: Path, is_forced: bool) -> None:
+    if not directory.exists() and not directory.is_symlink():
+        return
+    if not is_forced:
+        raise ConfigError(f"{directory} exists. Choose another --out, or replace what is there with --force.")
+    if (directory / FILES_FILE).exists() or directory.is_symlink():
+        raise ConfigError(f"{directory} is a learner's checkpoint or a link; --force does not replace it.")
+    if not directory.is_dir() or (any(directory.iterdir()) and not is_model(directory)):
+        raise ConfigError(f"{directory} holds something else than a model; --force does not replace it.")
+
+
+def _write(source: Path, target: Path, dtype: Dtype | None) -> tuple[str, int]:
+    """Write all files; return the weights' number format and the number of parameters. Holds one file's tensors at a
+    time."""
+    paths = weight_files(str(source))
+    if not paths:
+        raise ExportError(f"{source} has no safetensors files.")
+    tensors = TensorFiles(paths)
+    _write_configuration(source, target, dtype)
+    formats: dict[str, int] = {}
+
+    def converted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in sorted(tensors.names):
+            tensor = tensors(name)
+            if dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(getattr(torch, dtype))
+            kind = str(tensor.dtype).removeprefix("torch.")
+            formats[kind] = formats.get(kind, 0) + tensor.numel()
+            yield name, tensor
+
+    write_tensors(converted(), target)
+    for path in target.glob("*.safetensors"):  # which only their writer may read; servers run as other users
+        path.chmod((target / "config.json").stat().st_mode)
+    return max(formats, key=lambda kind: formats[kind]), sum(formats.values())
+
+
+def _write_configuration(source: Path, target: Path, dtype: Dtype | None) -> None:
+    model = ModelConfig(path=str(source))
+    config, kept = load_config(model), _own_config(source)
+    config.dtype = dtype or kept
+    config.save_pretrained(target)
+    load_tokenizer(model).save_pretrained(target)
+    _generation_config(source, config).save_pretrained(target)
+
+
+def _own_config(source: Path) -> str:
+    """Return the number format that the model's own config.json names."""
+    content = msgspec.json.decode((source / "config.json").read_bytes())
+    return str(content.get("dtype") or content.get("torch_dtype") or "float32")
+
+
+def _generation_config(source: Path, config: "PretrainedConfig") -> "GenerationConfig":
+    from transformers import GenerationConfig
+
+    if (source / GENERATION_CONFIG).exists():
+        return GenerationConfig.from_pretrained(source)
+    return GenerationConfig.from_model_config(config)
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    """Turn a full disk, or a place that cannot be written, into an ExportError with the remedy."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ExportError(
+            f"{directory} could not be written: {reason} ({free_mib(directory):.0f} MiB are free there). Nothing of the"
+            " export is left. Make room, or choose another --out."
+        ) from error
+
+
+def _disagreement(model: TrainedModel, check: Agreement) -> str:
+    return (
+        f"The export of {model.path} is not kept: the logprobs of {check.tokens} tokens differ by"
+        f" {check.mean_difference:.2g} on average from those of the backend {check.backend}, and {check.limit:g} is the"
+        " limit. Is the checkpoint damaged? --no-check exports it as it is."
+    )
