@@ -326,6 +326,8 @@ class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that failed and are started again after a pause."""
     given_up: int = 0
     """Workers that are not started again, because their version of Headway is not the learner's."""
+    ended_s: dict[str, float] = {}
+    """The processes that ended last, and the seconds since; each by the tag at the end of its worker's name."""
     wanted: int = 0
     """How many workers `scale` asked for last; written when the report is read."""
 
@@ -446,6 +448,8 @@ class Silence(msgspec.Struct, frozen=True):
     """The time since its last heartbeat."""
     is_late: bool
     """Whether it missed heartbeats: it is dead, stands still or is cut off, and counts as alive a little longer."""
+    has_ended: bool = False
+    """Whether its supervisor says that its process ended, and nothing was heard of it since: it is dead."""
 
 
 class VersionGroups(msgspec.Struct, frozen=True):

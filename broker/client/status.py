@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from math import inf
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -164,6 +165,7 @@ class StatusBoard:
             )
         _, tally, sizes, frames, workers, quarantined, letters, refused, pools, versions, lifetimes = reply
         refused_lately, refused_workers = refused
+        heard_pools = self._pools(pools)
         steps = tuple(step for frame in frames if (step := self._readable(frame, StepMetrics, "a step")))
         announced = (
             WeightVersion(int(meta["announced_incarnation"]), int(meta["announced_step"]))
@@ -185,9 +187,9 @@ class StatusBoard:
             dead_letters=tuple(_letter(*map(text, letter)) for letter in reversed(letters)),
             refused_lately=refused_lately,
             refused_workers=refused_workers,
-            pools=self._pools(pools),
+            pools=heard_pools,
             faults=await read_faults(self._connection),
-            silences=_silences(lifetimes),
+            silences=_silences(lifetimes, heard_pools),
             versions=tuple(VersionGroups(*counts) for counts in versions),
         )
 
@@ -228,11 +230,20 @@ def _tallies(flat: Any) -> Tallies:
     return Tallies(**{what: dict(sorted(counts.items())) for what, counts in tallies.items()})
 
 
-def _silences(flat: Sequence[Any]) -> dict[str, Silence]:
+def _silences(flat: Sequence[Any], pools: Sequence[PoolInfo]) -> dict[str, Silence]:
     """Returns the silences of {worker, ms that its session lasts, ms until it is not alive any more...}."""
     said = zip(map(text, flat[::3]), flat[1::3], flat[2::3], strict=True)
-    silent = ((name, max(0, _SESSION_MS - session), max(0, alive)) for name, session, alive in said)
-    return {name: Silence(ms / 1000, is_late=ms > _LATE * (ms + alive)) for name, ms, alive in silent if is_name(name)}
+    silent = ((name, max(0, _SESSION_MS - session) / 1000, max(0, alive) / 1000) for name, session, alive in said)
+    ended_s = {tag: seconds for pool in pools for tag, seconds in pool.ended_s.items()}
+    return {
+        name: Silence(
+            heard_s,
+            is_late=heard_s > _LATE * (heard_s + alive_s),
+            has_ended=ended_s.get(name.rpartition("-")[2], inf) <= heard_s,
+        )
+        for name, heard_s, alive_s in silent
+        if is_name(name)
+    }
 
 
 def _storable(text: str) -> str:

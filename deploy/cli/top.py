@@ -18,7 +18,7 @@ from broker.errors import ConfigError, HeadwayError
 from broker.schema import PoolInfo, RunStatus, WorkerInfo
 from deploy.observe.changes import changes
 from deploy.observe.live import Look
-from deploy.observe.status import recent, version_text
+from deploy.observe.status import recent, state_text, version_text
 from deploy.observe.waiting import Waiting
 from deploy.observe.waiting import look as look_at
 from deploy.roles.looking import as_learner, client_of, locate_run
@@ -191,7 +191,7 @@ def _worker(info: WorkerInfo, status: RunStatus) -> tuple[str, ...]:
     return (
         info.worker,
         info.host,
-        info.state + (f": {info.last_error}" if info.last_error else ""),
+        state_text(info, status) + (f": {info.last_error}" if info.last_error else ""),
         version_text(info.version),
         lag,
         f"{info.active}/{info.capacity}",

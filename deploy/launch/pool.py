@@ -4,6 +4,7 @@ import os
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -16,6 +17,8 @@ from .base import Command, Handle, Launcher
 
 DRAIN_WORKER_S = 20.0
 """Seconds for a worker to drain: more than it needs to hand its leases back. Then it is killed."""
+NAMED_AS_ENDED = 32
+"""The most ended processes that a report names: it has to stay small."""
 HEALTHY_S = 60.0
 """Seconds after which a living worker has recovered, so that its restarts are counted anew."""
 HEALED_S = 3600.0
@@ -95,6 +98,8 @@ class Pool:
     """Workers that left by themselves since `wanted` changed, with their work handed back. They are not replaced."""
     is_run_over: bool = field(default=False, init=False)
     """Whether the run has ended, by the broker's record. Any thread may set it."""
+    _ended: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=NAMED_AS_ENDED), init=False)
+    """Tags of processes that ended, and when: others see at once that these workers are dead."""
 
     def __post_init__(self) -> None:
         self.wanted = self._followed = self.count
@@ -134,7 +139,9 @@ class Pool:
                 if 0 < slot.killed_at < time.monotonic():
                     say(f"{slot.command.name} did not leave within {DRAIN_WORKER_S:g} s and is killed.")
                     slot.child.kill()
-            elif slot.is_leaving:
+                continue
+            self._ended.append((slot.tag, time.monotonic()))
+            if slot.is_leaving:
                 slot.child.kill()  # kills what it may have left in its session
                 del self.slots[number]
             elif slot.child.is_done() and not slot.is_set_aside:
@@ -160,4 +167,5 @@ class Pool:
             leaving=sum(slot.child is not None and slot.killed_at > 0 for slot in slots),
             restarting=sum(slot.child is None and not slot.is_given_up for slot in slots),
             given_up=sum(slot.is_given_up for slot in slots),
+            ended_s={tag: time.monotonic() - at for tag, at in list(self._ended)},
         )

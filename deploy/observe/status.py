@@ -163,9 +163,12 @@ def _pools(pools: tuple[PoolInfo, ...]) -> Table:
     return table
 
 
-def _state(info: WorkerInfo, status: RunStatus) -> str:
+def state_text(info: WorkerInfo, status: RunStatus) -> str:
+    """Return a worker's state: as it said itself, unless it is silent or its supervisor saw it end."""
     silence = status.silences.get(info.worker)
-    return info.state if silence is None or not silence.is_late else f"not heard of for {silence.heard_s:.0f} s"
+    if silence is None or not (silence.has_ended or silence.is_late):
+        return info.state
+    return "dead: its process ended" if silence.has_ended else f"not heard of for {silence.heard_s:.0f} s"
 
 
 def _workers(status: RunStatus) -> Table:
@@ -178,7 +181,7 @@ def _workers(status: RunStatus) -> Table:
         table.add_row(
             info.worker,
             info.engine,
-            _state(info, status) + (f": {info.last_error}" if info.last_error else ""),
+            state_text(info, status) + (f": {info.last_error}" if info.last_error else ""),
             version_text(info.version),
             f"{info.active}/{info.capacity}",
             f"{info.tokens_per_s:,.0f}",

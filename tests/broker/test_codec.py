@@ -95,7 +95,7 @@ STEP = StepMetrics(
     step_s=0.3,
 )
 QUEUES = QueueDepths(**dict.fromkeys(QueueDepths.__struct_fields__, 1))
-POOL = PoolInfo(pool="big", host="h", pid=7, running=2, leaving=1, restarting=1, wanted=4)
+POOL = PoolInfo(pool="big", host="h", pid=7, running=2, leaving=1, restarting=1, ended_s={"12ab34cd": 0.5}, wanted=4)
 STRUCTS = [
     prompt(3),
     msgspec.structs.replace(

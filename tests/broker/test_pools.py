@@ -4,6 +4,7 @@ import asyncio
 from typing import Literal
 
 import pytest
+from msgspec.structs import replace
 
 from broker import Broker, open_broker
 from broker.errors import BrokerError, QuarantinedError
@@ -64,6 +65,18 @@ async def test_before_a_learner_claims_the_run_a_supervisor_keeps_its_own_count(
     early = await open_broker(url, run_name)
     assert await early.pools.report(INFO, 2, LONG_S) is None
     await early.close()
+
+
+async def test_a_worker_whose_process_ended_is_dead_unless_it_is_heard_of_since(broker: Broker) -> None:
+    async def is_dead(ended_s: dict[str, float]) -> bool:
+        await broker.pools.report(replace(INFO, ended_s=ended_s), 2, LONG_S)
+        return (await broker.status.snapshot()).silences[WORKER.worker].has_ended
+
+    await broker.status.heartbeat(WORKER, LONG_S)
+    tag = WORKER.worker.rpartition("-")[2]
+    assert await is_dead({tag: 0.0})
+    assert not await is_dead({"another": 0.0})
+    assert not await is_dead({tag: 60.0}), "it has sent a heartbeat since"
 
 
 async def test_a_workers_user_reports_and_does_not_scale(server: EmbeddedServer, run_name: str) -> None:

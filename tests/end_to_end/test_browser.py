@@ -55,9 +55,8 @@ def test_the_page_of_a_run_in_a_browser(terminals: Terminals) -> None:
             status = watch.until("a worker is there", lambda status: bool(status.workers))
             victim = status.workers[0]
             os.kill(victim.pid, signal.SIGKILL)
-            for what in ("late", "dead"):
-                said = f"{victim.worker} on {victim.host} is {what}"
-                page.get_by_text(said).first.wait_for(timeout=PATIENCE_MS)
+            said = f"{victim.worker} on {victim.host} is dead: its process ended"
+            page.get_by_text(said).first.wait_for(timeout=PATIENCE_MS)
             page.locator("details summary", has_text="reward").first.click()
             assert page.get_by_text("Prompt", exact=True).first.is_visible()
             browser.shoot(page, "killed")

@@ -218,15 +218,21 @@ function box(title, ...inside) {
 
 function workers(live) {
   const columns = [["worker", false], ["state", false], ["version", true], ["leases", true], ["tokens/s", true], ["last 2 minutes", false], ["sent", true], ["engine", false], ["error", false]];
-  const count = live.workers, rows = live.status.workers.map((one) => [one.worker, one.is_late ? make("strong", { class: "late" }, `silent for ${Math.round(one.heard_s)} s`) : one.state, make("span", {}, one.version), make("span", {}, `${one.active}/${one.capacity}`), Math.round(one.tokens_per_s), sparkline(live.worker_rates[one.worker] ?? [0], `${one.worker}, tokens per second`), one.submitted, one.engine, make("span", {}, one.last_error)]);
+  const count = live.workers, rows = live.status.workers.map((one) => [one.worker, stateOf(one), make("span", {}, one.version), make("span", {}, `${one.active}/${one.capacity}`), Math.round(one.tokens_per_s), sparkline(live.worker_rates[one.worker] ?? [0], `${one.worker}, tokens per second`), one.submitted, one.engine, make("span", {}, one.last_error)]);
   const shown = box(`Workers (${figure(count)})`, rows.length ? table(columns, rows, "Workers") : make("p", { class: "quiet" }, "None."), lost(live.missing), turning(live.first, rows.length, count));
   shown.classList.add("wide");
   return shown;
 }
 
+function stateOf(one) {
+  if (!one.has_ended && !one.is_late) return one.state;
+  return make("strong", { class: "late" }, one.has_ended ? "dead: its process ended" : `silent for ${Math.round(one.heard_s)} s`);
+}
+
 // Workers that do not say that they live; null if there are none.
 function lost(missing) {
-  return notes(missing.map((one) => `${one.worker} on ${one.host} ${one.is_lost ? "is dead or cut off" : "is late"}: last heard of at ${one.since}.`));
+  const said = (one) => (one.has_ended ? "is dead: its process ended" : one.is_lost ? "is dead or cut off" : "is late");
+  return notes(missing.map((one) => `${one.worker} on ${one.host} ${said(one)}; last heard of at ${one.since}.`));
 }
 
 // Buttons to the workers before and after those that are shown; null where all are.

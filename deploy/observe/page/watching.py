@@ -64,7 +64,9 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
     since: str
     """When it was heard of last, in UTC, as ISO 8601 has it."""
     is_lost: bool
-    """Whether it counts as alive no more."""
+    """Whether it is dead, or counts as alive no more."""
+    has_ended: bool = False
+    """Whether its supervisor says that its process ended."""
 
 
 class Live(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +81,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     status: dict[str, Any] | None = None
     """What `headway status --json` prints; of the workers those from `first` on, if the page asked for a window."""
     missing: list[Missing] = []
-    """Workers that missed heartbeats, and those that were lost in the last minutes, the newest first."""
+    """Workers that missed heartbeats or are dead, and those lost in the last minutes, the newest first."""
     first: int = 0
     """The place of the first worker shown, in the order of their names."""
     workers: int = 0
@@ -194,7 +196,8 @@ class Watcher:
 
 
 def missing(known: dict[str, Missing], now: RunStatus) -> dict[str, Missing]:
-    """Return who is missing now: who is late, and who was late and is gone. A worker that leaves says so in time."""
+    """Return who is missing now: who is late or dead, and who was that and is gone. A worker that leaves says so in
+    time."""
     alive, moment = {worker.worker for worker in now.workers}, datetime.now(UTC)
     oldest = (moment - timedelta(seconds=REMEMBERED_S)).isoformat(timespec="seconds")
     gone = [one for name, one in known.items() if name not in alive and one.since > oldest]
@@ -202,11 +205,12 @@ def missing(known: dict[str, Missing], now: RunStatus) -> dict[str, Missing]:
         Missing(
             worker=worker.worker,
             host=worker.host,
-            since=(moment - timedelta(seconds=now.silences[worker.worker].heard_s)).isoformat(timespec="seconds"),
-            is_lost=False,
+            since=(moment - timedelta(seconds=silence.heard_s)).isoformat(timespec="seconds"),
+            is_lost=silence.has_ended,
+            has_ended=silence.has_ended,
         )
         for worker in now.workers
-        if worker.worker in now.silences and now.silences[worker.worker].is_late
+        if (silence := now.silences.get(worker.worker)) is not None and (silence.is_late or silence.has_ended)
     ]
     lost = [msgspec.structs.replace(one, is_lost=True) for one in gone]
     return {one.worker: one for one in sorted([*late, *lost], key=lambda one: one.since, reverse=True)}

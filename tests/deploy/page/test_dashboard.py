@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,16 +25,21 @@ from broker.schema import DeadLetter, RunStatus, VersionGroups, WeightVersion
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from deploy.cli.dashboard import Source
+from deploy.launch.following import following
+from deploy.launch.pool import Pool
+from deploy.launch.processes import Child, LocalLauncher
 from deploy.observe.page import server as page_server
 from deploy.observe.page import watching
 from deploy.observe.page.server import PageServer
 from deploy.observe.page.watching import Look, Watcher, held_versions
+from deploy.observe.status import state_text
 from deploy.observe.waiting import Waiting
 from deploy.run.directory import held
 from deploy.run.record import Record, read_record
 from tests.broker.scenario import begin, rules
 from tests.broker.test_access import admit, url_of
 from tests.deploy.runs import open_record, run_status, step_event, step_metrics, worker
+from tests.deploy.test_supervisor import FOREVER, role
 
 from .pages import Elements, write_run
 
@@ -208,6 +214,36 @@ async def test_a_worker_that_misses_heartbeats_is_late_and_then_lost(broker: Bro
         assert [(one.worker, one.host, one.is_lost) for one in seen.missing] == [("dies", "node", True)]
         await broker.status.heartbeat(worker("dies", None), 60.0)
         assert await asyncio.to_thread(eventually, lambda: not watcher.live.missing)
+
+
+async def test_a_killed_worker_is_dead_while_its_heartbeat_still_holds(
+    broker: Broker, server: EmbeddedServer, tmp_path: Path
+) -> None:
+    await begin(broker, rules(1), fed=4)
+    pool = Pool("workers", 2, lambda number: role(f"w-{number}", FOREVER, tmp_path))
+    pool.resize(LocalLauncher(), print)
+    killed, other = pool.slots.values()
+    names = {slot.tag: f"node-{slot.command.name}-{slot.tag}" for slot in (killed, other)}
+    for name in names.values():
+        await broker.status.heartbeat(worker(name, None), 60.0)
+    watcher = Watcher(Source(None, lambda: (server.url, broker.run)).connect, lambda status: None)
+    with watcher, following(server.url, broker.run, [pool]):
+        await asyncio.to_thread(eventually, lambda: watcher.live.status and watcher.live.status["pools"])
+        assert watcher.live.missing == []
+        assert isinstance(killed.child, Child)
+        assert isinstance(other.child, Child)
+        os.kill(killed.child.pid, signal.SIGKILL)
+        await asyncio.to_thread(eventually, lambda: list(pool.gone(print)))
+        live = await asyncio.to_thread(eventually, lambda: (found := watcher.live).missing and found)
+        assert [(one.worker, one.is_lost, one.has_ended) for one in live.missing] == [(names[killed.tag], True, True)]
+        assert {one["worker"]: one["has_ended"] for one in live.status["workers"]} == {
+            names[killed.tag]: True,
+            names[other.tag]: False,
+        }
+        status = await broker.status.snapshot()
+        said = {one.worker: state_text(one, status) for one in status.workers}
+        assert said == {names[killed.tag]: "dead: its process ended", names[other.tag]: "generating"}
+    other.child.kill()
 
 
 def test_a_page_asks_for_a_window_of_many_workers() -> None:
