@@ -14,7 +14,7 @@ where each sequence begins, `loss_mask_T` is 1 where a token is trained. pi is t
     pi, mu, lag ─ proximal.py ─► pi_prox        interpolated by age instead of a forward pass
     kl.py ─► penalty_T                          k1, k2, k3
     aggregation.py ─► shares_T                  means, sums over a sequence, fixed denominator: loss = sum(w * losses)
-    supervised.py                               SFT, DPO, Bradley-Terry, value loss, distillation, on the same rows
+    supervised/                                 SFT, preferences, scores, values, distillation, on the same rows
     metrics.py                                  sums that add up over micro-batches and ranks; ESS; tokens left by masks
     segments.py                                 sums, means and broadcasts over the sequences of a row
     tokens.py                                   the inputs of objectives and corrections

@@ -28,6 +28,12 @@ def masked_mean(name: str, values_T: torch.Tensor, mask_T: torch.Tensor) -> Metr
     return {f"{name}_sum": (counted_T * mask_T).sum(), f"{name}_count": mask_T.sum()}
 
 
+def mean(name: str, values: torch.Tensor) -> Metrics:
+    """Returns the pair for the mean of all `values`, of pairs or responses. Booleans give a share."""
+    values = values.detach()
+    return {f"{name}_sum": values.sum(), f"{name}_count": torch.full((), values.numel(), device=values.device)}
+
+
 def policy_gap(
     policy_logprobs_T: torch.Tensor, behavior_logprobs_T: torch.Tensor, loss_mask_T: torch.Tensor
 ) -> Metrics:

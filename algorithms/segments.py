@@ -14,6 +14,11 @@ def sequence_of_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
     return torch.arange(lengths_S.numel(), device=cu_seqlens.device).repeat_interleave(lengths_S)
 
 
+def trained(values_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+    """[T] the values where the mask is 1; 0 and no gradient elsewhere, whatever stands there."""
+    return torch.where(mask_T > 0, values_T, torch.zeros_like(values_T))
+
+
 def segment_sum(values_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """[S] sum of `values_T` over each sequence; 0 for one without tokens."""
     sums_S = values_T.new_zeros(cu_seqlens.numel() - 1)
@@ -22,9 +27,8 @@ def segment_sum(values_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tenso
 
 def segment_mean(values_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """[S] mean of `values_T` over each sequence's tokens with mask 1; 0 where there are none."""
-    masked_T = torch.where(mask_T > 0, values_T, torch.zeros_like(values_T))
     counts_S = segment_sum(mask_T.to(values_T.dtype), cu_seqlens)
-    return segment_sum(masked_T, cu_seqlens) / counts_S.clamp(min=1)
+    return segment_sum(trained(values_T, mask_T), cu_seqlens) / counts_S.clamp(min=1)
 
 
 def spread(values_S: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from algorithms.advantages import ADVANTAGES
 from algorithms.corrections import CORRECTIONS
 from algorithms.kl import ESTIMATORS
 from algorithms.returns import gae, returns_to_go, whiten, whitening_sums
-from algorithms.supervised import clipped_value_loss
+from algorithms.supervised.values import clipped_value_loss
 from learner.config import AlgorithmConfig
 from learner.objective.objective import Objective
 

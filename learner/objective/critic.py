@@ -15,7 +15,7 @@ import torch
 
 from algorithms.returns import gae, whiten, whitening_sums
 from algorithms.rewards import at_last_trained
-from algorithms.supervised import clipped_value_loss
+from algorithms.supervised.values import clipped_value_loss
 from learner.backends.base import Snapshot, ValueBackend
 from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch

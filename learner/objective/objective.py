@@ -15,7 +15,7 @@ import torch
 from algorithms import aggregation
 from algorithms.kl import ESTIMATORS
 from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, summarize, survival
-from algorithms.supervised import sft
+from algorithms.supervised.imitation import sft
 from learner.backends.base import TokenLoss
 from learner.config import AlgorithmConfig
 from learner.rows.batch import PackedBatch

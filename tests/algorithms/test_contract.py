@@ -28,7 +28,12 @@ from algorithms.ratios import (
 from algorithms.returns import at_turn_ends, gae, returns_to_go, turn_of_token, whiten, whitening_sums
 from algorithms.rewards import at_last_trained, kl_shaped, kl_shaped_tokens, length_normalized, overlong_penalty
 from algorithms.segments import lengths, segment_mean
-from algorithms.supervised import bradley_terry, clipped_value_loss, dpo, reverse_kl_distillation, sft
+from algorithms.supervised.distillation import reverse_kl_distillation
+from algorithms.supervised.imitation import sft
+from algorithms.supervised.preferences import PREFERENCES
+from algorithms.supervised.scores import bradley_terry
+from algorithms.supervised.unpaired import kto, reference_point_sums
+from algorithms.supervised.values import clipped_value_loss
 from algorithms.tokens import Tokens
 from tests.algorithms.ragged import make
 from tests.algorithms.test_corrections import ACTIVE, ACTIVE_SEED
@@ -122,10 +127,16 @@ CALLS: dict[str, Call] = {
     "metrics survival": lambda g: survival(g.numbers_T, g.tokens),
     "supervised sft": lambda g: sft(g.current_T, g.mask),
     **{
-        f"supervised dpo {kind}": lambda g, k=kind: dpo(g.current_T, g.anchor_T, g.mask, g.cu_seqlens, kind=k)
-        for kind in ("sigmoid", "ipo", "hinge")
+        f"supervised {name}": lambda g, f=function: f(g.current_T, g.anchor_T, g.mask, g.cu_seqlens)
+        for name, function in PREFERENCES.items()
+        if name != "length_desensitized_dpo"
     },
-    "supervised bradley_terry": lambda g: bradley_terry(g.rewards_S, margin=0.3),
+    "supervised length_desensitized_dpo": lambda g: PREFERENCES["length_desensitized_dpo"](
+        g.current_T, g.anchor_T, g.mask, g.cu_seqlens, alpha=0.3
+    ),
+    "supervised kto": lambda g: kto(g.current_T, g.anchor_T, g.mask, g.cu_seqlens, g.rewards_S > 0, 0.1),
+    "supervised reference_point": lambda g: reference_point_sums(g.current_T, g.anchor_T, g.mask, g.cu_seqlens),
+    "supervised bradley_terry": lambda g: bradley_terry(g.rewards_S, margin=0.3, centering=0.01),
     "supervised value": lambda g: clipped_value_loss(g.numbers_T, g.anchor_T, g.current_T, g.mask),
     "supervised reverse_kl": lambda g: reverse_kl_distillation(g.current_T, g.anchor_T, g.mask),
 }

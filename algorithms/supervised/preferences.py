@@ -1,0 +1,251 @@
+"""Losses of pairs: the policy learns to prefer the chosen response to the rejected one.
+
+All have one signature, so that a caller can choose among `PREFERENCES` by name; losses are [P]:
+
+    f(current_logprobs_T, reference_logprobs_T, loss_mask_T, cu_seqlens, **options) -> (losses_P, metrics)
+
+The losses in `REFERENCE_FREE` never look at `reference_logprobs_T`, which may be None there. The batch's loss is
+sum(losses_P) / pairs, over the pairs of the whole batch.
+
+A response y has a reward, of which only differences within a pair count; c is the chosen response, r the rejected one,
+m_p = reward(c) - reward(r) the pair's margin. Metrics: `reward_chosen`, `reward_rejected` and `reward_margin`, means
+over pairs; `reward_accuracy`, the share of pairs with m_p > 0; `logprob_chosen` and `logprob_rejected`, mean sums of
+log pi over a response's trained tokens.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from algorithms.metrics import Metrics, mean
+from algorithms.ratios import MAX_LOG_RATIO, token_log_ratio
+from algorithms.returns import trained_ahead
+from algorithms.segments import segment_mean, segment_sum, spread, trained
+
+
+def dpo(
+    current_logprobs_T: torch.Tensor,
+    reference_logprobs_T: torch.Tensor,
+    loss_mask_T: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> tuple[torch.Tensor, Metrics]:
+    """loss_p = -(1 - label_smoothing) log sigmoid(m_p) - label_smoothing log sigmoid(-m_p), reward(y) = beta log pi(y)
+    / reference(y).
+
+    The logarithm is summed over a response's trained tokens. label_smoothing is the share of pairs believed to be
+    labelled the wrong way round: above 0 the loss is conservative DPO, whose margin stops growing.
+
+    Source: DPO, Rafailov et al. 2023 (arXiv:2305.18290), equation 7, smoothed as in Mitchell 2023, "A note on DPO with
+    noisy preferences", equation 3. beta 0.1 is the paper's and TRL's default.
+    """
+    log_ratio_T = token_log_ratio(current_logprobs_T, reference_logprobs_T, loss_mask_T)
+    rewards_S = beta * segment_sum(log_ratio_T, cu_seqlens)
+    losses_P = _cross_entropy(margins(rewards_S), label_smoothing)
+    return losses_P, preference_metrics(rewards_S, current_logprobs_T, loss_mask_T, cu_seqlens)
+
+
+def ipo(
+    current_logprobs_T: torch.Tensor,
+    reference_logprobs_T: torch.Tensor,
+    loss_mask_T: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    beta: float = 0.1,
+) -> tuple[torch.Tensor, Metrics]:
+    """loss_p = (m_p / beta - 1 / (2 beta))^2, reward(y) = beta / |y| log pi(y) / reference(y).
+
+    Pulls the margin to a target instead of widening it without end, which DPO does on pairs that all agree. |y| is the
+    number of trained tokens: TRL and torchtune take the mean over tokens after asking the authors, since otherwise the
+    target would depend on length.
+
+    Source: Azar et al. 2023 (arXiv:2310.12036), equation 17, which calls beta tau. 0.1 is TRL's default.
+    """
+    log_ratio_T = token_log_ratio(current_logprobs_T, reference_logprobs_T, loss_mask_T)
+    log_ratio_S = segment_mean(log_ratio_T, loss_mask_T, cu_seqlens)
+    losses_P = (margins(log_ratio_S) - 1 / (2 * beta)) ** 2
+    return losses_P, preference_metrics(beta * log_ratio_S, current_logprobs_T, loss_mask_T, cu_seqlens)
+
+
+def hinge(
+    current_logprobs_T: torch.Tensor,
+    reference_logprobs_T: torch.Tensor,
+    loss_mask_T: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    beta: float = 0.1,
+) -> tuple[torch.Tensor, Metrics]:
+    """loss_p = max(0, 1 - m_p), reward(y) = beta log pi(y) / reference(y).
+
+    A pair with a margin above 1 is learned and has no gradient.
+
+    Source: RSO, Liu et al. 2023 (arXiv:2309.06657), after SLiC, Zhao et al. 2023 (arXiv:2305.10425). beta 0.1 is TRL's
+    default.
+    """
+    log_ratio_T = token_log_ratio(current_logprobs_T, reference_logprobs_T, loss_mask_T)
+    rewards_S = beta * segment_sum(log_ratio_T, cu_seqlens)
+    losses_P = torch.relu(1 - margins(rewards_S))
+    return losses_P, preference_metrics(rewards_S, current_logprobs_T, loss_mask_T, cu_seqlens)
+
+
+def robust_dpo(
+    current_logprobs_T: torch.Tensor,
+    reference_logprobs_T: torch.Tensor,
+    loss_mask_T: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.1,
+) -> tuple[torch.Tensor, Metrics]:
+    """loss_p = (-(1 - e) log sigmoid(m_p) + e log sigmoid(-m_p)) / (1 - 2 e), e = label_smoothing, reward(y) = beta
+    log pi(y) / reference(y).
+
+    If labels are flipped at random with probability e, its expectation is the DPO loss of the right labels. A pair's
+    loss may be negative. Raises ValueError unless 0 <= label_smoothing < 0.5.
+
+    Source: robust DPO, Chowdhury et al. 2024 (arXiv:2403.00409). beta 0.1 is DPO's. label_smoothing 0.1 is ours, since
+    TRL's 0 is DPO: estimate it for your labels.
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing is {label_smoothing}; robust_dpo needs at least 0 and less than 0.5.")
+    log_ratio_T = token_log_ratio(current_logprobs_T, reference_logprobs_T, loss_mask_T)
+    rewards_S = beta * segment_sum(log_ratio_T, cu_seqlens)
+    margins_P = margins(rewards_S)
+    right_P, flipped_P = -F.logsigmoid(margins_P), -F.logsigmoid(-margins_P)
+    losses_P = ((1 - label_smoothing) * right_P - label_smoothing * flipped_P) / (1 - 2 * label_smoothing)
+    return losses_P, preference_metrics(rewards_S, current_logprobs_T, loss_mask_T, cu_seqlens)
+
+
+def length_desensitized_dpo(
+    current_logprobs_T: torch.Tensor,
+    reference_logprobs_T: torch.Tensor,
+    loss_mask_T: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    alpha: float,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> tuple[torch.Tensor, Metrics]:
+    """loss_p as in `dpo`, reward(y) = beta sum_t w_t log pi(y_t) / reference(y_t), w_t = 1 up to the length of the
+    shorter response of the pair, alpha beyond.
+
+    Takes from the longer response's tail part of its weight, since DPO otherwise learns to answer at length. 1 is DPO,
+    0 ignores the tail. Lengths count trained tokens.
+
+    Source: LD-DPO, Liu et al. 2024 (arXiv:2409.06411). No default: the paper tunes alpha for each model, and TRL's
+    `ld_alpha` has none. beta 0.1 is DPO's.
+    """
+    log_ratio_T = token_log_ratio(current_logprobs_T, reference_logprobs_T, loss_mask_T)
+    weighted_T = torch.where(_is_shared(loss_mask_T, cu_seqlens), log_ratio_T, alpha * log_ratio_T)
+    rewards_S = beta * segment_sum(weighted_T, cu_seqlens)
+    losses_P = _cross_entropy(margins(rewards_S), label_smoothing)
+    return losses_P, preference_metrics(rewards_S, current_logprobs_T, loss_mask_T, cu_seqlens)
+
+
+def simpo(
+    current_logprobs_T: torch.Tensor,
+    reference_logprobs_T: torch.Tensor | None,
+    loss_mask_T: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    beta: float = 2.0,
+    gamma: float = 1.0,
+) -> tuple[torch.Tensor, Metrics]:
+    """loss_p = -log sigmoid(m_p - gamma), reward(y) = beta / |y| log pi(y).
+
+    Needs no reference policy. The reward is the mean logprob of the trained tokens, by which sampling itself ranks
+    responses, so it does not favor long ones. gamma is the margin that a pair should reach, in units of the reward.
+
+    Source: SimPO, Meng et al. 2024 (arXiv:2405.14734), equation 6. 2.0 and 1.0 are the paper's for Llama-3-8B-Base; it
+    takes beta 2.0 to 2.5 and gamma 0.3 to 1.6, TRL 0.1 and 0.5.
+    """
+    rewards_S = beta * segment_mean(current_logprobs_T, loss_mask_T, cu_seqlens)
+    losses_P = -F.logsigmoid(margins(rewards_S) - gamma)
+    return losses_P, preference_metrics(rewards_S, current_logprobs_T, loss_mask_T, cu_seqlens)
+
+
+def orpo(
+    current_logprobs_T: torch.Tensor,
+    reference_logprobs_T: torch.Tensor | None,
+    loss_mask_T: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    beta: float = 0.1,
+    nll_length: float | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """loss_p = -sum_t log pi(c_t) / nll_length - beta log sigmoid(o_c - o_r), o_y = log(P_y / (1 - P_y)), log P_y the
+    mean of log pi(y_t); reward(y) = beta log P_y.
+
+    Supervised training on the chosen response and a preference in one stage, without a reference policy. `nll_length`:
+    None divides by the chosen response's own trained tokens, as the paper does; the mean number of chosen trained
+    tokens over all pairs of the whole batch makes the first term the mean over its tokens, as in TRL (which counts the
+    prompt's tokens, too). log P_y is at most -exp(-20), so that o_y is finite. More metrics: `chosen_nll`, that term,
+    and `log_odds_ratio`, o_c - o_r.
+
+    Source: ORPO, Hong et al. 2024 (arXiv:2403.07691), equations 3, 4, 6 and 7, which calls beta lambda. 0.1 is the
+    paper's for Mistral, and TRL's default.
+    """
+    means_S = segment_mean(current_logprobs_T, loss_mask_T, cu_seqlens)
+    nll_P = -means_S[0::2]
+    if nll_length is not None:
+        nll_P = -segment_sum(trained(current_logprobs_T, loss_mask_T), cu_seqlens)[0::2] / nll_length
+    log_odds_ratio_P = margins(_log_odds(means_S))
+    losses_P = nll_P - beta * F.logsigmoid(log_odds_ratio_P)
+    metrics = preference_metrics(beta * means_S, current_logprobs_T, loss_mask_T, cu_seqlens)
+    return losses_P, {**metrics, **mean("chosen_nll", nll_P), **mean("log_odds_ratio", log_odds_ratio_P)}
+
+
+def margins(values_S: torch.Tensor) -> torch.Tensor:
+    """[P] the chosen response's value less the rejected one's."""
+    return values_S[0::2] - values_S[1::2]
+
+
+def preference_metrics(
+    rewards_S: torch.Tensor, current_logprobs_T: torch.Tensor, loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor
+) -> Metrics:
+    """Returns the metrics that all losses of pairs have: see the module."""
+    logprobs_S = segment_sum(trained(current_logprobs_T.detach(), loss_mask_T), cu_seqlens)
+    margins_P = margins(rewards_S)
+    return {
+        **mean("reward_chosen", rewards_S[0::2]),
+        **mean("reward_rejected", rewards_S[1::2]),
+        **mean("reward_margin", margins_P),
+        **mean("reward_accuracy", margins_P > 0),
+        **mean("logprob_chosen", logprobs_S[0::2]),
+        **mean("logprob_rejected", logprobs_S[1::2]),
+    }
+
+
+def _cross_entropy(margins_P: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    """[P] between the label, smoothed, and the preference that the margin says."""
+    return -(1 - label_smoothing) * F.logsigmoid(margins_P) - label_smoothing * F.logsigmoid(-margins_P)
+
+
+def _is_shared(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[T] True up to the trained token whose number in its response is the length of the pair's shorter response."""
+    lengths_S = segment_sum((loss_mask_T > 0).long(), cu_seqlens)
+    shorter_S = torch.minimum(lengths_S[0::2], lengths_S[1::2]).repeat_interleave(2)
+    return trained_ahead(loss_mask_T, cu_seqlens) >= spread(lengths_S - shorter_S, cu_seqlens)
+
+
+def _log_odds(means_S: torch.Tensor) -> torch.Tensor:
+    """[S] log(P / (1 - P)) of log P."""
+    means_S = means_S.clamp(max=-math.exp(-MAX_LOG_RATIO))
+    return means_S - torch.log(-torch.expm1(means_S))
+
+
+PREFERENCES: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
+    "dpo": dpo,
+    "ipo": ipo,
+    "hinge": hinge,
+    "robust_dpo": robust_dpo,
+    "length_desensitized_dpo": length_desensitized_dpo,
+    "simpo": simpo,
+    "orpo": orpo,
+}
+REFERENCE_FREE = {"simpo", "orpo"}
+"""Losses without a reference policy: no logprobs of one need be computed for them."""
