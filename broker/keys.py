@@ -70,9 +70,10 @@ quarantined*          set     holders that get no more leases                   
 Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by: a digest of the token); the rules
 (`schema.RunRules`); the counters admitted, dropped, uninformative (of these), trained, requeued, expired_leases,
 fenced, rejected, highest_step (of all versions ever offered or announced), payload_bytes, generated_tokens,
-wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples; archive_bytes; feed_closed, watermark, committed_step,
-newest_step (highest of the weights that have sampled), is_rewound, state, started, adopted (the server's id when a
-learner last told it all that it knows); claimed_at, announced_at, pinned_at (the server's clock).
+wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples, skipped_evaluations; skipped_evaluation (the last
+version that it counts); archive_bytes; feed_closed, watermark, committed_step, newest_step (highest of the weights that
+have sampled), is_rewound, state, started, adopted (the server's id when a learner last told it all that it knows);
+claimed_at, announced_at, pinned_at (the server's clock).
 
 Fields of `group:G`: size, length (of the prompt, up to a power of two), prompt (a digest of its frame), round, state
 (pool, open, ready, pinned; lost: without its prompt), index (admission number), floor (lowest weight step in this

@@ -104,15 +104,16 @@ class Evaluations:
 
     async def look(self, owner: Owner, version: WeightVersion) -> EvaluationProgress | None:
         """Returns how far the evaluation is; None where there is none. Raises as `ask` does."""
-        reply = await self._connection.learner_script("evaluation", owner, str(version), 0)
+        reply = await self._connection.learner_script("evaluation", owner, str(version), "look")
         if not reply:
             return None
         samples, done, mixed, quiet_s, *results = reply
         return EvaluationProgress(samples, done, mixed, float(quiet_s), tuple(map(_result, results)))
 
-    async def end(self, owner: Owner, version: WeightVersion) -> None:
-        """Forgets the evaluation, whether or not its samples are done. Idempotent; raises as `ask` does."""
-        await self._connection.learner_script("evaluation", owner, str(version), 1)
+    async def end(self, owner: Owner, version: WeightVersion, *, is_skipped: bool = False) -> None:
+        """Forgets the evaluation, whether or not its samples are done. One that `is_skipped` gave no result, and is
+        counted. Idempotent; raises as `ask` does."""
+        await self._connection.learner_script("evaluation", owner, str(version), "skip" if is_skipped else "end")
 
     async def lease(
         self, worker: str, version: WeightVersion, count: int, ttl_s: float, held: Sequence[EvaluationLease] = ()

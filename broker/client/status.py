@@ -279,6 +279,7 @@ def _queues(meta: dict[str, str], sizes: Sequence[int]) -> QueueDepths:
         discarded_tokens=number["discarded_tokens"],
         trimmed_samples=number["trimmed_samples"],
         uninformative=number["uninformative"],
+        skipped_evaluations=number["skipped_evaluations"],
     )
 
 
@@ -297,4 +298,5 @@ _COUNTERS = (
     "discarded_tokens",
     "trimmed_samples",
     "uninformative",
+    "skipped_evaluations",
 )

@@ -76,6 +76,8 @@ def _head(status: RunStatus, waiting: Waiting | None) -> Table:
         "tokens/s",
         f"{generated_per_s(status.workers):,.0f} generated, {trained_per_s(recent(status)):,.0f} trained",
     )
+    if skipped := status.queues.skipped_evaluations:
+        table.add_row("evaluations", f"{skipped} skipped: no worker kept their weights until all samples were done")
     if waiting is not None:
         table.add_row("waits", waiting.text)
     return table

@@ -363,6 +363,7 @@ def _conclude(recipe: Recipe, status: RunStatus | None) -> None:
             "discarded_tokens": queues.discarded_tokens,
             "trimmed_samples": queues.trimmed_samples,
             "uninformative": queues.uninformative,
+            "skipped_evaluations": queues.skipped_evaluations,
         }
     summarize(recipe.run_directory, extras)
     plot(recipe.run_directory, recipe.staleness.max_lag)

@@ -61,14 +61,15 @@ class WorkerEvaluations:
         while self._pending:
             version = self._pending[0]
             progress = self._experience.evaluation(version)
-            if progress is None or self._is_hopeless(version, progress, is_end):
-                self._skip(version, progress)
-            elif progress.done < progress.samples:
-                return
-            else:
+            is_done = progress is not None and progress.done == progress.samples
+            if progress is not None and is_done:
                 yield version, summarize(progress.results, self._config.samples)
+            elif progress is None or self._is_hopeless(version, progress, is_end):
+                self._skip(version, progress)
+            else:
+                return
             self._pending.remove(version)
-            self._experience.end_evaluation(version)
+            self._experience.end_evaluation(version, is_skipped=not is_done)
 
     def wait(self, should_stop: Callable[[], bool]) -> Iterator[tuple[WeightVersion, EvalResult]]:
         """Yield the results that are still to come, each once it is there, until none is or the learner is to stop."""
@@ -78,8 +79,6 @@ class WorkerEvaluations:
                 time.sleep(POLL_S)
 
     def _is_hopeless(self, version: WeightVersion, progress: EvaluationProgress, is_end: bool) -> bool:
-        if progress.done == progress.samples:
-            return False
         if version != self._newest:
             return progress.quiet_s > self._quiet_s
         # Workers may still keep an older version that they evaluate.

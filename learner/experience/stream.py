@@ -202,10 +202,10 @@ class Experience:
         """Returns how far the evaluation of `version` is; None where there is none. Raises Interrupted."""
         return self.insist(lambda: self._blocking.broker.evaluations.look(self.owner, version))
 
-    def end_evaluation(self, version: WeightVersion) -> None:
-        """Forgets the evaluation of `version`."""
+    def end_evaluation(self, version: WeightVersion, *, is_skipped: bool) -> None:
+        """Forgets the evaluation of `version`, and counts it if it `is_skipped`: it gave no result."""
         with suppress(Interrupted):
-            self.insist(lambda: self._blocking.broker.evaluations.end(self.owner, version))
+            self.insist(lambda: self._blocking.broker.evaluations.end(self.owner, version, is_skipped=is_skipped))
 
     def insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Repeats `verb` until the server has answered it. Raises Interrupted where the learner is asked to stop

@@ -84,6 +84,16 @@ async def test_every_sample_is_sampled_once_and_told_once_all_are_done(
     auditor.look().check()
 
 
+async def test_one_without_a_result_is_counted_once_and_one_with_a_result_never(broker: Broker, run: Scenario) -> None:
+    for version in (V0, V1):
+        await broker.evaluations.ask(run.owner, version, HELD_OUT, 1)
+    for _ in range(2):  # as a learner does whose first call got no reply
+        await broker.evaluations.end(run.owner, V0, is_skipped=True)
+    assert (await broker.evaluations.lease("w", V0, 9, LONG_S)).left is None
+    await broker.evaluations.end(run.owner, V1)
+    assert (await run.queues()).skipped_evaluations == 1
+
+
 async def test_training_counts_nothing_of_it(broker: Broker, run: Scenario) -> None:
     before, tallies = await run.queues(), (await broker.status.snapshot()).tallies
     await broker.evaluations.ask(run.owner, V0, HELD_OUT, 1)

@@ -168,6 +168,14 @@ def test_status_says_when_many_workers_send_what_cannot_be() -> None:
     assert "refused within" not in text_of(status_tables(replace(status, refused_workers=2)))
 
 
+def test_status_counts_evaluations_without_a_result() -> None:
+    status = run_status()
+    skipped = replace(status, queues=replace(status.queues, skipped_evaluations=2))
+    assert "evaluations  2 skipped: " in text_of(status_tables(skipped))
+    assert "evaluations" not in text_of(status_tables(status))
+    assert status_json(skipped)["queues"]["skipped_evaluations"] == 2
+
+
 def test_status_as_json() -> None:
     status = status_json(run_status())
     assert status["announced"] == "1.37"

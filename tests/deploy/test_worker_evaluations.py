@@ -36,7 +36,13 @@ class Server:
         self.experience: Any = Mock(spec=Experience)
         self.experience.ask_to_evaluate.side_effect = self._ask
         self.experience.evaluation.side_effect = lambda version: self.held.get(version)
-        self.experience.end_evaluation.side_effect = lambda version: self.held.pop(version, None)
+        self.experience.end_evaluation.side_effect = self._end
+        self.skipped: list[WeightVersion] = []
+
+    def _end(self, version: WeightVersion, *, is_skipped: bool) -> None:
+        self.held.pop(version, None)
+        if is_skipped:
+            self.skipped.append(version)
 
     def _ask(self, version: WeightVersion, prompts: Sequence[Prompt], samples: int) -> None:
         assert (list(prompts), samples) == (HELD_OUT, 1)
@@ -94,7 +100,7 @@ def test_what_nobody_can_complete_is_skipped_and_counted(
     server.set(V10, 2)
     with caplog.at_level(logging.WARNING):
         assert collected(evaluations) == [(V10, 0.5)]
-    assert evaluations.skipped == 1
+    assert (evaluations.skipped, server.skipped) == (1, [V0])
     assert ("the server has lost it" if is_lost else "1 of 2 samples were done") in caplog.text
     assert "Skipped so far: 1." in caplog.text
     assert server.held == {}

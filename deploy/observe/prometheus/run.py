@@ -84,6 +84,9 @@ QUEUES = (
     Family("headway_broker_generated_tokens_total", "Response tokens of accepted samples.", "generated_tokens"),
     Family("headway_broker_wasted_tokens_total", "Response tokens of refused samples.", "wasted_tokens"),
     Family("headway_broker_resumed_tokens_total", "Tokens after which a worker continued.", "resumed_tokens"),
+    Family(
+        "headway_broker_skipped_evaluations_total", "Evaluations by workers without a result.", "skipped_evaluations"
+    ),
     Family("headway_broker_discarded_tokens_total", "Tokens of segments that were of no use.", "discarded_tokens"),
 )
 TALLIES = (
