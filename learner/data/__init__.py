@@ -1,1 +1,1 @@
-"""The learner reads prompts for the workers, and worked examples for supervised training."""
+"""Prompts for the workers, and the examples, preferences and labelled completions of the learner's other stages."""

@@ -1,0 +1,112 @@
+"""The records of supervised and preference stages, and the account of rows that became none."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from broker.errors import ConfigError
+from learner.data.prompts.base import Message
+
+__all__ = ["Content", "Conversation", "Labelled", "Message", "Preference", "Row", "RowError", "Skipped", "Trained"]
+
+Row = dict[str, Any]
+Content = str | list[Message]
+"""A text that is tokenized as it is, or messages that the model's chat template renders."""
+Trained = Literal["completion", "assistant", "all"]
+SHOWN = 80
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt and its completion, which are both text or both messages. Plain text has an empty prompt."""
+
+    prompt: Content
+    completion: Content
+    trained: Trained = "completion"
+    """Of messages: the assistant turns of the completion, those of prompt and completion, or all tokens. Of text: the
+    completion, or with `all` the prompt, too. A message with `"trained": False` is context in any case."""
+    tools: list[dict[str, Any]] = []
+    """Descriptions of functions, as chat templates take them."""
+    place: str = ""
+    """The place from which it was read, such as `train.jsonl:12`."""
+
+
+class Preference(msgspec.Struct, frozen=True, kw_only=True):
+    """Two completions of one prompt, of which one is better."""
+
+    prompt: Content
+    chosen: Content
+    rejected: Content
+    margin: float = 0.0
+    """By how much the chosen one is better, in units of the scores that the file gives; 0 where it gives none."""
+    tools: list[dict[str, Any]] = []
+    place: str = ""
+
+    @property
+    def chosen_conversation(self) -> Conversation:
+        """The prompt with the better completion, which alone is trained."""
+        return Conversation(prompt=self.prompt, completion=self.chosen, tools=self.tools, place=self.place)
+
+    @property
+    def rejected_conversation(self) -> Conversation:
+        """The prompt with the worse completion, which alone is trained."""
+        return Conversation(prompt=self.prompt, completion=self.rejected, tools=self.tools, place=self.place)
+
+
+class Labelled(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion that is desirable or not, without another one to compare it with."""
+
+    prompt: Content
+    completion: Content
+    label: bool
+    """Whether the completion is desirable."""
+    tools: list[dict[str, Any]] = []
+    place: str = ""
+
+    @property
+    def conversation(self) -> Conversation:
+        """The prompt with the completion, which alone is trained."""
+        return Conversation(prompt=self.prompt, completion=self.completion, tools=self.tools, place=self.place)
+
+
+class RowError(ConfigError):
+    """A row is no record. The message names the place, the fault and the remedy."""
+
+    def __init__(self, place: str, reason: str, fault: str, remedy: str) -> None:
+        """`reason` is the fault without values of the row, by which skipped rows are counted."""
+        super().__init__(f"{place}: {fault}. {remedy}")
+        self.reason = reason
+
+
+class Skipped:
+    """The number of rows or records that were left out, by reason, with the first error of each."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.first: dict[str, str] = {}
+
+    def add(self, reason: str, error: str) -> None:
+        """Counts one more; `error` says where and why."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.first.setdefault(reason, error)
+
+    @property
+    def total(self) -> int:
+        """The number of rows that were left out for any reason."""
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        return "; ".join(f"{count} {reason} (the first is {self.first[reason]})" for reason, count in self._by_count())
+
+    def _by_count(self) -> list[tuple[str, int]]:
+        return sorted(self.counts.items(), key=lambda item: -item[1])
+
+
+def shown(value: Any) -> str:
+    """Returns a value's text, cut short, since a row may hold a book."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def columns_of(row: Row) -> str:
+    """Returns the names of a row's columns, for errors."""
+    return ", ".join(map(str, row))[:200] or "nothing"

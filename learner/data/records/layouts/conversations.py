@@ -1,0 +1,48 @@
+"""Rows that hold one conversation, as supervised training takes it."""
+
+from learner.data.records.base import Conversation, Message
+from learner.data.records.messages import OPENING, check_turns
+
+from .reader import RowReader, alike, alpaca_prompt, said, sharegpt_prompt, system_message
+
+
+def _whole(messages: list[Message], reader: RowReader) -> list[Conversation]:
+    """Returns messages of which all assistant turns are trained; the last one is the completion."""
+    check_turns(messages, reader.place, ends_with="assistant")
+    return [
+        Conversation(
+            prompt=messages[:-1],
+            completion=messages[-1:],
+            trained="assistant",
+            tools=reader.tools(),
+            place=reader.place,
+        )
+    ]
+
+
+def chat(reader: RowReader) -> list[Conversation]:
+    messages = reader.messages("messages")
+    return _whole(messages if messages[0]["role"] in OPENING else [*system_message(reader), *messages], reader)
+
+
+def sharegpt(reader: RowReader) -> list[Conversation]:
+    return _whole(sharegpt_prompt(reader), reader)
+
+
+def alpaca(reader: RowReader) -> list[Conversation]:
+    return _whole([*alpaca_prompt(reader), said("assistant", reader.text("output"))], reader)
+
+
+def prompt_completion(reader: RowReader) -> list[Conversation]:
+    prompt, completion = alike(reader, "prompt", "completion")
+    return [Conversation(prompt=prompt, completion=completion, tools=reader.tools(), place=reader.place)]
+
+
+def query_response(reader: RowReader) -> list[Conversation]:
+    return [
+        Conversation(prompt=reader.text("query"), completion=reader.text("response"), place=reader.place),
+    ]
+
+
+def text(reader: RowReader) -> list[Conversation]:
+    return [Conversation(prompt="", completion=reader.text("text"), trained="all", place=reader.place)]

@@ -1,0 +1,1 @@
+"""Where rows come from: files of several formats, data sets on hubs, and descriptions that lie beside files."""

@@ -1,0 +1,230 @@
+"""Rows of files, each with its place. A file's first bytes say what it is, whatever its name ends with.
+
+JSON lines, a JSON list, Parquet, Arrow (feather, or the stream that `datasets` writes), plain text with one record a
+line, and directories that `datasets` saved with `save_to_disk`.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from broker.errors import ConfigError
+from learner.data.records.base import Row, RowError
+
+PlacedRow = tuple[str, Row | RowError]
+"""Where a row stands, and the row, or why it cannot be read."""
+
+FOREIGN = {
+    b"\x1f\x8b": ("packed by gzip", "Unpack it with `gunzip` first"),
+    b"\x28\xb5\x2f\xfd": ("packed by zstd", "Unpack it with `unzstd` first"),
+    b"BZh": ("packed by bzip2", "Unpack it with `bunzip2` first"),
+    b"\xfd7zXZ": ("packed by xz", "Unpack it with `unxz` first"),
+    b"PK\x03\x04": ("a zip archive", "Unpack it with `unzip` first"),
+    b"\xff\xfe": ("in UTF-16", "Write it in UTF-8: iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("in UTF-16", "Write it in UTF-8: iconv -f UTF-16 -t UTF-8"),
+    b"<": ("a page of HTML or XML", "Download the file itself, not the page that shows it"),
+    b"version https://git-lfs": ("a pointer of Git LFS", "Fetch the file itself with `git lfs pull`"),
+}
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def read_file(path: Path, longest_row_bytes: int, where: str) -> Iterator[PlacedRow]:
+    """Yields each row of a file. Raises ConfigError, which names the key `where`, for what is no such file."""
+    try:
+        with path.open("rb") as opened:
+            start = opened.read(64)
+            if not start.strip():
+                raise ConfigError(f"{where}: {path} is empty. Give a file with one record a line.")
+    except OSError as error:
+        raise ConfigError(f"{where}: {path} cannot be read: {error.strerror or error}.") from error
+    for magic, (what, remedy) in FOREIGN.items():
+        if start.startswith(magic):
+            raise ConfigError(f"{where}: {path} is {what}. {remedy}.")
+    if start.startswith(b"PAR1"):
+        return _parquet(path, where)
+    if start.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        return _arrow(path, where)
+    if path.suffix in (".parquet", ".arrow", ".feather"):
+        raise ConfigError(
+            f"{where}: {path} does not begin as a {path.suffix[1:]} file does, but with {start[:8]!r}. Was it written"
+            " to the end? If it is JSON, name it .jsonl."
+        )
+    if start.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+        return _json_list(path, where)
+    return _lines(path, longest_row_bytes)
+
+
+def read_saved(directory: Path, split: str, where: str) -> Iterator[PlacedRow]:
+    """Yields each row of a directory that `datasets` saved: of one dataset, or of the `split` of several."""
+    if (directory / "dataset_dict.json").is_file():
+        splits = json.loads((directory / "dataset_dict.json").read_text()).get("splits", [])
+        if split not in splits:
+            raise ConfigError(f"{where}: {directory} has the splits {', '.join(splits)}; set options.split to one.")
+        directory = directory / split
+    try:
+        state = json.loads((directory / "state.json").read_text())
+        files = [directory / str(file["filename"]) for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{where}: {directory}/state.json cannot be read: {error}. Save the dataset again."
+        ) from error
+    return (placed for file in files for placed in read_file(file, 0, where))
+
+
+def _lines(path: Path, longest_row_bytes: int) -> Iterator[PlacedRow]:
+    is_text = path.suffix == ".txt"
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            place = f"{path}:{number}"
+            line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+            if line.strip():
+                try:
+                    text = _decoded(line, place, longest_row_bytes)
+                    yield place, {"text": text.strip()} if is_text else _object(text, place)
+                except RowError as error:
+                    yield place, error
+
+
+def _decoded(line: bytes, place: str, longest_row_bytes: int) -> str:
+    if len(line) > longest_row_bytes:
+        raise RowError(
+            place,
+            "too long to be a record",
+            f"the line has {len(line):,} bytes, and the longest that is read has {longest_row_bytes:,}",
+            "Are all records in one line? Write one a line, or raise options.longest_row_bytes.",
+        )
+    if b"\0" in line:
+        raise RowError(
+            place,
+            "with NUL bytes",
+            f"byte {line.index(0) + 1} of the line is NUL, as after a crash while the file was written",
+            "Write the file again, or delete the line.",
+        )
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise RowError(
+            place,
+            "not in UTF-8",
+            f"byte {error.start + 1} of the line, {line[error.start : error.start + 1]!r}, is no UTF-8",
+            "Write the file in UTF-8, such as by `iconv -f LATIN1 -t UTF-8`.",
+        ) from None
+
+
+def _object(text: str, place: str) -> Row:
+    try:
+        row = json.loads(text)
+    except ValueError as error:
+        raise RowError(
+            place,
+            "no JSON",
+            f"this is no JSON: {error}",
+            'Write one object a line, such as {"prompt": "...", "completion": "..."}.',
+        ) from None
+    except RecursionError:
+        raise RowError(
+            place, "nested too deep", "the row has too many brackets within each other to be read", "Flatten it."
+        ) from None
+    return _checked_object(row, place)
+
+
+def _checked_object(row: Any, place: str) -> Row:
+    if not isinstance(row, dict):
+        raise RowError(
+            place,
+            "no object",
+            f"a record must be an object, and this is a {type(row).__name__}",
+            'Write {"column": value, ...}.',
+        )
+    return row
+
+
+def _json_list(path: Path, where: str) -> Iterator[PlacedRow]:
+    """Yields the objects of a JSON list, each with the line on which it begins."""
+    try:
+        text = path.read_bytes().removeprefix(BYTE_ORDER_MARK).decode()
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{where}: {path}:{line}: byte {error.object[error.start : error.start + 1]!r} is no UTF-8. Write the file"
+            " in UTF-8, such as by `iconv -f LATIN1 -t UTF-8`."
+        ) from None
+    try:
+        yield from _elements(text, path)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{where}: {path}:{error.lineno}: the list is no JSON from column {error.colno} on: {error.msg}. Was it"
+            " written to the end?"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{where}: {path} has too many brackets within each other to be read. Flatten it.") from None
+
+
+def _elements(text: str, path: Path) -> Iterator[PlacedRow]:
+    decoder = json.JSONDecoder()
+    position, counted, line = _next(text, text.index("[") + 1), 0, 1
+    while text[position : position + 1] != "]":
+        line += text.count("\n", counted, position)
+        counted = position
+        row, position = decoder.raw_decode(text, position)
+        place = f"{path}:{line}"
+        try:
+            yield place, _checked_object(row, place)
+        except RowError as error:
+            yield place, error
+        position = _next(text, position)
+        if text[position : position + 1] == ",":
+            position = _next(text, position + 1)
+        elif text[position : position + 1] != "]":
+            raise json.JSONDecodeError("expected `,` or `]`", text, position)
+
+
+def _next(text: str, position: int) -> int:
+    """Returns the position of the next character that is no white space."""
+    while text[position : position + 1].isspace():
+        position += 1
+    return position
+
+
+def _parquet(path: Path, where: str) -> Iterator[PlacedRow]:
+    from pyarrow import parquet
+
+    def batches() -> Iterator[Any]:
+        with parquet.ParquetFile(path) as opened:
+            yield from opened.iter_batches()
+
+    return _numbered(batches(), path, "Parquet", where)
+
+
+def _arrow(path: Path, where: str) -> Iterator[PlacedRow]:
+    import pyarrow
+
+    def batches() -> Iterator[Any]:
+        with pyarrow.memory_map(os.fspath(path)) as source:
+            if source.read(6) == b"ARROW1":
+                file = pyarrow.ipc.open_file(source)
+                yield from (file.get_batch(number) for number in range(file.num_record_batches))
+            else:
+                source.seek(0)
+                yield from pyarrow.ipc.open_stream(source)
+
+    return _numbered(batches(), path, "Arrow", where)
+
+
+def _numbered(batches: Iterable[Any], path: Path, what: str, where: str) -> Iterator[PlacedRow]:
+    """Yields the rows of record batches; columns without a value are left out."""
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in batches:
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", row
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"{where}: {path} is no {what} file, or damaged after row {number}: {' '.join(str(error).split())[:300]}."
+            " Write or download it again."
+        ) from error

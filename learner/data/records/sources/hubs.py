@@ -1,0 +1,53 @@
+"""Rows of datasets on a hub: `hf:OWNER/NAME` on Hugging Face, `modelscope:OWNER/NAME` on ModelScope."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from broker.errors import ConfigError
+
+from .files import PlacedRow
+
+FILE_INSTEAD = "Or export the data to a file, and give its path."
+
+
+def read_hugging_face(name: str, subset: str | None, split: str, where: str) -> Iterator[PlacedRow]:
+    """Yields each row of a dataset on the Hugging Face hub. Raises ConfigError if it cannot be had."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}: hf:{name} needs the `datasets` package: pip install 'headway[datasets]'. {FILE_INSTEAD}"
+        ) from error
+    try:
+        rows = datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError) as error:  # the package's own errors derive from these two
+        raise _unreachable(f"hf:{name}", subset, split, error, where) from error
+    return _placed(rows, f"hf:{name}", split)
+
+
+def read_modelscope(name: str, subset: str | None, split: str, where: str) -> Iterator[PlacedRow]:
+    """Yields each row of a dataset on ModelScope. Raises ConfigError if it cannot be had."""
+    try:
+        from modelscope.msdatasets import MsDataset
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}: modelscope:{name} needs the `modelscope` package: pip install 'modelscope[dataset]'."
+            f" {FILE_INSTEAD}"
+        ) from error
+    try:
+        loaded = MsDataset.load(name, subset_name=subset, split=split)
+        rows = loaded.to_hf_dataset() if isinstance(loaded, MsDataset) else loaded
+    except Exception as error:
+        raise _unreachable(f"modelscope:{name}", subset, split, error, where) from error
+    return _placed(rows, f"modelscope:{name}", split)
+
+
+def _unreachable(name: str, subset: str | None, split: str, error: Exception, where: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: {name} (subset {subset}, split {split!r}) cannot be loaded: {' '.join(str(error).split())[:300]}."
+        f" Is the name right, and can the hub be reached from here? {FILE_INSTEAD}"
+    )
+
+
+def _placed(rows: Iterable[Mapping[str, Any]], name: str, split: str) -> Iterator[PlacedRow]:
+    return ((f"{name}[{split}]: row {number}", dict(row)) for number, row in enumerate(rows, start=1))
