@@ -3,8 +3,10 @@
 A metric X is a pair `X_sum`, `X_count` (its mean is their quotient); any other name is a maximum, never negative, and 0
 without tokens. `merge` joins the reports of parts, `summarize` computes means from the whole. The effective sample
 size `ess` has three sums: `weight_sum`, `weight_square_sum`, `weight_count`; with a prefix they give `PREFIX_ess`.
+A name `by_lag/2/X` is X of the tokens in one bucket of lag, which `summarize_by_lag` shows.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -19,6 +21,10 @@ LENGTHS = (64, 256, 1024, 4096)
 """Upper bounds of the length buckets of `survival`, in trained tokens of a sequence; one more bucket has no bound."""
 LAGS = (0, 1, 3, 7, 15)
 """Upper bounds of the lag buckets of `survival`, in versions; one more bucket has no bound."""
+LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1000)
+"""The largest lag of each bucket of `by_lag`, in versions; the last bucket has all larger lags, too."""
+BY_LAG = "by_lag/"
+"""How names of sums over the tokens of one bucket of lag begin."""
 
 
 def masked_mean(name: str, values_T: torch.Tensor, mask_T: torch.Tensor) -> Metrics:
@@ -34,19 +40,41 @@ def mean(name: str, values: torch.Tensor) -> Metrics:
     return {f"{name}_sum": values.sum(), f"{name}_count": torch.full((), values.numel(), device=values.device)}
 
 
-def policy_gap(
-    policy_logprobs_T: torch.Tensor, behavior_logprobs_T: torch.Tensor, loss_mask_T: torch.Tensor
-) -> Metrics:
+def share(name: str, is_counted_T: torch.Tensor, tokens: Tokens) -> Metrics:
+    """Returns the pair for the share of trained tokens with `is_counted_T` [T], over all of them and by lag."""
+    counted_T = is_counted_T.detach().to(tokens.loss_mask_T.dtype)
+    return {
+        **masked_mean(name, counted_T, tokens.loss_mask_T),
+        **by_lag({f"{name}_sum": counted_T, f"{name}_count": torch.ones_like(counted_T)}, tokens),
+    }
+
+
+def by_lag(values: Mapping[str, torch.Tensor], tokens: Tokens) -> Metrics:
+    """Returns the sum of each of `values` [T] over the trained tokens of each of LAG_BUCKETS, as `by_lag/2/NAME`.
+
+    The sums are float64 and do not depend on the order of the additions on a GPU, which index_add leaves open.
+    """
+    names, mask_T = list(values), tokens.loss_mask_T.detach() > 0
+    trained = [torch.where(mask_T, values[name].detach(), 0.0).double() for name in names]
+    bucket_T = _bucket(tokens.lags_T, LAG_BUCKETS[:-1])
+    buckets_B = torch.arange(len(LAG_BUCKETS), device=bucket_T.device)
+    is_in_BT = ((bucket_T == buckets_B[:, None]) & mask_T).double()
+    sums = (torch.stack(trained) @ is_in_BT.T).flatten().unbind()
+    return dict(zip((f"{BY_LAG}{lag}/{name}" for name in names for lag in LAG_BUCKETS), sums, strict=True))
+
+
+def policy_gap(policy_logprobs_T: torch.Tensor, tokens: Tokens) -> Metrics:
     """Returns metrics of the distance of the learner's policy from the sampler's; r_t = pi(y_t) / mu(y_t).
 
     ratio: mean and largest; ratio_max_deviation: max |r_t - 1|, 0 when exactly on-policy; kl_behavior: mean
     of r_t - 1 - log r_t, an unbiased and never negative estimate of KL(mu || pi) on samples of mu; and the
-    sums of `ess`.
+    sums of `ess`. The mean ratio and the sums of `ess` also by lag.
     """
-    log_ratio_T = token_log_ratio(policy_logprobs_T.detach(), behavior_logprobs_T, loss_mask_T)
+    loss_mask_T = tokens.loss_mask_T
+    log_ratio_T = token_log_ratio(policy_logprobs_T.detach(), tokens.behavior_logprobs_T, loss_mask_T)
     ratio_T = log_ratio_T.exp()
     weights_T = ratio_T * loss_mask_T
-    deviation_T = torch.expm1(log_ratio_T)
+    deviation_T, one_T = torch.expm1(log_ratio_T), torch.ones_like(ratio_T)
     return {
         **masked_mean("ratio_mean", ratio_T, loss_mask_T),
         **masked_mean("kl_behavior", deviation_T - log_ratio_T, loss_mask_T),
@@ -55,6 +83,9 @@ def policy_gap(
         "weight_sum": weights_T.sum(),
         "weight_square_sum": (weights_T**2).sum(),
         "weight_count": loss_mask_T.sum(),
+        **by_lag(
+            {"weight_sum": weights_T, "weight_square_sum": weights_T.double() ** 2, "weight_count": one_T}, tokens
+        ),
     }
 
 
@@ -104,7 +135,8 @@ def merge(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def summarize(whole: Mapping[str, float]) -> dict[str, float]:
     """Returns `X` for each pair, maxima as they are, and `ess`. Empty batches give 0; an empty bucket of `survival` is
-    left out, since none of its tokens was masked."""
+    left out, since none of its tokens was masked. Sums by lag are left to `summarize_by_lag`."""
+    whole = {name: value for name, value in whole.items() if not name.startswith(BY_LAG)}
     numbers = {name: value for name, value in whole.items() if not is_additive(name)}
     for name, count in whole.items():
         mean = name.removesuffix("_count")
@@ -115,6 +147,23 @@ def summarize(whole: Mapping[str, float]) -> dict[str, float]:
             weight_sum, weight_count = whole[f"{prefix}weight_sum"], whole[f"{prefix}weight_count"]
             numbers[f"{prefix}ess"] = effective_sample_size(weight_sum, whole[name], weight_count)
     return numbers
+
+
+def summarize_by_lag(whole: Mapping[str, float]) -> dict[int, dict[str, float]]:
+    """Returns the figures of each bucket of lag that has trained tokens, by its largest lag.
+
+    They are what `summarize` returns of its tokens alone, and `ratio_mean`.
+    """
+    parts: dict[int, dict[str, float]] = {}
+    for name, value in whole.items():
+        if name.startswith(BY_LAG):
+            lag, _, of = name.removeprefix(BY_LAG).partition("/")
+            parts.setdefault(int(lag), {})[of] = value
+    return {
+        lag: {"ratio_mean": sums["weight_sum"] / sums["weight_count"], **summarize(sums)}
+        for lag, sums in sorted(parts.items())
+        if sums.get("weight_count")
+    }
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float:
@@ -132,7 +181,13 @@ def _largest(values_T: torch.Tensor) -> torch.Tensor:
 
 def _bucket(values: torch.Tensor, bounds: tuple[int, ...]) -> torch.Tensor:
     """Returns the index of the first bound that is not below the value."""
-    return torch.bucketize(values, torch.tensor(bounds, device=values.device))
+    return torch.bucketize(values, _on(values.device, bounds))
+
+
+@functools.cache
+def _on(device: torch.device, bounds: tuple[int, ...]) -> torch.Tensor:
+    """Returns the bounds on that device; to send them there anew, the process would wait for the GPU."""
+    return torch.tensor(bounds, device=device)
 
 
 def _in_buckets(

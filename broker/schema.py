@@ -332,6 +332,25 @@ class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How many workers `scale` asked for last; written when the report is read."""
 
 
+class LagFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step trained of one bucket of lag; a figure is None where nothing of that lag has it."""
+
+    trajectories: int
+    """Trajectories whose oldest trained token is of this lag."""
+    tokens: int
+    """Trained tokens of this lag."""
+    reward_mean: float | None = None
+    """The mean reward of these trajectories."""
+    ratio_mean: float | None = None
+    """The mean ratio of the learner's policy to the sampler's, over these tokens."""
+    ess: float | None = None
+    """The effective sample size of these tokens as a share of them: 1 where the policies agree."""
+    clip_fraction: float | None = None
+    """The share of these tokens that the objective clipped; None: it clips nothing."""
+    mask_fraction: float | None = None
+    """The share of these tokens that corrections masked."""
+
+
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of one learner step, as written to metrics.jsonl and shown live."""
 
@@ -355,6 +374,11 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The largest lag of a trained token."""
     lag_histogram: dict[int, int]
     """Trained trajectories by the lag of their oldest trained token."""
+    token_lag_histogram: dict[int, int] = {}
+    """Trained tokens by their lag."""
+    by_lag: dict[int, LagFigures] = {}
+    """What was trained of each lag: rewards, ESS, shares clipped and masked. The key is the largest lag of a bucket:
+    0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512 or 1000. Only buckets that occur are there."""
     groups: int
     """Groups that the step trained."""
     trajectories: int

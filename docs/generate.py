@@ -274,7 +274,9 @@ def _field_list(fields: tuple[Field, ...]) -> str:
 def metrics() -> str:
     """Every field of a line of metrics.jsonl."""
     text = "# Metrics\n\nThe learner writes one line for every step into `metrics.jsonl`, with these fields.\n"
-    return text + _field_list(wire_structs()["StepMetrics"][1])
+    text += _field_list(wire_structs()["StepMetrics"][1])
+    meaning, fields = wire_structs()["LagFigures"]
+    return f"{text}\n## by_lag\n\n{meaning}\n{_field_list(fields)}"
 
 
 def wire() -> str:

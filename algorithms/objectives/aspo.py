@@ -2,7 +2,7 @@
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean
+from algorithms.metrics import Metrics, share
 from algorithms.ratios import token_log_ratio
 from algorithms.tokens import Tokens
 
@@ -36,4 +36,4 @@ def aspo(
     is_masked_T = is_beyond(ratio_T, tokens.advantages_T, low=1 - clip_low, high=1 + clip_high)
     weights_T = torch.where(is_masked_T, torch.zeros_like(ratio_T), flipped_T.clamp(max=dual_clip))
     losses_T = weighted_log_likelihood(weights_T, current_logprobs_T, tokens)
-    return losses_T, masked_mean("clip_fraction", is_masked_T | (flipped_T > dual_clip), tokens.loss_mask_T)
+    return losses_T, share("clip_fraction", is_masked_T | (flipped_T > dual_clip), tokens)

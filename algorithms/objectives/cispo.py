@@ -2,7 +2,7 @@
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean
+from algorithms.metrics import Metrics, share
 from algorithms.ratios import token_ratio
 from algorithms.tokens import Tokens
 
@@ -31,4 +31,4 @@ def cispo(
     ratio_T = token_ratio(current_logprobs_T, anchor_logprobs_T, tokens.loss_mask_T)
     losses_T = weighted_log_likelihood(ratio_T.clamp(1 - clip_low, 1 + clip_high), current_logprobs_T, tokens)
     is_capped_T = (ratio_T < 1 - clip_low) | (ratio_T > 1 + clip_high)
-    return losses_T, masked_mean("clip_fraction", is_capped_T, tokens.loss_mask_T)
+    return losses_T, share("clip_fraction", is_capped_T, tokens)

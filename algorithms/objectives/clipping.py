@@ -2,7 +2,7 @@
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean
+from algorithms.metrics import Metrics, share
 from algorithms.tokens import Tokens
 
 
@@ -31,7 +31,7 @@ def clipped_surrogate(
         is_dual_T = (advantages_T < 0) & (ratio_T > dual_clip)
         losses_T = torch.where(is_dual_T, -dual_clip * advantages_T, losses_T)
         is_clipped_T = is_clipped_T | is_dual_T
-    return losses_T, masked_mean("clip_fraction", is_clipped_T, tokens.loss_mask_T)
+    return losses_T, share("clip_fraction", is_clipped_T, tokens)
 
 
 def is_beyond(ratio_T: torch.Tensor, advantages_T: torch.Tensor, *, low: float, high: float) -> torch.Tensor:

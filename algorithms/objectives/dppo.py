@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean
+from algorithms.metrics import Metrics, share
 from algorithms.ratios import token_ratio
 from algorithms.tokens import Tokens
 
@@ -41,7 +41,7 @@ def dppo(
         is_masked_T = is_far_T & is_outward_T
     weights_T = torch.where(is_masked_T, torch.zeros_like(ratio_T), ratio_T.clamp(max=cap))
     losses_T = weighted_log_likelihood(weights_T, current_logprobs_T, tokens)
-    return losses_T, masked_mean("clip_fraction", is_masked_T | (ratio_T > cap), tokens.loss_mask_T)
+    return losses_T, share("clip_fraction", is_masked_T | (ratio_T > cap), tokens)
 
 
 def _total_variation(logprobs_T: torch.Tensor, anchor_logprobs_T: torch.Tensor) -> torch.Tensor:

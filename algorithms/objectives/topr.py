@@ -2,7 +2,7 @@
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean
+from algorithms.metrics import Metrics, share
 from algorithms.ratios import sequence_ratio
 from algorithms.segments import spread
 from algorithms.tokens import Tokens
@@ -33,4 +33,4 @@ def topr(
     is_bad_T = tokens.advantages_T < 0
     weights_T = torch.where(is_bad_T, ratio_T.clamp(max=cap), torch.ones_like(ratio_T))
     losses_T = weighted_log_likelihood(weights_T, current_logprobs_T, tokens)
-    return losses_T, masked_mean("clip_fraction", is_bad_T & (ratio_T > cap), tokens.loss_mask_T)
+    return losses_T, share("clip_fraction", is_bad_T & (ratio_T > cap), tokens)

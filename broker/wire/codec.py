@@ -70,9 +70,9 @@ _KINDS: dict[type, int] = {
 }
 
 _READABLE_SINCE: dict[int, int] = {_KINDS[Prompt]: 7, _KINDS[StepMetrics]: 7}
-"""Kinds whose frames of an earlier schema number are read, each with the first such number. Their structs have not
-changed since, and a run that a later version of Headway resumes finds them on its server. Frames of all other kinds
-must have the present number."""
+"""Kinds whose frames of an earlier schema number are read, each with the first such number. Their structs got
+only fields with defaults since, and a run that a later version of Headway resumes finds them on its server. Frames of
+all other kinds must have the present number."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 

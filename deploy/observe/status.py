@@ -1,5 +1,6 @@
 """One snapshot of a run: versions, queue depths, workers, lag histogram and throughput, as tables or as JSON."""
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,14 +11,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from broker.schema import Fault, PoolInfo, QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
-from deploy.run.figures import generated_per_s, lag_histogram, trained_per_s
+from deploy.run.figures import by_lag, generated_per_s, lag_histogram, trained_per_s
 from deploy.tables import WholeWords
 
 from .waiting import Waiting
 
 RECENT_STEPS = 20
 """Steps over which throughput and lag are computed."""
-BAR_WIDTH = 30
+BAR_WIDTH = 20
 SUSPICIOUS_WORKERS = 3
 """Workers with refused samples that raise suspicion. A broken worker and its replacement are only two."""
 
@@ -42,6 +43,7 @@ def status_json(status: RunStatus, waiting: Waiting | None = None) -> dict[str, 
         worker |= plain["silences"].get(info.worker, {})
     del plain["silences"]
     plain["lag_histogram"] = {str(lag): count for lag, count in lag_histogram(recent(status)).items()}
+    plain["by_lag"] = msgspec.to_builtins(by_lag(recent(status)), str_keys=True)
     plain["throughput"] = {
         "generated_tokens_per_s": generated_per_s(status.workers),
         "trained_tokens_per_s": trained_per_s(recent(status)),
@@ -193,16 +195,19 @@ def _workers(status: RunStatus) -> Table:
 
 
 def _lags(status: RunStatus) -> Table:
-    counts = lag_histogram(recent(status))
-    largest = max(counts.values(), default=1)
+    """Return what the last steps trained in each bucket of lag, which is named by its largest lag."""
+    found = by_lag(recent(status))
+    largest = max((figures.trajectories for figures in found.values()), default=0) or 1
     table = Table(
         title=f"Lag of what the last {len(recent(status))} steps trained",
         title_justify="left",
         box=SIMPLE_HEAD,
     )
-    table.add_column("lag", justify="right")
-    table.add_column("trajectories", justify="right")
+    for heading in ("lag", "trajectories", "reward", "ESS", "clipped", "masked"):
+        table.add_column(heading, justify="right")
     table.add_column("", min_width=BAR_WIDTH)
-    for lag, count in counts.items():
-        table.add_row(f"{lag}", f"{count:,}", "█" * max(1, round(BAR_WIDTH * count / largest)))
+    for lag, figures in found.items():
+        numbers = (figures.reward_mean, figures.ess, figures.clip_fraction, figures.mask_fraction)
+        bar = "█" * math.ceil(BAR_WIDTH * figures.trajectories / largest)
+        table.add_row(f"{lag}", f"{figures.trajectories:,}", *("-" if n is None else f"{n:.3f}" for n in numbers), bar)
     return table

@@ -15,6 +15,7 @@ from deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
 from learner.backends.base import Backend
 from learner.experience.outages import Interrupted
 from learner.experience.stream import Experience
+from learner.objective.lags import figures_by_lag, lag_of_sequence, tokens_by_lag
 from learner.stages.loop import TrainedStep
 from learner.stages.stopwatch import seconds_by_phase
 
@@ -164,7 +165,8 @@ def step_event(step: TrainedStep, total_steps: int, time_s: float) -> StepEvent:
 
 
 def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps: int, time_s: float) -> StepMetrics:
-    lags = [int((s.lags * s.loss_mask).max(initial=0)) for s in step.judged.sequences]
+    sequences = step.judged.sequences
+    lags = [lag_of_sequence(sequence) for sequence in sequences]
     responses = [len(t.response_tokens) for t in trajectories]
     seconds = seconds_by_phase(step.laps)
     train_s = seconds["pack"] + seconds["train"]
@@ -179,11 +181,13 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         lag_mean=sum(lags) / len(lags),
         lag_max=max(lags),
         lag_histogram=dict(sorted(Counter(lags).items())),
+        token_lag_histogram=tokens_by_lag(sequences),
+        by_lag=figures_by_lag(sequences, [t.reward for t in trajectories], step.update.by_lag),
         groups=len(step.groups),
         trajectories=len(trajectories),
         mixed_version_trajectories=sum(len({s.version for s in t.spans}) > 1 for t in trajectories),
-        trained_tokens=sum(int(s.loss_mask.sum()) for s in step.judged.sequences),
-        packed_tokens=sum(len(s.token_ids) for s in step.judged.sequences),
+        trained_tokens=sum(int(s.loss_mask.sum()) for s in sequences),
+        packed_tokens=sum(len(s.token_ids) for s in sequences),
         micro_batches=step.update.micro_batches,
         loss=_finite(step.update.loss),
         grad_norm=_finite(step.update.grad_norm),

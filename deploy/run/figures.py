@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
-from broker.schema import StepMetrics, WorkerInfo
+from broker.schema import LagFigures, StepMetrics, WorkerInfo
 
 from .events import EvaluationEvent
 
@@ -38,6 +38,42 @@ def lag_histogram(steps: Sequence[StepMetrics]) -> dict[int, int]:
     for step in steps:
         counts.update(step.lag_histogram)
     return dict(sorted(counts.items()))
+
+
+def by_lag(steps: Sequence[StepMetrics]) -> dict[int, LagFigures]:
+    """Return the figures of all that these steps trained, by the largest lag of each bucket."""
+    found: dict[int, list[LagFigures]] = {}
+    for step in steps:
+        for lag, figures in step.by_lag.items():
+            found.setdefault(lag, []).append(figures)
+    return {lag: _together(parts) for lag, parts in sorted(found.items())}
+
+
+def _together(parts: Sequence[LagFigures]) -> LagFigures:
+    """Return the figures of one bucket over several steps: means by trajectory or token, and the ESS of all tokens."""
+    return LagFigures(
+        trajectories=sum(part.trajectories for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        reward_mean=_mean([(part.trajectories, part.reward_mean) for part in parts]),
+        ratio_mean=_mean([(part.tokens, part.ratio_mean) for part in parts]),
+        ess=_ess([(part.tokens, part.ratio_mean, part.ess) for part in parts if part.ratio_mean and part.ess]),
+        clip_fraction=_mean([(part.tokens, part.clip_fraction) for part in parts]),
+        mask_fraction=_mean([(part.tokens, part.mask_fraction) for part in parts]),
+    )
+
+
+def _mean(weighed: Sequence[tuple[int, float | None]]) -> float | None:
+    """Return the mean of the numbers, each with its weight; None without one."""
+    known = [(weight, number) for weight, number in weighed if number is not None]
+    total = sum(weight for weight, _ in known)
+    return sum(weight * number for weight, number in known) / total if total else None
+
+
+def _ess(parts: Sequence[tuple[int, float, float]]) -> float | None:
+    """Return the effective sample size of all parts together; each has its tokens, mean weight and own size."""
+    tokens, total = sum(tokens for tokens, _, _ in parts), sum(tokens * mean for tokens, mean, _ in parts)
+    squares = sum(tokens * mean**2 / ess for tokens, mean, ess in parts)
+    return total**2 / (tokens * squares) if squares else None
 
 
 def trained_by_step_of_weights(steps: Sequence[StepMetrics]) -> dict[int, int]:

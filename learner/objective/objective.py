@@ -14,7 +14,7 @@ import torch
 
 from algorithms import aggregation
 from algorithms.kl import ESTIMATORS
-from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, summarize, survival
+from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, share, summarize, survival
 from algorithms.supervised.imitation import sft
 from learner.backends.base import TokenLoss
 from learner.config import AlgorithmConfig
@@ -131,14 +131,8 @@ class Objective:
         sum_over_ranks: OverRanks = local,
         max_over_ranks: OverRanks = local,
     ) -> dict[str, float]:
-        """Returns the batch's metrics from its micro-batches' reports. Collective; every rank has at least one
-        report."""
-        mine = merge(reports)
-        added = sorted(name for name in mine if is_additive(name))
-        compared = sorted(name for name in mine if not is_additive(name))
-        whole = dict(zip(added, sum_over_ranks([mine[name] for name in added]), strict=True))
-        whole |= zip(compared, max_over_ranks([mine[name] for name in compared]), strict=True)
-        return summarize(whole)
+        """Returns the batch's metrics, not by lag, from its micro-batches' reports. Collective, as `whole_report`."""
+        return summarize(whole_report(reports, sum_over_ranks, max_over_ranks))
 
     def _share(
         self,
@@ -149,10 +143,10 @@ class Objective:
         proximal_T: torch.Tensor,
         reference_T: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Metrics]:
-        mask_T, cu_seqlens, behavior_T = batch.loss_mask_T, batch.cu_seqlens, batch.behavior_logprobs_T
-        anchor_T = behavior_T if self._anchor == "behavior" else proximal_T
+        mask_T, cu_seqlens = batch.loss_mask_T, batch.cu_seqlens
+        anchor_T = batch.behavior_logprobs_T if self._anchor == "behavior" else proximal_T
         losses_T, metrics = self._surrogate(current_T, anchor_T, batch.tokens)
-        metrics = {**policy_gap(proximal_T, behavior_T, mask_T), **metrics}
+        metrics = {**policy_gap(proximal_T, batch.tokens), **metrics}
         weights_T = torch.ones_like(mask_T)
         for correction in corrections:
             policy_T = current_T.detach() if correction.is_trust_region else proximal_T
@@ -160,7 +154,7 @@ class Objective:
             weights_T = weights_T * factors_T
             metrics |= reported
         losses_T = losses_T * weights_T
-        metrics |= masked_mean("mask_fraction", weights_T == 0, mask_T)
+        metrics |= share("mask_fraction", weights_T == 0, batch.tokens)
         if corrections:
             metrics |= survival(weights_T, batch.tokens)
         if reference_T is not None:
@@ -169,6 +163,17 @@ class Objective:
             metrics |= masked_mean("kl_reference", penalty_T, mask_T)
         shares_T = self._aggregate(mask_T, cu_seqlens, tokens=whole.tokens, sequences=whole.sequences)
         return (losses_T * shares_T).sum(), metrics
+
+
+def whole_report(
+    reports: Sequence[dict[str, float]], sum_over_ranks: OverRanks = local, max_over_ranks: OverRanks = local
+) -> dict[str, float]:
+    """Returns one report for all micro-batches and ranks. Collective; every rank has at least one report."""
+    mine = merge(reports)
+    added = sorted(name for name in mine if is_additive(name))
+    compared = sorted(name for name in mine if not is_additive(name))
+    whole = dict(zip(added, sum_over_ranks([mine[name] for name in added]), strict=True))
+    return whole | dict(zip(compared, max_over_ranks([mine[name] for name in compared]), strict=True))
 
 
 def supervised_loss(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = local) -> TokenLoss:

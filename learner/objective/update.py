@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from algorithms.kl import ESTIMATORS
+from algorithms.metrics import summarize, summarize_by_lag
 from algorithms.rewards import kl_shaped
 from broker.schema import Group
 from learner.backends.base import Backend, Stored, Trained
@@ -24,7 +25,7 @@ from learner.rows.routing import Routing
 
 from .composition import open_advantage
 from .critic import Critic, outcome_rewards
-from .objective import Objective
+from .objective import Objective, whole_report
 from .shaping import RewardStats, compared, reward_stats, shaped_rewards, trajectories_of
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class Update:
     micro_batches: int
     """The number of micro-batches of this rank."""
     algorithm: dict[str, float]
+    by_lag: dict[int, dict[str, float]]
+    """Metrics of the trained tokens of each bucket of lag, by its largest lag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,16 +171,14 @@ class Updater:
         reports.append(dict.fromkeys(msgspec.msgpack.decode(names, type=list[str]), 0.0))
         if self._reference is not None and self._kl.ema_decay < 1:
             self._reference.follow(self._backend, self._kl.ema_decay)
+        whole = whole_report(reports, self._ranks.sum, self._ranks.max)
         return Update(
             loss=sum(losses) / len(losses),
             grad_norm=next((norm for norm in norms if not math.isfinite(norm)), max(norms)),
             learning_rate=learning_rate,
             micro_batches=sum(len(part.batches) for part in parts),
-            algorithm={
-                **self._objective.combine_reports(reports, self._ranks.sum, self._ranks.max),
-                **parts[0].estimates,
-                **_means(critic_reports),
-            },
+            algorithm={**summarize(whole), **parts[0].estimates, **_means(critic_reports)},
+            by_lag=summarize_by_lag(whole),
         )
 
     def learning_rate(self, step: int) -> float:

@@ -14,7 +14,7 @@ from algorithms.aggregation import AGGREGATIONS
 from algorithms.corrections import CORRECTIONS
 from algorithms.corrections.of_batch import OF_BATCH
 from algorithms.kl import ESTIMATORS
-from algorithms.metrics import masked_mean, policy_gap, survival
+from algorithms.metrics import masked_mean, policy_gap, share, survival
 from algorithms.objectives import OBJECTIVES
 from algorithms.proximal import PROXIMAL
 from algorithms.ratios import (
@@ -123,7 +123,8 @@ CALLS: dict[str, Call] = {
     "rewards at_last_trained": lambda g: at_last_trained(g.numbers_T, g.mask, g.cu_seqlens),
     "segments mean": lambda g: segment_mean(g.numbers_T, g.mask, g.cu_seqlens),
     "metrics masked_mean": lambda g: masked_mean("x", g.numbers_T, g.mask),
-    "metrics policy_gap": lambda g: policy_gap(g.current_T, g.anchor_T, g.mask),
+    "metrics policy_gap": lambda g: policy_gap(g.current_T, g.tokens),
+    "metrics share": lambda g: share("x", g.numbers_T > 0, g.tokens),
     "metrics survival": lambda g: survival(g.numbers_T, g.tokens),
     "supervised sft": lambda g: sft(g.current_T, g.mask),
     **{

@@ -2,7 +2,16 @@
 import pytest
 import torch
 
-from algorithms.metrics import effective_sample_size, merge, policy_gap, summarize, survival
+from algorithms import metrics
+from algorithms.metrics import (
+    effective_sample_size,
+    merge,
+    policy_gap,
+    share,
+    summarize,
+    summarize_by_lag,
+    survival,
+)
 from algorithms.tokens import Tokens
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, every_case, make
@@ -14,7 +23,7 @@ LAG_BUCKETS = {"0": 0, "1": 1, "3": 3, "7": 7, "15": 15, "more": 10**9}
 @every_case
 def test_policy_gap_is_the_equation(case: str) -> None:
     batch = make(case)
-    numbers = summarize(_floats(policy_gap(batch.current_T, batch.anchor_T, batch.mask_T)))
+    numbers = summarize(_floats(policy_gap(batch.current_T, batch.tokens)))
     ratios = oracles.token_ratios(batch.double())
     trained = [ratios[t] for _, row in batch.trained() for t in row]
     count = max(len(trained), 1)
@@ -30,12 +39,32 @@ def test_policy_gap_is_the_equation(case: str) -> None:
 
 def test_parts_merge_to_the_whole() -> None:
     batch, split = make("ragged"), 9
-    whole = policy_gap(batch.current_T, batch.anchor_T, batch.mask_T)
+    whole = policy_gap(batch.current_T, batch.tokens)
     parts = [
-        policy_gap(batch.current_T[part], batch.anchor_T[part], batch.mask_T[part])
+        policy_gap(batch.current_T[part], Tokens(*(values_T[part] for values_T in batch.tokens[:4]), batch.cu_seqlens))
         for part in (slice(split), slice(split, None))
     ]
     assert merge(map(_floats, parts)) == pytest.approx(_floats(whole), rel=1e-6)
+
+
+@every_case
+def test_figures_by_lag_are_those_of_the_tokens_of_that_lag_alone(case: str) -> None:
+    batch = make(case)
+    lags_T = torch.tensor([0, 1, 5, 6, 30, 2000])[batch.lags_T]
+    tokens = batch.tokens._replace(lags_T=lags_T)
+    is_counted_T = batch.current_T > batch.anchor_T
+    found = summarize_by_lag(
+        _floats(policy_gap(batch.current_T, tokens) | share("clip_fraction", is_counted_T, tokens))
+    )
+    ends = dict(zip((0, 1, 5, 6, 30, 2000), (0, 1, 6, 6, 32, 1000), strict=True))
+    trained = {ends[int(lags_T[t])] for _, row in batch.trained() for t in row}
+    assert set(found) == trained <= set(metrics.LAG_BUCKETS)
+    for end, figures in found.items():
+        of_lag_T = torch.tensor([ends[int(lag)] == end for lag in lags_T])
+        alone = tokens._replace(loss_mask_T=batch.mask_T * of_lag_T)
+        expected = summarize(_floats(policy_gap(batch.current_T, alone) | share("clip_fraction", is_counted_T, alone)))
+        assert figures == pytest.approx({name: expected[name] for name in figures}, rel=1e-5)
+        assert figures.keys() == {"ratio_mean", "ess", "clip_fraction"}
 
 
 def test_effective_sample_size_of_known_weights() -> None:

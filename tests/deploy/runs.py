@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from broker.schema import QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
+from broker.schema import LagFigures, QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.run.events import EvaluationEvent, StepEvent
@@ -22,6 +22,14 @@ def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_
         lag_mean=1.25,
         lag_max=2,
         lag_histogram={0: 20, 1: 200, 2: 36},
+        token_lag_histogram={0: 500, 1: 3000, 2: 500},
+        by_lag={
+            0: LagFigures(trajectories=20, tokens=500, reward_mean=reward + 0.1, ratio_mean=1.0, ess=1.0),
+            1: LagFigures(
+                trajectories=200, tokens=3000, reward_mean=reward, ratio_mean=1.1, ess=0.9, clip_fraction=0.25
+            ),
+            2: LagFigures(trajectories=36, tokens=500, reward_mean=reward - 0.1, ratio_mean=0.8, ess=0.5),
+        },
         groups=32,
         trajectories=256,
         mixed_version_trajectories=40,

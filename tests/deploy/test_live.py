@@ -4,6 +4,7 @@ import io
 from collections.abc import Iterator
 
 import msgspec
+import pytest
 from msgspec.structs import replace
 from rich.console import RenderableType
 
@@ -145,7 +146,7 @@ def test_status_tables_hold_versions_queues_workers_and_lags() -> None:
         "60/64",
     ):
         assert part in text, part
-    assert "1          4,000   ██████████████████████████████" in text
+    assert "1          4,000    0.692   0.900     0.250        -   ████████████████████" in text
 
 
 def test_status_names_who_sent_what_cannot_be() -> None:
@@ -181,6 +182,9 @@ def test_status_as_json() -> None:
     assert status["announced"] == "1.37"
     assert [worker["version"] for worker in status["workers"]] == ["1.37", "-"]
     assert status["lag_histogram"] == {"0": 400, "1": 4000, "2": 720}
+    assert status["by_lag"]["0"] == pytest.approx(
+        {"trajectories": 400, "tokens": 10_000, "reward_mean": 0.1 + 0.25 + 26.5 / 60, "ratio_mean": 1.0, "ess": 1.0}
+    )
     assert status["throughput"] == {"generated_tokens_per_s": 5000.0, "trained_tokens_per_s": 2000.0}
     assert status["queues"]["ready"] == 12
     assert "recent_steps" not in status

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from algorithms.metrics import summarize, summarize_by_lag
 from algorithms.presets import PRESETS
 from algorithms.segments import spread
 from broker.errors import ConfigError, HeadwayError
@@ -15,7 +16,7 @@ from broker.schema import Group, Prompt, Trajectory, TrajectoryId
 from learner.config import AdvantageConfig, AlgorithmConfig, RewardShapingConfig
 from learner.objective import composition
 from learner.objective.composition import open_advantage, open_corrections
-from learner.objective.objective import Objective, supervised_loss
+from learner.objective.objective import Objective, supervised_loss, whole_report
 from learner.objective.shaping import compared, reward_stats, shaped_rewards
 from learner.rows.batch import PackedBatch
 
@@ -91,9 +92,22 @@ class Whole:
             loss_mask_T=self.mask_T[index_T],
             behavior_logprobs_T=self.behavior_T[index_T],
             advantages_T=self.advantages_T[index_T],
-            lags_T=torch.zeros_like(index_T),
+            lags_T=index_T % 4,
         )
         return batch, index_T
+
+    def reports(self, objective: Objective, split: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+        """What each micro-batch reports."""
+        parts = [self.part(sequences) for sequences in split]
+        logprobs = [[policy_T[i] for _, i in parts] for policy_T in (self.proximal_T, self.reference_T, self.current_T)]
+        proximal, reference, current = logprobs
+        loss = objective.token_loss(
+            [batch for batch, _ in parts],
+            proximal_logprobs=proximal,
+            reference_logprobs=reference,
+            current_logprobs=current,
+        )
+        return [loss(number, current_T)[1] for number, current_T in enumerate(current)]
 
     def train(
         self, objective: Objective, split: Sequence[Sequence[int]]
@@ -140,6 +154,25 @@ def test_what_stands_at_masked_places_changes_nothing(name: str, garbage: float)
     spoiled_loss, spoiled_gradient_T, spoiled_metrics = whole.train(objective, split)
     assert (spoiled_loss, spoiled_metrics) == (loss, metrics)
     assert torch.equal(spoiled_gradient_T, gradient_T)
+
+
+@every_composition
+def test_sums_by_lag_are_those_over_all_tokens_however_they_are_split(name: str) -> None:
+    whole, objective = Whole(), Objective(algorithm(COMPOSITIONS[name]))
+    reports = [whole.reports(objective, split) for split in ([range(6)], [[5, 3, 1], [], [0, 2, 4]])]
+    all_tokens, of_parts = (whole_report(report) for report in reports)
+    assert of_parts == pytest.approx(all_tokens, rel=1e-5, abs=1e-9)
+    by_lag, figures = summarize_by_lag(all_tokens), summarize(all_tokens)
+    assert len(by_lag) > 1
+    tokens = {lag: all_tokens[f"by_lag/{lag}/weight_count"] for lag in by_lag}
+    assert sum(tokens.values()) == float(whole.mask_T.sum())
+    for figure in ("ratio_mean", "clip_fraction", "mask_fraction"):
+        if figure in figures:
+            mean = sum(tokens[lag] * of_lag[figure] for lag, of_lag in by_lag.items()) / sum(tokens.values())
+            assert mean == pytest.approx(figures[figure], rel=1e-5), figure
+    weights = [tokens[lag] * of_lag["ratio_mean"] for lag, of_lag in by_lag.items()]
+    squares = [tokens[lag] * of_lag["ratio_mean"] ** 2 / of_lag["ess"] for lag, of_lag in by_lag.items()]
+    assert sum(weights) ** 2 / (sum(tokens.values()) * sum(squares)) == pytest.approx(figures["ess"], rel=1e-5)
 
 
 @every_composition

@@ -45,7 +45,15 @@ def updates(preset: str, updates_per_step: int) -> list[dict[str, float]]:
         max_lag=2,
     )
     done = [updater.update(updater.pack(sequences([12] * size, seed=size)), step) for step, size in enumerate(SIZES)]
-    return [{"loss": update.loss, "grad_norm": update.grad_norm, **update.algorithm} for update in done]
+    return [
+        {
+            "loss": update.loss,
+            "grad_norm": update.grad_norm,
+            **update.algorithm,
+            **{f"{name}_{lag}": value for lag, figures in update.by_lag.items() for name, value in figures.items()},
+        }
+        for update in done
+    ]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from deploy.run.figures import generated_per_s
 from .families import STATES, Family, metric, shown
 
 LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1000)
-"""Upper bounds of the histogram's buckets, in steps. `staleness.max_lag` is at most 1000."""
+"""Upper bounds of the histograms' buckets, in steps, those of `by_lag` in metrics.jsonl.
+`staleness.max_lag` is at most 1000."""
 LAST_STEP = (
     Family("headway_learner_incarnation", "How many learners have claimed the run so far.", "incarnation"),
     Family("headway_learner_step", "Number of the last trained step; the first is 0.", "step"),
@@ -110,6 +111,14 @@ TALLIES = (
     ),
 )
 """The name, the text, the field of Tallies and the label of each."""
+BY_LAG = (
+    ("headway_learner_lag_reward_mean", "Mean reward of the last step's trajectories", "reward_mean"),
+    ("headway_learner_lag_ratio_mean", "Mean ratio of the learner's policy to the sampler's", "ratio_mean"),
+    ("headway_learner_lag_effective_sample_ratio", "Effective sample size as a share of the tokens", "ess"),
+    ("headway_learner_lag_clipped_ratio", "Share of the tokens that the objective clipped", "clip_fraction"),
+    ("headway_learner_lag_masked_ratio", "Share of the tokens that corrections masked", "mask_fraction"),
+)
+"""The name, the text and the field of LagFigures of each."""
 
 
 class RunCollector(Collector):
@@ -119,6 +128,7 @@ class RunCollector(Collector):
         self._lock = Lock()
         self._sums: Counter[str] = Counter()
         self._lags: Counter[int] = Counter()
+        self._token_lags: Counter[int] = Counter()
         self._run: dict[str, str] = {}
         self._step: StepEvent | None = None
         self._step_at = 0.0
@@ -151,6 +161,7 @@ class RunCollector(Collector):
             for name in (family.by_label or {"": family.field}).values():
                 self._sums[name] += figures[name]
         self._lags.update(event.metrics.lag_histogram)
+        self._token_lags.update(event.metrics.token_lag_histogram)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, as of one moment."""
@@ -161,10 +172,18 @@ class RunCollector(Collector):
     def _of_steps(self) -> Iterator[Metric]:
         yield InfoMetricFamily("headway_run", "The run that this learner trains.", self._run)
         yield from shown(SUMS, self._sums)
-        yield self._lag_histogram()
+        yield _lag_histogram(
+            "headway_learner_trajectory_lag_steps",
+            "Lag of the oldest trained token of each trained trajectory.",
+            self._lags,
+        )
+        yield _lag_histogram("headway_learner_token_lag_steps", "Lag of each trained token.", self._token_lags)
         if self._step is not None:
             metrics = self._step.metrics
             yield from shown(LAST_STEP, msgspec.structs.asdict(metrics))
+            for name, text, field in BY_LAG:
+                values = {str(lag): getattr(figures, field) for lag, figures in metrics.by_lag.items()}
+                yield metric(name, f"{text}, by the largest lag of a bucket.", values, "lag")
             yield metric("headway_learner_algorithm", "Figures of the loss, by name.", metrics.algorithm, "figure")
             yield metric(
                 "headway_learner_last_step_timestamp_seconds", "When the last step ended.", {"": self._step_at}
@@ -177,16 +196,6 @@ class RunCollector(Collector):
                     "headway_learner_pass_at_k", "Share of held-out prompts with a sample that passed.", {"": at_k}
                 )
             yield metric("headway_learner_pass_rate_step", "The step before which it was measured.", {"": step})
-
-    def _lag_histogram(self) -> Metric:
-        counts = [sum(count for lag, count in self._lags.items() if lag <= bound) for bound in LAG_BUCKETS]
-        buckets = [(str(float(bound)), float(count)) for bound, count in zip(LAG_BUCKETS, counts, strict=True)]
-        return HistogramMetricFamily(
-            "headway_learner_trajectory_lag_steps",
-            "Lag of the oldest trained token of each trained trajectory.",
-            [*buckets, ("+Inf", float(self._lags.total()))],
-            sum(lag * count for lag, count in self._lags.items()),
-        )
 
     def _of_heartbeat(self) -> Iterator[Metric]:
         """Yield the pool and the queues. A worker that has left is not among them any more."""
@@ -206,3 +215,10 @@ class RunCollector(Collector):
         yield metric(
             "headway_pool_seen_timestamp_seconds", "When the learner looked at the pool.", {"": self._heartbeat_at}
         )
+
+
+def _lag_histogram(name: str, text: str, lags: Counter[int]) -> Metric:
+    counts = [sum(count for lag, count in lags.items() if lag <= bound) for bound in LAG_BUCKETS]
+    buckets = [(str(float(bound)), float(count)) for bound, count in zip(LAG_BUCKETS, counts, strict=True)]
+    total = sum(lag * count for lag, count in lags.items())
+    return HistogramMetricFamily(name, text, [*buckets, ("+Inf", float(lags.total()))], total)

@@ -8,7 +8,7 @@ from broker.schema import StepMetrics
 from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StepEvent
 from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 
-NO_CURVES = {"incarnation", "step", "total_steps", "lag_histogram", "algorithm"}
+NO_CURVES = {"incarnation", "step", "total_steps", "lag_histogram", "token_lag_histogram", "by_lag", "algorithm"}
 """Fields of StepMetrics without a curve: they name the step, or consist of parts."""
 
 
@@ -44,3 +44,7 @@ def _of_step(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
     yield "step/wait_fraction", wait_fraction([metrics])
     for name, value in metrics.algorithm.items():
         yield f"algorithm/{name}", value
+    for lag, figures in metrics.by_lag.items():
+        for name, value in msgspec.structs.asdict(figures).items():
+            if value is not None:
+                yield f"by_lag/{name}_{lag}", value

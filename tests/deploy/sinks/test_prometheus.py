@@ -12,9 +12,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from algorithms import metrics as of_loss
 from broker.errors import ConfigError
-from broker.schema import QueueDepths, StepMetrics, Tallies
-from deploy.observe.prometheus.run import LAST_STEP, QUEUES, SUMS
+from broker.schema import LagFigures, QueueDepths, StepMetrics, Tallies
+from deploy.observe.prometheus.run import BY_LAG, LAG_BUCKETS, LAST_STEP, QUEUES, SUMS
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.delivery import Sinks
 from deploy.observe.sinks.prometheus import PrometheusSink
@@ -23,6 +24,12 @@ from deploy.run.events import Event, HeartbeatEvent
 from tests.deploy.runs import evaluation, open_record, run_status, sink_run, step_event, step_metrics
 
 from .scrapes import figure, scrape
+
+HISTOGRAMS = {
+    "lag_histogram": "headway_learner_trajectory_lag_steps",
+    "token_lag_histogram": "headway_learner_token_lag_steps",
+}
+"""By the field of a step's line."""
 
 
 @contextmanager
@@ -44,6 +51,7 @@ def varied(step: int) -> Event:
         if isinstance(value, int | float) and name not in ("step", "incarnation", "total_steps")
     }
     metrics = replace(event.metrics, **changed, lag_histogram={step: 10, 5: 7, 700: 1}, algorithm={"ess": factor / 9})
+    metrics = replace(metrics, token_lag_histogram={step: 100, 900: 3})
     return replace(event, metrics=metrics)
 
 
@@ -64,18 +72,23 @@ def test_every_figure_of_the_record_is_at_the_endpoint(tmp_path: Path) -> None:
             assert figure(found, family.name, **labels) == told, family.name
     for name, value in lines[-1]["algorithm"].items():
         assert figure(found, "headway_learner_algorithm", figure=name) == value
-    lags = [int(lag) for line in lines for lag, count in line["lag_histogram"].items() for _ in range(count)]
-    histogram = "headway_learner_trajectory_lag_steps"
-    assert figure(found, f"{histogram}_count") == len(lags)
-    assert figure(found, f"{histogram}_sum") == sum(lags)
-    for bound in ("0.0", "2.0", "6.0", "512.0", "1000.0", "+Inf"):
-        assert figure(found, f"{histogram}_bucket", le=bound) == sum(lag <= float(bound) for lag in lags)
+    for name, _, field in BY_LAG:
+        for lag, figures in lines[-1]["by_lag"].items():
+            assert figure(found, name, lag=lag) == figures.get(field), name
+    for counted, histogram in HISTOGRAMS.items():
+        lags = [int(lag) for line in lines for lag, count in line[counted].items() for _ in range(count)]
+        assert figure(found, f"{histogram}_count") == len(lags)
+        assert figure(found, f"{histogram}_sum") == sum(lags)
+        for bound in ("0.0", "2.0", "6.0", "512.0", "1000.0", "+Inf"):
+            assert figure(found, f"{histogram}_bucket", le=bound) == sum(lag <= float(bound) for lag in lags)
 
 
 def test_no_figure_of_a_step_or_of_the_queues_is_left_out() -> None:
     shown = {name for family in (*LAST_STEP, *SUMS) for name in (family.by_label or {"": family.field}).values()}
     counted_here = {"steps", "skipped_updates"}
-    assert shown - counted_here == set(StepMetrics.__struct_fields__) - {"lag_histogram", "algorithm"}
+    assert shown - counted_here == set(StepMetrics.__struct_fields__) - {*HISTOGRAMS, "by_lag", "algorithm"}
+    assert {field for _, _, field in BY_LAG} == set(LagFigures.__struct_fields__) - {"trajectories", "tokens"}
+    assert of_loss.LAG_BUCKETS == LAG_BUCKETS
     queues = {name for family in QUEUES for name in (family.by_label or {"": family.field}).values()}
     assert queues == set(QueueDepths.__struct_fields__)
 
