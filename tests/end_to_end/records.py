@@ -42,8 +42,14 @@ def summary(run: Path) -> Line:
 
 
 def lineage(path: Path) -> list[Line]:
-    """The steps that the final weights went through: of each step, what was written last."""
-    last = {line["step"]: line for line in lines(path)}
+    """The steps that the final weights went through. A learner that resumes may stop before it has repeated all."""
+    last: dict[int, Line] = {}
+    incarnation = 0
+    for line in lines(path):
+        if line["incarnation"] > incarnation:
+            last = {step: earlier for step, earlier in last.items() if step < line["step"]}
+            incarnation = line["incarnation"]
+        last[line["step"]] = line
     return [last[step] for step in sorted(last)]
 
 
