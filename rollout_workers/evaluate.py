@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Coroutine, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,8 @@ from .samples.episode import Episodes
 from .samples.generation import generate
 from .samples.held_out import held_out_request, play_held_out
 from .samples.recorder import Recorder
+
+T = TypeVar("T")
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +72,7 @@ async def evaluate(
         )
 
     asked = [one(place, number, prompt) for place, prompt in enumerate(prompts) for number in range(samples)]
-    return summarize(await _all(asked), samples)
+    return summarize(await all_of(asked), samples)
 
 
 def summarize(results: Sequence[EvaluationResult], samples: int) -> EvalResult:
@@ -88,9 +90,9 @@ def summarize(results: Sequence[EvaluationResult], samples: int) -> EvalResult:
     )
 
 
-async def _all(samples: Sequence[Coroutine[Any, Any, EvaluationResult]]) -> list[EvaluationResult]:
+async def all_of(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return all results in order. The first error cancels the rest, so that no request outlives the call."""
-    tasks = [asyncio.ensure_future(sample) for sample in samples]
+    tasks = [asyncio.ensure_future(one) for one in asked]
     try:
         return await asyncio.gather(*tasks)
     finally:

@@ -103,6 +103,7 @@ for command in (
     roles.evaluate,
     roles.replay,
     models.export,
+    models.generate,
     runs.status,
     runs.top,
     runs.scale,

@@ -30,12 +30,9 @@ from deploy.observe.live import watch as watch_run
 from deploy.printing import complain, say, say_json
 from deploy.recipe.checks import check_engine
 from deploy.recipe.data_checks import check_data
-from deploy.recipe.files import apply_overrides
-from deploy.recipe.limits import beyond_limits
 from deploy.recipe.packages import check_packages
 from deploy.recipe.recipe import Recipe
-from deploy.recipe.values import check_plain
-from deploy.recipe.words import check_shape, explain
+from deploy.recipe.sections import SOURCE, overridden
 from deploy.run.directory import endpoint, held, prepare
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.resuming import check_resumable
@@ -299,14 +296,6 @@ def _engine_threads(overrides: Sequence[str]) -> int:
                 " weights.archive, weights.pull_bytes_per_s and workers.metrics_* comes from the run's"
                 " configuration, so that learner and workers agree. Give it to `headway learner` instead."
             )
-    raw = apply_overrides({"engine": {}, "weights": {}, "workers": {}}, overrides, "override")
-    check_plain(raw, "override")
-    check_shape(raw, _WorkersOwn, "override")
-    try:
-        own = msgspec.convert(raw, _WorkersOwn, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(explain(error, raw, _WorkersOwn, "override")) from error
-    for complaint in beyond_limits(own):
-        raise ConfigError(f"override: {complaint}")
-    check_engine(own.engine, "override")
+    own = overridden(_WorkersOwn(), overrides)
+    check_engine(own.engine, SOURCE)
     return own.engine.threads

@@ -40,6 +40,7 @@ COMMANDS = [
     "eval",
     "replay",
     "export",
+    "generate",
     "runs",
     "report",
     "compare",

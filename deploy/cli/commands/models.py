@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .options import F, json_option
+from .options import F, json_option, overrides_argument
 
 if TYPE_CHECKING:
     from deploy.roles.export import Dtype
@@ -64,3 +64,52 @@ def export(
 
     kept = DTYPES[dtype] if dtype else None
     export(model, chosen, out, dtype=kept, is_checked=check, is_forced=force, device=device, as_json=as_json)
+
+
+def _shard(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
+    """Return I and N of "I/N". Raises BadParameter."""
+    number, _, count = value.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise click.BadParameter(f"{value!r} is given; expected I/N such as 2/4.", context, parameter)
+    return int(number), int(count)
+
+
+@click.command()
+@_model
+@click.argument("prompts", type=click.Path(path_type=Path))
+@overrides_argument
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The file of answers: JSON lines.")
+@click.option("--samples", type=click.IntRange(1, 4096), default=1, show_default=True, help="Responses to each prompt.")
+@click.option("--temperature", type=click.FloatRange(0), help="0: greedy.  [default: sampling.temperature]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Another one gives other responses.")
+@click.option("--shard", default="1/1", callback=_shard, metavar="I/N", help="Every N-th prompt alone, from the I-th.")
+@json_option
+def generate(
+    model: str,
+    prompts: Path,
+    overrides: tuple[str, ...],
+    step: int | None,
+    best: bool,
+    out: Path,
+    samples: int,
+    temperature: float | None,
+    seed: int,
+    shard: tuple[int, int],
+    as_json: bool,
+) -> None:
+    """Let a model answer a file of prompts.
+
+    MODEL is the directory of a model, or a run's directory or name: then its newest whole checkpoint. PROMPTS is a
+    JSONL or Parquet file with a text or a list of messages in `prompt`. One engine in this process generates, by the
+    run's engine.* and sampling.*, or by defaults for a model of no run; overrides change both. --out gets a line for
+    each prompt as soon as it is done, and has all in the order of PROMPTS in the end. If the process ends before, run
+    the same command again: it generates what is missing. For several processes or machines give each a --shard and an
+    --out of its own.
+    """
+    chosen = _step(step, best)
+    from deploy.cli.models import generate
+
+    generate(
+        model, chosen, prompts, out, overrides, samples=samples, temperature=temperature, seed=seed, shard=shard,
+        as_json=as_json,
+    )  # fmt: skip

@@ -1,0 +1,207 @@
+"""`headway generate`: a file of prompts through one engine, into a file of answers.
+
+prompts ──► those that the file lacks ──► engine, as many at a time as it can batch ──► a line for each prompt
+
+A response depends on the weights, its prompt, its number and the seed alone, on an engine that honours seeds. So it
+does not matter how often the process was killed, or how many shards there are.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from broker.errors import ConfigError
+from broker.schema import Prompt, WeightVersion
+from deploy.recipe.checks import check_engine
+from deploy.recipe.sections import SOURCE, overridden
+from deploy.run.answers import Answer, AnswerFile, Response
+from deploy.run.directory import held
+from deploy.run.trained import TrainedModel
+from learner.backends.hugging_face_files import TensorFiles, weight_files
+from learner.config import ModelConfig
+from learner.data.prompts.rendering import Renderer
+from learner.data.prompts.rows import RowFields, read_rows, to_items
+from learner.models.model import load_tokenizer
+from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig
+from rollout_workers.decoding import load_decoding, response_text
+from rollout_workers.engines import open_engine
+from rollout_workers.evaluate import all_of
+from rollout_workers.samples.generation import generate
+from rollout_workers.samples.held_out import evaluation_sampling, held_out_request
+from rollout_workers.samples.recorder import Recorder
+
+if TYPE_CHECKING:
+    from rollout_workers.engines.base import Engine
+
+WEIGHTS = WeightVersion(0, 0)
+"""The name that an engine gets for the weights of the model."""
+
+
+class OwnSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The sections of a recipe that decide how a trained model generates."""
+
+    engine: EngineConfig = EngineConfig()
+    sampling: SamplingConfig = SamplingConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Every `count`-th prompt, from the one with index `number` - 1 on."""
+
+    number: int = 1
+    count: int = 1
+
+    def holds(self, index: int) -> bool:
+        return index % self.count == self.number - 1
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process has done."""
+
+    out: str
+    model: str
+    prompts: int
+    """The prompts of the shard, all of them in the file now."""
+    found: int
+    """Those that an earlier process had left there."""
+    responses: int
+    """The responses that this process sampled."""
+    response_tokens: int
+
+
+def own_settings(model: TrainedModel, overrides: Sequence[str], temperature: float | None) -> OwnSettings:
+    """Return the settings of the model's run, or the defaults for a model outside of a run's directory, with overrides
+    and a temperature, which may be 0. Raises ConfigError."""
+    recipe = model.recipe
+    of_run = OwnSettings() if recipe is None else OwnSettings(engine=recipe.engine, sampling=recipe.sampling)
+    own = overridden(of_run, overrides)
+    if own.engine.kind != of_run.engine.kind and not any(one.startswith("engine.options") for one in overrides):
+        own = msgspec.structs.replace(own, engine=msgspec.structs.replace(own.engine, options={}))
+    check_engine(own.engine, SOURCE)
+    sampling = evaluation_sampling(own.sampling, EvalConfig(temperature=temperature))
+    return msgspec.structs.replace(own, sampling=sampling)
+
+
+async def open_trained(model: TrainedModel, settings: OwnSettings, seed: int) -> "Engine":
+    """Open an engine with the model's weights. Raises HeadwayError; then nothing of the engine is left."""
+    paths = weight_files(str(model.path))
+    if not paths:
+        raise ConfigError(f"{model.path} has no safetensors files.")
+    engine = open_engine(settings.engine, model.path, seed=seed)
+    try:
+        tensors = TensorFiles(paths)
+        await engine.swap_weights(WEIGHTS, [(name, tensors(name)) for name in sorted(tensors.names)])
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+@dataclass(kw_only=True)
+class BatchInference:
+    """One run over a file of prompts."""
+
+    model: TrainedModel
+    prompts: Path
+    out: Path
+    settings: OwnSettings
+    samples: int = 1
+    """Responses to each prompt."""
+    seed: int = 0
+    shard: Shard = Shard()
+    report: Callable[[int, int], None] = lambda done, all_: None
+    """Called with the number of prompts that are done, and of all, after each."""
+
+    def run(self) -> Generated:
+        """Generate what the file of answers lacks. Raises HeadwayError, and ConfigError before anything is
+        generated."""
+        prompts = self._prompts()
+        with held(self.out, "--out"):
+            answers = AnswerFile(self.out, self._made_from(prompts))
+            wanted = [index for index in range(len(prompts)) if self.shard.holds(index)]
+            found = len(answers.done)
+            responses = tokens = 0
+            if missing := [index for index in wanted if index not in answers.done]:
+                responses, tokens = asyncio.run(self._generate(prompts, missing, answers, len(wanted)))
+            answers.put_in_order()
+        return Generated(
+            out=str(self.out),
+            model=str(self.model.path),
+            prompts=len(wanted),
+            found=found,
+            responses=responses,
+            response_tokens=tokens,
+        )
+
+    def _prompts(self) -> list[Prompt]:
+        """Render all prompts of the file. Raises ConfigError for one that leaves the model no room to answer."""
+        recipe, most = self.model.recipe, self.settings.engine.max_model_len
+        tokenizer = load_tokenizer(ModelConfig(path=str(self.model.path)))
+        renderer = Renderer(tokenizer, "" if recipe is None else recipe.prompts.system_prompt)
+        kind = "parquet" if self.prompts.suffix == ".parquet" else "jsonl"
+        rows = ((place, {**row, "ground_truth": ""}) for place, row in read_rows(kind, str(self.prompts), "PROMPTS"))
+        rendered = []
+        for item in to_items(rows, RowFields(), self.prompts.name):
+            rendered.append(prompt := renderer.prompt(item, group=f"seed-{self.seed}", num_samples=self.samples))
+            if len(prompt.token_ids) >= most:
+                raise ConfigError(
+                    f"{item.place}: the prompt has {len(prompt.token_ids)} tokens, and engine.max_model_len={most} is"
+                    " for prompt and response together. Raise it, or shorten the prompt."
+                )
+        return rendered
+
+    def _made_from(self, prompts: Sequence[Prompt]) -> str:
+        """Return a digest of all that decides the answers."""
+        stats = [(path.name, path.stat()) for path in weight_files(str(self.model.path))]
+        weights = [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
+        settings = (self.settings.sampling, self.settings.engine.max_model_len, self.samples, self.seed)
+        parts = (str(self.model.path), weights, settings, self.shard.number, self.shard.count)
+        digest = hashlib.blake2b(msgspec.json.encode(parts), digest_size=8)
+        for prompt in prompts:
+            digest.update(msgspec.json.encode(prompt.token_ids))
+        return digest.hexdigest()
+
+    async def _generate(
+        self, prompts: Sequence[Prompt], missing: Sequence[int], answers: AnswerFile, wanted: int
+    ) -> tuple[int, int]:
+        """Generate the prompts at `missing`, and add each to the file when it is done. Returns the number of responses
+        and of their tokens."""
+        decoding = load_decoding(self.model.path)
+        engine = await open_trained(self.model, self.settings, self.seed)
+        places, queue, tokens = asyncio.Semaphore(engine.capacity), iter(missing), [0]
+
+        async def respond(index: int, number: int) -> Response:
+            recorder = Recorder()
+            request = held_out_request(index, number, prompts[index], self.settings.sampling, decoding)
+            async with places:
+                await generate(engine, request, recorder)
+            text = response_text(decoding, recorder.tokens)
+            return Response(text=text, tokens=len(recorder.tokens), finish_reason=recorder.finished())
+
+        async def work() -> None:
+            for index in queue:
+                responses = await all_of([respond(index, number) for number in range(self.samples)])
+                answers.add(self._answer(index, prompts[index], responses, answers.made_from))
+                tokens[0] += sum(response.tokens for response in responses)
+                self.report(len(answers.done), wanted)
+
+        try:
+            await all_of([work() for _ in range(min(engine.capacity, len(missing)))])
+        finally:
+            await engine.close()
+        return len(missing) * self.samples, tokens[0]
+
+    def _answer(self, index: int, prompt: Prompt, responses: Sequence[Response], made_from: str) -> Answer:
+        return Answer(
+            index=index,
+            prompt=prompt.text,
+            prompt_tokens=len(prompt.token_ids),
+            responses=tuple(responses),
+            model=str(self.model.path),
+            made_from=made_from,
+        )
