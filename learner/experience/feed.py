@@ -1,15 +1,26 @@
 """The learner feeds prompts to the broker before workers may begin them."""
 
+import time
+
 from broker import BlockingBroker
 from broker.owner import Owner
 from broker.schema import Prompt
 from learner.data.prompts.cursor import PromptCursor
 
+DRAW_S = 1.0
+"""Seconds after which the learner draws no further prompt before it feeds those that it has: a slow source must not
+keep workers from the first of them, nor the learner from batches that are ready."""
+
 
 class PromptFeed:
-    """Keeps `wanted` prompts in the pool: admission runs max_lag + 1 steps ahead of training."""
+    """Keeps `wanted` prompts in the pool: admission runs max_lag + 1 steps ahead of training.
+
+    It draws prompts in the caller's thread and not on the client's event loop, where a slow source would hold up all
+    other calls of the learner.
+    """
 
     def __init__(self, blocking: BlockingBroker, owner: Owner, cursor: PromptCursor, wanted: int) -> None:
+        self._call = blocking.call
         self._prompts = blocking.broker.prompts
         self._owner = owner
         self._cursor = cursor
@@ -19,17 +30,18 @@ class PromptFeed:
         self._is_closed = False
         self._fed_in_vain_to = ""
 
-    async def keep_ahead(self) -> None:
-        """Feeds the prompts that are missing, and closes the feed after the last one. Idempotent."""
-        ahead, has_lost = await self._prompts.waiting()
-        await self._feed_lost(has_lost)
-        if not self._next and not self._cursor.is_exhausted and ahead < self._wanted // 2:
-            self._next = self._cursor.next(self._wanted - ahead)
+    def keep_ahead(self) -> None:
+        """Feeds the prompts that are missing, or those of them that `DRAW_S` leaves time for, and closes the feed after
+        the last one. Idempotent."""
+        ahead, has_lost = self._call(self._prompts.waiting())
+        self._feed_lost(has_lost)
+        if not self._next and ahead < self._wanted // 2:
+            self._draw(self._wanted - ahead)
         if self._next:
-            await self._prompts.feed(self._next, self._owner)
+            self._call(self._prompts.feed(self._next, self._owner))
             self._next = []
         if self._cursor.is_exhausted and not self._is_closed:
-            await self._prompts.close_feed(self._owner)
+            self._call(self._prompts.close_feed(self._owner))
             self._is_closed = True
 
     def begin_again(self) -> None:
@@ -37,11 +49,19 @@ class PromptFeed:
         self._cursor.feed_again()
         self._is_closed = False
 
-    async def _feed_lost(self, has_lost: bool) -> None:
+    def _draw(self, count: int) -> None:
+        """Takes prompts from the cursor: at least one, if there is one left, and no more than `count`."""
+        until = time.monotonic() + DRAW_S
+        while len(self._next) < count and not self._cursor.is_exhausted:
+            self._next += self._cursor.next(1)
+            if time.monotonic() > until:
+                return
+
+    def _feed_lost(self, has_lost: bool) -> None:
         """Feeds again the prompts that the server has lost. Where that brings nothing back, a resumed learner's cursor
         has not drawn the lost ones yet, and the next try waits until the cursor has moved."""
         if not has_lost:
             self._fed_in_vain_to = ""
         elif self._fed_in_vain_to != self._cursor.position:
-            brought_back = await self._prompts.feed(self._cursor.fed_before(), self._owner)
+            brought_back = self._call(self._prompts.feed(self._cursor.fed_before(), self._owner))
             self._fed_in_vain_to = "" if brought_back else self._cursor.position

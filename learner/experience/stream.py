@@ -100,7 +100,7 @@ class Experience:
         """Feeds prompts before workers get the first weights; otherwise workers would not begin with the oldest
         ones."""
         with suppress(Interrupted):
-            self.insist(self._feed.keep_ahead)
+            self._outages.ride_out(self._feed.keep_ahead)
 
     def take(
         self, step: int, meanwhile: Callable[[], None] | None = None, *, may_wait: bool = True
@@ -117,7 +117,7 @@ class Experience:
                 return Wait.FOR_RANKS
 
     def _take(self, step: int, meanwhile: Callable[[], None] | None, may_wait: bool) -> TakenBatch | Wait:
-        self.insist(self._feed.keep_ahead)
+        self._outages.ride_out(self._feed.keep_ahead)
         while isinstance(found := self._logged(step) or self._pinned(step), NotReady):
             if self._should_stop():
                 raise Interrupted
@@ -263,7 +263,7 @@ class Experience:
         if meanwhile is not None:
             meanwhile()
         time.sleep(POLL_S)
-        self.insist(self._feed.keep_ahead)
+        self._outages.ride_out(self._feed.keep_ahead)
 
     def _replay_what_is_lost(self, step: int) -> bool:
         """Replays the batches that the broker has lost from the log, so that no worker generates them again; False

@@ -17,13 +17,13 @@ from broker import BlockingBroker
 from broker.client.batches import CheckpointMark, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
-from broker.schema import Group, Probe, RunRules, Tallies, WeightVersion
+from broker.schema import Group, Probe, Prompt, RunRules, Tallies, WeightVersion
 from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import encode_trajectory
 from learner.config import ModelConfig, PromptsConfig, RandomModelConfig
 from learner.data.prompts import open_prompts
 from learner.data.prompts.cursor import PromptCursor
-from learner.experience import stream
+from learner.experience import feed, stream
 from learner.experience.drift import DriftWatch, length_drift
 from learner.experience.log import ExperienceLog
 from learner.experience.logged_batch import tids_of
@@ -39,6 +39,7 @@ from weightsync.publish.publisher import Publisher
 from weightsync.tensors.fingerprint import fingerprint
 
 GROUPS_PER_STEP, MAX_LAG = 4, 1
+DEADLINE_S = 30.0
 RULES = RunRules(max_lag=MAX_LAG, groups_per_step=GROUPS_PER_STEP)
 PROBE = Probe(token_ids=[1, 2], logprobs=[-1.0], tolerance=0.1)
 TOKENIZER = load_tokenizer(
@@ -464,18 +465,39 @@ def test_a_drift_is_said_once_and_again_when_it_has_grown(caplog: pytest.LogCapt
 def test_prompts_that_an_outage_swallowed_are_fed_once_it_is_over(server: EmbeddedServer, tmp_path: Path) -> None:
     with experience(server.url, CheckpointMark(0, 0), after(1)) as (learner, blocking):
         publish(learner, 0)
-        feed = learner._feed
-        feed._prompts, real = Unreachable(feed._prompts), feed._prompts  # type: ignore[assignment]
+        own = learner._feed
+        own._prompts, real = Unreachable(own._prompts), own._prompts  # type: ignore[assignment]
         with pytest.raises(BrokerUnavailableError):
-            blocking.call(feed.keep_ahead())
-        feed._prompts = real
-        blocking.call(feed.keep_ahead())
+            own.keep_ahead()
+        own._prompts = real
+        own.keep_ahead()
         wanted = (MAX_LAG + 2) * GROUPS_PER_STEP
         first = blocking.call(
             blocking.broker._connection.execute("ZRANGE", blocking.broker._connection.keys.hidden("pool"), 0, 0)
         )
         assert blocking.call(blocking.broker.prompts.waiting())[0] == wanted
         assert first == [b"0000-00000000"]
+
+
+def test_a_slow_source_holds_up_no_other_call(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with experience(url, CheckpointMark(0, 0), after(1)) as (learner, blocking):
+        cursor = learner._feed._cursor
+        states: list[str] = []
+
+        def slow(count: int) -> list[Prompt]:
+            asked = asyncio.run_coroutine_threadsafe(blocking.broker.status.state(), blocking._loop)
+            states.append(asked.result(timeout=DEADLINE_S))  # another thread's call is answered while the source works
+            return drawn(count)
+
+        drawn, cursor.next = cursor.next, slow  # type: ignore[method-assign]
+        monkeypatch.setattr(feed, "DRAW_S", 0.0)
+        for fed in (1, 2):  # and what is drawn is fed before the rest is
+            learner.feed()
+            assert blocking.call(blocking.broker.prompts.waiting())[0] == fed
+        monkeypatch.setattr(feed, "DRAW_S", DEADLINE_S)
+        learner.feed()
+        assert len(states) == blocking.call(blocking.broker.prompts.waiting())[0] == (MAX_LAG + 2) * GROUPS_PER_STEP
+        assert set(states) == {"claimed"}
 
 
 class Unreachable:
