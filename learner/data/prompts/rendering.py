@@ -1,6 +1,7 @@
 """Renders items to prompts that the broker carries, by chat templates and tokenization."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from broker.errors import ConfigError
 from broker.schema import Prompt
@@ -52,7 +53,7 @@ class Renderer:
 
         if isinstance(content, str) and not self._system_prompt:
             return content, encode(self._tokenizer, content, what)
-        text = self._conversation(self._messages(content), what)
+        text = self.conversation(self._messages(content), what)
         # The template has written the special tokens already.
         return text, encode(self._tokenizer, text, what, add_special_tokens=False)
 
@@ -61,7 +62,13 @@ class Renderer:
             return content
         return [{"role": "system", "content": self._system_prompt}, {"role": "user", "content": content}]
 
-    def _conversation(self, messages: list[Message], what: str) -> str:
+    def conversation(
+        self, messages: list[Message], what: str, *, is_answered: bool = False, tools: Sequence[Any] = ()
+    ) -> str:
+        """Returns the text of messages by the chat template, and the beginning of an answer to them if they have none.
+
+        Raises ConfigError, naming `what`, if there is no template or if it refuses the messages.
+        """
         from jinja2 import TemplateError
 
         if not self._tokenizer.chat_template:
@@ -70,7 +77,11 @@ class Renderer:
                 "give prompts as text, or use a chat model."
             )
         try:
-            return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tools=list(tools) or None, add_generation_prompt=not is_answered, tokenize=False
+                )
+            )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ConfigError(
                 f"{what} is a list of messages that the model's chat template refuses ({error}): {str(messages)[:200]}."

@@ -23,7 +23,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     completion: Content
     trained: Trained = "completion"
     """Of messages: the assistant turns of the completion, those of prompt and completion, or all tokens. Of text: the
-    completion, or with `all` the prompt, too. A message with `"trained": False` is context in any case."""
+    completion, or with `all` the prompt, too. An assistant turn with `"trained": False` is context."""
     tools: list[dict[str, Any]] = []
     """Descriptions of functions, as chat templates take them."""
     place: str = ""

@@ -1,0 +1,242 @@
+"""Conversations as token ids with a loss mask, exact to the token.
+
+    messages ─ chat template ─► text ─ where each trained turn begins and ends ─► tokens, mask
+
+A template that marks its turns ({% generation %}) says where they are. For another one, a turn begins where the prompt
+before it ends, and ends where the conversation up to it ends: this holds only if each of these texts is the beginning
+of the next, which is checked. A trained turn ends with the stop token, since a model samples nothing after it.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from broker.errors import ConfigError
+from learner.data.prompts.rendering import Renderer
+
+from .base import Conversation, Message, Skipped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+"""The first character of a trained turn, and the one after its last."""
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class LengthLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of conversations that are too long."""
+
+    max_tokens: Annotated[int, Meta(ge=0, description="tokens of the longest conversation; 0: no limit")] = 0
+    too_long: Annotated[
+        Literal["refuse", "drop", "cut_end", "cut_prompt"],
+        Meta(
+            description="a longer one is an error, is left out, loses its last tokens, or the first ones of its prompt"
+            " (and then its last ones if the prompt was too short)"
+        ),
+    ] = "refuse"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rendered:
+    """A conversation of L tokens."""
+
+    token_ids: NDArray[np.int32]
+    """[L]"""
+    loss_mask: NDArray[np.uint8]
+    """[L] 1 where the token is trained. The first token never is, because nothing predicts it."""
+
+    @property
+    def prompt_length(self) -> int:
+        """The number of tokens before the first trained one."""
+        return int(self.loss_mask.argmax())
+
+
+class ConversationRenderer:
+    """Renders conversations for one model, and counts those that were left out or cut in `skipped` and `cut`."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", renderer: Renderer, limit: LengthLimit | None = None
+    ) -> None:
+        self._tokenizer, self._renderer = tokenizer, renderer
+        self._limit = limit or LengthLimit()
+        self.skipped = Skipped()
+        """The conversations of which nothing is trained."""
+        self.cut = Skipped()
+        """The conversations that lost tokens."""
+
+    def render(self, conversation: Conversation) -> Rendered | None:
+        """Returns the tokens, with those of a prompt as `Renderer` has them; None for a conversation that is left out.
+
+        Raises ConfigError, with the record's place, for one that is too long where the limit refuses it, and where the
+        chat template does not tell which tokens are trained.
+        """
+        what = conversation.place or "a conversation"
+        if isinstance(conversation.completion, str):
+            token_ids, mask = self._text(conversation, what)
+        else:
+            token_ids, mask = self._messages(conversation, what)
+        if mask:
+            mask[0] = 0
+        return self._within_limit(token_ids, mask, what)
+
+    # --- text
+
+    def _text(self, conversation: Conversation, what: str) -> tuple[list[int], list[int]]:
+        """Returns prompt, completion and stop token. A completion without a prompt begins as a prompt does."""
+        from learner.models.model import encode  # imports torch, which callers that only read do not need
+
+        if not isinstance(conversation.prompt, str):
+            raise ConfigError(
+                f"{what}: the completion is text, and the prompt is messages. Give both as one or the other."
+            )
+        prompt: list[int] = []
+        if conversation.prompt:
+            _, prompt = self._renderer.render(conversation.prompt, f"{what}: the prompt")
+        completion = encode(
+            self._tokenizer, str(conversation.completion), f"{what}: the completion", add_special_tokens=not prompt
+        )
+        completion = [*completion, self._stop]
+        return prompt + completion, [int(conversation.trained == "all")] * len(prompt) + [1] * len(completion)
+
+    @cached_property
+    def _stop(self) -> int:
+        if self._tokenizer.eos_token_id is None:
+            raise ConfigError(
+                "The model's tokenizer has no eos_token, so no response can end; set it in its directory."
+            )
+        return int(self._tokenizer.eos_token_id)
+
+    # --- messages
+
+    def _messages(self, conversation: Conversation, what: str) -> tuple[list[int], list[int]]:
+        prompt, completion = conversation.prompt, conversation.completion
+        if isinstance(prompt, str) or isinstance(completion, str):
+            raise ConfigError(
+                f"{what}: the prompt is text, and the completion is messages. Give both as one or the other."
+            )
+        messages = [*prompt, *completion]
+        text = self._renderer.conversation(messages, what, is_answered=True, tools=conversation.tools)
+        if conversation.trained == "all":
+            return self._encoded(text, [(0, len(text))], what)
+        first = 0 if conversation.trained == "assistant" else len(prompt)
+        turns = [
+            number
+            for number, message in enumerate(messages)
+            if number >= first and message["role"] == "assistant" and message.get("trained", True)
+        ]
+        return self._encoded(text, self._spans(messages, turns, text, conversation.tools, what), what)
+
+    def _spans(
+        self, messages: list[Message], turns: Sequence[int], text: str, tools: list[Any], what: str
+    ) -> list[Span]:
+        template = self._tokenizer.get_chat_template(tools=tools or None)
+        if _MARKED.search(template):
+            return self._marked(messages, turns, template, tools, what)
+        return [self._between_prefixes(messages, turn, text, tools, what) for turn in turns]
+
+    def _marked(
+        self, messages: list[Message], turns: Sequence[int], template: str, tools: list[Any], what: str
+    ) -> list[Span]:
+        """Returns the spans that the template marks, which must be one for each assistant turn."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        _, (marked,) = render_jinja_template(
+            [messages],
+            tools=tools or None,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **self._tokenizer.special_tokens_map,
+        )
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(marked) != len(answers):
+            raise ConfigError(
+                f"{what}: the chat template marks {len(marked)} parts by {{% generation %}}, and the conversation has"
+                f" {len(answers)} assistant turns. A template must mark each turn once."
+            )
+        return [span for number, span in zip(answers, marked, strict=True) if number in turns]
+
+    def _between_prefixes(self, messages: list[Message], turn: int, text: str, tools: list[Any], what: str) -> Span:
+        before = self._renderer.conversation(messages[:turn], what, tools=tools)
+        until = self._renderer.conversation(messages[: turn + 1], what, is_answered=True, tools=tools)
+        if not (text.startswith(until) and until.startswith(before)):
+            raise ConfigError(
+                f"{what}: the model's chat template writes message {turn + 1} of {len(messages)} otherwise when it is"
+                " answered or followed by others (templates that leave out earlier thoughts do), so the tokens of it"
+                " that are trained cannot be told. Train the last turn alone (trained: completion), or put"
+                " {% generation %} and {% endgeneration %} around what the assistant says in the template."
+            )
+        return len(before), len(until)
+
+    # --- tokens
+
+    def _encoded(self, text: str, spans: list[Span], what: str) -> tuple[list[int], list[int]]:
+        """Returns the text's tokens, with 1 for those within the spans.
+
+        Where a token would lie across a span's border, both sides are encoded by themselves: a model that answers a
+        prompt goes on after the prompt's own tokens.
+        """
+        from learner.models.model import encode
+
+        token_ids = encode(self._tokenizer, text, what, add_special_tokens=False)
+        ends = self._ends(text)
+        borders = sorted({0, len(text), *(border for span in spans for border in span)})
+        if ends is None or not set(borders[1:]) <= {0, *ends}:
+            pieces = [text[begin:end] for begin, end in pairwise(borders)]
+            encoded = [encode(self._tokenizer, piece, what, add_special_tokens=False) for piece in pieces]
+        else:
+            cuts = [0, *(_last_at(ends, border) for border in borders[1:])]
+            encoded = [token_ids[begin:end] for begin, end in pairwise(cuts)]
+        trained = [(begin, end) in spans for begin, end in pairwise(borders)]
+        masks = [self._mask(piece, is_trained) for piece, is_trained in zip(encoded, trained, strict=True)]
+        return [token for piece in encoded for token in piece], [bit for mask in masks for bit in mask]
+
+    def _ends(self, text: str) -> list[int] | None:
+        """Returns the character after the last one of each token; None for a tokenizer that does not tell."""
+        if not self._tokenizer.is_fast:
+            return None
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return [end for _, end in encoding["offset_mapping"]]
+
+    def _mask(self, piece: list[int], is_trained: bool) -> list[int]:
+        """Returns 1 for each token of a trained turn up to its stop token, and 0 for what the template writes after."""
+        if not is_trained:
+            return [0] * len(piece)
+        stops = [number for number, token in enumerate(piece) if token == self._tokenizer.eos_token_id]
+        length = stops[-1] + 1 if stops else len(piece)
+        return [1] * length + [0] * (len(piece) - length)
+
+    # --- length
+
+    def _within_limit(self, token_ids: list[int], mask: list[int], what: str) -> Rendered | None:
+        limit, too_many = self._limit, len(token_ids) - self._limit.max_tokens
+        if limit.max_tokens and too_many > 0:
+            if limit.too_long == "refuse":
+                raise ConfigError(
+                    f"{what} has {len(token_ids):,} tokens, and max_tokens is {limit.max_tokens:,}. Raise it, or set"
+                    " too_long to drop, cut_end or cut_prompt."
+                )
+            if limit.too_long == "drop":
+                self.skipped.add("too long", f"{what} has {len(token_ids):,} tokens")
+                return None
+            self.cut.add("cut", f"{what} has {len(token_ids):,} tokens")
+            begin = min(too_many, mask.index(1) - 1) if limit.too_long == "cut_prompt" and 1 in mask else 0
+            token_ids, mask = (each[begin : begin + limit.max_tokens] for each in (token_ids, mask))
+        if not any(mask):
+            self.skipped.add("without a trained token", f"{what} has none")
+            return None
+        return Rendered(token_ids=np.asarray(token_ids, np.int32), loss_mask=np.asarray(mask, np.uint8))
+
+
+def _last_at(ends: Sequence[int], border: int) -> int:
+    """Returns the number of tokens that end at a character or before it."""
+    return bisect_right(ends, border)

@@ -1,0 +1,218 @@
+"""Conversations become tokens with a loss mask that is exact to the token, in whichever way a template states turns."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from broker.errors import ConfigError
+from learner.data.examples import Example
+from learner.data.prompts.rendering import Renderer
+from learner.data.records import Conversation, Preference
+from learner.data.records.rendering import ConversationRenderer, LengthLimit, Rendered
+from learner.stages.sft import tokenize
+
+PLAIN = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == 'assistant' %}~{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<{{ m.role[0] }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}~"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+FORGETFUL = (  # leaves out what the assistant thought in earlier turns
+    "{% for m in messages %}<{{ m.role[0] }}>{% if m.role == 'assistant' and loop.last %}(thought){% endif %}"
+    "{{ m.content }}{% if m.role == 'assistant' %}~{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+TWO_TURNS = Conversation(
+    prompt=[
+        {"role": "user", "content": "q1"},
+        {"role": "assistant", "content": "a1"},
+        {"role": "user", "content": "q2"},
+    ],
+    completion=[{"role": "assistant", "content": "a2"}],
+    trained="assistant",
+    place="data.jsonl:7",
+)
+
+
+def tokenizer_of(template: str | None, merges: list[tuple[str, str]] | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each character, and for each of the `merges`."""
+    characters = [chr(code) for code in (10, *range(32, 127))]
+    vocabulary = {text: number for number, text in enumerate([*characters, *("".join(pair) for pair in merges or [])])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges or []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("~", "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="~")
+    fast.chat_template = template
+    return fast
+
+
+def render(conversation: Conversation, template: str | None, **limit: Any) -> Rendered:
+    rendered = renderer_of(template, **limit).render(conversation)
+    assert rendered is not None
+    return rendered
+
+
+def renderer_of(template: str | None, **limit: Any) -> ConversationRenderer:
+    tokenizer = tokenizer_of(template)
+    return ConversationRenderer(tokenizer, Renderer(tokenizer), LengthLimit(**limit))
+
+
+def text_of(tokenizer: PreTrainedTokenizerFast, token_ids: NDArray[np.int32]) -> str:
+    return "".join(tokenizer.convert_ids_to_tokens(token_ids.tolist()))
+
+
+def marked(rendered: Rendered) -> str:
+    """The text, with what is trained in brackets."""
+    tokens = tokenizer_of(None).convert_ids_to_tokens(rendered.token_ids.tolist())
+    return "".join(
+        f"[{token}]" if bit else token for token, bit in zip(tokens, rendered.loss_mask, strict=True)
+    ).replace("][", "")
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        ("assistant", "<u>q1\n<a>[a1~]\n<u>q2\n<a>[a2~]\n"),
+        ("completion", "<u>q1\n<a>a1~\n<u>q2\n<a>[a2~]\n"),
+        ("all", "<[u>q1\n<a>a1~\n<u>q2\n<a>a2~]\n"),
+    ],
+)
+def test_trained_turns_begin_after_the_prompt_and_end_with_the_stop_token(
+    template: str, trained: Any, expected: str
+) -> None:
+    conversation = Conversation(prompt=TWO_TURNS.prompt, completion=TWO_TURNS.completion, trained=trained)
+    assert marked(render(conversation, template)) == expected
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_it_agrees_with_the_mask_of_transformers_where_the_template_has_marks(template: str) -> None:
+    tokenizer, rendered = tokenizer_of(MARKED), render(TWO_TURNS, template)
+    assert isinstance(TWO_TURNS.prompt, list)
+    assert isinstance(TWO_TURNS.completion, list)
+    theirs = tokenizer.apply_chat_template(
+        [*TWO_TURNS.prompt, *TWO_TURNS.completion], return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert rendered.token_ids.tolist() == theirs["input_ids"]
+    assert rendered.loss_mask.tolist() == theirs["assistant_masks"]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_turn_may_be_context_alone(template: str) -> None:
+    assert isinstance(TWO_TURNS.prompt, list)
+    first, answer, second = TWO_TURNS.prompt
+    prompt = [first, answer | {"trained": False}, second]
+    conversation = Conversation(prompt=prompt, completion=TWO_TURNS.completion, trained="assistant")
+    assert marked(render(conversation, template)) == "<u>q1\n<a>a1~\n<u>q2\n<a>[a2~]\n"
+
+
+def test_a_template_that_changes_earlier_turns_is_refused_unless_only_the_last_is_trained() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^data\.jsonl:7: the model's chat template writes message 2 of 4 otherwise"
+    ) as it:
+        render(TWO_TURNS, FORGETFUL)
+    assert "trained: completion" in str(it.value)
+    last = Conversation(prompt=TWO_TURNS.prompt, completion=TWO_TURNS.completion)
+    assert marked(render(last, FORGETFUL)) == "<u>q1\n<a>a1~\n<u>q2\n<a>[(thought)a2~]\n"
+
+
+def test_a_template_that_marks_other_parts_than_turns_is_refused() -> None:
+    template = MARKED.replace("{% if m.role == 'assistant' %}", "{% if loop.last %}")
+    with pytest.raises(ConfigError, match=r"marks 1 parts by {% generation %}, and the conversation has 2 assistant"):
+        render(TWO_TURNS, template)
+
+
+def test_messages_without_a_template_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"data\.jsonl:7 is a list of messages, but the model's tokenizer has no chat"
+    ):
+        render(TWO_TURNS, None)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize("merge", [(">", "a"), ("a", "2")])
+def test_a_prompt_has_its_own_tokens_where_one_would_lie_across_its_end(template: str, merge: tuple[str, str]) -> None:
+    tokenizer = tokenizer_of(template, [merge])
+    renderer = Renderer(tokenizer)
+    rendered = ConversationRenderer(tokenizer, renderer).render(TWO_TURNS)
+    assert rendered is not None
+    last = Conversation(prompt=TWO_TURNS.prompt, completion=TWO_TURNS.completion)
+    alone = ConversationRenderer(tokenizer, renderer).render(last)
+    assert alone is not None
+    assert isinstance(TWO_TURNS.prompt, list)
+    _, prompt = renderer.render(TWO_TURNS.prompt, "a prompt")
+    assert alone.token_ids[: alone.prompt_length].tolist() == prompt
+    assert text_of(tokenizer, alone.token_ids[alone.prompt_length :]) == "a2~\n"
+    assert text_of(tokenizer, rendered.token_ids[rendered.loss_mask.astype(bool)]) == "a1~a2~"
+
+
+@pytest.mark.parametrize("system_prompt", ["", "Be brief."])
+def test_a_query_has_the_tokens_that_it_has_as_a_prompt(system_prompt: str) -> None:
+    tokenizer = tokenizer_of(PLAIN)
+    renderer = Renderer(tokenizer, system_prompt)
+    rendered = ConversationRenderer(tokenizer, renderer).render(Conversation(prompt="1+1=", completion="2"))
+    assert rendered is not None
+    expected = tokenize(Example(query="1+1=", response="2"), tokenizer, renderer)
+    assert rendered.token_ids.tolist() == expected.token_ids.tolist()
+    assert rendered.prompt_length == expected.prompt_length
+    assert rendered.loss_mask[rendered.prompt_length :].tolist() == expected.loss_mask.tolist()
+
+
+def test_all_of_a_text_is_trained_but_its_first_token() -> None:
+    assert marked(render(Conversation(prompt="", completion="text", trained="all"), PLAIN)) == "t[ext~]"
+    assert marked(render(Conversation(prompt="q", completion="a", trained="all"), None)) == "q[a~]"
+
+
+def test_both_sides_of_a_preference_share_the_prompt() -> None:
+    pair = Preference(prompt="q=", chosen="1", rejected="23", margin=2.0)
+    assert marked(render(pair.chosen_conversation, None)) == "q=[1~]"
+    assert marked(render(pair.rejected_conversation, None)) == "q=[23~]"
+
+
+# --- length
+
+
+SUM = Conversation(prompt="12345", completion="abc", place="data.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    ("too_long", "max_tokens", "expected"),
+    [
+        ("refuse", 9, "12345[abc~]"),
+        ("cut_end", 7, "12345[ab]"),
+        ("cut_prompt", 7, "345[abc~]"),
+        ("cut_prompt", 5, "5[abc~]"),
+        ("cut_prompt", 4, "5[abc]"),
+    ],
+)
+def test_what_is_too_long_is_cut(too_long: str, max_tokens: int, expected: str) -> None:
+    renderer = renderer_of(None, max_tokens=max_tokens, too_long=too_long)
+    rendered = renderer.render(SUM)
+    assert rendered is not None
+    assert marked(rendered) == expected
+    assert renderer.cut.counts == ({} if max_tokens == 9 else {"cut": 1})
+    assert renderer.skipped.total == 0
+
+
+@pytest.mark.parametrize(
+    ("too_long", "max_tokens", "reason"),
+    [("drop", 8, "too long"), ("cut_end", 5, "without a trained token"), ("cut_prompt", 1, "without a trained token")],
+)
+def test_what_is_left_out_is_counted_by_its_reason(too_long: str, max_tokens: int, reason: str) -> None:
+    renderer = renderer_of(None, max_tokens=max_tokens, too_long=too_long)
+    assert renderer.render(SUM) is None
+    assert renderer.skipped.counts == {reason: 1}
+    assert "data.jsonl:3" in str(renderer.skipped)
+
+
+def test_what_is_too_long_is_refused_by_default() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^data\.jsonl:3 has 9 tokens, and max_tokens is 8\. Raise it, or set too_long"
+    ):
+        renderer_of(None, max_tokens=8).render(SUM)
