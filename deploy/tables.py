@@ -17,23 +17,37 @@ class WholeWords:
     """Renders a table without breaking words: columns get at least their longest word. Where even these do not fit side
     by side, every row is a paragraph of its first cell, and then of headings and cells."""
 
-    def __init__(self, table: Table) -> None:
-        self._table = table
+    def __init__(self, table: Table, wider: Table | None = None) -> None:
+        """`wider` is the table with further columns, which is shown instead where they fit, and in paragraphs."""
+        self._table, self._wider = table, wider
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = self._table
-        texts = [[_plain(console, cell) for cell in (column.header, *column.cells)] for column in table.columns]
-        whole = [max(map(_width, column)) for column in texts]
-        words = [max(_width(word) for cell in column for word in cell.split() or [""]) for column in texts]
-        words = [max(least, column.min_width or 0) for least, column in zip(words, table.columns, strict=True)]
-        whole = [max(pair) for pair in zip(whole, words, strict=True)]
-        room = options.max_width - _frame_width(console, options, table, whole)
-        if sum(words) > room:
-            yield from _paragraphs(table, texts)
-            return
-        for column, width in zip(table.columns, _shared(words, whole, room), strict=True):
-            column.width, column.no_wrap = width, False
-        yield table
+        for table in filter(None, (self._wider, self._table)):
+            if _fit(console, options, table):
+                yield table
+                return
+        table = self._wider or self._table
+        yield from _paragraphs(table, _texts(console, table))
+
+
+def _fit(console: Console, options: ConsoleOptions, table: Table) -> bool:
+    """Give the columns their widths; False where their longest words do not fit side by side."""
+    texts = _texts(console, table)
+    whole = [max(map(_width, column)) for column in texts]
+    words = [max(_width(word) for cell in column for word in cell.split() or [""]) for column in texts]
+    words = [max(least, column.min_width or 0) for least, column in zip(words, table.columns, strict=True)]
+    whole = [max(pair) for pair in zip(whole, words, strict=True)]
+    room = options.max_width - _frame_width(console, options, table, whole)
+    if sum(words) > room:
+        return False
+    for column, width in zip(table.columns, _shared(words, whole, room), strict=True):
+        column.width, column.no_wrap = width, False
+    return True
+
+
+def _texts(console: Console, table: Table) -> list[list[str]]:
+    """Return the heading and the cells of each column."""
+    return [[_plain(console, cell) for cell in (column.header, *column.cells)] for column in table.columns]
 
 
 def _plain(console: Console, cell: RenderableType) -> str:

@@ -54,15 +54,16 @@ def status_json(status: RunStatus, waiting: Waiting | None = None) -> dict[str, 
 
 def status_tables(status: RunStatus, waiting: Waiting | None = None) -> RenderableType:
     """Return the same as tables for people."""
-    tables = [_head(status, waiting), _queues(status.queues), _lengths(status.tallies)]
+    before = [_head(status, waiting), _queues(status.queues), _lengths(status.tallies)]
     if status.pools:
-        tables.append(_pools(status.pools))
-    tables += [_workers(status), _lags(status)]
+        before.append(_pools(status.pools))
+    after = [_lags(status)]
     if status.faults:
-        tables.append(_faults(status.faults))
+        after.append(_faults(status.faults))
     if status.quarantined or status.dead_letters:
-        tables.append(_refused(status))
-    return Group(*map(WholeWords, tables))
+        after.append(_refused(status))
+    workers = WholeWords(_workers(status), wider=_workers(status, has_processes=True))
+    return Group(*map(WholeWords, before), workers, *map(WholeWords, after))
 
 
 def _head(status: RunStatus, waiting: Waiting | None) -> Table:
@@ -175,15 +176,17 @@ def state_text(info: WorkerInfo, status: RunStatus) -> str:
     return "dead: its process ended" if silence.has_ended else f"not heard of for {silence.heard_s:.0f} s"
 
 
-def _workers(status: RunStatus) -> Table:
+def _workers(status: RunStatus, *, has_processes: bool = False) -> Table:
+    """Return the workers, with `has_processes` also the host and the id of each one's process."""
     table = Table(title=f"Workers ({len(status.workers)})", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("worker", "engine", "state"):
+    for heading in ("worker", *(("host", "pid") if has_processes else ()), "engine", "state"):
         table.add_column(heading, overflow="fold")
     for heading in ("version", "leases", "tokens/s", "sent"):
         table.add_column(heading, justify="right")
     for info in status.workers:
         table.add_row(
             info.worker,
+            *((info.host, f"{info.pid}") if has_processes else ()),
             info.engine,
             state_text(info, status) + (f": {info.last_error}" if info.last_error else ""),
             version_text(info.version),

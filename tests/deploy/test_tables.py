@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from broker.client.usage import RunUsage
 from broker.schema import DeadLetter, PoolInfo, RunStatus, Tallies, WeightVersion
 from deploy.cli.memory_pages import page, report
 from deploy.cli.runs import _table
-from deploy.observe.status import status_tables
+from deploy.observe.status import status_json, status_tables
 from deploy.observe.waiting import Waiting
 from deploy.recipe.loading import load_recipe
 from deploy.tables import WholeWords
@@ -34,12 +35,12 @@ def text_of(content: RenderableType, width: int) -> str:
     return console.export_text()
 
 
-def assert_whole(content: RenderableType, width: int) -> None:
-    """Every word of a wide terminal stands on the narrow one as well, and nothing is wider than that."""
+def assert_whole(content: RenderableType, width: int, only_wide: Collection[str] = ()) -> None:
+    """Every word of a wide terminal stands on the narrow one as well, except these, and nothing is wider than that."""
     narrow = text_of(content, width)
     assert max(map(len, narrow.splitlines())) <= width
     assert "…" not in narrow
-    assert set(WORD.findall(text_of(content, 1000))) - set(WORD.findall(narrow)) == set()
+    assert set(WORD.findall(text_of(content, 1000))) - set(WORD.findall(narrow)) - set(only_wide) == set()
 
 
 def status() -> RunStatus:
@@ -60,6 +61,19 @@ def test_status_keeps_words_whole(width: int) -> None:
     waiting = Waiting(who="learner", why="groups", text=f"It waits for {NAMES[0]}. " * 3, is_quiet=True, quiet_s=1.0)
     assert_whole(status_tables(status(), waiting), width)
     assert_whole(status_tables(run_status()), width)
+    assert_whole(status_tables(run_status()), 90, only_wide=("host", "pid", "node", "4711"))
+
+
+def test_status_shows_the_process_of_each_worker_where_there_is_room() -> None:
+    tables = status_tables(run_status())
+    wide = [line.split()[:3] for line in text_of(tables, 120).splitlines()]
+    assert [line for line in wide if line[1:] in (["host", "pid"], ["node", "4711"])] == [
+        ["worker", "host", "pid"],
+        ["node-worker-0-ab12", "node", "4711"],
+        ["node-worker-1-cd34", "node", "4711"],
+    ]
+    assert "4711" not in text_of(tables, 90)
+    assert [(worker["host"], worker["pid"]) for worker in status_json(run_status())["workers"]] == [("node", 4711)] * 2
 
 
 @pytest.mark.parametrize("width", [80, 60])
