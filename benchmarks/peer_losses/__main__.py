@@ -11,6 +11,8 @@ from .ours import Side
 from .sample import Outcome, draw
 
 TOLERANCE = 1e-8
+SINGLE_TOLERANCE = 1e-6
+"""Where a peer rounds to float32 itself."""
 
 
 def difference(ours: Outcome, theirs: Outcome) -> float:
@@ -24,16 +26,19 @@ def difference(ours: Outcome, theirs: Outcome) -> float:
 def main() -> int:
     """Prints the report; the exit status."""
     try:
-        from . import of_trl, of_verl
+        from . import of_trl, of_trl_preferences, of_verl
     except ModuleNotFoundError as error:
         sys.exit(
             f"{error}: `make peer-losses` installs verl and TRL into an environment of their own and runs this there."
         )
     torch.set_default_dtype(torch.float64)  # of the constants that a peer makes tensors of
-    found = {
-        f"{peer} {version(peer)}": compared(module.settings()) for peer, module in (("verl", of_verl), ("trl", of_trl))
+    settings = {"verl": [*of_verl.settings()], "trl": [*of_trl.settings(), *of_trl_preferences.settings()]}
+    found = {f"{peer} {version(peer)}": compared(each) for peer, each in settings.items()}
+    coarse = dict.fromkeys(of_trl_preferences.SINGLE_PRECISION, SINGLE_TOLERANCE)
+    agree = {
+        peer: sum(difference <= coarse.get(name, TOLERANCE) for name, difference in one.items())
+        for peer, one in found.items()
     }
-    agree = {peer: sum(one <= TOLERANCE for one in settings.values()) for peer, settings in found.items()}
     report = {peer: {"settings": len(one), "agree": agree[peer], "differences": one} for peer, one in found.items()}
     print(json.dumps(report))
     return int(any(agree[peer] < len(settings) for peer, settings in found.items()))

@@ -10,6 +10,10 @@ from algorithms.advantages import ADVANTAGES
 from algorithms.corrections import CORRECTIONS
 from algorithms.kl import ESTIMATORS
 from algorithms.returns import gae, returns_to_go, whiten, whitening_sums
+from algorithms.segments import segment_sum
+from algorithms.supervised.preferences import PREFERENCES
+from algorithms.supervised.scores import bradley_terry
+from algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
 from algorithms.supervised.values import clipped_value_loss
 from learner.config import AlgorithmConfig
 from learner.objective.objective import Objective
@@ -116,6 +120,63 @@ def value_loss(clip: float) -> Side:
     def loss(current_T: torch.Tensor, sample: Sample) -> torch.Tensor:
         losses_T, _ = clipped_value_loss(current_T, sample.values_T, sample.rewards_T, sample.mask_T, clip=clip)
         return losses_T.sum() / sample.mask_T.sum()
+
+    return lambda sample: differentiated(sample, lambda current_T: loss(current_T, sample))
+
+
+def logprobs(current_T: torch.Tensor) -> torch.Tensor:
+    """[T] below 0, for losses that take the probability itself; the sample's are ratios' and may be above."""
+    return -current_T.abs() - 0.01
+
+
+def preferred(kind: str, *, is_token_mean: bool = False, **options: Any) -> Side:
+    """The mean over pairs. `is_token_mean`: the supervised term of ORPO is the mean over all chosen tokens."""
+
+    def side(sample: Sample) -> Outcome:
+        if is_token_mean:
+            chosen_S = segment_sum(sample.mask_T, sample.cu_seqlens)[0::2]
+            options["nll_length"] = float(chosen_S.mean())
+
+        def loss(current_T: torch.Tensor) -> torch.Tensor:
+            inputs = (logprobs(current_T), sample.reference_T, sample.mask_T, sample.cu_seqlens)
+            losses_P, _ = PREFERENCES[kind](*inputs, **options)
+            return losses_P.sum() / len(losses_P)
+
+        return differentiated(sample, loss)
+
+    return side
+
+
+def judged(**options: Any) -> Side:
+    """KTO's mean over responses; the proximal logprobs are the current policy's of mismatched responses, the behavior
+    logprobs the reference policy's."""
+
+    def side(sample: Sample) -> Outcome:
+        sums = reference_point_sums(sample.proximal_T, sample.behavior_T, sample.mask_T, sample.cu_seqlens)
+        point = reference_point_of(*sums)
+
+        def loss(current_T: torch.Tensor) -> torch.Tensor:
+            inputs = (logprobs(current_T), sample.reference_T, sample.mask_T, sample.cu_seqlens)
+            losses_S, _ = kto(*inputs, sample.is_desirable, point, **options)
+            return losses_S.sum() / len(losses_S)
+
+        return differentiated(sample, loss)
+
+    return side
+
+
+def response_scores(sample: Sample, current_T: torch.Tensor) -> torch.Tensor:
+    """[S] a reward model's, as differentiable as a sum."""
+    return segment_sum(current_T, sample.cu_seqlens)
+
+
+def centered_scores(centering: float, *, margin: bool) -> Side:
+    """Bradley and Terry's mean over pairs."""
+
+    def loss(current_T: torch.Tensor, sample: Sample) -> torch.Tensor:
+        margins_P = sample.margins if margin else 0.0
+        losses_P, _ = bradley_terry(response_scores(sample, current_T), margin=margins_P, centering=centering)
+        return losses_P.sum() / len(losses_P)
 
     return lambda sample: differentiated(sample, lambda current_T: loss(current_T, sample))
 

@@ -40,6 +40,16 @@ class Sample:
         return torch.tensor(GROUPS)
 
     @property
+    def is_desirable(self) -> torch.Tensor:
+        """[S] a judgement of each response by itself."""
+        return torch.tensor([True, False, False, True, True, True, False, True])
+
+    @property
+    def margins(self) -> torch.Tensor:
+        """[P] by how much the chosen response should win, for a reward model."""
+        return self.advantages_S[0::2].abs()
+
+    @property
     def longest(self) -> int:
         return max(LENGTHS)
 
