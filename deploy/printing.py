@@ -33,11 +33,11 @@ def paragraph(text: str) -> str:
     return visible(re.sub(r"\s*[\r\n]+\s*", " ", text.strip()))
 
 
-def say(text: str, *, to_stderr: bool = False) -> None:
-    """Print a line, or several. Raises HeadwayError if the output takes no more; click handles a reader that has
-    left."""
+def say(text: str, *, to_stderr: bool = False, ends_line: bool = True) -> None:
+    """Print a line, or several, or a piece of one. Raises HeadwayError if the output takes no more; click handles a
+    reader that has left."""
     with told():
-        click.echo(visible(text), err=to_stderr)
+        click.echo(visible(text), err=to_stderr, nl=ends_line)
 
 
 def complain(text: str) -> None:

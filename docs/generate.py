@@ -31,6 +31,7 @@ GUIDES = {
     "headway compare": "[Several runs side by side](../guides/report.md#several-runs-side-by-side)",
     "headway dashboard": "[The page of a running run](../guides/report.md#the-page-of-a-running-run)",
     "headway export": "[Export](../guides/export.md#export)",
+    "headway chat": "[Talk with a model](../guides/export.md#talk-with-it)",
     "headway generate": "[Answer a file of prompts](../guides/export.md#answer-a-file-of-prompts)",
     "headway report": "[A page of a run](../guides/report.md)",
     "headway metrics": "[Prometheus](../guides/metrics.md#prometheus)",

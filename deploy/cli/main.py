@@ -104,6 +104,7 @@ for command in (
     roles.replay,
     models.export,
     models.generate,
+    models.chat,
     runs.status,
     runs.top,
     runs.scale,

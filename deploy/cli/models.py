@@ -62,7 +62,8 @@ def generate(
     """Let the model that is meant (`find_trained`) answer the prompts, and print what was done."""
     from transformers.utils.logging import disable_progress_bar
 
-    from deploy.roles.generating import BatchInference, Shard, own_settings
+    from deploy.roles.engine import own_settings
+    from deploy.roles.generating import BatchInference, Shard
     from deploy.run.trained import find_trained
 
     disable_progress_bar()

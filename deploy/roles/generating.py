@@ -11,42 +11,26 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from broker.errors import ConfigError
-from broker.schema import Prompt, WeightVersion
-from deploy.recipe.checks import check_engine
-from deploy.recipe.sections import SOURCE, overridden
+from broker.schema import Prompt
 from deploy.run.answers import Answer, AnswerFile, Response
 from deploy.run.directory import held
 from deploy.run.trained import TrainedModel
-from learner.backends.hugging_face_files import TensorFiles, weight_files
+from learner.backends.hugging_face_files import weight_files
 from learner.config import ModelConfig
 from learner.data.prompts.rendering import Renderer
 from learner.data.prompts.rows import RowFields, read_rows, to_items
 from learner.models.model import load_tokenizer
-from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig
 from rollout_workers.decoding import load_decoding, response_text
-from rollout_workers.engines import open_engine
 from rollout_workers.evaluate import all_of
 from rollout_workers.samples.generation import generate
-from rollout_workers.samples.held_out import evaluation_sampling, held_out_request
+from rollout_workers.samples.held_out import held_out_request
 from rollout_workers.samples.recorder import Recorder
 
-if TYPE_CHECKING:
-    from rollout_workers.engines.base import Engine
-
-WEIGHTS = WeightVersion(0, 0)
-"""The name that an engine gets for the weights of the model."""
-
-
-class OwnSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The sections of a recipe that decide how a trained model generates."""
-
-    engine: EngineConfig = EngineConfig()
-    sampling: SamplingConfig = SamplingConfig()
+from .engine import OwnSettings, open_trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,34 +56,6 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     responses: int
     """The responses that this process sampled."""
     response_tokens: int
-
-
-def own_settings(model: TrainedModel, overrides: Sequence[str], temperature: float | None) -> OwnSettings:
-    """Return the settings of the model's run, or the defaults for a model outside of a run's directory, with overrides
-    and a temperature, which may be 0. Raises ConfigError."""
-    recipe = model.recipe
-    of_run = OwnSettings() if recipe is None else OwnSettings(engine=recipe.engine, sampling=recipe.sampling)
-    own = overridden(of_run, overrides)
-    if own.engine.kind != of_run.engine.kind and not any(one.startswith("engine.options") for one in overrides):
-        own = msgspec.structs.replace(own, engine=msgspec.structs.replace(own.engine, options={}))
-    check_engine(own.engine, SOURCE)
-    sampling = evaluation_sampling(own.sampling, EvalConfig(temperature=temperature))
-    return msgspec.structs.replace(own, sampling=sampling)
-
-
-async def open_trained(model: TrainedModel, settings: OwnSettings, seed: int) -> "Engine":
-    """Open an engine with the model's weights. Raises HeadwayError; then nothing of the engine is left."""
-    paths = weight_files(str(model.path))
-    if not paths:
-        raise ConfigError(f"{model.path} has no safetensors files.")
-    engine = open_engine(settings.engine, model.path, seed=seed)
-    try:
-        tensors = TensorFiles(paths)
-        await engine.swap_weights(WEIGHTS, [(name, tensors(name)) for name in sorted(tensors.names)])
-    except BaseException:
-        await engine.close()
-        raise
-    return engine
 
 
 @dataclass(kw_only=True)

@@ -41,6 +41,7 @@ COMMANDS = [
     "replay",
     "export",
     "generate",
+    "chat",
     "runs",
     "report",
     "compare",

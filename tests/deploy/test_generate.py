@@ -9,26 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from deploy.cli.main import answer
-from learner.models.model import load_model, load_tokenizer
 from tests.full_disk import no_files_over
-from tests.learner.tiny import model_config
+
+from .tiny_model import SMALL, greedy, make_model
 
 PROMPTS = ["1+2=", "^7*8-9=", "3", "#44", "5,6,7="]
-SMALL = ("engine.max_model_len=64", "sampling.max_new_tokens=8")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights, outside of any run."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    config = model_config("qwen3")
-    load_model(config).save_pretrained(directory)
-    load_tokenizer(config).save_pretrained(directory)
-    return directory
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
@@ -57,11 +50,9 @@ def test_greedy_answers_are_those_of_transformers_in_the_order_of_the_prompts(
 ) -> None:
     said = generate(capsys, model, prompts, "--out", tmp_path / "a.jsonl", "--temperature", 0, "--samples", 2, *SMALL)
     assert (said["prompts"], said["found"], said["responses"]) == (5, 0, 10)
-    tokenizer, reference = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     for index, (prompt, line) in enumerate(zip(PROMPTS, answers(tmp_path / "a.jsonl"), strict=True)):
-        asked = torch.tensor([tokenizer(prompt).input_ids])
-        made = reference.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=8)[0]
-        response = made[asked.shape[1] :]
+        response = greedy(model, prompt)
         is_ended = response[-1].item() == tokenizer.eos_token_id
         expected = {
             "text": tokenizer.decode(response, skip_special_tokens=True),
@@ -71,21 +62,17 @@ def test_greedy_answers_are_those_of_transformers_in_the_order_of_the_prompts(
         assert line == {
             "index": index,
             "prompt": prompt,
-            "prompt_tokens": asked.shape[1],
+            "prompt_tokens": len(tokenizer(prompt).input_ids),
             "responses": [expected, expected],
             "model": str(model),
             "made_from": line["made_from"],
         }
 
 
-def test_a_conversation_is_rendered_by_the_chat_template(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    template = model / "chat_template.jinja"
-    template.write_text("{% for message in messages %}^{{ message.content }}={% endfor %}")
+def test_a_conversation_is_rendered_by_the_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(tmp_path / "chat", "{% for message in messages %}^{{ message.content }}={% endfor %}")
     prompts = write(tmp_path / "p.jsonl", [[{"role": "user", "content": "1+1"}]])
     assert "code" in generate(capsys, model, prompts, "--out", tmp_path / "a.jsonl", *SMALL)
-    template.unlink()
     assert answers(tmp_path / "a.jsonl")[0]["prompt"] == "^1+1="
 
 

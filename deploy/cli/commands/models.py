@@ -113,3 +113,31 @@ def generate(
         model, chosen, prompts, out, overrides, samples=samples, temperature=temperature, seed=seed, shard=shard,
         as_json=as_json,
     )  # fmt: skip
+
+
+@click.command()
+@_model
+@overrides_argument
+@click.option("--system", help="The system message.  [default: prompts.system_prompt of the run]")
+@click.option("--temperature", type=click.FloatRange(0), help="0: greedy.  [default: sampling.temperature]")
+@click.option("--json", "as_json", is_flag=True, help="Each answer as one JSON object in a line.")
+def chat(
+    model: str,
+    overrides: tuple[str, ...],
+    step: int | None,
+    best: bool,
+    system: str | None,
+    temperature: float | None,
+    as_json: bool,
+) -> None:
+    """Talk with a model in this terminal.
+
+    MODEL is the directory of a model, or a run's directory or name: then its newest whole checkpoint. Each line is a
+    message; the answer appears as it is generated. Ctrl-C stops an answer, Ctrl-D leaves. The input may also be a file
+    or a pipe. A model without a chat template continues each line. The run's engine.* and sampling.* apply, or defaults
+    for a model of no run; overrides change both.
+    """
+    chosen = _step(step, best)
+    from deploy.cli.chat import chat
+
+    chat(model, chosen, overrides, system=system, temperature=temperature, as_json=as_json)
