@@ -3,14 +3,17 @@
 import os
 import re
 import signal
+import sys
 import time
 
 import psutil
 import redis
 
 from broker.server.embedded import EmbeddedServer
+from deploy.launch import tether
 
 KEPT = r"resource_tracker|forkserver|/ray/(core|_private|autoscaler|dashboard)/|^ray::"
+"""Matches name and arguments. An actor of Ray that is about to end has no arguments any more, but still its name."""
 
 
 def until_written(server: EmbeddedServer) -> None:
@@ -28,14 +31,19 @@ def kill(server: EmbeddedServer) -> None:
         pass
 
 
+def tethered(*argv: str) -> list[str]:
+    """The command, which the kernel ends if the tests' process is killed. Only the main thread may start it."""
+    return [sys.executable, "-IS", tether.__file__, str(os.getpid()), *argv]
+
+
 def children_left() -> list[psutil.Process]:
     """Processes below this one, but for those that multiprocessing or Ray starts once and that end with its process."""
-    running = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
-    return [
-        one
-        for one in running
-        if not re.search(
-            r"resource_tracker|forkserver|/ray/core/|/ray/_private/|/ray/autoscaler/|/ray/dashboard/|^ray::",
-            " ".join(one.cmdline()),
-        )
-    ]
+    return [one for one in psutil.Process().children(recursive=True) if _is_left(one)]
+
+
+def _is_left(process: psutil.Process) -> bool:
+    try:
+        names = process.name(), *process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and not re.search(KEPT, " ".join(names))
+    except psutil.NoSuchProcess:  # it ends just now
+        return False

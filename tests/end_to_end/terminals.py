@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.processes import tethered
+
 from .recipes import SEVENS
 
 HEADWAY = Path(sys.executable).with_name("headway")
@@ -29,7 +31,7 @@ class Terminal:
         (directory / "sevens.py").write_text(SEVENS)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [HEADWAY, *arguments],
+                tethered(str(HEADWAY), *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

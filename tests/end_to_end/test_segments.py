@@ -13,6 +13,7 @@ import pytest
 from broker import BlockingBroker
 from broker.client.batches import CheckpointMark, Owner, TakenBatch
 from broker.schema import Group, Prompt, RunRules, Trajectory, WorkerInfo
+from tests.processes import tethered
 
 from .slow_worker import LENGTH, PROMPT_TOKENS, VERSION, logprob_of, manifest
 
@@ -41,7 +42,7 @@ def start(url: str, run_name: str) -> Iterator[START]:
     def start_one(name: str, capacity: int) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "tests.end_to_end.slow_worker", url, run_name, name]
         argv += [str(BASES[name]), str(capacity)]
-        started.append(subprocess.Popen(argv, cwd=Path(__file__).parents[2]))
+        started.append(subprocess.Popen(tethered(*argv), cwd=Path(__file__).parents[2]))
         return started[-1]
 
     yield start_one
