@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from broker.errors import ConfigError
@@ -47,7 +45,8 @@ def tokenizer_of(template: str | None, merges: list[tuple[str, str]] | None = No
     vocabulary = {text: number for number, text in enumerate([*characters, *("".join(pair) for pair in merges or [])])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges or []))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("~", "isolated")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="~")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="~", clean_up_tokenization_spaces=False)
     fast.chat_template = template
     return fast
 
@@ -61,10 +60,6 @@ def render(conversation: Conversation, template: str | None, **limit: Any) -> Re
 def renderer_of(template: str | None, **limit: Any) -> ConversationRenderer:
     tokenizer = tokenizer_of(template)
     return ConversationRenderer(tokenizer, Renderer(tokenizer), LengthLimit(**limit))
-
-
-def text_of(tokenizer: PreTrainedTokenizerFast, token_ids: NDArray[np.int32]) -> str:
-    return "".join(tokenizer.convert_ids_to_tokens(token_ids.tolist()))
 
 
 def marked(rendered: Rendered) -> str:
@@ -122,6 +117,22 @@ def test_a_template_that_changes_earlier_turns_is_refused_unless_only_the_last_i
     assert marked(render(last, FORGETFUL)) == "<u>q1\n<a>a1~\n<u>q2\n<a>[(thought)a2~]\n"
 
 
+def test_a_template_that_begins_answers_otherwise_than_it_writes_them_is_refused() -> None:
+    opens_a_thought = PLAIN.replace("<a>{% endif %}", "<a><think>{% endif %}")
+    with pytest.raises(ConfigError, match=r"ends a prompt with '<u>q1\\n<a><think>'.*Put {% generation %}"):
+        render(TWO_TURNS, opens_a_thought)
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [("assistant", "<u>q1\n<a>[a1]![~]\n<u>q2\n<a>[a2]![~]\n"), ("completion", "<u>q1\n<a>a1!~\n<u>q2\n<a>[a2]![~]\n")],
+)
+def test_a_template_may_mark_several_parts_of_a_turn(trained: Any, expected: str) -> None:
+    template = MARKED.replace("{{ m.content }}~", "{{ m.content }}{% endgeneration %}!{% generation %}~")
+    conversation = Conversation(prompt=TWO_TURNS.prompt, completion=TWO_TURNS.completion, trained=trained)
+    assert marked(render(conversation, template)) == expected
+
+
 def test_a_template_that_marks_other_parts_than_turns_is_refused() -> None:
     template = MARKED.replace("{% if m.role == 'assistant' %}", "{% if loop.last %}")
     with pytest.raises(ConfigError, match=r"marks 1 parts by {% generation %}, and the conversation has 2 assistant"):
@@ -148,8 +159,8 @@ def test_a_prompt_has_its_own_tokens_where_one_would_lie_across_its_end(template
     assert isinstance(TWO_TURNS.prompt, list)
     _, prompt = renderer.render(TWO_TURNS.prompt, "a prompt")
     assert alone.token_ids[: alone.prompt_length].tolist() == prompt
-    assert text_of(tokenizer, alone.token_ids[alone.prompt_length :]) == "a2~\n"
-    assert text_of(tokenizer, rendered.token_ids[rendered.loss_mask.astype(bool)]) == "a1~a2~"
+    assert tokenizer.decode(alone.token_ids[alone.prompt_length :]) == "a2~\n"
+    assert tokenizer.decode(rendered.token_ids[rendered.loss_mask.astype(bool)]) == "a1~a2~"
 
 
 @pytest.mark.parametrize("system_prompt", ["", "Be brief."])

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 """The first character of a trained turn, and the one after its last."""
+_MARK_IT = (
+    "Put {% generation %} and {% endgeneration %} around what the assistant says in the template, as the templates do"
+    " that TRL trains with."
+)
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -140,17 +144,18 @@ class ConversationRenderer:
         self, messages: list[Message], turns: Sequence[int], text: str, tools: list[Any], what: str
     ) -> list[Span]:
         template = self._tokenizer.get_chat_template(tools=tools or None)
-        if _MARKED.search(template):
+        if turns and _MARKED.search(template):
             return self._marked(messages, turns, template, tools, what)
         return [self._between_prefixes(messages, turn, text, tools, what) for turn in turns]
 
     def _marked(
         self, messages: list[Message], turns: Sequence[int], template: str, tools: list[Any], what: str
     ) -> list[Span]:
-        """Returns the spans that the template marks, which must be one for each assistant turn."""
+        """Returns the spans that the template marks: one for each assistant turn, or several for each of the last
+        ones."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        _, (marked,) = render_jinja_template(
+        (text,), (marked,) = render_jinja_template(
             [messages],
             tools=tools or None,
             chat_template=template,
@@ -158,22 +163,30 @@ class ConversationRenderer:
             **self._tokenizer.special_tokens_map,
         )
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(marked) != len(answers):
+        if len(marked) == len(answers):
+            return [span for number, span in zip(answers, marked, strict=True) if number in turns]
+        if len(marked) < len(answers) or turns != answers[-len(turns) :]:
             raise ConfigError(
                 f"{what}: the chat template marks {len(marked)} parts by {{% generation %}}, and the conversation has"
-                f" {len(answers)} assistant turns. A template must mark each turn once."
+                f" {len(answers)} assistant turns, of which {len(turns)} are trained. Mark each turn once."
             )
-        return [span for number, span in zip(answers, marked, strict=True) if number in turns]
+        before = self._renderer.conversation(messages[: turns[0]], what, is_answered=True, tools=tools)
+        return [span for span in marked if span[0] >= _common(before, text)]
 
     def _between_prefixes(self, messages: list[Message], turn: int, text: str, tools: list[Any], what: str) -> Span:
         before = self._renderer.conversation(messages[:turn], what, tools=tools)
         until = self._renderer.conversation(messages[: turn + 1], what, is_answered=True, tools=tools)
-        if not (text.startswith(until) and until.startswith(before)):
+        if not until.startswith(before):
             raise ConfigError(
-                f"{what}: the model's chat template writes message {turn + 1} of {len(messages)} otherwise when it is"
-                " answered or followed by others (templates that leave out earlier thoughts do), so the tokens of it"
-                " that are trained cannot be told. Train the last turn alone (trained: completion), or put"
-                " {% generation %} and {% endgeneration %} around what the assistant says in the template."
+                f"{what}: the model's chat template ends a prompt with {before[-20:]!r}, and does not write the answer"
+                f" of message {turn + 1} after that (it may open a thought that the answer has not), so the tokens that"
+                f" are trained cannot be told. {_MARK_IT}"
+            )
+        if not text.startswith(until):
+            raise ConfigError(
+                f"{what}: the model's chat template writes message {turn + 1} of {len(messages)} otherwise when others"
+                " follow (templates that leave out earlier thoughts do), so the tokens of it that are trained cannot be"
+                f" told. Train the last turn alone (trained: completion), or mark the turns. {_MARK_IT}"
             )
         return len(before), len(until)
 
@@ -235,6 +248,12 @@ class ConversationRenderer:
             self.skipped.add("without a trained token", f"{what} has none")
             return None
         return Rendered(token_ids=np.asarray(token_ids, np.int32), loss_mask=np.asarray(mask, np.uint8))
+
+
+def _common(first: str, second: str) -> int:
+    """Returns the number of characters with which both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _last_at(ends: Sequence[int], border: int) -> int:
