@@ -46,6 +46,7 @@ COMMANDS = [
     "report",
     "compare",
     "dashboard",
+    "data",
     "acl",
     "algorithms",
     "doctor",

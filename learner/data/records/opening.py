@@ -79,8 +79,16 @@ def open_records(kind: type[R], path: str, options: Mapping[str, Any], where: st
     The path is a file, a directory that `datasets` saved, a directory with `dataset_info.json` (and `options.dataset`),
     or `hf:OWNER/NAME` or `modelscope:OWNER/NAME`. `where` is the recipe's section, such as `sft.phases`, whose keys
     `path` and `options` errors name. Raises ConfigError for what cannot be read, for a layout that is not of this kind,
-    for the first broken row unless `options.on_bad_row` is `skip`, and where no record is left.
+    for the first broken row unless `options.on_bad_row` is `skip`, and where no record is left. Logs what it skips.
     """
+    records = read_records(kind, path, options, where)
+    if records.skipped.total:
+        logger.warning("%s: %d of %d rows are skipped: %s", path, records.skipped.total, records.rows, records.skipped)
+    return records
+
+
+def read_records(kind: type[R], path: str, options: Mapping[str, Any], where: str) -> Records[R]:
+    """Does what `open_records` does, and logs nothing."""
     chosen = typed_options(options, RecordOptions, f"{where}.options")
     rows, chosen = _rows(path, chosen, f"{where}.path")
     layout, rows = _layout(kind, path, rows, chosen, where)
@@ -96,8 +104,6 @@ def open_records(kind: type[R], path: str, options: Mapping[str, Any], where: st
     if not records:
         remedy = f"All {count:,} rows are broken: {skipped}" if skipped.total else "It has no rows."
         raise ConfigError(f"{where}.path: {path} has no {CALLED[kind]}. {remedy}")
-    if skipped.total:
-        logger.warning("%s: %d of %d rows are skipped: %s", path, skipped.total, count, skipped)
     return Records(records, layout=layout.name, rows=count, skipped=skipped)
 
 

@@ -1,0 +1,100 @@
+"""What `headway data inspect` shows: a table of uses, what is wrong, and examples with the trained tokens marked."""
+
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from broker.errors import ConfigError
+from deploy.recipe.loading import load_recipe
+from deploy.tables import WholeWords
+from deploy.terminal import styled
+from learner.config import ModelConfig
+from learner.data.inspection import Example, Finding, Inspection
+from learner.data.records import RecordOptions
+
+EXAMPLES = 3
+LONGEST_PIECE = 600
+"""Characters of a piece that are shown; of a longer one the middle is left out."""
+STAGES = {"rl": "rl: prompts", "sft": "sft: conversations", "preferences": "preferences", "kto": "kto: labelled"}
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """One file, to programs."""
+
+    path: str
+    is_usable: bool
+    """Whether a stage can train on it."""
+    uses: list[Finding]
+    examples: list[Example]
+
+
+def inspect_data(path: str, options: dict[str, Any], recipe: str, model: str) -> Report:
+    """Return what the file is to each stage; with examples if a recipe or a model's directory is given."""
+    inspection = Inspection(path, msgspec.convert(options, RecordOptions))
+    findings = inspection.findings
+    return Report(
+        path=path,
+        is_usable=any(finding.records for finding in findings),
+        uses=findings,
+        examples=_examples(inspection, recipe, model) if recipe or model else [],
+    )
+
+
+def _examples(inspection: Inspection, recipe: str, model: str) -> list[Example]:
+    from learner.data.prompts.rendering import Renderer
+    from learner.models.model import load_tokenizer
+
+    if recipe and model:
+        raise ConfigError("--recipe and --model exclude each other: a recipe names its model.")
+    loaded = load_recipe(recipe) if recipe else None
+    tokenizer = load_tokenizer(loaded.model if loaded else ModelConfig(path=model))
+    return inspection.examples(tokenizer, Renderer(tokenizer, loaded.prompts.system_prompt if loaded else ""), EXAMPLES)
+
+
+def page(report: Report) -> RenderableType:
+    """Return the report for a terminal."""
+    shown: list[RenderableType] = [WholeWords(_table(report)), *_wrong(report)]
+    if report.examples:
+        shown.append(styled("\nTrained tokens are ", ("⟦marked⟧", "bold green"), "."))
+    return Group(*shown, *(_example(example) for example in report.examples))
+
+
+def _table(report: Report) -> Table:
+    table = Table(
+        "stage", "looks like", "rows", "records", "broken rows", title=styled(report.path), title_justify="left"
+    )
+    for finding in report.uses:
+        broken = sum(each.rows for each in finding.broken)
+        layout = finding.layout or "no"
+        counts = [f"{count:,}" if finding.records else "" for count in (finding.rows, finding.records, broken)]
+        table.add_row(STAGES[finding.use], layout, *counts)
+    return table
+
+
+def _wrong(report: Report) -> list[RenderableType]:
+    usable = [finding for finding in report.uses if finding.records]
+    lines: list[RenderableType] = [
+        styled((f"{finding.use}: ", "bold"), f"{each.rows:,} {each.reason}; the first: {each.first}")
+        for finding in usable
+        for each in finding.broken
+    ]
+    if not usable:
+        lines += [styled((f"{finding.use}: ", "bold"), finding.error) for finding in report.uses]
+    return lines
+
+
+def _example(example: Example) -> Text:
+    head = f"\n{example.place}, {example.what}: {example.tokens:,} tokens, {example.trained_tokens:,} trained\n"
+    pieces = [
+        (f"⟦{_shortened(text)}⟧", "bold green") if is_trained else (_shortened(text), "dim")
+        for text, is_trained in example.pieces
+    ]
+    return styled((head, "bold"), *pieces)
+
+
+def _shortened(text: str) -> str:
+    half = LONGEST_PIECE // 2
+    return text if len(text) <= LONGEST_PIECE else f"{text[:half]} [...] {text[-half:]}"

@@ -1,0 +1,160 @@
+"""What a data file looks like to each stage that could train on it, and how a model sees some of its records."""
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from broker.errors import ConfigError
+
+from .prompts.rows import RowFields, to_items
+from .records import Conversation, Labelled, Preference, RecordOptions, Records, RowError, Skipped
+from .records.opening import open_rows, read_records
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .prompts.base import Item
+    from .prompts.rendering import Renderer
+
+USES: dict[str, type[Any] | None] = {"rl": None, "sft": Conversation, "preferences": Preference, "kto": Labelled}
+"""What a file may be used for, and the records that this needs; reinforcement learning takes prompts."""
+
+
+class Broken(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows that cannot be used for one reason."""
+
+    reason: str
+    rows: int
+    first: str
+    """The error of the first one, with its place and the remedy."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file is to one use."""
+
+    use: str
+    layout: str = ""
+    """The name of the layout that was told by the columns."""
+    rows: int = 0
+    records: int = 0
+    """0 where the file cannot be used so; `error` then says why."""
+    broken: list[Broken] = []
+    error: str = ""
+
+
+class Example(msgspec.Struct, frozen=True, kw_only=True):
+    """One record as the model gets it."""
+
+    place: str
+    what: str
+    """prompt, conversation, chosen, rejected, desirable or undesirable."""
+    tokens: int
+    trained_tokens: int
+    pieces: list[tuple[str, bool]]
+    """Texts end to end, each with whether it is trained."""
+
+
+class Inspection:
+    """One file, read for every use."""
+
+    def __init__(self, path: str, options: RecordOptions) -> None:
+        """Raises ConfigError if there is no such file, or if it is no file of records at all."""
+        self._path = path
+        self._options = msgspec.structs.replace(options, on_bad_row="skip")
+        next(open_rows(path, self._options, "data"), None)  # raises for what is no file of records
+        self._found: dict[str, Any] = {}
+        self.findings = [self._finding(use, kind) for use, kind in USES.items()]
+
+    def examples(self, tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer", count: int) -> list[Example]:
+        """Returns the first records of the first use that the file has, rendered. Raises ConfigError."""
+        for use in ("sft", "preferences", "kto"):
+            if found := self._found.get(use):
+                return [each for record in found[:count] for each in _rendered(record, tokenizer, renderer)]
+        return [_prompt(item, tokenizer, renderer) for item in self._found.get("rl", [])[:count]]
+
+    def _finding(self, use: str, kind: type[Any] | None) -> Finding:
+        try:
+            layout, rows, found, skipped = self._prompts() if kind is None else self._records(kind)
+        except ConfigError as error:
+            return Finding(use=use, error=str(error))
+        self._found[use] = found
+        broken = [
+            Broken(reason=reason, rows=count, first=skipped.first[reason]) for reason, count in skipped.counts.items()
+        ]
+        return Finding(use=use, layout=layout, rows=rows, records=len(found), broken=broken)
+
+    def _records(self, kind: type[Any]) -> tuple[str, int, Any, Skipped]:
+        records: Records[Any] = read_records(kind, self._path, msgspec.to_builtins(self._options), "data")
+        return records.layout, records.rows, records, records.skipped
+
+    def _prompts(self) -> tuple[str, int, list["Item"], Skipped]:
+        kind = _kind_of_prompts(self._path)
+        items, skipped, rows = [], Skipped(), 0
+        for place, row in open_rows(self._path, self._options, "data"):
+            rows += 1
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                items += to_items([(place, row)], RowFields(), Path(self._path).stem)
+            except ConfigError as error:
+                skipped.add(getattr(error, "reason", "no prompt with a ground truth"), str(error))
+        if not items:
+            raise ConfigError(
+                f"no row is a prompt with a ground truth: {next(iter(skipped.first.values()), 'no rows')}"
+            )
+        return kind, rows, items, skipped
+
+
+def _kind_of_prompts(path: str) -> str:
+    """Returns the kind in `prompts.kind` that reads the file. Raises ConfigError if there is none."""
+    if Path(path).is_file():
+        with Path(path).open("rb") as opened:
+            start = opened.read(64).lstrip()
+        if start.startswith(b"PAR1"):
+            return "parquet"
+        if start.removeprefix(b"\xef\xbb\xbf").startswith(b"{"):
+            return "jsonl"
+    raise ConfigError("prompts are read from JSON lines and Parquet, and this is neither. Write it as one of them.")
+
+
+def _rendered(record: Any, tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer") -> Iterator[Example]:
+    if isinstance(record, Preference):
+        sides = {"chosen": record.chosen_conversation, "rejected": record.rejected_conversation}
+    elif isinstance(record, Labelled):
+        sides = {"desirable" if record.label else "undesirable": record.conversation}
+    else:
+        sides = {"conversation": record}
+    for what, conversation in sides.items():
+        yield _example(what, conversation, tokenizer, renderer)
+
+
+def _example(
+    what: str, conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer"
+) -> Example:
+    from .records.rendering import ConversationRenderer
+
+    rendered = ConversationRenderer(tokenizer, renderer).render(conversation)
+    if rendered is None:
+        return Example(place=conversation.place, what=what, tokens=0, trained_tokens=0, pieces=[])
+    tokens = zip(rendered.loss_mask.tolist(), rendered.token_ids.tolist(), strict=True)
+    pieces = [
+        (tokenizer.decode([token for _, token in run]), bool(bit)) for bit, run in groupby(tokens, lambda pair: pair[0])
+    ]
+    return Example(
+        place=conversation.place,
+        what=what,
+        tokens=len(rendered.token_ids),
+        trained_tokens=int(rendered.loss_mask.sum()),
+        pieces=pieces,
+    )
+
+
+def _prompt(item: "Item", tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer") -> Example:
+    prompt = renderer.prompt(item, group="example", num_samples=1)
+    text = tokenizer.decode(prompt.token_ids)
+    return Example(
+        place=item.place, what="prompt", tokens=len(prompt.token_ids), trained_tokens=0, pieces=[(text, False)]
+    )
