@@ -76,8 +76,10 @@ have sampled), is_rewound, state, started, adopted (the server's id when a learn
 claimed_at, announced_at, pinned_at (the server's clock).
 
 Fields of `group:G`: size, length (of the prompt, up to a power of two), prompt (a digest of its frame), round, state
-(pool, open, ready, pinned; lost: without its prompt), index (admission number), floor (lowest weight step in this
-round), newest (highest), bytes, done, trimmed, pin (step); for each sample I token:I, step:I (the lowest of its lease
+(pool, open, ready, pinned; lost: without its prompt), index (admission number), queued_at (when its round's samples
+were offered to workers; server's clock), floor (lowest weight step in this round), newest (highest), bytes, done,
+trimmed, ready_at (when it had all its samples), waited (seconds from then until it was taken), pin (step); for each
+sample I token:I, step:I (the lowest of its lease
 and segments, then of its submission), oldest:I (lowest of its segments), by:I (its last holder: name and session, with
 a `?` behind a name that belongs to another session), under:I (incarnation of the weights that it was leased for),
 since:I (when it was leased, or got its last segment), and once submitted bytes:I and payload:I.

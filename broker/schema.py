@@ -309,6 +309,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds in which its engine has had requests, and weights to sample them with."""
     slot_s: float = 0.0
     """The sum of these seconds over all requests."""
+    broker_calls: int = 0
+    """Calls to the broker that were answered since the worker began."""
+    broker_s: float = 0.0
+    """The sum of the times until they were answered, of which some overlap."""
 
 
 class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -399,6 +403,15 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The optimizer's learning rate at this step."""
     algorithm: dict[str, float]
     """The metrics of the loss: ESS, clip and mask fractions, KL."""
+    waited_mean_s: float | None = None
+    """For how long the step's groups waited for the learner once they were ready, in the mean; None: the batch came
+    from the log."""
+    waited_max_s: float | None = None
+    """The longest of these times."""
+    broker_calls: int = 0
+    """Calls of the learner to the broker that were answered since the step before."""
+    broker_s: float = 0.0
+    """The sum of the times until they were answered."""
     take_s: float
     """The time to wait for the batch and read it."""
     train_s: float
@@ -452,6 +465,19 @@ class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that their groups went without."""
     skipped_evaluations: int = 0
     """Evaluations by workers that gave no result, as no worker kept their version until all samples were done."""
+
+
+class QueueAges(msgspec.Struct, frozen=True, kw_only=True):
+    """For how long groups and samples have been in their state, by the server's clock; None where there is none."""
+
+    oldest_ready_s: float | None = None
+    """The longest time for which a ready group has waited for the learner."""
+    mean_ready_s: float | None = None
+    """The mean of that time over the ready groups, or over the first 1000 of them."""
+    oldest_lease_s: float | None = None
+    """The longest time since a leased sample was leased, or was saved as a segment."""
+    next_sample_s: float | None = None
+    """For how long the group of the sample that is leased next has been offered to workers."""
 
 
 class Tallies(msgspec.Struct, frozen=True, kw_only=True):
@@ -524,6 +550,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     announced: WeightVersion | None
     queues: QueueDepths
+    ages: QueueAges = QueueAges()
     workers: tuple[WorkerInfo, ...]
     last_step: StepMetrics | None
     recent_steps: tuple[StepMetrics, ...]

@@ -383,6 +383,8 @@ class Worker:
             silent_s=self._generated.silent_s() if self._sampling_now() else 0.0,
             busy_s=self._generated.busy_s,
             slot_s=self._generated.slot_s,
+            broker_calls=self._broker.answered,
+            broker_s=self._broker.answer_s,
         )
 
     def _state(self) -> Literal["starting", "generating", "idle", "paused", "asleep", "draining"]:

@@ -48,6 +48,9 @@ class TakenBatch:
 
     step: int
     groups: tuple[Group, ...]
+    waited_s: tuple[float, ...] = ()
+    """For how long each group had waited for the learner, with all its samples, when it was taken; empty where the
+    batch comes from the log."""
 
 
 class NotReady(StrEnum):
@@ -181,9 +184,10 @@ class Batches:
         if status == b"wait":
             return NotReady(rest[0].decode())
         self._note_fork(owner, rest.pop(0))
-        pinned = [_Pinned(g.decode(), int(r), {int(i): p.decode() for i, p in samples}) for g, r, *samples in rest]
+        pinned = [_Pinned(g.decode(), int(r), {int(i): p.decode() for i, p in samples}) for g, r, _, *samples in rest]
         groups = await self._fetch(owner, step, pinned)
-        return NotReady.REJECTED if groups is None else TakenBatch(step, groups)
+        waited_s = tuple(float(waited) for _, _, waited, *_ in rest if waited)
+        return NotReady.REJECTED if groups is None else TakenBatch(step, groups, waited_s)
 
     async def commit(self, owner: Owner, step: int, groups: Sequence[str] = (), watermark: str | None = None) -> int:
         """Frees the batches of all steps < `step`, which a durable checkpoint contains, and returns how many groups it

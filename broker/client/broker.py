@@ -59,6 +59,16 @@ class Broker:
         """A secret by which the server tells this process from others that claim to be the same worker."""
         return self._connection.session
 
+    @property
+    def answered(self) -> int:
+        """Calls that the server has answered, without those that were sent to make it wait."""
+        return self._connection.answered
+
+    @property
+    def answer_s(self) -> float:
+        """The sum of the times until they were answered; some of them overlap."""
+        return self._connection.answer_s
+
     async def ping(self) -> None:
         """Raises BrokerUnavailableError where the server does not answer."""
         await self._connection.execute("PING")

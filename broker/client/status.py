@@ -18,6 +18,7 @@ from broker.owner import Owner
 from broker.schema import (
     DeadLetter,
     PoolInfo,
+    QueueAges,
     QueueDepths,
     RunStatus,
     Silence,
@@ -163,7 +164,7 @@ class StatusBoard:
             raise RunNotFoundError(
                 f"No run {self._connection.run} at {self._connection.url}. Runs there: {await self.runs_for_people()}."
             )
-        _, tally, sizes, frames, workers, quarantined, letters, refused, pools, versions, lifetimes = reply
+        _, tally, sizes, frames, workers, quarantined, letters, refused, pools, versions, lifetimes, ages = reply
         refused_lately, refused_workers = refused
         heard_pools = self._pools(pools)
         steps = tuple(step for frame in frames if (step := self._readable(frame, StepMetrics, "a step")))
@@ -179,6 +180,7 @@ class StatusBoard:
             incarnation=int(meta["incarnation"]),
             announced=announced,
             queues=_queues(meta, sizes),
+            ages=_ages(ages),
             workers=self._heard(workers),
             last_step=steps[-1] if steps else None,
             recent_steps=steps,
@@ -253,6 +255,16 @@ def _storable(text: str) -> str:
 
 def _letter(tid: str, worker: str, reason: str) -> DeadLetter:
     return DeadLetter(tid=tid, worker=worker, reason=reason)
+
+
+def _ages(reply: Sequence[bytes]) -> QueueAges:
+    oldest_ready_s, mean_ready_s, oldest_lease_s, next_sample_s = (float(age) if age else None for age in reply)
+    return QueueAges(
+        oldest_ready_s=oldest_ready_s,
+        mean_ready_s=mean_ready_s,
+        oldest_lease_s=oldest_lease_s,
+        next_sample_s=next_sample_s,
+    )
 
 
 def _queues(meta: dict[str, str], sizes: Sequence[int]) -> QueueDepths:

@@ -82,6 +82,10 @@ class Connection:
         answer."""
         self.lacks_memory = asyncio.Event()
         """Set whenever the server refuses a command for want of memory; the sweep that frees memory clears it."""
+        self.answered = 0
+        """Calls that were answered."""
+        self.answer_s = 0.0
+        """The sum of the times until they were answered, with what they waited for others to share a round trip."""
         self._timeout_s = timeout_s
         self._verbs: Verbs | None = None
         self._routes = open_routes(Address.parse(url), self.keys, timeout_s)
@@ -259,7 +263,11 @@ class Connection:
         return verbs
 
     async def _send(self, commands: Sequence[Command]) -> list[Any]:
-        return _accepted(await self._routes.send(commands))
+        began_s = time.perf_counter()
+        replies = await self._routes.send(commands)
+        self.answered += 1
+        self.answer_s += time.perf_counter() - began_s
+        return _accepted(replies)
 
     async def _send_alone(self, command: Command) -> Any:
         (reply,) = _accepted([await self._routes.send_alone(command)])

@@ -43,7 +43,7 @@ end
 
 -- Frees the current round of a group that stays in the run, and removes the round's fields from its hash.
 local function clear_round(g)
-  local names = { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed' }
+  local names = { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed', 'ready_at', 'waited' }
   for i = 0, free_round(g) - 1 do
     for _, name in ipairs({ 'token:', 'step:', 'by:', 'since:', 'under:', 'bytes:', 'payload:' }) do
       names[#names + 1] = name .. i
@@ -93,8 +93,7 @@ local function unpin(g)
   local pin, floor = fields(g, 'pin', 'floor')
   call('LREM', batch_key(pin), 0, g)
   call('HDEL', group_key(g), 'pin')
-  call('HSET', group_key(g), 'state', 'ready')
-  call('ZADD', READY, floor, g)
+  make_ready(g, floor)
 end
 
 -- Records that the incarnation goes on from the weights of `step`, which are older than those announced before. Groups

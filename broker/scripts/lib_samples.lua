@@ -3,11 +3,18 @@
 local function enqueue(g)
   local round, index, size = fields(g, 'round', 'index', 'size')
   local scored = {}
+  call('HSET', group_key(g), 'queued_at', now())
   for _, m in ipairs(members(g, round, size)) do
     scored[#scored + 1] = index
     scored[#scored + 1] = m
   end
   call('ZADD', RETRY, unpack(scored))
+end
+
+-- Lets a group that has all its samples wait for the learner.
+local function make_ready(g, floor)
+  call('HSET', group_key(g), 'state', 'ready', 'ready_at', now())
+  call('ZADD', READY, floor, g)
 end
 
 -- Ends a sample's lease. Any worker may lease the sample next and go on after its segments.

@@ -4,9 +4,13 @@
 --   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...},
 --   {samples refused in the last minute by a worker's fault, how many workers these came from},
 --   {pool, frame, workers wanted...}, {{step of weights, groups generating, ready, dropped} newest first...},
---   {worker, ms that its session lasts, ms until it is not alive any more...}}
+--   {worker, ms that its session lasts, ms until it is not alive any more...},
+--   {age of the oldest ready group | '', their mean age | '', age of the oldest lease | '', age of the next sample to be
+--   leased | ''}}
+-- Ages are seconds as text; of many groups and leases the first 1000 are looked at.
 -- Reads: meta, tally, pool, retry, leases, open, ready, given_up, pinned, batch:*, steps, workers,
 --   worker:*, session:*, quarantined, dead, pools, pool:*, wanted.
+local MOST_AGES = 1000
 local sizes, pinned = {}, 0
 for i, queue in ipairs({ 'pool', 'retry', 'leases', 'ready' }) do sizes[i] = call('ZCARD', P .. queue) end
 for _, step in ipairs(call('ZRANGE', P .. 'pinned', 0, -1)) do pinned = pinned + call('LLEN', P .. 'batch:' .. step) end
@@ -55,6 +59,30 @@ local function by_version()
   return found
 end
 
+local function since(g, name) return tonumber(call('HMGET', group_key(g), name)[1] or '') end
+
+-- Returns the largest and the mean age of these times, as text; '' for none.
+local function ages(times)
+  local oldest, total, time = 0, 0, now()
+  for _, at in ipairs(times) do
+    oldest, total = math.max(oldest, time - at), total + math.max(0, time - at)
+  end
+  if #times == 0 then return '', '' end
+  return string.format('%.3f', oldest), string.format('%.3f', total / #times)
+end
+
+local function queue_ages()
+  local ready, leased, next_one = {}, {}, {}
+  for _, g in ipairs(call('ZRANGE', READY, 0, MOST_AGES - 1)) do ready[#ready + 1] = since(g, 'ready_at') end
+  for _, m in ipairs(call('ZRANGE', LEASES, 0, MOST_AGES - 1)) do
+    local g, _, i = parse(m)
+    leased[#leased + 1] = since(g, 'since:' .. i)
+  end
+  for _, m in ipairs(call('ZRANGE', RETRY, 0, 0)) do next_one[1] = since(parse(m), 'queued_at') end
+  local oldest, mean = ages(ready)
+  return { oldest, mean, (ages(leased)), (ages(next_one)) }
+end
+
 local alive, lifetimes = alive_workers(), {}
 for a = 1, #alive, 2 do
   lifetimes[#lifetimes + 1] = alive[a]
@@ -67,4 +95,4 @@ for n, holder in ipairs(call('SMEMBERS', P .. 'quarantined')) do quarantined[n] 
 
 return { call('HGETALL', META), call('HGETALL', P .. 'tally'), sizes, call('LRANGE', P .. 'steps', 0, -1),
   alive, quarantined, dead_letters(), refused_lately(), alive_pools(),
-  by_version(), lifetimes }
+  by_version(), lifetimes, queue_ages() }

@@ -62,12 +62,12 @@ local function submit(a, last)
   done = (done or 0) + 1
   local is_done = done == tonumber(size)
   call('HSET', key, 'token:' .. i, token, 'payload:' .. i, payload, 'bytes:' .. i, bytes, 'step:' .. i, from,
-    'done', done, 'bytes', (had_bytes or 0) + bytes, 'state', is_done and 'ready' or 'open')
+    'done', done, 'bytes', (had_bytes or 0) + bytes)
   note_newest(g, newest, newest_now)
   if had_from ~= from then floor = refloor(g) end
   if is_done then
     call('ZREM', OPEN, g)
-    call('ZADD', READY, floor, g)
+    make_ready(g, floor)
   end
   accepted[#accepted + 1], bytes_accepted, tokens_accepted = m, bytes_accepted + bytes, tokens_accepted + tokens
   return 'accepted'

@@ -1,7 +1,7 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
 -- take(incarnation, owner, server, step, n)
---   -> {'batch', forked to | '', {group, round, {sample, payload}...}...} | {'wait', why} | {'exhausted'}
+--   -> {'batch', forked to | '', {group, round, seconds that it waited | '', {sample, payload}...}...} | {'wait', why} | {'exhausted'}
 -- Pins n ready groups to the step, those of the oldest weights first. Until the step is committed, the same step gives
 -- the same batch again.
 -- Touches: meta, tally, pool, retry, leases, open, ready, pinned, batch:*, settled, dropped, given_up, group:*, prompt:*,
@@ -27,8 +27,8 @@ end
 local function deliver()
   local reply = { 'batch', call('HGET', FORKS, ARGV[1]) or '' }
   for _, g in ipairs(call('LRANGE', BATCH, 0, -1)) do
-    local round, size = fields(g, 'round', 'size')
-    local one = { g, round }
+    local round, size, waited = fields(g, 'round', 'size', 'waited')
+    local one = { g, round, waited or '' }
     for i, payload in ipairs(by_sample(g, 'payload', size)) do
       if payload then one[#one + 1] = { i - 1, payload } end
     end
@@ -105,10 +105,10 @@ local function trim(g)
       count('trimmed_samples')
     end
   end
-  call('ZREM', OPEN, g)
-  call('HSET', group_key(g), 'state', 'ready', 'trimmed', 1)
+  call('HSET', group_key(g), 'trimmed', 1)
   refloor(g)
-  call('ZADD', READY, field(g, 'floor'), g)
+  call('ZREM', OPEN, g)
+  make_ready(g, field(g, 'floor'))
 end
 
 -- Trims or sends back groups that would be over the bound at the next step.
@@ -126,8 +126,9 @@ end
 local function pin(ready, need)
   for a = 1, need do
     local g = ready[a].group
+    local since = tonumber(field(g, 'ready_at') or '') or now()
     call('ZREM', READY, g)
-    call('HSET', group_key(g), 'state', 'pinned', 'pin', step)
+    call('HSET', group_key(g), 'state', 'pinned', 'pin', step, 'waited', math.max(0, now() - since))
     call('RPUSH', BATCH, g)
   end
   call('ZADD', PINNED, step, step)

@@ -10,7 +10,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from broker.schema import Fault, PoolInfo, QueueDepths, RunStatus, StepMetrics, Tallies, WeightVersion, WorkerInfo
+from broker.schema import (
+    Fault,
+    PoolInfo,
+    QueueAges,
+    QueueDepths,
+    RunStatus,
+    StepMetrics,
+    Tallies,
+    WeightVersion,
+    WorkerInfo,
+)
 from deploy.run.figures import by_lag, generated_per_s, lag_histogram, trained_per_s
 from deploy.tables import WholeWords
 
@@ -54,7 +64,7 @@ def status_json(status: RunStatus, waiting: Waiting | None = None) -> dict[str, 
 
 def status_tables(status: RunStatus, waiting: Waiting | None = None) -> RenderableType:
     """Return the same as tables for people."""
-    before = [_head(status, waiting), _queues(status.queues), _lengths(status.tallies)]
+    before = [_head(status, waiting), _queues(status.queues, status.ages), _lengths(status.tallies)]
     if status.pools:
         before.append(_pools(status.pools))
     after = [_lags(status)]
@@ -86,7 +96,7 @@ def _head(status: RunStatus, waiting: Waiting | None) -> Table:
     return table
 
 
-def _queues(queues: QueueDepths) -> Table:
+def _queues(queues: QueueDepths, ages: QueueAges) -> Table:
     table = Table(title="Queues", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("", "waiting", "generating", "ready", "taken", "dropped", "requeued"):
         table.add_column(heading, justify="right")
@@ -100,6 +110,8 @@ def _queues(queues: QueueDepths) -> Table:
         f"{queues.requeued_stale}",
     )
     table.add_row("samples", f"{queues.retry}", f"{queues.leased}", "", "", "", "")
+    oldest = (ages.next_sample_s, ages.oldest_lease_s, ages.oldest_ready_s)
+    table.add_row("oldest", *("" if age_s is None else f"{age_s:,.1f} s" for age_s in oldest), "", "", "")
     table.caption = (
         f"{queues.admitted} groups admitted, {queues.expired_leases} leases expired, {queues.fenced} late or"
         f" duplicate submissions refused, {queues.rejected} samples or prompts that cannot be,"

@@ -6,7 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from statistics import fmean
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from broker.schema import RunStatus, StepMetrics, Trajectory, WeightVersion
 from deploy.observe.sinks.delivery import Sinks
@@ -119,6 +122,7 @@ class RunObserver:
         if self._traces is not None:
             self._traces.add(step)
         event = step_event(step, self._recipe.learner.steps, time.monotonic() - self._started)
+        event = replace(event, metrics=replace(event.metrics, **self._of_broker()))
         metrics = self._last_step = event.metrics
         self._sinks.write(event)
         self._experience.report(metrics)
@@ -137,6 +141,13 @@ class RunObserver:
             metrics.lag_max,
             metrics.step_s,
         )
+
+    def _of_broker(self) -> dict[str, float | None]:
+        """Return what a step's metrics say of the queue and of the broker."""
+        assert self._experience is not None
+        waited_s, (calls, seconds) = self._experience.waited_s, self._experience.broker_calls()
+        mean_s, max_s = (fmean(waited_s), max(waited_s)) if waited_s else (None, None)
+        return {"waited_mean_s": mean_s, "waited_max_s": max_s, "broker_calls": calls, "broker_s": seconds}
 
     def on_look(self, status: RunStatus) -> None:
         """Give sinks a look at the run from another thread, unless a step's look was given a moment ago: while the

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from broker.schema import QueueDepths, RunStatus, StepMetrics, Tallies, WorkerInfo
+from broker.schema import QueueAges, QueueDepths, RunStatus, StepMetrics, Tallies, WorkerInfo
 
 
 class StepEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +47,7 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerInfo, ...]
     """The last heartbeat of each living worker."""
     queues: QueueDepths
+    ages: QueueAges = QueueAges()
     tallies: Tallies = Tallies()
 
     @classmethod
@@ -63,6 +64,7 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
             time_s=time_s,
             workers=status.workers,
             queues=status.queues,
+            ages=status.ages,
             tallies=status.tallies,
         )
 

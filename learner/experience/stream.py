@@ -86,6 +86,10 @@ class Experience:
         self._committed_step = claim.committed_step
         """Earlier learners had committed the steps below it when this one took the run over."""
 
+        self._waited_s: tuple[float, ...] = ()
+        self._told_calls, self._told_s = 0, 0.0
+        """Calls to the broker, and their time, as of the last `broker_calls`."""
+
         self._standing = Standing()
         self._promised_to = 0
         """Replayed steps below it were committed: the broker has forgotten them, so only the log can give them."""
@@ -135,7 +139,22 @@ class Experience:
             else:
                 self._pause(meanwhile)
         self._taken[step] = tids_of(found.groups)
+        self._waited_s = found.waited_s
         return found
+
+    @property
+    def waited_s(self) -> Sequence[float]:
+        """For how long the groups taken last had waited for the learner; empty where they came from the log."""
+        return self._waited_s
+
+    def broker_calls(self) -> tuple[int, float]:
+        """Returns how many calls the broker has answered since this was asked last, and the sum of their times in
+        seconds."""
+        broker = self._blocking.broker
+        calls, seconds = broker.answered, broker.answer_s
+        told_calls, told_s = self._told_calls, self._told_s
+        self._told_calls, self._told_s = calls, seconds
+        return calls - told_calls, seconds - told_s
 
     def commit(self, step: int) -> None:
         """Lets the broker forget the batches of the steps below `step`, which a durable checkpoint contains.

@@ -9,7 +9,7 @@ from broker import Broker, open_broker
 from broker.client.batches import CheckpointMark, NotReady, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerError, FencedError
-from broker.schema import Lease, VersionGroups, WeightVersion
+from broker.schema import Lease, QueueAges, VersionGroups, WeightVersion
 
 from .scenario import Scenario, begin, group_id, groups, prompt, rules
 
@@ -31,6 +31,43 @@ async def test_take_gives_whole_groups_and_the_same_ones_again(broker: Broker) -
     assert await run.take(0) == groups(0, 1)
     assert await run.take(1) == groups(2, 3)
     assert await run.take(0) == groups(0, 1)
+
+
+async def test_ages_are_of_what_waits_and_a_batch_keeps_how_long_its_groups_waited(broker: Broker) -> None:
+    async def ages() -> QueueAges:
+        return (await broker.status.snapshot()).ages
+
+    run = await begin(broker, rules(2), fed=3)
+    assert await ages() == QueueAges()
+    leased = (await run.lease(5, 0)).leases
+    generating = await ages()
+    assert generating.oldest_lease_s is not None
+    assert generating.next_sample_s is not None, "one sample of the last group has no lease yet"
+    assert (generating.oldest_ready_s, generating.mean_ready_s) == (None, None)
+    await run.submit_all(leased[:2], 0)
+    await asyncio.sleep(0.02)
+    await run.submit_all(leased[2:], 0)
+    ready = await ages()
+    assert ready.oldest_ready_s is not None
+    assert ready.mean_ready_s is not None
+    assert 0 <= ready.mean_ready_s < ready.oldest_ready_s
+    assert ready.oldest_lease_s is None
+    batch, again = [await broker.batches.take(run.owner, 0, 2) for _ in range(2)]
+    assert isinstance(batch, TakenBatch)
+    assert isinstance(again, TakenBatch)
+    assert batch.waited_s == again.waited_s
+    assert max(batch.waited_s) >= ready.oldest_ready_s > min(batch.waited_s)
+    assert len(batch.waited_s) == len(batch.groups)
+    assert (await ages()).oldest_ready_s is None
+
+
+async def test_answered_calls_are_counted_with_their_time(broker: Broker) -> None:
+    run = await begin(broker, rules(1))
+    calls, seconds = broker.answered, broker.answer_s
+    await run.lease(1, 0)
+    await broker.status.snapshot()
+    assert broker.answered >= calls + 2
+    assert broker.answer_s > seconds
 
 
 async def test_oldest_weights_first(broker: Broker) -> None:

@@ -34,6 +34,7 @@ async def test_a_straggler_is_trimmed(broker: Broker) -> None:
     (group,) = batch.groups
     assert group.prompt.group == group_id(0)
     assert [t.tid.sample for t in group.trajectories] == [0, 1]
+    assert len(batch.waited_s) == 1
     assert await run.take(1, 1) == groups(0)
     assert await run.submit(missing, 0) is SubmitOutcome.FENCED
     assert (await run.queues()).trimmed_samples == 1

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from broker.schema import LagFigures, QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
+from broker.schema import LagFigures, QueueAges, QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.run.events import EvaluationEvent, StepEvent
@@ -40,6 +40,10 @@ def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_
         grad_norm=0.5,
         learning_rate=5e-4,
         algorithm={"ess": 0.9},
+        waited_mean_s=1.5,
+        waited_max_s=4.5,
+        broker_calls=40,
+        broker_s=0.1,
         take_s=0.5,
         train_s=1.2,
         publish_s=0.2,
@@ -87,6 +91,8 @@ def worker(name: str, version: WeightVersion | None, *, last_error: str = "") ->
         submitted=2000,
         tokens_per_s=2500.0,
         swaps=36,
+        broker_calls=50,
+        broker_s=0.25,
         last_error=last_error,
     )
 
@@ -114,6 +120,7 @@ def run_status(steps: int = 37) -> RunStatus:
             rejected=0,
             payload_bytes=1_500_000,
         ),
+        ages=QueueAges(oldest_ready_s=7.5, mean_ready_s=2.5, oldest_lease_s=3.0),
         workers=(
             worker("node-worker-0-ab12", WeightVersion(1, steps)),
             worker("node-worker-1-cd34", None, last_error="[x]"),

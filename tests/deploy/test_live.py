@@ -1,6 +1,7 @@
 """What a user sees while a run runs, on a terminal and in a pipe; and `headway status`."""
 
 import io
+import re
 from collections.abc import Iterator
 
 import msgspec
@@ -146,6 +147,7 @@ def test_status_tables_hold_versions_queues_workers_and_lags() -> None:
         "60/64",
     ):
         assert part in text, part
+    assert re.search(r"oldest +3\.0 s +7\.5 s", text)
     assert "1          4,000    0.692   0.900     0.250        -   ████████████████████" in text
 
 
@@ -187,5 +189,11 @@ def test_status_as_json() -> None:
     )
     assert status["throughput"] == {"generated_tokens_per_s": 5000.0, "trained_tokens_per_s": 2000.0}
     assert status["queues"]["ready"] == 12
+    assert status["ages"] == {
+        "oldest_ready_s": 7.5,
+        "mean_ready_s": 2.5,
+        "oldest_lease_s": 3.0,
+        "next_sample_s": None,
+    }
     assert "recent_steps" not in status
     assert set(status["last_step"]) == set(StepMetrics.__struct_fields__)

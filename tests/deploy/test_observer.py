@@ -36,7 +36,8 @@ class WithHeartbeats(JsonlSink):
 
 
 def experience_of(status: RunStatus | None) -> Any:
-    return Mock(spec=Experience, **{"status.return_value": status})
+    answers = {"status.return_value": status, "waited_s": (0.5, 1.5), "broker_calls.return_value": (3, 0.25)}
+    return Mock(spec=Experience, **answers)
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +61,9 @@ def test_nobody_looks_at_the_workers_for_sinks_that_do_not_want_it(tmp_path: Pat
     train(JsonlSink(), experience, tmp_path)
     assert experience.status.call_count == 0
     assert experience.report.call_count == STEPS
+    reported = experience.report.call_args.args[0]
+    assert (reported.waited_mean_s, reported.waited_max_s) == (1.0, 1.5)
+    assert (reported.broker_calls, reported.broker_s) == (3, 0.25)
 
 
 def test_the_workers_are_looked_at_now_and_then(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from broker.schema import RunStatus
 from broker.server.access import Role
 from broker.server.credentials import url_as
 from deploy.observe.prometheus.families import Family
-from deploy.observe.prometheus.run import LAST_STEP, QUEUES, SUMS
+from deploy.observe.prometheus.run import AGES, BY_LAG, LAST_STEP, QUEUES, SUMS
 from deploy.observe.prometheus.worker import FIGURES
 from deploy.observe.status import RECENT_STEPS
 from deploy.run.directory import newest_endpoint
@@ -43,7 +43,7 @@ GROUPS, SAMPLES, WORKERS = 4, 4, 2
 BEGUN_STEPS = 6
 HELD_S = 600.0
 STILL_S = 1.0
-OF_THE_MOMENT = {"silent_s", "tokens_per_s", "heard_s"}
+OF_THE_MOMENT = {"silent_s", "tokens_per_s", "heard_s", "broker_calls", "broker_s"}
 """Figures of a worker that change while it rests."""
 
 
@@ -247,6 +247,42 @@ def test_lag_is_the_same_everywhere(views: Views) -> None:
         for lag, count in line["lag_histogram"].items():
             by_version[f"{line['incarnation']}.{line['step'] - int(lag)}"] += count
     assert {one["version"]: one["trained"] for one in views.live["versions"] if one["trained"]} == by_version
+
+
+def test_figures_by_lag_are_the_same_everywhere_and_add_up(views: Views) -> None:
+    last, recent = views.steps[-1], views.steps[-RECENT_STEPS:]
+    for name, _, field in BY_LAG:
+        shown = {dict(labels)["lag"]: value for (of, labels), value in views.learner.items() if of == name}
+        assert shown == {lag: found[field] for lag, found in last["by_lag"].items() if field in found}
+    for line in views.steps:
+        found = line["by_lag"].values()
+        assert sum(one["trajectories"] for one in found) == line["trajectories"]
+        assert (
+            sum(one["tokens"] for one in found) == sum(line["token_lag_histogram"].values()) == line["trained_tokens"]
+        )
+        rewards = [one["trajectories"] * one["reward_mean"] for one in found if one["trajectories"]]
+        assert sum(rewards) / line["trajectories"] == pytest.approx(line["reward_mean"])
+        for name in ("clip_fraction", "mask_fraction", "ratio_mean"):
+            mean = sum(one["tokens"] * one[name] for one in found) / line["trained_tokens"]
+            assert mean == pytest.approx(line["algorithm"][name], rel=1e-5)
+    for lag, shown in views.status["by_lag"].items():
+        parts = [line["by_lag"][lag] for line in recent if lag in line["by_lag"]]
+        assert shown["tokens"] == sum(one["tokens"] for one in parts)
+        rewards = [one["trajectories"] * one["reward_mean"] for one in parts if one["trajectories"]]
+        if rewards:
+            assert shown["reward_mean"] == pytest.approx(sum(rewards) / shown["trajectories"])
+    assert views.live["status"]["by_lag"] == views.status["by_lag"]
+    assert figure(views.learner, "headway_learner_token_lag_steps_count") == sum(
+        line["trained_tokens"] for line in views.steps
+    )
+
+
+def test_the_same_ages_are_known_everywhere(views: Views) -> None:
+    """They grow from one look to the next, even at rest."""
+    known = {name for name, age_s in views.status["ages"].items() if age_s is not None}
+    assert {"oldest_lease_s", "oldest_ready_s", "mean_ready_s"} == known
+    assert known == {name for name, age_s in served(views.learner, AGES).items() if age_s is not None}
+    assert known == {name for name, age_s in views.live["status"]["ages"].items() if age_s is not None}
 
 
 def test_queues_are_the_same_everywhere_and_add_up(views: Views) -> None:

@@ -28,6 +28,10 @@ LAST_STEP = (
     Family("headway_learner_response_mean_tokens", "Mean length of a trained response.", "response_tokens_mean"),
     Family("headway_learner_lag_mean_steps", "Mean lag of the last step's trajectories.", "lag_mean"),
     Family("headway_learner_lag_max_steps", "Largest lag of a token that the last step trained.", "lag_max"),
+    Family(
+        "headway_learner_queue_mean_seconds", "Mean time that ready groups of the last step waited.", "waited_mean_s"
+    ),
+    Family("headway_learner_queue_max_seconds", "The longest of these times.", "waited_max_s"),
     Family("headway_learner_loss", "Loss of the last step; absent if it was not finite.", "loss"),
     Family("headway_learner_gradient_norm", "Norm of the gradient; absent if it was not finite.", "grad_norm"),
     Family("headway_learner_learning_rate", "The optimizer's learning rate.", "learning_rate"),
@@ -45,6 +49,8 @@ SUMS = (
     Family("headway_learner_trained_tokens_total", "Response tokens in the loss.", "trained_tokens"),
     Family("headway_learner_packed_tokens_total", "Tokens that went through the model.", "packed_tokens"),
     Family("headway_learner_micro_batches_total", "Forward and backward passes, over all ranks.", "micro_batches"),
+    Family("headway_learner_broker_calls_total", "Calls to the broker that were answered.", "broker_calls"),
+    Family("headway_learner_broker_call_seconds_total", "Time until they were answered, summed up.", "broker_s"),
     Family(
         "headway_learner_phase_seconds_total",
         "The loop's time by what it did: waiting for a batch, training, publishing, saving a checkpoint.",
@@ -89,6 +95,20 @@ QUEUES = (
         "headway_broker_skipped_evaluations_total", "Evaluations by workers without a result.", "skipped_evaluations"
     ),
     Family("headway_broker_discarded_tokens_total", "Tokens of segments that were of no use.", "discarded_tokens"),
+)
+AGES = (
+    Family("headway_broker_oldest_ready_group_seconds", "Longest wait of a ready group so far.", "oldest_ready_s"),
+    Family("headway_broker_ready_group_mean_seconds", "Mean wait of the ready groups so far.", "mean_ready_s"),
+    Family(
+        "headway_broker_oldest_lease_seconds",
+        "Longest time since a leased sample was leased, or saved as a segment.",
+        "oldest_lease_s",
+    ),
+    Family(
+        "headway_broker_next_sample_seconds",
+        "Time for which the group of the sample that is leased next has been offered to workers.",
+        "next_sample_s",
+    ),
 )
 TALLIES = (
     (
@@ -206,6 +226,7 @@ class RunCollector(Collector):
             counts = {str(of): float(count) for of, count in getattr(tallies, field).items()}
             yield metric(name, text, counts, label)
         yield from shown(QUEUES, msgspec.structs.asdict(self._heartbeat.queues))
+        yield from shown(AGES, msgspec.structs.asdict(self._heartbeat.ages))
         states: Counter[str] = Counter(worker.state for worker in workers)
         yield metric("headway_pool_workers", "Living workers, by state.", {s: states[s] for s in STATES}, "state")
         versions = {worker.worker: worker.version.step if worker.version else None for worker in workers}

@@ -33,6 +33,9 @@ def points(event: Event) -> Iterator[tuple[str, float]]:
             yield "workers/generated_tokens_per_s", generated_per_s(event.workers)
             for name, depth in msgspec.structs.asdict(event.queues).items():
                 yield f"queues/{name}", depth
+            for name, age_s in msgspec.structs.asdict(event.ages).items():
+                if age_s is not None:
+                    yield f"queues/{name}", age_s
 
 
 def _of_step(metrics: StepMetrics) -> Iterator[tuple[str, float]]:

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from algorithms import metrics as of_loss
 from broker.errors import ConfigError
-from broker.schema import LagFigures, QueueDepths, StepMetrics, Tallies
-from deploy.observe.prometheus.run import BY_LAG, LAG_BUCKETS, LAST_STEP, QUEUES, SUMS
+from broker.schema import LagFigures, QueueAges, QueueDepths, StepMetrics, Tallies
+from deploy.observe.prometheus.run import AGES, BY_LAG, LAG_BUCKETS, LAST_STEP, QUEUES, SUMS
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.delivery import Sinks
 from deploy.observe.sinks.prometheus import PrometheusSink
@@ -91,6 +91,7 @@ def test_no_figure_of_a_step_or_of_the_queues_is_left_out() -> None:
     assert of_loss.LAG_BUCKETS == LAG_BUCKETS
     queues = {name for family in QUEUES for name in (family.by_label or {"": family.field}).values()}
     assert queues == set(QueueDepths.__struct_fields__)
+    assert {family.field for family in AGES} == set(QueueAges.__struct_fields__)
 
 
 def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
@@ -109,6 +110,8 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
         for label, name in (family.by_label or {"": family.field}).items():
             labels = {family.label: label} if family.label else {}
             assert figure(found, family.name, **labels) == queues[name], family.name
+    for family in AGES:
+        assert figure(found, family.name) == getattr(status.ages, family.field), family.name
     assert figure(found, "headway_broker_begun_groups_total", prompt_tokens="16") == 7
     assert figure(found, "headway_broker_trained_groups_total", prompt_tokens="8") == 4
     assert figure(found, "headway_broker_leases_total", lag="2") == 18
