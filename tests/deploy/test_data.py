@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import parquet
 
 from deploy.cli.main import answer
+from learner.config import PromptsConfig
+from learner.data.mathematics import INSTRUCTIONS, after_hashes, last_boxed
+from learner.data.prompts import open_source
 from tests.learner.test_record_rendering import PLAIN, tokenizer_of
 
 USER, ANSWER = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
@@ -121,3 +125,130 @@ def test_wrong_arguments(
     jsonl(tmp_path / "data.jsonl", PROMPT)
     assert answer(["data", "inspect", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+# --- published sets
+
+
+GSM8K = [
+    {"question": "How many? ", "answer": "2 * 617 = <<2*617=1234>>1234\n#### 1,234"},
+    {"question": "How much?", "answer": "Less.\n#### -0.5"},
+]
+MATH = {"problem": "What is $x$?", "level": "Level 5", "type": "Algebra", "solution": "So $\\boxed{\\frac{1}{2}}$."}
+
+
+def prepared(name: str, source: Path | str, out: Path, *options: str) -> list[dict[str, Any]]:
+    assert answer(["data", name, "--from", str(source), "--out", str(out), *options]) == 0
+    if out.suffix == ".parquet":
+        return list(parquet.read_table(out).to_pylist())
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_gsm8k_becomes_prompts_that_reinforcement_learning_reads(
+    ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, out = jsonl(tmp_path / "raw.jsonl", *GSM8K), tmp_path / f"prompts.{ending}"
+    first, second = prepared("gsm8k", raw, out)
+    assert first == {
+        "prompt": [
+            {
+                "role": "user",
+                "content": "How many? Let's think step by step and output the final answer within \\boxed{}.",
+            }
+        ],
+        "ground_truth": "1234",
+        "data_source": "openai/gsm8k",
+        "extra_info": {"index": 0, **GSM8K[0]},
+    }
+    assert second["ground_truth"] == "-0.5"
+    assert "2 prompts" in capsys.readouterr().out
+    source = open_source(PromptsConfig(kind=ending, path=str(out)), seed=0)
+    assert (source.size, source.train(0, 1).ground_truth) == (2, "-0.5")
+
+
+def test_gsm8k_asks_for_hashes_as_text_where_it_is_told_to(tmp_path: Path) -> None:
+    raw = jsonl(tmp_path / "raw.jsonl", *GSM8K)
+    rows = prepared("gsm8k", raw, tmp_path / "prompts.jsonl", "--answer", "hashes", "--as-text")
+    assert rows[1]["prompt"] == 'How much? Let\'s think step by step and output the final answer after "####".'
+
+
+def test_math_is_read_from_a_directory_with_a_file_for_each_problem(tmp_path: Path) -> None:
+    for number, kind in enumerate(("algebra", "geometry")):
+        (tmp_path / "raw" / kind).mkdir(parents=True)
+        (tmp_path / "raw" / kind / "1.json").write_text(json.dumps(MATH | {"level": f"Level {number}"}, indent=4))
+    rows = prepared("math", tmp_path / "raw", tmp_path / "prompts.jsonl")
+    assert [row["ground_truth"] for row in rows] == ["\\frac{1}{2}"] * 2
+    assert [row["extra_info"]["level"] for row in rows] == ["Level 0", "Level 1"]
+    assert rows[0]["prompt"][0]["content"].endswith("What is $x$? " + INSTRUCTIONS["boxed"])
+
+
+@pytest.mark.parametrize(
+    ("solution", "expected"),
+    [
+        (r"$\boxed{5}$", "5"),
+        (r"first $\boxed{1}$, then $\boxed{\frac{a}{b}}$.", r"\frac{a}{b}"),
+        (r"$\boxed{\{1, 2\}}$", r"\{1, 2\}"),
+        (r"$\boxed{\left\{x \mid x^{2} > 0\right\}}$", r"\left\{x \mid x^{2} > 0\right\}"),
+        (r"$\fbox{7}$", "7"),
+        (r"$\boxed 9$", "9"),
+        (r"$\boxed{\text{(A)}}$ and more {braces}", r"\text{(A)}"),
+        (r"$\boxed{5$", None),
+        (r"$\boxed{}$", None),
+        ("5", None),
+    ],
+)
+def test_the_last_box_ends_at_the_brace_that_closes_it(solution: str, expected: str | None) -> None:
+    assert last_boxed(solution) == expected
+
+
+@pytest.mark.parametrize(
+    ("solution", "expected"),
+    [
+        ("#### 72", "72"),
+        ("#### 1,234,567", "1234567"),
+        ("a\n####-3", "-3"),
+        ("#### 2.50", "2.50"),
+        ("#### 1 #### 2.", "2"),
+        ("#### many", None),
+        ("72", None),
+    ],
+)
+def test_the_number_behind_hashes_has_no_commas(solution: str, expected: str | None) -> None:
+    assert after_hashes(solution) == expected
+
+
+def test_a_row_without_an_answer_is_refused_or_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = jsonl(tmp_path / "raw.jsonl", *GSM8K, {"question": "Why?", "answer": "Because."}, {"question": "Who?"})
+    out = tmp_path / "prompts.jsonl"
+    assert answer(["data", "gsm8k", "--from", raw, "--out", str(out)]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{raw}:3: 'answer' has no `#### 42` at its end, but ends with 'Because.'" in error
+    assert not out.exists()
+    assert answer(["data", "gsm8k", "--from", raw, "--out", str(out), "--skip-broken", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["rows"], report["skipped"]) == (2, {"without an answer": 1, "without 'answer'": 1})
+
+
+@pytest.mark.parametrize(
+    ("source", "out", "message"),
+    [
+        ("nowhere", "a.jsonl", "there is no nowhere"),
+        ("empty", "a.jsonl", "empty has no JSON, Parquet or Arrow files below it"),
+        ("raw.jsonl", "a.csv", "a.csv must end with .jsonl or .parquet"),
+        ("raw.jsonl", "nowhere/a.jsonl", "cannot be written: No such file or directory"),
+    ],
+)
+def test_a_set_that_cannot_be_read_or_written(
+    source: str,
+    out: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    jsonl(tmp_path / "raw.jsonl", *GSM8K)
+    assert answer(["data", "gsm8k", "--from", source, "--out", out]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())

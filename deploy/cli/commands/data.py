@@ -1,10 +1,16 @@
 """`headway data`: what a data file is to each stage, and published sets as prompts."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
 import click
 
-from deploy.printing import say_json
+from deploy.printing import say, say_json
 
 from .options import json_option
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @click.group(no_args_is_help=True)
@@ -38,3 +44,72 @@ def inspect(file: str, recipe: str, model: str, layout: str, dataset: str, split
     else:
         Terminal().print(page(report))
     return int(not report.is_usable)
+
+
+def _of_a_set(command: F) -> F:
+    """Add the options that the published sets have in common."""
+    options = (
+        click.option(
+            "--from",
+            "source",
+            required=True,
+            type=click.Path(path_type=Path),
+            help="A file of the set, or its directory.",
+        ),
+        click.option(
+            "--out",
+            required=True,
+            type=click.Path(path_type=Path),
+            help="The file to write: FILE.jsonl or FILE.parquet.",
+        ),
+        click.option("--as-text", is_flag=True, help="Prompts are text, for a model without a chat template."),
+        click.option("--skip-broken", is_flag=True, help="Leave out rows without an answer, and count them."),
+        json_option,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@data.command()
+@_of_a_set
+@click.option(
+    "--answer",
+    "instruction",
+    type=click.Choice(["boxed", "hashes"]),
+    default="boxed",
+    show_default=True,
+    help="Ask for \\boxed{}, which the reward math_verify reads, or for ####, as verl's example does.",
+)
+def gsm8k(source: Path, out: Path, as_text: bool, skip_broken: bool, as_json: bool, instruction: str) -> None:
+    """Write GSM8K's rows {question, answer} as prompts with their ground truth.
+
+    The ground truth is the number behind ####, without commas.
+    """
+    _write("gsm8k", source, out, instruction, as_text, skip_broken, as_json)
+
+
+@data.command()
+@_of_a_set
+def math(source: Path, out: Path, as_text: bool, skip_broken: bool, as_json: bool) -> None:
+    """Write MATH's rows {problem, level, type, solution} as prompts with their ground truth.
+
+    The ground truth is what the last \\boxed{} of the solution holds.
+    """
+    _write("math", source, out, "boxed", as_text, skip_broken, as_json)
+
+
+def _write(
+    name: str, source: Path, out: Path, instruction: str, as_text: bool, skip_broken: bool, as_json: bool
+) -> None:
+    from learner.data.mathematics import prepare, write_rows
+
+    on_bad_row = "skip" if skip_broken else "refuse"
+    prepared = prepare(name, source, instruction=instruction, as_text=as_text, on_bad_row=on_bad_row)
+    write_rows(prepared.rows, out)
+    if as_json:
+        say_json({"out": str(out), "rows": len(prepared.rows), "skipped": prepared.skipped.counts})
+        return
+    say(f"{out}: {len(prepared.rows):,} prompts")
+    if prepared.skipped.total:
+        say(f"skipped: {prepared.skipped}")
