@@ -12,4 +12,5 @@ what verl's own denominators are off by (1e-6 for ORPO, which TRL computes in fl
     verl_calls.py   verl's functions, called as its trainer calls them; of_verl.py has the settings
     of_trl.py       TRL's GRPO loss, and its settings
     of_trl_preferences.py   TRL's losses of pairs, of single judgements and of reward models
+    of_trl_distillation.py  TRL's divergences from a teacher
 """

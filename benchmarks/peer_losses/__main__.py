@@ -26,13 +26,14 @@ def difference(ours: Outcome, theirs: Outcome) -> float:
 def main() -> int:
     """Prints the report; the exit status."""
     try:
-        from . import of_trl, of_trl_preferences, of_verl
+        from . import of_trl, of_trl_distillation, of_trl_preferences, of_verl
     except ModuleNotFoundError as error:
         sys.exit(
             f"{error}: `make peer-losses` installs verl and TRL into an environment of their own and runs this there."
         )
     torch.set_default_dtype(torch.float64)  # of the constants that a peer makes tensors of
-    settings = {"verl": [*of_verl.settings()], "trl": [*of_trl.settings(), *of_trl_preferences.settings()]}
+    of_peer = {"verl": [of_verl], "trl": [of_trl, of_trl_preferences, of_trl_distillation]}
+    settings = {peer: [one for part in parts for one in part.settings()] for peer, parts in of_peer.items()}
     found = {f"{peer} {version(peer)}": compared(each) for peer, each in settings.items()}
     coarse = dict.fromkeys(of_trl_preferences.SINGLE_PRECISION, SINGLE_TOLERANCE)
     agree = {

@@ -28,7 +28,7 @@ from algorithms.ratios import (
 from algorithms.returns import at_turn_ends, gae, returns_to_go, turn_of_token, whiten, whitening_sums
 from algorithms.rewards import at_last_trained, kl_shaped, kl_shaped_tokens, length_normalized, overlong_penalty
 from algorithms.segments import lengths, segment_mean
-from algorithms.supervised.distillation import reverse_kl_distillation
+from algorithms.supervised.distillation import reverse_kl_distillation, top_k_distillation
 from algorithms.supervised.imitation import sft
 from algorithms.supervised.preferences import PREFERENCES
 from algorithms.supervised.scores import bradley_terry
@@ -140,6 +140,15 @@ CALLS: dict[str, Call] = {
     "supervised bradley_terry": lambda g: bradley_terry(g.rewards_S, margin=0.3, centering=0.01),
     "supervised value": lambda g: clipped_value_loss(g.numbers_T, g.anchor_T, g.current_T, g.mask),
     "supervised reverse_kl": lambda g: reverse_kl_distillation(g.current_T, g.anchor_T, g.mask),
+    **{
+        f"supervised top_k {kind}": lambda g, kind=kind: top_k_distillation(
+            torch.stack([g.current_T - 1, g.current_T - 2], -1),
+            torch.stack([g.anchor_T - 1, g.anchor_T - 3], -1),
+            g.mask,
+            divergence=kind,
+        )
+        for kind in ("forward_kl", "reverse_kl", "jsd")
+    },
 }
 every_call = pytest.mark.parametrize("name", CALLS)
 GARBAGE = (torch.nan, torch.inf, -torch.inf)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from algorithms.metrics import Metrics, summarize
-from algorithms.supervised.distillation import reverse_kl_distillation
+from algorithms.supervised.distillation import reverse_kl_distillation, top_k_distillation
 from algorithms.supervised.imitation import sft
 from algorithms.supervised.scores import bradley_terry
 from algorithms.supervised.values import clipped_value_loss
@@ -132,7 +132,9 @@ def test_what_stands_at_masked_places_never_matters() -> None:
         assert (gradient_T[is_masked_T] == 0).all()
 
 
-@pytest.mark.parametrize("function", [sft, bradley_terry, clipped_value_loss, reverse_kl_distillation])
+@pytest.mark.parametrize(
+    "function", [sft, bradley_terry, clipped_value_loss, reverse_kl_distillation, top_k_distillation]
+)
 def test_docstrings_name_their_source(function: Callable[..., object]) -> None:
     assert "\n\n    Source: " in (function.__doc__ or "")
 
