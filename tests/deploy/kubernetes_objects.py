@@ -12,8 +12,17 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from deploy.cli.main import answer
+
+BASE = Path(__file__).parents[2] / "deploy" / "kubernetes" / "base"
 VERSION = "1.37"
 Object = dict[str, Any]
+
+
+def launch(*arguments: str) -> Path:
+    """Write a launch directory below the working directory, and return it."""
+    assert answer(["launch", "kubernetes", "arithmetic.yaml", *arguments, "--output", "launch"]) == 0
+    return Path.cwd() / "launch"
 
 
 def closed(*required: str, **fields: Any) -> Object:
