@@ -1,22 +1,44 @@
 """A large run that is not trained: a directory with as many steps as wanted, and a server with as many workers."""
 
+import functools
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from broker.client.batches import CheckpointMark
 from broker.client.broker import BlockingBroker
-from broker.schema import Prompt, RunRules, StepMetrics, WeightVersion, WorkerInfo
+from broker.schema import (
+    Group,
+    Prompt,
+    RunRules,
+    StepMetrics,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+    WeightVersion,
+    WorkerInfo,
+)
 from broker.server.embedded import EmbeddedServer
 from deploy.recipe.loading import dump_recipe, load_recipe
+from deploy.run.directory import CHECKPOINTS, EXPERIENCE, held
 from deploy.run.report import METRICS, TRAINED
+from learner.experience.logged_batch import write_batch
 
 RUN = "large"
 GROUPS, SAMPLES = 64, 8
+RESPONSE_TOKENS = 2000
+WORDS = 50_000
+STEP_S = 2.0
+"""Seconds between two steps that the run takes while it is watched."""
+AHEAD, LATER_BATCHES = "ahead", 30
+"""The batches of these steps are written before, so that writing them takes no processor from what is measured."""
 ALIVE_S = 120.0
 BEAT_S = 2.0
 """Every worker is heard of this often; a real one says something each second."""
@@ -37,7 +59,81 @@ def write_files(directory: Path, steps: int) -> Path:
             ]
             line = {"identity": "", "incarnation": 1, "step": step, "tids": tids, "oldest_step": max(0, step - 4)}
             file.write(msgspec.json.encode(line).decode() + "\n")
+    _write_tokenizer(directory / CHECKPOINTS / "1" / f"step_{steps - 1}")
+    for step in (steps - 200, steps - 1):
+        _log_batch(directory / EXPERIENCE, step)
+    for step in range(steps, steps + LATER_BATCHES):
+        _log_batch(directory / AHEAD, step)
     return directory
+
+
+@contextmanager
+def training(directory: Path, steps: int) -> Iterator[None]:
+    """Hold the directory as a run does, and let the run take a step every STEP_S, until the end of the block."""
+    over = threading.Event()
+    with held(directory):
+        thread = threading.Thread(target=_train, args=(directory, steps, over), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def _train(directory: Path, steps: int, over: threading.Event) -> None:
+    step = steps
+    while not over.wait(STEP_S):
+        with suppress(FileNotFoundError):
+            (directory / AHEAD / f"step_{step}.zst").rename(directory / EXPERIENCE / f"step_{step}.zst")
+        with (directory / METRICS).open("ab") as file:
+            file.write(msgspec.json.encode(sample_step(step, steps)) + b"\n")
+        step += 1
+
+
+def _write_tokenizer(checkpoint: Path) -> None:
+    checkpoint.mkdir(parents=True)
+    words = {f"word{number}": number for number in range(WORDS)}
+    Tokenizer(WordLevel(words, unk_token="word0")).save(str(checkpoint / "tokenizer.json"))
+
+
+def _log_batch(log: Path, step: int) -> None:
+    log.mkdir(exist_ok=True)
+    write_batch(log / f"step_{step}.zst", "", step, _batch(step))
+
+
+def _batch(step: int) -> list[Group]:
+    return [
+        Group(
+            prompt=(prompt := _prompt(step * GROUPS + group)),
+            round=0,
+            trajectories=tuple(_sample(prompt, sample, step) for sample in range(SAMPLES)),
+        )
+        for group in range(GROUPS)
+    ]
+
+
+def _sample(prompt: Prompt, sample: int, step: int) -> Trajectory:
+    """A response of three weight versions."""
+    tokens, third = _tokens(sample), RESPONSE_TOKENS // 3
+    bounds = ((0, third, 2), (third, 2 * third, 1), (2 * third, RESPONSE_TOKENS, 0))
+    return Trajectory(
+        tid=TrajectoryId(prompt.group, 0, sample),
+        prompt_tokens=np.array(prompt.token_ids, np.int32),
+        response_tokens=tokens,
+        behavior_logprobs=np.full(RESPONSE_TOKENS, -1.0, np.float32),
+        loss_mask=np.ones(RESPONSE_TOKENS, np.uint8),
+        spans=tuple(VersionSpan(start, end, WeightVersion(1, step - lag)) for start, end, lag in bounds),
+        reward=float(sample % 2),
+        rewards={},
+        finish_reason="length",
+        worker="w",
+    )
+
+
+@functools.cache
+def _tokens(sample: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+    return np.random.default_rng(sample).integers(0, WORDS, RESPONSE_TOKENS, np.int32)
 
 
 @contextmanager

@@ -52,6 +52,8 @@ def test_the_page_of_a_run_in_a_browser(terminals: Terminals) -> None:
             check_keyboard(page)
             assert brightness(page, "backgroundColor") > brightness(page, "color")
 
+            check_renewals(page)
+
             status = watch.until("a worker is there", lambda status: bool(status.workers))
             victim = status.workers[0]
             os.kill(victim.pid, signal.SIGKILL)
@@ -80,6 +82,15 @@ def check_keyboard(page: Any) -> None:
         places.append(focused["place"])
         count = focused["of"]
     assert places == list(range(count))
+
+
+def check_renewals(page: Any) -> None:
+    """Figures are renewed under a reader: the chart that has the focus waits, another is replaced, a text stays."""
+    for reachable in ("#page figure svg", "#page details summary"):
+        page.evaluate("(first) => { window.read = document.querySelector(first); window.read.focus(); }", reachable)
+        page.evaluate("window.other = document.querySelectorAll('#page figure svg')[3]")
+        wait_until(lambda: bool(page.evaluate("!other.isConnected")))
+        assert page.evaluate("read.isConnected && document.activeElement === read")
 
 
 def brightness(page: Any, property_: str) -> float:

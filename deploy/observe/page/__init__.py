@@ -7,6 +7,7 @@
 
 `picture.py` turns figures of `deploy/run/` into JSON, thinned to what a screen shows. `document.py` puts the JSON, the
 style and the scripts into one file. `charts.js` draws curves, bars and heat maps as SVG, `page.js` lays them out.
+A live page merges what it hears into what it shows, a few milliseconds in each frame, so that a reader keeps the place.
 `watching.py` follows a run that is going on, and `server.py` serves its page.
 
 The invariant: the page shows exactly what `--json` prints, and obeys no text in it. Texts become text nodes, never

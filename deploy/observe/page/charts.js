@@ -54,13 +54,35 @@ function scale([low, high], [from, to]) {
   return (value) => from + ((value - low) / span) * (to - from);
 }
 
-// Draws again whenever the width of `host` changes.
+const FRAME_MS = 8;
+const waiting = [];
+let frameEnd = -1;
+
+// Paints at once as long as this frame has time left, and else in one of the next frames, in the order of the calls.
+function inTime(paint) {
+  if (frameEnd < 0) { frameEnd = performance.now() + FRAME_MS; requestAnimationFrame(nextFrame); }
+  if (!waiting.length && performance.now() < frameEnd) paint(); else waiting.push(paint);
+}
+
+function nextFrame() {
+  const isDone = !waiting.length;
+  frameEnd = isDone ? -1 : performance.now() + FRAME_MS;
+  if (isDone) return;
+  do waiting.shift()(); while (waiting.length && performance.now() < frameEnd);
+  requestAnimationFrame(nextFrame);
+}
+
+// Draws again whenever the width of `host` changes. Its function `repaint` does so at once.
 function responsive(host, paint) {
   let painted = 0;
-  new ResizeObserver(() => {
-    const width = Math.floor(host.clientWidth);
+  host.repaint = (width) => {
     if (width > 40 && width !== painted) host.replaceChildren(paint((painted = width)));
-  }).observe(host);
+  };
+  new ResizeObserver(() => inTime(() => host.repaint(Math.floor(host.clientWidth)))).observe(host);
+}
+
+function rectangle(x, y, width, height) {
+  return `M${x.toFixed(1)} ${y.toFixed(1)}h${width.toFixed(2)}v${height.toFixed(1)}h${(-width).toFixed(2)}Z`;
 }
 
 function axes(width, height, xs, ys, label, isWhole = false) {
@@ -200,20 +222,22 @@ function stackedBars(title, first, last, series, note = "") {
   const label = `${title}. ${series.map((one, index) => `${one.name}: ${values[index].textContent}`).join(". ")}.`;
   responsive(host, (width) => {
     const area = axes(width, 210, [first[0], last[last.length - 1] + 1], [0, extent([sums])[1] || 1], label);
-    first.forEach((step, at) => {
-      let below = 0;
-      const left = area.x(step), wide = Math.max(area.x(last[at] + 1) - left - (first.length < 60 ? 1 : 0.2), 0.5);
-      for (const one of series) {
-        const top = area.y(below + one.ys[at]);
-        area.root.append(draw("rect", { class: `f${one.colour}`, x: left, y: top, width: wide, height: Math.max(area.y(below) - top, 0) }));
-        below += one.ys[at];
-      }
-    });
+    const below = first.map(() => 0);
+    for (const one of series) {
+      const bars = first.map((step, at) => {
+        const left = area.x(step), wide = Math.max(area.x(last[at] + 1) - left - (first.length < 60 ? 1 : 0.2), 0.5);
+        const bottom = area.y(below[at]), top = area.y((below[at] += one.ys[at]));
+        return rectangle(left, top, wide, Math.max(bottom - top, 0));
+      });
+      area.root.append(draw("path", { class: `f${one.colour}`, d: bars.join("") }));
+    }
     explored(area.root, area, first, tell);
     return area.root;
   });
   return box;
 }
+
+const SHADES = 24;
 
 // Columns of {first, last} steps, rows of [low, high]; counts[column][row], shaded by their share of the column.
 function heatMap(title, map, lines, { bound = null, note = "" } = {}) {
@@ -229,17 +253,16 @@ function heatMap(title, map, lines, { bound = null, note = "" } = {}) {
   };
   responsive(host, (width) => {
     const area = axes(width, 210, [map.first[0], map.last[map.last.length - 1] + 1], [-0.5, top], label, true);
+    const cells = Array.from({ length: SHADES + 1 }, () => []);
     map.first.forEach((step, at) => map.rows.forEach((row, index) => {
-      const count = map.trajectories[at][index];
-      if (!count) return;
+      const share = map.trajectories[at][index] / sums[at];
+      if (!share) return;
       const left = area.x(step), high = area.y(row[1] + 0.5);
-      area.root.append(draw("rect", {
-        class: "cell", x: left, y: high, width: area.x(map.last[at] + 1) - left + 0.3, height: area.y(row[0] - 0.5) - high,
-        "fill-opacity": (0.1 + 0.75 * Math.sqrt(count / sums[at])).toFixed(3),
-      }));
+      cells[Math.round(SHADES * Math.sqrt(share))].push(rectangle(left, high, area.x(map.last[at] + 1) - left + 0.3, area.y(row[0] - 0.5) - high));
     }));
+    cells.forEach((shade, index) => shade.length && area.root.append(draw("path", { class: "cell", d: shade.join(""), "fill-opacity": (0.1 + (0.75 * index) / SHADES).toFixed(3) })));
     if (bound !== null) area.root.append(draw("line", { class: "rule", x1: MARGIN.left, x2: area.right, y1: area.y(bound), y2: area.y(bound) }, draw("title", {}, `bound: ${bound}`)));
-    for (const line of shown) area.root.append(...strokes(line, area));
+    for (const line of shown) area.root.append(draw("path", { class: "halo", d: polyline(line.xs, line.ys, area.x, area.y) }), ...strokes(line, area));
     explored(area.root, area, map.first, tell);
     return area.root;
   });
@@ -259,7 +282,7 @@ function sparkline(values, label) {
 
 // columns: [heading, is a number]; rows: lists of texts, numbers or elements
 function table(columns, rows, caption = "") {
-  const cell = (tag, content, index) => make(tag, columns[index][1] ? { class: "number" } : {}, content instanceof Node ? content : figure(content));
+  const cell = (tag, content, index) => make(tag, { ...(columns[index][1] ? { class: "number" } : {}), ...(tag === "th" ? { scope: "col" } : {}) }, content instanceof Node ? content : figure(content));
   return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption || columns.map(([heading]) => heading).join(", ") }, make("table", {},
     make("thead", {}, make("tr", {}, columns.map(([heading], index) => cell("th", heading, index)))),
     make("tbody", {}, rows.map((row) => make("tr", {}, row.map((content, index) => cell("td", content, index)))))));

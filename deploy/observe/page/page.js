@@ -61,7 +61,7 @@ function learning(runs) {
 }
 
 function lagOf(run, prefix) {
-  const lines = [drawn(run, "lag_mean", 2, "mean", { low: [], high: [] }), { ...drawn(run, "lag_max", 4, "largest"), ys: run.curves.lag_max.high.length ? run.curves.lag_max.high : run.curves.lag_max.mean, low: [], high: [], faint: true }];
+  const lines = [drawn(run, "lag_mean", 2, "mean", { low: [], high: [] }), { ...drawn(run, "lag_max", 4, "largest"), ys: run.curves.lag_max.high.length ? run.curves.lag_max.high : run.curves.lag_max.mean, low: [], high: [] }];
   for (const line of lines) line.xs = line.xs.map((step) => step + 0.5);
   const note = "Shade: the share of a step's trajectories, by the lag of their oldest trained token. Dashes: the bound.";
   return [heatMap(`${prefix}Lag over steps`, run.lag, lines, { bound: run.max_lag, note }), histogram(run.lag, `${prefix}Trained sequences by lag`)];
@@ -73,7 +73,7 @@ function histogram(map, title) {
     bar.style.width = `${(100 * map.totals[index]) / largest}%`;
     return [rowName(row), map.totals[index], bar];
   });
-  const shown = table([["lag", true], ["trajectories", true], ["", false]], rows, title);
+  const shown = table([["lag", true], ["trajectories", true], ["share", false]], rows, title);
   for (const row of shown.querySelectorAll("tr")) row.lastChild.className = "bars";
   return make("div", { class: "card" }, make("h3", {}, title), shown);
 }
@@ -94,7 +94,7 @@ function tiles(summary) {
 
 function heading(run) {
   return make("header", {},
-    make("h1", {}, run.name, " ", make("span", { class: `badge ${run.state === "running" ? "running" : ""}` }, run.state)),
+    make(content.number === undefined ? "h1" : "h2", {}, run.name, " ", make("span", { class: `badge ${run.state === "running" ? "running" : ""}` }, run.state)),
     make("p", { class: "quiet" }, run.directory),
     notes(run.notes));
 }
@@ -114,7 +114,7 @@ function events(run, runs) {
   const earlier = run.earlier_events ? make("p", { class: "quiet" }, `${figure(run.earlier_events)} earlier events are left out.`) : null;
   const rates = run.evaluations.map((rate) => [rate.step, rate.incarnation, rate.pass_rate, rate.pass_at_k ?? "-", rate.samples ?? "-"]);
   return [
-    make("div", { class: "card" }, make("h3", {}, `${named(run, runs)}Events`), table([["step", true], ["event", false], ["", false]], rows, "Events"), earlier),
+    make("div", { class: "card" }, make("h3", {}, `${named(run, runs)}Events`), table([["step", true], ["event", false], ["what happened", false]], rows, "Events"), earlier),
     make("div", { class: "card" }, make("h3", {}, `${named(run, runs)}Evaluations`), rates.length ? table([["before step", true], ["incarnation", true], ["pass rate", true], ["pass@k", true], ["k", true]], rates, "Evaluations") : make("p", { class: "quiet" }, "None.")),
   ];
 }
@@ -157,59 +157,102 @@ function samples(run) {
     make("div", { class: "grid" }, run.samples.map(sampleOf)));
 }
 
+// The functions that make the parts of the page, as many for every run.
 function report(content) {
-  const { runs } = content, single = runs.length === 1;
+  const { runs } = content, single = runs.length === 1, none = () => make("div");
+  const cards = (title, of) => make("section", {}, make("h2", {}, title), make("div", { class: "grid" }, runs.flatMap(of)));
   return [
-    single ? heading(runs[0]) : make("div", { class: "grid" }, runs.map((run) => make("div", { class: "card" }, heading(run)))),
-    single ? tiles(runs[0].summary) : null,
-    learning(runs),
-    make("section", {}, make("h2", {}, "Lag and time"), make("div", { class: "grid" }, runs.flatMap((run) => [...lagOf(run, named(run, runs)), phasesOf(run, named(run, runs))]))),
-    make("section", {}, make("h2", {}, "Events and evaluations"), make("div", { class: "grid" }, runs.flatMap((run) => events(run, runs)))),
-    single ? samples(runs[0]) : null,
-    make("section", {}, make("h2", {}, "Summary"), make("details", single ? { class: "card" } : { class: "card", open: "" }, make("summary", {}, "all figures"), summaries(runs))),
-    recipes(content),
-    make("p", { class: "quiet" }, `Made by Headway at ${content.made_at}.`),
-  ].filter((part) => part !== null);
+    () => (single ? heading(runs[0]) : make("div", { class: "grid" }, runs.map((run) => make("div", { class: "card" }, heading(run))))),
+    () => (single ? tiles(runs[0].summary) : none()),
+    () => learning(runs),
+    () => cards("Lag and time", (run) => [...lagOf(run, named(run, runs)), phasesOf(run, named(run, runs))]),
+    () => cards("Events and evaluations", (run) => events(run, runs)),
+    () => (single && samples(runs[0])) || none(),
+    () => make("section", {}, make("h2", {}, "Summary"), make("details", single ? { class: "card" } : { class: "card", open: "" }, make("summary", {}, "all figures"), summaries(runs))),
+    () => recipes(content),
+    () => make("p", { class: "quiet" }, `Made by Headway at ${content.made_at}.`),
+  ];
 }
 
-const main = document.getElementById("page"), now = make("div"), body = make("div");
+const main = document.getElementById("page"), state = make("div"), cards = make("div", { class: "grid live" }), now = make("div", {}, state, cards), body = make("div");
 let content = JSON.parse(document.getElementById("content").textContent);
 
-function nameOf(element) {
-  return element.getAttribute("aria-label") ?? element.textContent;
+const due = new Map();
+
+function isSelected(part) {
+  const selected = getSelection();
+  return selected.type === "Range" && part.contains(selected.anchorNode);
 }
 
-// Fills `part` anew. What was open stays open, what had the focus keeps it, and tables stay scrolled to where they were.
-function refill(part, nodes) {
-  const open = new Map([...part.querySelectorAll("details")].map((one) => [one.firstChild.textContent, one.open]));
-  const left = new Map([...part.querySelectorAll(".scroll")].map((one) => [one.getAttribute("aria-label"), one.scrollLeft]));
-  const focused = part.contains(document.activeElement) ? nameOf(document.activeElement) : null;
-  part.replaceChildren(...nodes);
-  if (focused !== null) [...part.querySelectorAll("button, summary, [tabindex]")].find((one) => nameOf(one) === focused)?.focus({ preventScroll: true });
-  for (const one of part.querySelectorAll("details")) one.open = open.get(one.firstChild.textContent) ?? one.open;
-  for (const one of part.querySelectorAll(".scroll")) one.scrollLeft = left.get(one.getAttribute("aria-label")) ?? 0;
+// Makes `was` hold what `made` holds, and changes only what differs: focus, scrolling and open details stay as they are.
+function merge(was, made) {
+  const before = [...was.childNodes], after = [...made.childNodes];
+  for (const child of before.splice(after.length)) child.remove();
+  after.forEach((child, index) => mergeChild(was, before[index], child));
+}
+
+// Charts are replaced as a whole. A sample that is being read stays.
+function mergeChild(parent, was, made) {
+  if (was === undefined) parent.append(made);
+  else if (was.nodeName !== made.nodeName) was.replaceWith(made);
+  else if (was instanceof Text) { if (was.data !== made.data) was.data = made.data; }
+  else if (was.matches("figure")) due.set(was, made);
+  else if (!was.matches(".samples details[open]")) { mergeAttributes(was, made); merge(was, made); }
+}
+
+function mergeAttributes(was, made) {
+  for (const { name, value } of made.attributes) if (name !== "style" && was.getAttribute(name) !== value) was.setAttribute(name, value);
+  for (const { name } of [...was.attributes]) if (name !== "open" && !made.hasAttribute(name)) was.removeAttribute(name);
+  if (made.hasAttribute("style") && was.style.cssText !== made.style.cssText) was.style.cssText = made.style.cssText;
+}
+
+// Replaces one chart in each frame. One that is being read stays until the reader leaves it.
+function replaceCharts() {
+  for (const [was, made] of due) {
+    if (was.matches(":hover, :focus-within")) continue;
+    due.delete(was);
+    made.querySelector(".plot").repaint?.(Math.floor(was.querySelector(".plot").clientWidth));
+    was.replaceWith(made);
+    requestAnimationFrame(replaceCharts);
+    return;
+  }
 }
 
 function show() {
-  refill(body, content.runs.length ? report(content) : [make("p", { class: "quiet", role: "status" }, content.number === 0 ? "Reading the run's files." : "The run has no step yet.")]);
+  const parts = content.runs.length ? report(content) : [() => make("p", { class: "quiet", role: "status" }, content.number === 0 ? "Reading the run's files." : "The run has no step yet.")];
+  if (isSelected(body)) return;
+  parts.forEach((part, index) => inTime(() => mergeChild(body, body.childNodes[index], part())));
+  inTime(replaceCharts);
 }
 
 const NEWEST_VERSIONS = 10;
 const RATES = [["generated", "tokens/s generated"], ["trained", "tokens/s trained"]];
 
-function shownNow(live) {
+const CARDS = [
+  workers, versions, ({ status }) => queues(status.queues), ({ status }) => lengths(status.tallies), ({ status }) => pools(status.pools),
+  ({ status }) => faults(status.faults), ({ status }) => refused(status), lastEvents,
+];
+
+function showNow(live) {
+  if (isSelected(now)) return;
+  merge(state, make("div", {}, stateNow(live)));
+  if (live.status === null) return;
+  CARDS.forEach((card, index) => inTime(() => mergeChild(cards, cards.childNodes[index], card(live) ?? make("div", { hidden: "" }))));
+  inTime(replaceCharts);
+}
+
+function stateNow(live) {
   const { status } = live;
-  const parts = [make("p", { class: "quiet" }, `Looked at ${live.at}.`), notes(live.problem ? [live.problem] : [])];
-  if (status === null) return parts.filter((part) => part !== null);
-  const step = status.last_step;
-  parts.push(make("h2", {}, `${status.run} now `, make("span", { class: `badge ${status.state}` }, status.state)));
-  const { waiting } = status;
-  if (waiting) parts.push(make("p", waiting.is_quiet ? { class: "notes quiet-run", role: "status" } : { class: "quiet" }, waiting.text));
+  const parts = [make("p", { class: "quiet" }, `Looked at ${live.at}.`), make("div", {}, notes(live.problem ? [live.problem] : []))];
+  if (status === null) return parts;
+  const { waiting, last_step: step } = status, steps = step ? `${figure(step.step + 1)} of ${figure(step.total_steps)}` : "-";
+  const tile = (name, value, ...more) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(value)), ...more);
+  parts.push(make("h1", {}, `${status.run} now `, make("span", { class: `badge ${status.state}` }, status.state)));
+  parts.push(make("p", waiting?.is_quiet ? { class: "notes quiet-run", role: "status" } : { class: "quiet" }, waiting ? waiting.text : ""));
   parts.push(make("dl", { class: "tiles" },
-    [["step", step ? `${figure(step.step + 1)} of ${figure(step.total_steps)}` : "-"], ["version announced", status.announced], ["workers", live.workers], ["incarnation", status.incarnation]].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(value)))),
-    RATES.map(([key, name]) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(Math.round((live.rates[key] ?? [0]).at(-1)))), sparkline(live.rates[key] ?? [0], name)))));
-  parts.push(make("div", { class: "grid live" }, workers(live), versions(live), queues(status.queues), lengths(status.tallies), pools(status.pools), faults(status.faults), refused(status), lastEvents()));
-  return parts.filter((part) => part !== null);
+    tile("step", steps), tile("version announced", status.announced), tile("workers", live.workers), tile("incarnation", status.incarnation),
+    RATES.map(([key, name]) => tile(name, Math.round((live.rates[key] ?? [0]).at(-1)), make("dd", {}, sparkline(live.rates[key] ?? [0], name))))));
+  return parts;
 }
 
 function box(title, ...inside) {
@@ -219,7 +262,7 @@ function box(title, ...inside) {
 function workers(live) {
   const columns = [["worker", false], ["state", false], ["version", true], ["leases", true], ["tokens/s", true], ["last 2 minutes", false], ["sent", true], ["engine", false], ["error", false]];
   const count = live.workers, rows = live.status.workers.map((one) => [one.worker, stateOf(one), make("span", {}, one.version), make("span", {}, `${one.active}/${one.capacity}`), Math.round(one.tokens_per_s), sparkline(live.worker_rates[one.worker] ?? [0], `${one.worker}, tokens per second`), one.submitted, one.engine, make("span", {}, one.last_error)]);
-  const shown = box(`Workers (${figure(count)})`, rows.length ? table(columns, rows, "Workers") : make("p", { class: "quiet" }, "None."), lost(live.missing), turning(live.first, rows.length, count));
+  const shown = box(`Workers (${figure(count)})`, rows.length ? table(columns, rows, "Workers") : make("p", { class: "quiet" }, "None."), make("div", {}, lost(live.missing)), turning(live.first, rows.length, count));
   shown.classList.add("wide");
   return shown;
 }
@@ -238,11 +281,7 @@ function lost(missing) {
 // Buttons to the workers before and after those that are shown; null where all are.
 function turning(first, shown, count) {
   if (shown >= count) return null;
-  const turn = (name, to, isThere) => {
-    const button = make("button", { type: "button", ...(isThere ? {} : { disabled: "" }) }, name);
-    button.addEventListener("click", () => { firstWorker = to; look(); });
-    return button;
-  };
+  const turn = (name, to, isThere) => make("button", { type: "button", "data-first": to, ...(isThere ? {} : { disabled: "" }) }, name);
   return make("nav", { class: "turning", "aria-label": "Workers shown" },
     turn("Earlier workers", Math.max(0, first - shown), first > 0), " ", turn("Later workers", first + shown, first + shown < count), " ",
     make("span", { class: "quiet" }, `${figure(first + 1)} to ${figure(first + shown)} of ${figure(count)}, by name`));
@@ -256,7 +295,7 @@ function versions(live) {
 function queues(depths) {
   const groups = [["waiting", depths.pool], ["generating", depths.open], ["ready", depths.ready], ["taken", depths.pinned], ["dropped", depths.dropped_stale], ["requeued", depths.requeued_stale]];
   const samples = [["samples waiting for a lease", depths.retry], ["samples leased", depths.leased], ["leases expired", depths.expired_leases], ["late or duplicate samples refused", depths.fenced], ["impossible samples refused", depths.rejected], ["megabytes stored", depths.payload_bytes / 1e6]];
-  return box("Queues", table([["groups", false], ["", true]], groups, "Groups"), table([["samples", false], ["", true]], samples, "Samples"));
+  return box("Queues", table([["groups", false], ["number", true]], groups, "Groups"), table([["samples", false], ["number", true]], samples, "Samples"));
 }
 
 // Load may drop long prompts: then their share of what is trained falls behind their share of what is begun.
@@ -286,7 +325,7 @@ function refused(status) {
 
 function lastEvents() {
   const rows = content.runs.flatMap((run) => run.events).slice(-5).reverse().map((event) => [event.step, make("span", {}, event.text)]);
-  return rows.length ? box("Last events", table([["step", true], ["", false]], rows, "Last events")) : null;
+  return rows.length ? box("Last events", table([["step", true], ["what happened", false]], rows, "Last events")) : null;
 }
 
 let firstWorker = 0;
@@ -298,19 +337,16 @@ async function ask(name, asked = {}) {
   return answer.json();
 }
 
-// A chart or a sample that is being read, or a table in use, stays as it is until the reader leaves it.
-function isInUse(part) {
-  return part.querySelector("figure:hover, svg:focus, .scroll:focus, .samples [open]") !== null || (getSelection().type === "Range" && part.contains(getSelection().anchorNode));
-}
-
 async function look() {
+  if (document.hidden) return;
   try {
     const live = await ask("live.json", { first: firstWorker });
     firstWorker = live.first;
-    if (live.page !== content.number && !isInUse(body)) { content = await ask("page.json"); show(); }
-    if (!isInUse(now)) refill(now, shownNow(live));
+    if (live.page !== content.number) { content = await ask("page.json"); show(); }
+    showNow(live);
   } catch (error) {
-    now.replaceChildren(notes([`The dashboard does not answer (${error.message}). The page shows its last figures.`]));
+    merge(state, make("div", {}, notes([`The dashboard does not answer (${error.message}). The page shows its last figures.`])));
+    cards.replaceChildren();
   }
 }
 
@@ -319,6 +355,12 @@ async function follow() {
   setTimeout(follow, 1000);
 }
 
+now.addEventListener("click", ({ target }) => {
+  if (target.dataset.first === undefined) return;
+  firstWorker = Number(target.dataset.first);
+  look();
+});
 show();
 main.replaceChildren(now, body);
+document.addEventListener("visibilitychange", () => content.number !== undefined && look());
 if (content.number !== undefined) follow();
