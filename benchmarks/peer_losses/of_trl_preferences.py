@@ -2,7 +2,7 @@
 reward models, called with a model that returns the sample's logprobs."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,21 @@ from .sample import Outcome, Sample
 
 MATCHED, MISMATCHED = 0, 1
 """Token ids by which the model tells KTO's two kinds of sequences apart."""
+DPO_METRICS = {
+    "reward_chosen": "rewards/chosen",
+    "reward_rejected": "rewards/rejected",
+    "reward_margin": "rewards/margins",
+    "reward_accuracy": "rewards/accuracies",
+    "logprob_chosen": "logps/chosen",
+    "logprob_rejected": "logps/rejected",
+}
+KTO_METRICS = {
+    "reward_desirable": "rewards/chosen",
+    "reward_undesirable": "rewards/rejected",
+    "logprob_desirable": "logps/chosen",
+    "logprob_undesirable": "logps/rejected",
+}
+"""Our names, and TRL's."""
 SINGLE_PRECISION = {"orpo 0.1", "orpo 0.7"}
 """Settings in which TRL itself rounds to float32."""
 
@@ -37,16 +52,18 @@ def settings() -> Iterator[Setting]:
         yield f"orpo {beta}", preferred("orpo", is_token_mean=True, **options), reference_free(ORPOTrainer, **options)
         yield f"simpo {beta}", preferred("simpo", gamma=0.5, **options), simpo(beta, gamma=0.5)
         yield f"kto {beta}", judged(**options), kto(**options)
-        weights = {"desirable_weight": 1.3, "undesirable_weight": 0.6}
+        weights: dict[str, Any] = {"desirable_weight": 1.3, "undesirable_weight": 0.6}
         yield f"kto weighted {beta}", judged(**options, **weights), kto(**options, **weights)
+    yield "dpo metrics", preferred("dpo", metrics=[*DPO_METRICS]), dpo("sigmoid", beta=0.1, metrics=DPO_METRICS)
+    yield "kto metrics", judged(metrics=[*KTO_METRICS]), kto(beta=0.1, metrics=KTO_METRICS)
     for margin in (False, True):
         for coefficient in (0.0, 0.01):
             name = f"reward model, centering {coefficient}{', margins' if margin else ''}"
             yield name, centered_scores(coefficient, margin=margin), reward_model(coefficient, margin=margin)
 
 
-def dpo(loss_type: str, **options: Any) -> Side:
-    """The loss of the DPO trainer."""
+def dpo(loss_type: str, *, metrics: dict[str, str] | None = None, **options: Any) -> Side:
+    """The loss of the DPO trainer, or what it reports."""
     trainer: dict[str, Any] = {
         "ld_alpha": None,
         "label_smoothing": 0.0,
@@ -61,15 +78,18 @@ def dpo(loss_type: str, **options: Any) -> Side:
 
         def loss(current_T: torch.Tensor) -> Any:
             model, reference = (Model(by_kind(_trained(sample, x_T))) for x_T in (current_T, sample.reference_T))
-            return DPOTrainer._compute_loss(_trainer(model, reference, **trainer), model, inputs, False)
+            trainer_ = _trainer(model, reference, **trainer)
+            found = DPOTrainer._compute_loss(trainer_, model, inputs, False)
+            return _reported(trainer_, metrics) if metrics else found
 
-        return differentiated(sample, lambda current_T: loss(logprobs(current_T)))
+        return _outcome(sample, loss, metrics)
 
     return side
 
 
-def kto(**options: Any) -> Side:
-    """The loss of the KTO trainer; its mismatched sequences have the proximal and the behavior logprobs."""
+def kto(*, metrics: dict[str, str] | None = None, **options: Any) -> Side:
+    """The loss of the KTO trainer, or what it reports. Its mismatched sequences have the proximal and the behavior
+    logprobs."""
     trainer: dict[str, Any] = {
         "calculate_KL": True,
         "loss_type": "kto",
@@ -89,9 +109,10 @@ def kto(**options: Any) -> Side:
             reference = Model(_trained(sample, sample.reference_T), _trained(sample, sample.behavior_T))
             trainer_ = _trainer(model, reference, **trainer)
             trainer_._compute_kl_logps = lambda *call: KTOTrainer._compute_kl_logps(trainer_, *call)
-            return KTOTrainer._compute_loss(trainer_, model, inputs, False)
+            found = KTOTrainer._compute_loss(trainer_, model, inputs, False)
+            return _reported(trainer_, metrics) if metrics else found
 
-        return differentiated(sample, lambda current_T: loss(logprobs(current_T)))
+        return _outcome(sample, loss, metrics)
 
     return side
 
@@ -171,6 +192,17 @@ class Model:
 def by_kind(values: torch.Tensor) -> torch.Tensor:
     """TRL's order of rows: all chosen ones, then all rejected ones."""
     return torch.cat([values[0::2], values[1::2]])
+
+
+def _outcome(sample: Sample, loss: Callable[[torch.Tensor], Any], metrics: dict[str, str] | None) -> Outcome:
+    if metrics:
+        return Outcome(loss(logprobs(sample.current_T)))
+    return differentiated(sample, lambda current_T: loss(logprobs(current_T)))
+
+
+def _reported(trainer: Any, metrics: dict[str, str]) -> torch.Tensor:
+    """The metrics of the loss that the trainer computed last."""
+    return torch.tensor([trainer._metrics["train"][name][-1] for name in metrics.values()])
 
 
 def _logits_of_two(log_probs: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Our side: the learner's own composition of a recipe's keys, or one function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -9,6 +9,7 @@ import torch
 from algorithms.advantages import ADVANTAGES
 from algorithms.corrections import CORRECTIONS
 from algorithms.kl import ESTIMATORS
+from algorithms.metrics import Metrics, summarize
 from algorithms.returns import gae, returns_to_go, whiten, whitening_sums
 from algorithms.segments import segment_sum
 from algorithms.supervised.preferences import PREFERENCES
@@ -129,38 +130,38 @@ def logprobs(current_T: torch.Tensor) -> torch.Tensor:
     return -current_T.abs() - 0.01
 
 
-def preferred(kind: str, *, is_token_mean: bool = False, **options: Any) -> Side:
-    """The mean over pairs. `is_token_mean`: the supervised term of ORPO is the mean over all chosen tokens."""
+def preferred(kind: str, *, is_token_mean: bool = False, metrics: Sequence[str] = (), **options: Any) -> Side:
+    """The mean over pairs, or these metrics. `is_token_mean`: the supervised term of ORPO is the mean over all chosen
+    tokens.
+    """
 
     def side(sample: Sample) -> Outcome:
         if is_token_mean:
             chosen_S = segment_sum(sample.mask_T, sample.cu_seqlens)[0::2]
             options["nll_length"] = float(chosen_S.mean())
 
-        def loss(current_T: torch.Tensor) -> torch.Tensor:
+        def losses(current_T: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
             inputs = (logprobs(current_T), sample.reference_T, sample.mask_T, sample.cu_seqlens)
-            losses_P, _ = PREFERENCES[kind](*inputs, **options)
-            return losses_P.sum() / len(losses_P)
+            return PREFERENCES[kind](*inputs, **options)
 
-        return differentiated(sample, loss)
+        return _mean_or_metrics(sample, losses, metrics)
 
     return side
 
 
-def judged(**options: Any) -> Side:
-    """KTO's mean over responses; the proximal logprobs are the current policy's of mismatched responses, the behavior
-    logprobs the reference policy's."""
+def judged(*, metrics: Sequence[str] = (), **options: Any) -> Side:
+    """KTO's mean over responses, or these metrics. The proximal logprobs are the current policy's of mismatched
+    responses, the behavior logprobs the reference policy's."""
 
     def side(sample: Sample) -> Outcome:
         sums = reference_point_sums(sample.proximal_T, sample.behavior_T, sample.mask_T, sample.cu_seqlens)
         point = reference_point_of(*sums)
 
-        def loss(current_T: torch.Tensor) -> torch.Tensor:
+        def losses(current_T: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
             inputs = (logprobs(current_T), sample.reference_T, sample.mask_T, sample.cu_seqlens)
-            losses_S, _ = kto(*inputs, sample.is_desirable, point, **options)
-            return losses_S.sum() / len(losses_S)
+            return kto(*inputs, sample.is_desirable, point, **options)
 
-        return differentiated(sample, loss)
+        return _mean_or_metrics(sample, losses, metrics)
 
     return side
 
@@ -192,6 +193,15 @@ def over_share_left(rule: dict[str, Any]) -> Side:
         return Outcome(value / share, gradient_T / share)
 
     return side
+
+
+def _mean_or_metrics(
+    sample: Sample, losses: Callable[[torch.Tensor], tuple[torch.Tensor, Metrics]], names: Sequence[str]
+) -> Outcome:
+    if names:
+        numbers = summarize({name: float(value) for name, value in losses(sample.current_T)[1].items()})
+        return Outcome(torch.tensor([numbers[name] for name in names]))
+    return differentiated(sample, lambda current_T: losses(current_T)[0].mean())
 
 
 def _whitened(values_T: torch.Tensor, sample: Sample) -> torch.Tensor:
