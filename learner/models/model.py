@@ -20,7 +20,7 @@ from broker.schema import ModelFiles
 from learner.config import ModelConfig, RandomModelConfig
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 LONGEST_REASON = 300
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
@@ -85,12 +85,19 @@ def encode(
     tokenizer: "PreTrainedTokenizerBase", text: str, what: str = "the text", *, add_special_tokens: bool = True
 ) -> list[int]:
     """Returns the text's tokens. Raises ConfigError, naming `what`, if a random model's alphabet lacks a character."""
+    return list(encoding(tokenizer, text, what, add_special_tokens=add_special_tokens).input_ids)
+
+
+def encoding(
+    tokenizer: "PreTrainedTokenizerBase", text: str, what: str, *, add_special_tokens: bool = True
+) -> "BatchEncoding":
+    """Returns the text's tokens as `encode` does, with the characters that each of them stands for."""
     if stranger := _outside_alphabet(tokenizer, text):
         raise ConfigError(
             f"{what} has the character {stranger!r}, which is not in model.random.alphabet: {text[:80]!r}."
             " Add it to the alphabet, or leave it out of the text."
         )
-    return list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+    return tokenizer(text, add_special_tokens=add_special_tokens)
 
 
 def model_files(config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> ModelFiles:

@@ -8,7 +8,6 @@ of the next, which is checked. A trained turn ends with the stop token, since a 
 """
 
 import re
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +25,7 @@ from learner.data.prompts.rendering import Renderer
 from .base import Conversation, Message, Skipped
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 Span = tuple[int, int]
 """The first character of a trained turn, and the one after its last."""
@@ -198,34 +197,27 @@ class ConversationRenderer:
         Where a token would lie across a span's border, both sides are encoded by themselves: a model that answers a
         prompt goes on after the prompt's own tokens.
         """
-        from learner.models.model import encode
+        from learner.models.model import encode, encoding
 
-        token_ids = encode(self._tokenizer, text, what, add_special_tokens=False)
-        ends = self._ends(text)
+        whole = encoding(self._tokenizer, text, what, add_special_tokens=False)
+        token_ids = list(whole.input_ids)
         borders = sorted({0, len(text), *(border for span in spans for border in span)})
-        if ends is None or not set(borders[1:]) <= {0, *ends}:
+        cuts = [_token_at(whole, border) for border in borders[1:-1]]
+        if None in cuts:
             pieces = [text[begin:end] for begin, end in pairwise(borders)]
             encoded = [encode(self._tokenizer, piece, what, add_special_tokens=False) for piece in pieces]
         else:
-            cuts = [0, *(_last_at(ends, border) for border in borders[1:])]
-            encoded = [token_ids[begin:end] for begin, end in pairwise(cuts)]
+            encoded = [token_ids[begin:end] for begin, end in pairwise([0, *cuts, len(token_ids)])]
         trained = [(begin, end) in spans for begin, end in pairwise(borders)]
         masks = [self._mask(piece, is_trained) for piece, is_trained in zip(encoded, trained, strict=True)]
         return [token for piece in encoded for token in piece], [bit for mask in masks for bit in mask]
-
-    def _ends(self, text: str) -> list[int] | None:
-        """Returns the character after the last one of each token; None for a tokenizer that does not tell."""
-        if not self._tokenizer.is_fast:
-            return None
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return [end for _, end in encoding["offset_mapping"]]
 
     def _mask(self, piece: list[int], is_trained: bool) -> list[int]:
         """Returns 1 for each token of a trained turn up to its stop token, and 0 for what the template writes after."""
         if not is_trained:
             return [0] * len(piece)
-        stops = [number for number, token in enumerate(piece) if token == self._tokenizer.eos_token_id]
-        length = stops[-1] + 1 if stops else len(piece)
+        stop = self._tokenizer.eos_token_id
+        length = len(piece) - piece[::-1].index(stop) if stop in piece else len(piece)
         return [1] * length + [0] * (len(piece) - length)
 
     # --- length
@@ -256,6 +248,15 @@ def _common(first: str, second: str) -> int:
     return next((number for number, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
-def _last_at(ends: Sequence[int], border: int) -> int:
-    """Returns the number of tokens that end at a character or before it."""
-    return bisect_right(ends, border)
+def _token_at(whole: "BatchEncoding", border: int) -> int | None:
+    """Returns the number of the token that begins at a character; None if none does, or if the tokenizer cannot tell.
+
+    Some tokenizers leave the white space before a word out of its token's characters, so the token before must end
+    there.
+    """
+    if not whole.is_fast:
+        return None
+    token = whole.char_to_token(border)
+    if token is None or whole.token_to_chars(token).start != border:
+        return None
+    return token if token == 0 or whole.token_to_chars(token - 1).end == border else None
