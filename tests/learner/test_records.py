@@ -61,6 +61,7 @@ def labelled(**fields: Any) -> Labelled:
             conversation(trained="completion"),
         ),
         ("prompt_completion", {"prompt": "q", "completion": "a"}, Conversation(prompt="q", completion="a")),
+        ("prompt_completion", {"prompt": [USER], "response": "a"}, conversation(trained="completion")),
         ("query_response", {"query": "q", "response": "a"}, Conversation(prompt="q", completion="a")),
         ("alpaca", ALPACA, conversation()),
         (

@@ -35,7 +35,7 @@ LAYOUTS: dict[type[Any], tuple[Layout, ...]] = {
     Conversation: (
         Layout("messages", ("messages",), conversations.chat),
         Layout("sharegpt", ("conversations",), conversations.sharegpt),
-        Layout("prompt_completion", ("prompt", "completion"), conversations.prompt_completion),
+        Layout("prompt_completion", ("prompt", "completion|response"), conversations.prompt_completion),
         Layout("query_response", ("query", "response"), conversations.query_response),
         Layout("alpaca", ("instruction|input", "output"), conversations.alpaca),
         Layout("text", ("text",), conversations.text),
@@ -77,4 +77,8 @@ def is_layout_of(layout: Layout, kind: type[Any], row: Row) -> bool:
 
 def is_prompt_of_rl(row: Row) -> bool:
     """Returns whether a row has the columns of a prompt of reinforcement learning, and no completion."""
-    return "prompt" in row and ("ground_truth" in row or "reward_model" in row) and "completion" not in row
+    return (
+        "prompt" in row
+        and ("ground_truth" in row or "reward_model" in row)
+        and not {"completion", "response"} & row.keys()
+    )

@@ -34,7 +34,7 @@ def alpaca(reader: RowReader) -> list[Conversation]:
 
 
 def prompt_completion(reader: RowReader) -> list[Conversation]:
-    prompt, completion = alike(reader, "prompt", "completion")
+    prompt, completion = alike(reader, "prompt", "completion" if "completion" in reader.row else "response")
     return [Conversation(prompt=prompt, completion=completion, tools=reader.tools(), place=reader.place)]
 
 
