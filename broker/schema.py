@@ -313,6 +313,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Calls to the broker that were answered since the worker began."""
     broker_s: float = 0.0
     """The sum of the times until they were answered, of which some overlap."""
+    swap_s: float = 0.0
+    """The time of its swaps so far, with their checks; of a version that arrives in parts, until it is there."""
+    paused_s: float = 0.0
+    """The time for which it has been `paused` so far."""
 
 
 class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -394,7 +398,10 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     packed_tokens: int
     """Prompt and response tokens that went through the model."""
     micro_batches: int
-    """Forward and backward passes, over all ranks."""
+    """Forward and backward passes, over all replicas of the model."""
+    packing_efficiency: float | None = None
+    """The share of `learner.micro_batch_tokens` that the mean micro-batch filled. It is above 1 where sequences are
+    longer than that."""
     loss: float | None
     """The loss; None: it was not finite."""
     grad_norm: float | None

@@ -385,6 +385,8 @@ class Worker:
             slot_s=self._generated.slot_s,
             broker_calls=self._broker.answered,
             broker_s=self._broker.answer_s,
+            swap_s=self._weights.swap_s,
+            paused_s=self._weights.paused_s,
         )
 
     def _state(self) -> Literal["starting", "generating", "idle", "paused", "asleep", "draining"]:

@@ -178,6 +178,7 @@ def step_event(step: TrainedStep, total_steps: int, time_s: float) -> StepEvent:
 def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps: int, time_s: float) -> StepMetrics:
     sequences = step.judged.sequences
     lags = [lag_of_sequence(sequence) for sequence in sequences]
+    packed_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     responses = [len(t.response_tokens) for t in trajectories]
     seconds = seconds_by_phase(step.laps)
     train_s = seconds["pack"] + seconds["train"]
@@ -198,7 +199,8 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         trajectories=len(trajectories),
         mixed_version_trajectories=sum(len({s.version for s in t.spans}) > 1 for t in trajectories),
         trained_tokens=sum(int(s.loss_mask.sum()) for s in sequences),
-        packed_tokens=sum(len(s.token_ids) for s in sequences),
+        packed_tokens=packed_tokens,
+        packing_efficiency=packed_tokens / step.update.budget_tokens,
         micro_batches=step.update.micro_batches,
         loss=_finite(step.update.loss),
         grad_norm=_finite(step.update.grad_norm),

@@ -7,7 +7,7 @@ The model is then trained on another distribution than that of its prompts, and 
 import logging
 from collections.abc import Mapping
 
-from broker.schema import RunStatus
+from broker.schema import QueueDepths, RunStatus, Tallies
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,12 @@ def length_drift(dispatched: Mapping[int, int], trained: Mapping[int, int], in_f
     return max(0.0, distance - min(1.0, in_flight / begun))
 
 
+def drift_of(tallies: Tallies, queues: QueueDepths) -> float:
+    """Returns `length_drift` of a look at a run."""
+    in_flight = queues.open + queues.ready + queues.pinned
+    return length_drift(tallies.dispatched_by_prompt_length, tallies.trained_by_prompt_length, in_flight)
+
+
 class DriftWatch:
     """Warns of a drift once, and again only when it has grown."""
 
@@ -42,8 +48,7 @@ class DriftWatch:
         tallies, queues = status.tallies, status.queues
         if sum(tallies.trained_by_prompt_length.values()) < FEWEST_GROUPS:
             return
-        in_flight = queues.open + queues.ready + queues.pinned
-        drift = length_drift(tallies.dispatched_by_prompt_length, tallies.trained_by_prompt_length, in_flight)
+        drift = drift_of(tallies, queues)
         if drift <= self._warn_above:
             return
         self._warn_above = drift + WARN_AGAIN

@@ -49,7 +49,9 @@ class Update:
     """The largest gradient norm of the updates, before clipping; not finite if an update was skipped."""
     learning_rate: float
     micro_batches: int
-    """The number of micro-batches of this rank."""
+    """The number of micro-batches of all replicas together."""
+    budget_tokens: int
+    """The tokens for which these micro-batches have room."""
     algorithm: dict[str, float]
     by_lag: dict[int, dict[str, float]]
     """Metrics of the trained tokens of each bucket of lag, by its largest lag."""
@@ -172,11 +174,13 @@ class Updater:
         if self._reference is not None and self._kl.ema_decay < 1:
             self._reference.follow(self._backend, self._kl.ema_decay)
         whole = whole_report(reports, self._ranks.sum, self._ranks.max)
+        micro_batches = self._ranks.replicas * sum(len(part.batches) for part in parts)
         return Update(
             loss=sum(losses) / len(losses),
             grad_norm=next((norm for norm in norms if not math.isfinite(norm)), max(norms)),
             learning_rate=learning_rate,
-            micro_batches=sum(len(part.batches) for part in parts),
+            micro_batches=micro_batches,
+            budget_tokens=micro_batches * self._learner.micro_batch_tokens,
             algorithm={**summarize(whole), **parts[0].estimates, **_means(critic_reports)},
             by_lag=summarize_by_lag(whole),
         )

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Literal
@@ -68,6 +69,10 @@ class HeldWeights:
         self.version: WeightVersion | None = None
         """The newest version that was verified, even if the engine has lost it since."""
         self.swaps = 0
+        self.swap_s = 0.0
+        """The time of all swaps, with their checks; of a version that arrives in parts, until it is there."""
+        self._paused_s = 0.0
+        self._paused_since: float | None = None
         self.last_error = ""
 
     @property
@@ -85,6 +90,11 @@ class HeldWeights:
         """Whether the engine holds parts of several versions. It samples nothing until it has a whole version."""
         return self._contents == "mixture"
 
+    @property
+    def paused_s(self) -> float:
+        """The time for which the engine has held parts of several versions, so far."""
+        return self._paused_s + (0.0 if self._paused_since is None else time.monotonic() - self._paused_since)
+
     async def follow(self) -> None:
         """Take every newer version, for ever. Raises WeightSyncError if the engine cannot hold one."""
         while True:
@@ -100,6 +110,7 @@ class HeldWeights:
                     continue
                 async with self._changed:
                     self.version, self._contents = taken.manifest.version, "version"
+                    self._paused_s, self._paused_since = self.paused_s, None
                     self.swaps += 1
                     self.last_error = ""
                     self._changed.notify_all()
@@ -209,6 +220,7 @@ class HeldWeights:
                     error,
                 )
                 self._contents = "mixture"
+                self._paused_since = self._paused_since or time.monotonic()
             else:
                 log.warning("Version %s did not arrive: %s", arriving.manifest.version, error)
             return False
@@ -217,16 +229,23 @@ class HeldWeights:
     async def _load(self, delivery: Delivery | Arriving) -> bool:
         """Swap and probe; a whole version that fails is swapped once more. Returns False if the version did not arrive.
         Raises NoRoomError if the engine is unchanged."""
+        began_s = time.monotonic()
         try:
-            if not isinstance(delivery, Arriving):
-                await self._swap_whole(delivery)
-            elif not await self._swap_in_parts(delivery):
+            is_there = await self._swap(delivery)
+            self.swap_s += time.monotonic() - began_s
+            if not is_there:
                 return False
             if self._verify:
                 await self._probe(delivery.manifest)
         except WeightSyncError as error:
             self.last_error = str(error)
             raise
+        return True
+
+    async def _swap(self, delivery: Delivery | Arriving) -> bool:
+        if isinstance(delivery, Arriving):
+            return await self._swap_in_parts(delivery)
+        await self._swap_whole(delivery)
         return True
 
     async def _swap_whole(self, delivery: Delivery) -> None:

@@ -36,6 +36,7 @@ def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_
         trained_tokens=4000,
         packed_tokens=7000,
         micro_batches=1,
+        packing_efficiency=0.875,
         loss=0.01,
         grad_norm=0.5,
         learning_rate=5e-4,
@@ -93,6 +94,8 @@ def worker(name: str, version: WeightVersion | None, *, last_error: str = "") ->
         swaps=36,
         broker_calls=50,
         broker_s=0.25,
+        swap_s=12.5,
+        paused_s=1.5,
         last_error=last_error,
     )
 

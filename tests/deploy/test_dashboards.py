@@ -14,7 +14,7 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from broker.schema import WeightVersion
+from broker.schema import LagFigures, Tallies, WeightVersion
 from deploy.observe.prometheus.endpoint import Endpoint
 from deploy.observe.prometheus.run import RunCollector
 from deploy.observe.prometheus.worker import WorkerCollector
@@ -37,8 +37,13 @@ def served() -> dict[Sample, float]:
     run = RunCollector()
     run.begin("arithmetic", "0123456789abcdef")
     step = step_event(0)
-    step = replace(step, metrics=replace(step.metrics, algorithm={"ess": 0.9, "clip_fraction": 0.1}))
-    for event in (step, evaluation(1, 0, 0.5), HeartbeatEvent.of(run_status(), step_metrics(0))):
+    by_lag = {
+        1: LagFigures(trajectories=1, tokens=1, reward_mean=0, ratio_mean=1, ess=1, clip_fraction=0, mask_fraction=0)
+    }
+    step = replace(step, metrics=replace(step.metrics, algorithm={"ess": 0.9, "clip_fraction": 0.1}, by_lag=by_lag))
+    tallies = Tallies(trained_by_prompt_length={8: 4}, dispatched_by_lag={0: 30})
+    status = replace(run_status(), tallies=tallies, ages=replace(run_status().ages, next_sample_s=1.0))
+    for event in (step, evaluation(1, 0, 0.5), HeartbeatEvent.of(status, step_metrics(0))):
         run.note(event)
     found: dict[Sample, float] = {}
     stub = Stub()

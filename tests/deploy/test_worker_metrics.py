@@ -57,6 +57,8 @@ def test_the_endpoint_shows_what_the_worker_says_now() -> None:
         "unscored_samples_total": 3,
         "weight_swaps_total": 36,
         "broker_calls_total": 50,
+        "weight_swap_seconds_total": 12.5,
+        "paused_seconds_total": 1.5,
         "broker_call_seconds_total": 0.25,
         "weight_step": 36,
         "weight_incarnation": 2,

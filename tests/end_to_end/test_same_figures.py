@@ -315,6 +315,8 @@ def test_workers_are_the_same_everywhere(views: Views) -> None:
         assert shown["accepted"] == worker["submitted"]
         assert figure(views.workers[name], "headway_worker_state", state=worker["state"]) == 1
         assert figure(views.learner, "headway_pool_weight_step", worker=name) == shown["weight_step"]
+        assert (shown["swap_s"], shown["paused_s"]) == (worker["swap_s"], 0)
+        assert worker["swap_s"] > 0
     assert figure(views.learner, "headway_pool_workers", state="idle") == WORKERS
 
 

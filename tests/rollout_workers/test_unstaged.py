@@ -161,12 +161,15 @@ async def test_an_engine_that_was_left_in_the_middle_samples_nothing_until_it_is
         assert info.last_error
         await asyncio.sleep(0.3)
         assert worker.info().generated_tokens == info.generated_tokens
+        assert worker.info().paused_s > info.paused_s > 0
         may_pull.set()
         await until(lambda: is_held(worker, learner.version))
+        paused_s = worker.info().paused_s
         repaired = learner.version
         trajectories = await learner.take_until(
             lambda trajectory: [before, repaired] == [span.version for span in trajectory.spans[-2:]]
         )
         assert (worker.info().last_error, worker.info().state) == ("", "generating")
+        assert worker.info().paused_s == paused_s, "it is over"
         await learner.publish_to("worker-1")
     check_logprobs(learner.learner, trajectories)

@@ -51,6 +51,7 @@ async def test_spans_name_the_weights_that_sampled_each_token_across_a_swap(
         await learner.publish(1, deliveries)
         trajectories = [t for group in await learner.take(1) for t in group.trajectories]
         assert worker.info().swaps == 2
+        assert worker.info().swap_s > worker.info().paused_s == 0
     assert any(len(trajectory.spans) == 2 for trajectory in trajectories)
     check_logprobs(learner, trajectories)
 

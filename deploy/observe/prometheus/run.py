@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StepEvent
 from deploy.run.figures import generated_per_s
+from learner.experience.drift import drift_of
 
 from .families import STATES, Family, metric, shown
 
@@ -28,6 +29,11 @@ LAST_STEP = (
     Family("headway_learner_response_mean_tokens", "Mean length of a trained response.", "response_tokens_mean"),
     Family("headway_learner_lag_mean_steps", "Mean lag of the last step's trajectories.", "lag_mean"),
     Family("headway_learner_lag_max_steps", "Largest lag of a token that the last step trained.", "lag_max"),
+    Family(
+        "headway_learner_packing_efficiency_ratio",
+        "Share of learner.micro_batch_tokens that the mean micro-batch of the last step filled.",
+        "packing_efficiency",
+    ),
     Family(
         "headway_learner_queue_mean_seconds", "Mean time that ready groups of the last step waited.", "waited_mean_s"
     ),
@@ -48,7 +54,7 @@ SUMS = (
     ),
     Family("headway_learner_trained_tokens_total", "Response tokens in the loss.", "trained_tokens"),
     Family("headway_learner_packed_tokens_total", "Tokens that went through the model.", "packed_tokens"),
-    Family("headway_learner_micro_batches_total", "Forward and backward passes, over all ranks.", "micro_batches"),
+    Family("headway_learner_micro_batches_total", "Forward and backward passes, over all replicas.", "micro_batches"),
     Family("headway_learner_broker_calls_total", "Calls to the broker that were answered.", "broker_calls"),
     Family("headway_learner_broker_call_seconds_total", "Time until they were answered, summed up.", "broker_s"),
     Family(
@@ -231,6 +237,15 @@ class RunCollector(Collector):
         yield metric("headway_pool_workers", "Living workers, by state.", {s: states[s] for s in STATES}, "state")
         versions = {worker.worker: worker.version.step if worker.version else None for worker in workers}
         yield metric("headway_pool_weight_step", "Step of the weights of each living worker.", versions, "worker")
+        rates = {worker.worker: worker.tokens_per_s for worker in workers}
+        yield metric(
+            "headway_pool_worker_tokens_per_second", "Tokens that each living worker generates.", rates, "worker"
+        )
+        yield metric(
+            "headway_broker_length_drift_ratio",
+            "At least so far apart are the lengths of begun and of trained prompts, from 0 (alike) to 1.",
+            {"": drift_of(tallies, self._heartbeat.queues)},
+        )
         rate = generated_per_s(workers)
         yield metric("headway_pool_tokens_per_second", "Tokens that the workers generate.", {"": rate})
         yield metric(

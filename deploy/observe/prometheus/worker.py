@@ -27,6 +27,8 @@ FIGURES = (
     Family("headway_worker_weight_swaps_total", "Weight versions that it has swapped in.", "swaps"),
     Family("headway_worker_broker_calls_total", "Calls to the broker that were answered.", "broker_calls"),
     Family("headway_worker_broker_call_seconds_total", "Time until they were answered, summed up.", "broker_s"),
+    Family("headway_worker_weight_swap_seconds_total", "Time of its swaps, with their checks.", "swap_s"),
+    Family("headway_worker_paused_seconds_total", "Time in which it had no whole version.", "paused_s"),
     Family("headway_worker_weight_step", "Step of the weights that its engine holds.", "weight_step"),
     Family("headway_worker_weight_incarnation", "Incarnation of the learner that made them.", "weight_incarnation"),
     Family(

@@ -21,6 +21,7 @@ from deploy.observe.sinks.delivery import Sinks
 from deploy.observe.sinks.prometheus import PrometheusSink
 from deploy.recipe.sinks import PrometheusOptions, SinkConfig
 from deploy.run.events import Event, HeartbeatEvent
+from learner.experience.drift import drift_of
 from tests.deploy.runs import evaluation, open_record, run_status, sink_run, step_event, step_metrics
 
 from .scrapes import figure, scrape
@@ -96,7 +97,9 @@ def test_no_figure_of_a_step_or_of_the_queues_is_left_out() -> None:
 
 def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
     tallies = Tallies(
-        dispatched_by_prompt_length={8: 5, 16: 7}, trained_by_prompt_length={8: 4}, dispatched_by_lag={0: 30, 2: 18}
+        dispatched_by_prompt_length={8: 500, 16: 700},
+        trained_by_prompt_length={8: 400},
+        dispatched_by_lag={0: 30, 2: 18},
     )
     status = replace(run_status(), tallies=tallies)
     heartbeat = HeartbeatEvent.of(status, step_metrics(3))
@@ -112,14 +115,16 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
             assert figure(found, family.name, **labels) == queues[name], family.name
     for family in AGES:
         assert figure(found, family.name) == getattr(status.ages, family.field), family.name
-    assert figure(found, "headway_broker_begun_groups_total", prompt_tokens="16") == 7
-    assert figure(found, "headway_broker_trained_groups_total", prompt_tokens="8") == 4
+    assert figure(found, "headway_broker_begun_groups_total", prompt_tokens="16") == 700
+    assert figure(found, "headway_broker_trained_groups_total", prompt_tokens="8") == 400
     assert figure(found, "headway_broker_leases_total", lag="2") == 18
     assert figure(found, "headway_pool_workers", state="generating") == 2
     assert figure(later, "headway_pool_workers", state="generating") == 1
     assert figure(later, "headway_pool_workers", state="paused") == 0
     assert figure(found, "headway_pool_weight_step", worker="node-worker-0-ab12") == 37
     assert figure(found, "headway_pool_weight_step", worker="node-worker-1-cd34") is None, "it has no version yet"
+    assert figure(found, "headway_pool_worker_tokens_per_second", worker="node-worker-0-ab12") == 2500
+    assert figure(found, "headway_broker_length_drift_ratio") == drift_of(tallies, status.queues) > 0.5
     assert figure(found, "headway_learner_pass_rate") == 0.25
     assert figure(found, "headway_run_info", run="arithmetic", identity="0123456789abcdef") == 1
     assert (figure(found, "process_resident_memory_bytes") or 0) > 0
