@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -10,14 +11,15 @@ from contextlib import contextmanager
 import pytest
 
 from .recipes import write_recipe
-from .records import check_trained
+from .records import check_trained, summary
 from .terminals import Terminals, paused
 from .test_separate_roles import RUN, exported, free_port
 from .watching import watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS, MOST = 150, 3
+STEPS, MOST = 10_000, 3
+"""More steps than the pool needs to grow and to shrink; then the learner is stopped."""
 PACED = '''"""A reward that takes as long as the file `pace` says."""
 
 import time
@@ -50,10 +52,12 @@ def test_a_pool_follows_a_rise_of_the_load_out_and_a_drop_in(terminals: Terminal
         with hindered(learner.pid):
             pace.write_text("0")
             watch.until("it has shrunk", lambda status: status.pools[0].running < MOST)
-        watch.until("the run is over", lambda status: status.state == "finished")
+        learner.send(signal.SIGTERM)
+        watch.until("the run is over", lambda status: status.state == "stopped")
     for terminal in (learner, pool, scaler):
         terminal.succeeds()
-    check_trained(terminals.root / "learner" / "runs" / RUN, steps=STEPS, trajectories_per_step=16, max_lag=2)
+    run = terminals.root / "learner" / "runs" / RUN
+    check_trained(run, steps=summary(run)["steps"], trajectories_per_step=16, max_lag=2)
     decisions = [json.loads(line) for line in scaler.said.splitlines() if line.startswith("{")]
     told = [(look["load"]["wanted"], look["decision"]["wanted"], look["decision"]["reason"]) for look in decisions]
     assert all(earlier != later for earlier, later in itertools.pairwise(told)), told
