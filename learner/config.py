@@ -9,7 +9,7 @@ from broker.errors import ConfigError
 
 PROMPTS = ("arithmetic", "jsonl", "parquet", "datasets", "reasoning_gym")
 EXAMPLES = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
-STAGES = ("sft", "rl")
+STAGES = ("sft", "dpo", "rl")
 
 
 class RandomModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -281,7 +281,9 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[SftPhaseConfig, ...],
         Meta(description="phases of kind=sft, which run one after another; none: the stage is left out"),
     ] = ()
-    options: Annotated[dict[str, Any], Meta(description="options of your own stage, as its Options declare them")] = {}
+    options: Annotated[
+        dict[str, Any], Meta(description="options of the kind; your own stage declares them as its Options")
+    ] = {}
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ from broker.user_code.options import unknown_option
 from learner.backends import abilities_of as backend_abilities
 from learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
 from learner.models.layout import check_ranks, check_splits
+from learner.stages.kinds import options_of
 from rollout_workers.config import REWARDS, EngineConfig
 from rollout_workers.engines import ENGINES, abilities_of
 from rollout_workers.engines.gpus import shares
@@ -59,9 +60,10 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
 
 
 def _check_stage(stage: StageConfig, where: str) -> None:
-    """Check a stage's kind. Options of a user's own stage are checked where the stage is imported and runs."""
+    """Check a stage's kind and options. Those of a user's own stage are checked where it is imported and runs."""
     _check_kind(stage.kind, STAGES, f"{where}.kind")
-    if stage.kind in STAGES and stage.options:
+    is_over_records = options_of(stage, where) is not None
+    if stage.kind in STAGES and not is_over_records and stage.options:
         known = ("phases",) if stage.kind == "sft" else ()
         raise unknown_option(next(iter(stage.options)), known, where, of=f"kind={stage.kind}")
     for phase in stage.phases:

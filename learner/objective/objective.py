@@ -108,7 +108,7 @@ class Objective:
             share, metrics = self._share(
                 batches[index], whole, corrections, current_logprobs_T, proximal_T, reference_T
             )
-            return share, _numbers(metrics)
+            return share, numbers(metrics)
 
         return loss
 
@@ -183,7 +183,7 @@ def supervised_loss(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = 
     def loss(index: int, current_logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         mask_T = batches[index].loss_mask_T
         losses_T = sft(current_logprobs_T, mask_T)
-        return losses_T.sum() / max(tokens, 1.0), _numbers(masked_mean("cross_entropy", losses_T, mask_T))
+        return losses_T.sum() / max(tokens, 1.0), numbers(masked_mean("cross_entropy", losses_T, mask_T))
 
     return loss
 
@@ -193,7 +193,7 @@ def _needed(logprobs: Sequence[torch.Tensor] | None, is_needed: bool) -> Sequenc
     return logprobs if is_needed else None
 
 
-def _numbers(metrics: Metrics) -> dict[str, float]:
+def numbers(metrics: Metrics) -> dict[str, float]:
     """Reads all metrics at once, so that the process waits for a GPU only once."""
     if not metrics:
         return {}

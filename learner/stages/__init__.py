@@ -3,6 +3,8 @@
     base.py    what a stage is: open, run, save, and what the next one starts from
     rl.py      the learner's loop (`loop.py`) as a stage: take -> pack -> step -> publish -> commit
     sft.py     packed cross-entropy on examples, phase by phase
+    supervised/            training on records of files, such as preferences (`dpo`)
+    kinds.py               the stages of `supervised/`, by the name that a recipe gives
     resuming.py            where a learner begins: checkpoint, identity, log, claim
     checkpoint_writer.py   one checkpoint at a time, written while training goes on
     stage_checkpoints.py   the same for stages without workers, and the model that they leave
@@ -23,6 +25,8 @@ from broker.user_code.options import typed_options
 from broker.user_code.own import make_own
 from learner.config import STAGES, StageConfig
 
+from .kinds import KNOWN
+
 if TYPE_CHECKING:
     from .base import Stage, StageParts
 
@@ -38,6 +42,8 @@ def open_stage(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
             from .sft import SftStage
 
             return SftStage(parts, config.phases)
+        case known if known in KNOWN:
+            return _open_own(StageConfig(kind=KNOWN[known].path, options=config.options), parts, where)
         case own if ":" in own:
             return _open_own(config, parts, where)
         case unknown:
@@ -45,7 +51,8 @@ def open_stage(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
 
 
 def _open_own(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
-    """Returns the user's own stage; its module is trusted, since the recipe was given to this very process."""
+    """Returns a stage by its class. The user's own module is trusted, since the recipe was given to this very
+    process."""
     from .base import Stage
 
     def opened(own: Any) -> Stage:

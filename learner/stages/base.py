@@ -12,8 +12,8 @@ come from workers through the broker, so that `deploy` opens it with a broker be
 `package.module:Name` with an `Options` struct, called as Name(parts, options); `learner.stages.open_stage` finds it.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -57,6 +57,8 @@ class Progress:
     loss: float
     pass_rate: float | None = None
     """The pass rate as it was measured last."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics of the step, and of held-out records as they were measured last (`held_out/...`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,14 @@ DIRECTORY/                the finished stage: a Hugging Face model, with all tha
 import logging
 import shutil
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from learner.backends.base import Backend
 from learner.backends.saving import Saving
+from learner.checkpoints.best import Best, read_best
 from learner.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -50,9 +52,22 @@ class StageCheckpoints:
         self._identity = identity
         self._every_s = every_s
         self._root = checkpoints_of(directory)
+        self._best: Best | None = None
         self._store = CheckpointStore(self._root, keep=1)
         self._writer = CheckpointWriter(self._store, ranks, asynchronous=False)
         self._kept_s = time.monotonic()
+
+    @property
+    def beside(self) -> Path:
+        """The directory of the checkpoints, for files that a stage needs as long as it runs. `load` of a new stage and
+        `leave` remove it."""
+        return self._root
+
+    def prefer(self, metric: str, mode: Literal["max", "min"]) -> None:
+        """Keeps the best of the checkpoints of `keep_measured`, too. Called before `load`."""
+        self._best = Best(self._root, metric, mode)
+        self._store = CheckpointStore(self._root, keep=1, best=self._best)
+        self._writer = CheckpointWriter(self._store, self._ranks, asynchronous=False)
 
     def load(self) -> dict[str, Any]:
         """Returns the place last given to `keep` or `leave`, and loads the backend of that time; {} for a new stage."""
@@ -72,6 +87,21 @@ class StageCheckpoints:
         self._writer.begin({"": self._backend}, self._state(step, place))
         self._writer.wait()
         self._kept_s = time.monotonic()
+
+    def keep_measured(self, step: int, place: dict[str, Any], metrics: Mapping[str, float]) -> None:
+        """Calls `keep` with what was measured of this model."""
+        assert self._best is not None, "`prefer` says by what"
+        self._best.note(step, metrics)
+        self.keep(step, place)
+
+    def load_best(self) -> int | None:
+        """Loads the model of the best checkpoint, and returns its step; None, and nothing is loaded, where there is
+        none."""
+        best = read_best(self._root)
+        if best is None:
+            return None
+        self._backend.load(self._store.path(best.incarnation, best.step))
+        return best.step
 
     def leave(self, step: int, place: dict[str, Any]) -> Path:
         """Writes both as the finished stage, removes its checkpoints, and returns the model's directory."""

@@ -31,7 +31,9 @@ from learner.stages.loop import Learner, LoopConfig, TrainedStep
 from learner.stages.resuming import choose_origin
 from learner.stages.rl import RlStage
 from learner.stages.stage_checkpoints import StageCheckpoints
+from learner.stages.supervised.options import PreferenceOptions
 from tests.learner.batches import batch
+from tests.learner.preferences import opened
 from tests.learner.tiny import OPTIMIZER, model_config
 
 STEPS = 6
@@ -149,7 +151,20 @@ def updater_and_model(backend: Backend, updater: Updater) -> Callable[[Path], No
     return load
 
 
-STAGES = pytest.mark.parametrize("open_one", [open_sft, open_rl], ids=["sft", "rl"])
+def open_dpo(directory: Path, watcher: Watcher) -> tuple[Stage, Backend]:
+    options = PreferenceOptions(
+        path="", batch_size=3, max_steps=STEPS, epochs=STEPS, learning_rate=1e-2, evaluate_every_steps=4
+    )
+    return opened(
+        directory,
+        options,
+        every_s=0.0,
+        report=lambda progress: watcher.saw(progress.loss),
+        should_stop=watcher.should_stop,
+    )
+
+
+STAGES = pytest.mark.parametrize("open_one", [open_sft, open_dpo, open_rl], ids=["sft", "dpo", "rl"])
 
 
 @STAGES

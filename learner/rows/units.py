@@ -1,0 +1,57 @@
+"""Units of sequences that a loss compares, such as the two responses of a pair, packed whole into one micro-batch.
+
+A row holds its units one after another, and each unit's sequences in their order. The plan is that of `packing`, for
+which a unit counts as one sequence of all its tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .batch import PackedBatch
+from .packing import PackableSequence, concatenate, plan
+
+Unit = Sequence[PackableSequence]
+"""Sequences that stay together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One micro-batch of whole units."""
+
+    batch: PackedBatch
+    units: tuple[int, ...]
+    """The indices of its units among those that were packed, in the row's order."""
+
+
+def pack_units(units: Sequence[Unit], *, replica: int, replicas: int, micro_batch_tokens: int) -> list[Row]:
+    """Returns this replica's rows, at least one, some perhaps empty. All ranks call it with the same units in the same
+    order. A unit that is longer than `micro_batch_tokens` gets a row of its own."""
+    lengths = [sum(len(sequence.token_ids) for sequence in unit) for unit in units]
+    return [
+        Row(batch=concatenate([sequence for index in chosen for sequence in units[index]]), units=tuple(chosen))
+        for chosen in plan(lengths, replicas, micro_batch_tokens)[replica]
+    ]
+
+
+def response_values(values_T: torch.Tensor, batch: PackedBatch, unit: Unit, first: int) -> list[NDArray[np.float32]]:
+    """Returns the values of each response [R] of a unit whose first sequence is sequence `first` of the row."""
+    starts = batch.cu_seqlens.tolist()
+    found = []
+    for number, sequence in enumerate(unit, first):
+        values_R = values_T[starts[number] + sequence.prompt_length : starts[number + 1]]
+        found.append(values_R.to("cpu", torch.float32).numpy())
+    return found
+
+
+def row_values(units: Sequence[Unit], values: Sequence[Sequence[NDArray[np.float32]]]) -> torch.Tensor:
+    """[T] the values of all responses at their places in a row of these units, 0 over prompts. `values` holds [R]
+    values for each sequence of each unit."""
+    parts: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
+    for unit, of_unit in zip(units, values, strict=True):
+        for sequence, values_R in zip(unit, of_unit, strict=True):
+            parts += [np.zeros(sequence.prompt_length, np.float32), values_R]
+    return torch.from_numpy(np.concatenate(parts))

@@ -1,0 +1,11 @@
+"""Stages that train on records of files: epochs of packed updates, measured on held-out records.
+
+    stage.py       the loop: batch -> pack -> update -> measure -> checkpoint; each kind brings a task
+    options.py     what a recipe says of each kind
+    schedule.py    the records and the learning rate of a step, from its number alone
+    preferences.py the task of pairs: DPO and its kin
+    reference.py   logprobs of the model that the stage starts from, computed once and kept
+
+A task turns records into units of sequences and gives the loss of rows of whole units. The invariant: neither packing
+nor the number of ranks changes the loss, and a stage that was killed leaves the model that it would have left.
+"""

@@ -1,0 +1,167 @@
+"""The loop of every stage that trains on records.
+
+for each step:  the order's batch ─► units ─► rows of whole units ─► one update of the task's loss
+now and then:   the same loss and metrics on held-out units, and a checkpoint, of which the best one may be kept
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+
+from learner.backends.base import TokenLoss
+from learner.objective.objective import Objective
+from learner.rows.packing import concatenate
+from learner.rows.units import Row, Unit, pack_units
+from learner.stages.base import Progress, StageMetrics, StageParts
+
+from .options import TrainingOptions
+from .schedule import Order, learning_rate
+
+BEST_BY = "held_out/loss"
+EMPTY = Row(batch=concatenate([]), units=())
+
+
+class Task(Protocol):
+    """What a kind of stage trains."""
+
+    units: Sequence[Unit]
+    """The records that are trained, as sequences that stay together."""
+    held_out: Sequence[Unit]
+    """Records of the same kind that are measured."""
+
+    def prepare(self, is_new: bool) -> None:
+        """Compute what the losses need before the first of them; `is_new`: no step was trained yet. Collective."""
+        ...
+
+    def loss(self, rows: Sequence[Row], chosen: Sequence[int], *, held_out: bool) -> TokenLoss:
+        """Return the loss over the rows of all ranks. `chosen`: of each unit that was packed, its index among `units`
+        or `held_out`."""
+        ...
+
+
+class TaskProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """The stage's progress, which its checkpoints hold."""
+
+    steps: int = 0
+    """The number of trained steps."""
+    loss: float | None = None
+    metrics: dict[str, float] = {}
+    """The metrics of the last step, and of the held-out records as they were measured last."""
+
+
+class TaskStage:
+    """One task, trained from a model to a model."""
+
+    def __init__(self, parts: StageParts, options: TrainingOptions, task: Task, *, part: str) -> None:
+        """`part` names the stage in progress bars."""
+        self._parts = parts
+        self._options = options
+        self._task = task
+        self._part = part
+        self._order = Order(
+            len(task.units),
+            batch_size=options.batch_size,
+            epochs=options.epochs,
+            max_steps=options.max_steps,
+            seed=parts.seed,
+        )
+        if options.keep == "best":
+            parts.checkpoints.prefer(BEST_BY, "min")
+        self._progress = msgspec.convert(parts.checkpoints.load(), TaskProgress)
+
+    @property
+    def metrics(self) -> StageMetrics:
+        """The metrics as of the last step."""
+        return StageMetrics(steps=self._progress.steps, loss=self._progress.loss)
+
+    def run(self) -> bool:
+        """Train all steps that are left; False if stopped before the end."""
+        parts = self._parts
+        if self._progress.steps < self._order.steps:
+            self._task.prepare(is_new=self._progress.steps == 0)
+        while self._progress.steps < self._order.steps:
+            self._train()
+            if self._progress.steps == self._order.steps:
+                break
+            if parts.ranks.any(parts.should_stop()):
+                parts.checkpoints.keep(self._progress.steps, self._place)
+                return False
+            parts.checkpoints.keep_if_due(self._progress.steps, self._place)
+        return True
+
+    def save(self) -> Path:
+        """Write the model of the last step, or the best one, and return its directory."""
+        if self._options.keep == "best":
+            self._parts.checkpoints.load_best()
+        return self._parts.checkpoints.leave(self._progress.steps, self._place)
+
+    @property
+    def _place(self) -> dict[str, object]:
+        place: dict[str, object] = msgspec.to_builtins(self._progress)
+        return place
+
+    def _train(self) -> None:
+        """Train one step, measure where it is due, and report both."""
+        step, options = self._progress.steps, self._options
+        rate = learning_rate(
+            step,
+            self._order.steps,
+            peak=options.learning_rate,
+            warmup_steps=options.warmup_steps,
+            shape=options.schedule,
+        )
+        loss, metrics = self._update(self._order.batch(step), rate)
+        done = step + 1
+        is_measured = self._is_due(done)
+        held_out = self._measure() if is_measured else _held_out_of(self._progress.metrics)
+        self._progress = TaskProgress(steps=done, loss=loss, metrics={**metrics, **held_out, "learning_rate": rate})
+        self._parts.report(
+            Progress(part=self._part, step=done, max_steps=self._order.steps, loss=loss, metrics=self._progress.metrics)
+        )
+        if is_measured and options.keep == "best":
+            self._parts.checkpoints.keep_measured(done, self._place, held_out)
+
+    def _is_due(self, done: int) -> bool:
+        every = self._options.evaluate_every_steps
+        return bool(self._task.held_out) and (done == self._order.steps or (every > 0 and done % every == 0))
+
+    def _update(self, chosen: Sequence[int], rate: float) -> tuple[float, dict[str, float]]:
+        rows = self._packed([self._task.units[index] for index in chosen])
+        token_loss = self._task.loss([*rows, EMPTY], chosen, held_out=False)
+        loss, norm, reports = self._parts.backend.step(
+            [row.batch for row in rows], token_loss, temperature=1.0, learning_rate=rate
+        )
+        return loss, {**self._combined(reports, token_loss, len(rows)), "grad_norm": norm}
+
+    @torch.no_grad()
+    def _measure(self) -> dict[str, float]:
+        """Return loss and metrics of the held-out units under the present weights."""
+        rows = self._packed(self._task.held_out)
+        token_loss = self._task.loss([*rows, EMPTY], range(len(self._task.held_out)), held_out=True)
+        logprobs = self._parts.backend.logprobs([row.batch for row in rows], 1.0)
+        shares = [token_loss(index, logprobs_T) for index, logprobs_T in enumerate(logprobs)]
+        (total,) = self._parts.ranks.sum([sum(float(share) for share, _ in shares)])
+        measured = {"loss": total, **self._combined([report for _, report in shares], token_loss, len(rows))}
+        return {f"held_out/{name}": value for name, value in measured.items()}
+
+    def _packed(self, units: Sequence[Unit]) -> list[Row]:
+        parts = self._parts
+        return pack_units(
+            units,
+            replica=parts.ranks.replica,
+            replicas=parts.ranks.replicas,
+            micro_batch_tokens=parts.micro_batch_tokens,
+        )
+
+    def _combined(self, reports: Sequence[dict[str, float]], token_loss: TokenLoss, empty: int) -> dict[str, float]:
+        """Return the metrics over all ranks. The report of the row `empty` has all names, so that ranks without units
+        have them, too."""
+        _, nothing = token_loss(empty, torch.zeros(0))
+        return Objective.combine_reports([*reports, nothing], self._parts.ranks.sum, self._parts.ranks.max)
+
+
+def _held_out_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name.startswith("held_out/")}

@@ -1,0 +1,78 @@
+"""Pairs of random responses, and a stage that trains them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.backends import open_backend
+from learner.backends.base import Backend
+from learner.data.prompts.rendering import Renderer
+from learner.models.model import load_tokenizer
+from learner.ranks import Ranks
+from learner.rows.packing import PackableSequence
+from learner.rows.units import Unit
+from learner.stages.base import Progress, StageParts
+from learner.stages.stage_checkpoints import StageCheckpoints
+from learner.stages.supervised.options import PreferenceOptions
+from learner.stages.supervised.preferences import PreferenceTask
+from learner.stages.supervised.stage import TaskStage
+from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
+
+MODEL = model_config("qwen3")
+OPTIONS = PreferenceOptions(
+    path="pairs.jsonl", batch_size=3, learning_rate=1e-2, warmup_steps=2, beta=0.5, evaluate_every_steps=2
+)
+
+
+def pairs(count: int, seed: int = 0) -> list[Unit]:
+    """Pairs of ragged random responses to random prompts."""
+    rng = np.random.default_rng(seed)
+    return [_pair(rng) for _ in range(count)]
+
+
+def _pair(rng: np.random.Generator) -> Unit:
+    prompt = rng.integers(0, VOCABULARY, rng.integers(2, 8))
+    return [_sequence(prompt, rng.integers(0, VOCABULARY, rng.integers(1, 12))) for _ in range(2)]
+
+
+def _sequence(prompt: NDArray[np.int64], response: NDArray[np.int64]) -> PackableSequence:
+    zeros = np.zeros(len(response), np.float32)
+    return PackableSequence(
+        token_ids=np.concatenate([prompt, response]).astype(np.int32),
+        prompt_length=len(prompt),
+        loss_mask=np.ones(len(response), np.uint8),
+        behavior_logprobs=zeros,
+        lags=np.zeros(len(response), np.int64),
+        advantages=zeros,
+    )
+
+
+def opened(
+    directory: Path,
+    options: PreferenceOptions = OPTIONS,
+    *,
+    units: int = 7,
+    micro_batch_tokens: int = 64,
+    every_s: float = 60.0,
+    backend_kind: str = "fsdp",
+    report: Callable[[Progress], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> tuple[TaskStage, Backend]:
+    backend = open_backend(backend_kind, MODEL, OPTIMIZER, seed=3)
+    ranks, tokenizer = Ranks.of(backend), load_tokenizer(MODEL)
+    parts = StageParts(
+        backend=backend,
+        ranks=ranks,
+        tokenizer=tokenizer,
+        renderer=Renderer(tokenizer),
+        checkpoints=StageCheckpoints(backend, ranks, directory / "dpo", "this recipe", every_s=every_s),
+        seed=1,
+        micro_batch_tokens=micro_batch_tokens,
+        gate=lambda tensors, prompts: 0.0,
+        report=report,
+        should_stop=should_stop,
+    )
+    task = PreferenceTask(parts, options, pairs(units), pairs(4, seed=9))
+    return TaskStage(parts, options, task, part="dpo"), backend

@@ -1,0 +1,126 @@
+"""Stages over records: packing and ranks change no loss, and the reference is the model that the stage started from."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import tests.learner.preference_rank as preference_rank
+from algorithms.supervised import dpo
+from learner.rows.packing import concatenate
+from learner.rows.units import pack_units
+from learner.stages.base import Progress, StageError
+from learner.stages.supervised.options import PreferenceOptions
+from learner.stages.supervised.schedule import Order, learning_rate
+
+from .preferences import opened, pairs
+from .torchrun import run_ranks
+
+
+def test_a_first_step_has_the_loss_of_its_pairs_one_by_one(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    stage, backend = opened(tmp_path, report=seen.append)
+    rows = [concatenate(pair) for pair in pairs(7)]
+    reference = backend.logprobs(rows, 1.0)
+    losses = [
+        dpo(values, values, row.loss_mask_T, row.cu_seqlens, beta=0.5)[0]
+        for row, values in zip(rows, reference, strict=True)
+    ]
+    chosen = Order(7, batch_size=3, epochs=1, max_steps=0, seed=1).batch(0)
+    assert stage.run()
+    assert seen[0].loss == pytest.approx(torch.cat([losses[index] for index in chosen]).mean().item(), abs=1e-6)
+    assert seen[0].loss == pytest.approx(np.log(2), abs=1e-6)  # the model is its own reference before the first step
+    assert seen[-1].loss != pytest.approx(np.log(2), abs=1e-3)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 4096])
+def test_packing_changes_no_metric(micro_batch_tokens: int, tmp_path: Path) -> None:
+    seen: dict[int, list[Progress]] = {64: [], micro_batch_tokens: []}
+    for tokens, found in seen.items():
+        stage, _ = opened(tmp_path / str(tokens), micro_batch_tokens=tokens, report=found.append)
+        assert stage.run()
+    for one, other in zip(*seen.values(), strict=True):
+        if one.step > 1:  # before the first step all rewards are 0 but for rounding, whose sign decides the accuracy
+            assert other.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-6)
+    assert {"reward_margin", "held_out/loss", "held_out/reward_accuracy", "grad_norm"} <= set(one.metrics)
+
+
+@pytest.mark.parametrize("kind", preference_rank.BACKENDS)
+def test_two_ranks_equal_one(kind: str, of_two_ranks: list[Any], tmp_path: Path) -> None:
+    one = preference_rank.metrics("fsdp", tmp_path)
+    assert of_two_ranks[0] == of_two_ranks[1]
+    for number, (step, expected) in enumerate(zip(of_two_ranks[0][kind], one, strict=True)):
+        if number:  # before the first step all rewards are 0 but for rounding, whose sign decides the accuracy
+            assert step == pytest.approx(expected, rel=2e-4, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank saw, by backend."""
+    directory = tmp_path_factory.mktemp("ranks")
+    run_ranks(preference_rank.__name__, 2, directory, timeout_s=200)
+    return [msgspec.json.decode((directory / f"rank_{rank}.json").read_bytes()) for rank in range(2)]
+
+
+def test_pairs_stay_whole_and_are_packed_once() -> None:
+    units = pairs(40)
+    packed = [pack_units(units, replica=replica, replicas=3, micro_batch_tokens=50) for replica in range(3)]
+    rows = [row for of_replica in packed for row in of_replica]
+    assert sorted(index for row in rows for index in row.units) == list(range(40))
+    for row in rows:
+        tokens = [sequence.token_ids for index in row.units for sequence in units[index]]
+        assert np.array_equal(row.batch.token_ids_T.numpy(), np.concatenate([np.zeros(0), *tokens]))
+        assert row.batch.num_sequences == 2 * len(row.units)
+
+
+def test_the_best_model_is_left_if_that_is_asked_for(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    options = PreferenceOptions(
+        path="", batch_size=7, epochs=5, learning_rate=0.3, warmup_steps=0, evaluate_every_steps=1, keep="best"
+    )
+    stage, backend = opened(tmp_path, options, report=seen.append)
+    assert stage.run()
+    losses = [progress.metrics["held_out/loss"] for progress in seen]
+    assert min(losses) < losses[-1], "the learning rate is so high that later steps are worse"
+    last = {name: tensor.clone() for name, tensor in backend.named_tensors()}
+    stage.save()
+    assert any(not torch.equal(tensor, last[name]) for name, tensor in backend.named_tensors())
+
+
+def test_a_reference_that_is_gone_is_told(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(progress: Progress) -> None:
+        if progress.step == 2:
+            raise Killed
+
+    stage, _ = opened(tmp_path, every_s=0.0, report=kill)
+    with pytest.raises(Killed):
+        stage.run()
+    (reference,) = tmp_path.glob(".dpo.checkpoints/reference.npy")
+    reference.unlink()
+    again, _ = opened(tmp_path)
+    with pytest.raises(StageError, match="reference logprobs"):
+        again.run()
+
+
+def test_each_epoch_holds_every_record_once_in_an_order_of_its_own() -> None:
+    order = Order(10, batch_size=4, epochs=2, max_steps=0, seed=1)
+    trained = [index for step in range(order.steps) for index in order.batch(step)]
+    assert (order.steps, len(trained)) == (5, 20)
+    assert sorted(trained[:10]) == sorted(trained[10:]) == list(range(10))
+    assert trained[:10] != trained[10:]
+    assert Order(10, batch_size=4, epochs=2, max_steps=3, seed=1).steps == 3
+    assert Order(10, batch_size=4, epochs=0.01, max_steps=0, seed=1).batch(0) == trained[:1]
+
+
+@pytest.mark.parametrize(("shape", "last"), [("constant", 1.0), ("linear", 0.125), ("cosine", 0.0380602)])
+def test_the_learning_rate_rises_and_falls(shape: str, last: float) -> None:
+    rates = [learning_rate(step, 10, peak=1.0, warmup_steps=2, shape=shape) for step in range(10)]  # type: ignore[arg-type]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[-1] == pytest.approx(last)
+    assert rates[2:] == sorted(rates[2:], reverse=True)
