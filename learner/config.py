@@ -39,8 +39,11 @@ class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     kind: Annotated[
         str,
-        Meta(description=f"{', '.join(PROMPTS)}, or your own as package.module:Class"),
-    ]
+        Meta(
+            description=f"{', '.join(PROMPTS)}, or your own as package.module:Class; empty: no prompts, for stages that"
+            " train on files alone"
+        ),
+    ] = ""
     path: Annotated[
         str, Meta(description="file, dataset id or task names separated by commas, depending on the kind")
     ] = ""

@@ -47,7 +47,8 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
     for index, pool in enumerate(pools_of(recipe, source)):
         _check_kind(pool.recipe.engine.kind, ENGINES, f"{source}: workers.pools[{index}].engine.kind")
     _check_kind(recipe.weights.transport, TRANSPORTS, f"{source}: weights.transport")
-    _check_kind(recipe.prompts.kind, PROMPTS, f"{source}: prompts.kind")
+    if recipe.has_prompts:
+        _check_kind(recipe.prompts.kind, PROMPTS, f"{source}: prompts.kind")
     _check_kind(recipe.launcher.kind, LAUNCHERS, f"{source}: launcher.kind")
     for phase in recipe.sft.phases:
         _check_kind(phase.kind, EXAMPLES, f"{source}: sft.phases.kind")
@@ -146,8 +147,18 @@ def _impossible_stages(recipe: Recipe) -> Iterator[str]:
                 f"stages[{index}] is {stage.kind}, which ends the run, and stages[{index + 1}] follows it. Move it to"
                 " the end, and train on in a run of its own, from model.path=CHECKPOINT."
             )
+    yield from _missing_prompts(recipe)
     if all(stage.is_left_out for stage in recipe.plan):
         yield "no stage is left to run. Add one to stages, such as {kind: rl}, or give sft its phases."
+
+
+def _missing_prompts(recipe: Recipe) -> Iterator[str]:
+    is_gated = any(phase.until_pass_rate for phase in recipe.warm_up)
+    who = "workers generate from" if recipe.has_learner else "until_pass_rate measures" if is_gated else ""
+    if who and not recipe.has_prompts:
+        yield f"there are no prompts, which {who}. Add prompts: {{kind: jsonl, path: FILE}}, or another kind."
+    if (who or recipe.has_prompts) and not recipe.rewards:
+        yield "there are no rewards, which score responses to prompts. Add rewards: [{kind: math_verify}], or another."
 
 
 def _impossible_transfers(recipe: Recipe) -> Iterator[str]:

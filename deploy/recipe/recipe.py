@@ -75,11 +75,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The whole configuration of a run."""
 
     run: RunConfig
-    prompts: PromptsConfig
+    prompts: PromptsConfig = PromptsConfig()
     rewards: Annotated[
-        tuple[RewardConfig, ...],
-        Meta(min_length=1, description="reward functions; their weighted sum is optimized"),
-    ]
+        tuple[RewardConfig, ...], Meta(description="reward functions; their weighted sum is optimized")
+    ] = ()
     environment: EnvironmentConfig = EnvironmentConfig()
     model: ModelConfig = ModelConfig()
     broker: BrokerConfig = BrokerConfig()
@@ -112,6 +111,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def warm_up(self) -> tuple[SftPhaseConfig, ...]:
         """The phases of all supervised stages, in order."""
         return tuple(phase for stage in self.plan for phase in stage.phases)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether models can be measured on held-out prompts, or workers generate."""
+        return bool(self.prompts.kind)
 
     @property
     def has_learner(self) -> bool:

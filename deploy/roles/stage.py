@@ -9,10 +9,13 @@ from typing import Self
 import msgspec
 import torch
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from transformers import PreTrainedTokenizerBase
 
+from broker.errors import ConfigError
 from broker.schema import Prompt
 from deploy.recipe.recipe import Recipe
 from deploy.run.stage_output import origin, planned, starting_after
+from deploy.run.stage_record import StageLine, StageRecord, record_of
 from deploy.terminal import Terminal
 from learner.config import StageConfig
 from learner.data.prompts import open_prompts
@@ -21,7 +24,7 @@ from learner.models.model import load_config, load_tokenizer, model_files
 from learner.objective.composition import check_algorithm
 from learner.ranks import Ranks
 from learner.stages import base, open_stage
-from learner.stages.base import Gate, StageError, StageParts
+from learner.stages.base import Gate, Stage, StageError, StageParts
 from learner.stages.stage_checkpoints import StageCheckpoints
 
 from .backend import recipe_backend
@@ -36,8 +39,8 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int
     loss: float | None
-    pass_rate: float
-    """The pass rate of the saved model on the held-out prompts."""
+    pass_rate: float | None
+    """The pass rate of the saved model on the held-out prompts; None if the recipe has none."""
 
 
 def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 0) -> StageOutcome:
@@ -52,10 +55,9 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
     backend = recipe_backend(recipe)
     ranks = Ranks.of(backend)
     tokenizer = load_tokenizer(recipe.model)
-    prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
-    prompts.check()
-    held_out = prompts.held_out(_measured(recipe, config))
+    held_out = _held_out(recipe, config, tokenizer)
     with _gate(recipe, held_out, ranks) as gate, ProgressBars(console) as bars:
+        report = _Report(bars, record_of(output) if ranks.is_first else None)
         parts = StageParts(
             backend=backend,
             ranks=ranks,
@@ -65,13 +67,14 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
             seed=recipe.run.seed,
             micro_batch_tokens=recipe.learner.micro_batch_tokens,
             gate=gate,
-            report=bars.show,
+            report=report.show,
             should_stop=StopRequest(),
         )
         stage = open_stage(config, parts, f"stages[{number}]")
+        report.begin(stage)
         if not stage.run():
             raise StageError(f"Stage {config.name} was stopped before its end; it goes on from here next time.")
-        pass_rate = gate(backend.named_tensors(), len(held_out))
+        pass_rate = gate(backend.named_tensors(), len(held_out)) if held_out else None
     stage.save()
     return StageOutcome(steps=stage.metrics.steps, loss=stage.metrics.loss, pass_rate=pass_rate)
 
@@ -83,14 +86,52 @@ def stage_identity(recipe: Recipe, number: int) -> str:
     return hashlib.blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
 
 
-def _measured(recipe: Recipe, stage: StageConfig) -> int:
-    """Return the most held-out prompts that a gate or the final measurement asks for."""
-    return max([recipe.evaluation.prompts, *(phase.gate_prompts for phase in stage.phases if phase.until_pass_rate)])
+def _held_out(recipe: Recipe, stage: StageConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return the most held-out prompts that a gate or the final measurement asks for; none of a recipe without
+    prompts."""
+    if not recipe.has_prompts:
+        return []
+    prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
+    prompts.check()
+    gates = [phase.gate_prompts for phase in stage.phases if phase.until_pass_rate]
+    return prompts.held_out(max([recipe.evaluation.prompts, *gates]))
+
+
+class _Report:
+    """Shows each step of a stage, and writes it into the stage's record, if this rank keeps it."""
+
+    def __init__(self, bars: "ProgressBars", path: Path | None) -> None:
+        self._bars = bars
+        self._path = path
+        self._record: tuple[Stage, StageRecord] | None = None
+
+    def begin(self, stage: Stage) -> None:
+        """Note the opened stage, whose first step follows."""
+        if self._path is not None:
+            self._record = stage, StageRecord(self._path, stage.metrics.steps)
+
+    def show(self, progress: base.Progress) -> None:
+        """Called after every step."""
+        self._bars.show(progress)
+        if self._record is not None:
+            stage, record = self._record
+            record.write(
+                StageLine(
+                    steps=stage.metrics.steps,
+                    part=progress.part,
+                    loss=progress.loss,
+                    pass_rate=progress.pass_rate,
+                    metrics=progress.metrics,
+                )
+            )
 
 
 @contextmanager
 def _gate(recipe: Recipe, held_out: Sequence[Prompt], ranks: Ranks) -> Iterator[Gate]:
     """Yield a function that measures the pass rate of given tensors on the first so many of the held-out prompts."""
+    if not held_out:
+        yield _no_pass_rate
+        return
     files = model_files(load_config(recipe.model), load_tokenizer(recipe.model))
     with Evaluator(recipe, files, held_out) as evaluator:
 
@@ -101,6 +142,13 @@ def _gate(recipe: Recipe, held_out: Sequence[Prompt], ranks: Ranks) -> Iterator[
             return ranks.sum([pass_rate])[0]
 
         yield gate
+
+
+def _no_pass_rate(tensors: Iterable[tuple[str, torch.Tensor]], count: int) -> float:
+    raise ConfigError(
+        "The stage measures a pass rate, and the recipe has no held-out prompts. Give the recipe prompts and rewards,"
+        " and evaluation.prompts above 0."
+    )
 
 
 class ProgressBars:
