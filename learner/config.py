@@ -276,6 +276,21 @@ class SftConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = ()
 
 
+RECORDS = ("file", "arithmetic")
+
+
+class RecordsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A source of records on which a stage trains."""
+
+    kind: Annotated[
+        str, Meta(description="file: records are read from `path`; arithmetic: worked chains of the demonstration")
+    ] = "file"
+    path: Annotated[
+        str, Meta(description="file, directory that `datasets` saved, hf:OWNER/NAME or modelscope:OWNER/NAME")
+    ] = ""
+    options: Annotated[dict[str, Any], Meta(description="how the file is read, or the lengths of the chains")] = {}
+
+
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage of a run, which starts from the model that the one before left."""
 

@@ -7,6 +7,7 @@ from itertools import chain
 
 from learner.data.examples import open_examples
 from learner.data.prompts import open_source
+from learner.stages.kinds import check_records
 
 from .recipe import Recipe
 
@@ -16,7 +17,7 @@ needed."""
 
 
 def check_data(recipe: Recipe) -> None:
-    """Raise ConfigError, with file and row, if prompts or the warm-up's examples cannot be read."""
+    """Raise ConfigError, with file and row, if prompts, the warm-up's examples or other records cannot be read."""
     if recipe.prompts.kind in LOCAL:
         source = open_source(recipe.prompts, recipe.run.seed)
         if recipe.evaluation.prompts:
@@ -24,3 +25,5 @@ def check_data(recipe: Recipe) -> None:
     for phase in chain.from_iterable(stage.phases for stage in recipe.plan):
         if phase.kind in LOCAL:
             open_examples(phase, recipe.run.seed)
+    for number, stage in enumerate(recipe.stages):
+        check_records(stage, recipe.run.seed, f"stages[{number}]")

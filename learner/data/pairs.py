@@ -1,14 +1,18 @@
-"""Pairs of worked chains, one right and one wrong, for stages on preferences: the demonstration's own data."""
+"""Pairs of responses for stages on preferences: of files, or of worked chains, one right and one wrong."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta
 
+from broker.errors import ConfigError
+from broker.user_code.kinds import unknown_kind
+from learner.config import RECORDS, RecordsConfig
+
 from .examples import ArithmeticExampleOptions, work_out
 from .prompts.arithmetic import Chain, chain_options, draw_chain
-from .records.base import Preference
+from .records import Preference, open_records
 
 
 class ArithmeticPairOptions(ArithmeticExampleOptions, frozen=True, kw_only=True):
@@ -17,6 +21,17 @@ class ArithmeticPairOptions(ArithmeticExampleOptions, frozen=True, kw_only=True)
     pairs: Annotated[int, Meta(ge=1)] = 4096
     error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.2
     skip_rate: Annotated[float, Meta(ge=0, le=1)] = 0.4
+
+
+def open_pairs(config: RecordsConfig, seed: int, where: str) -> Sequence[Preference]:
+    """Returns the pairs of a source. Raises ConfigError. `where` is its key in the recipe."""
+    match config.kind:
+        case "arithmetic":
+            return arithmetic_pairs(config.options, seed, f"{where}.options")
+        case "file":
+            return open_records(Preference, config.path, config.options, where)
+        case unknown:
+            raise unknown_kind(unknown, RECORDS, f"{where}.kind")
 
 
 def arithmetic_pairs(options: Mapping[str, Any], seed: int, where: str) -> list[Preference]:

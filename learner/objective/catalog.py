@@ -14,6 +14,7 @@ from algorithms.objectives import OBJECTIVES
 from algorithms.presets import PRESETS, Preset
 from algorithms.proximal import PROXIMAL
 from algorithms.returns import gae
+from algorithms.supervised.preferences import PREFERENCES
 from broker.errors import HeadwayError
 from broker.user_code.kinds import did_you_mean
 
@@ -26,6 +27,7 @@ PARTS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "proximal": PROXIMAL,
     "aggregation": AGGREGATIONS,
     "kl": ESTIMATORS,
+    "preference": PREFERENCES,
 }
 
 

@@ -38,7 +38,7 @@ Aggregation = Callable[..., torch.Tensor]
 
 GAE = "gae"
 """The kind of advantages by a critic, which are no function of rewards alone."""
-GIVEN = {"tokens", "sequences", "mean_weight", "limit"}
+GIVEN = {"tokens", "sequences", "mean_weight", "limit", "nll_length"}
 """Keyword arguments that the learner gives; a recipe cannot set them."""
 
 POSITIVE = {"cap", "threshold", "budget", "length", "high", "tau_positive", "tau_negative"}
@@ -166,33 +166,33 @@ def _check_corrections(config: AlgorithmConfig) -> None:
 
 def open_advantage(config: AlgorithmConfig) -> Advantage:
     """Returns the advantage function with its options bound; a user's own is imported."""
-    advantage: Advantage = _open(config.advantage, ADVANTAGES, "algorithm.advantage", also=(GAE,))
+    advantage: Advantage = open_part(config.advantage, ADVANTAGES, "algorithm.advantage", also=(GAE,))
     return advantage
 
 
 def gae_options(config: AlgorithmConfig) -> dict[str, float]:
     """Returns gamma and lam of a critic's advantages. Raises ConfigError."""
-    options = _open(config.advantage, {GAE: gae}, "algorithm.advantage").keywords
+    options = open_part(config.advantage, {GAE: gae}, "algorithm.advantage").keywords
     return {name: options.get(name, parameter.default) for name, parameter in options_of(gae).items()}
 
 
 def open_surrogate(config: AlgorithmConfig) -> Surrogate:
     """Returns the objective with its options bound."""
-    surrogate: Surrogate = _open(config.objective, OBJECTIVES, "algorithm.objective")
+    surrogate: Surrogate = open_part(config.objective, OBJECTIVES, "algorithm.objective")
     return surrogate
 
 
 def open_corrections(config: AlgorithmConfig) -> list[BoundCorrection]:
     """Returns the corrections in order, with their options bound."""
     return [
-        BoundCorrection(_open(correction, CORRECTIONS, "algorithm.corrections"), correction.kind)
+        BoundCorrection(open_part(correction, CORRECTIONS, "algorithm.corrections"), correction.kind)
         for correction in config.corrections
     ]
 
 
 def open_aggregation(config: AlgorithmConfig, max_new_tokens: int | None = None) -> Aggregation:
     """Returns the aggregation with its options bound; `max_new_tokens` is the default length of a fixed denominator."""
-    aggregation: Aggregation = _open(config.aggregation, AGGREGATIONS, "algorithm.aggregation")
+    aggregation: Aggregation = open_part(config.aggregation, AGGREGATIONS, "algorithm.aggregation")
     if config.aggregation.kind == "fixed_denominator" and "length" not in config.aggregation.options:
         return functools.partial(aggregation, length=max_new_tokens or 1)
     return aggregation
@@ -213,7 +213,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     }
 
 
-def _open(part: Any, known: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Any:
+def open_part(part: Any, known: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> Any:
     """Returns the function that `part.kind` names with `part.options` bound; options of built-in ones are checked."""
     if ":" in part.kind:
         return functools.partial(load(part.kind, f"{where}.kind"), **part.options)

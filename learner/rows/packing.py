@@ -78,6 +78,22 @@ def from_trajectory(
     )
 
 
+def labelled(token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]) -> PackableSequence:
+    """Returns a sequence that no policy sampled. `loss_mask` [L] is 1 where the token is trained; all before the first
+    such token is its prompt."""
+    prompt_length = int(loss_mask.argmax())
+    response = len(token_ids) - prompt_length
+    zeros = np.zeros(response, np.float32)
+    return PackableSequence(
+        token_ids=token_ids,
+        prompt_length=prompt_length,
+        loss_mask=loss_mask[prompt_length:],
+        behavior_logprobs=zeros,
+        lags=np.zeros(response, np.int64),
+        advantages=zeros,
+    )
+
+
 def plan(lengths: Sequence[int], replicas: int, micro_batch_tokens: int, cost: CostModel = DEFAULT_COST) -> Plan:
     """Plans every sequence exactly once. Every replica gets the same number of micro-batches, at least one, some empty.
 

@@ -1,9 +1,11 @@
 """The stages without workers that come with Headway and train on records of files, by their kind."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from broker.user_code.options import typed_options
-from learner.config import StageConfig
+from learner.config import RecordsConfig, StageConfig
+from learner.data.pairs import open_pairs
 
 from .supervised.options import PreferenceOptions, TrainingOptions
 
@@ -15,10 +17,12 @@ class KnownStage:
     path: str
     """Its class, as `package.module:Name`."""
     options: type[TrainingOptions]
+    read: Callable[[RecordsConfig, int, str], Sequence[object]]
+    """(source, the run's seed, its key in the recipe) -> its records; raises ConfigError."""
 
 
 KNOWN: dict[str, KnownStage] = {
-    "dpo": KnownStage(path="learner.stages.supervised.preferences:PreferenceStage", options=PreferenceOptions),
+    "dpo": KnownStage(path="learner.stages.supervised.preferences:PreferenceStage", options=PreferenceOptions, read=open_pairs),
 }
 
 
@@ -27,3 +31,14 @@ def options_of(config: StageConfig, where: str) -> TrainingOptions | None:
     the stage's key in the recipe."""
     known = KNOWN.get(config.kind)
     return typed_options(config.options, known.options, f"{where}.options") if known else None
+
+
+def check_records(config: StageConfig, seed: int, where: str) -> None:
+    """Read the files of a built-in stage over records. Raises ConfigError, with file and row, for what it cannot read.
+    Sources on a hub are left to the stage."""
+    options = options_of(config, where)
+    if options is None:
+        return
+    for name, source in (("data", options.data), ("held_out", options.held_out)):
+        if source is not None and not source.path.startswith(("hf:", "modelscope:")):
+            KNOWN[config.kind].read(source, seed, f"{where}.options.{name}")

@@ -18,7 +18,7 @@ from learner.data.examples import Example, open_examples
 from learner.data.prompts.rendering import Renderer
 from learner.models.model import encode
 from learner.objective.objective import supervised_loss
-from learner.rows.packing import PackableSequence, pack
+from learner.rows.packing import PackableSequence, labelled, pack
 
 from .base import Progress, StageError, StageMetrics, StageParts
 
@@ -141,12 +141,5 @@ def tokenize(example: Example, tokenizer: PreTrainedTokenizerBase, renderer: Ren
         *encode(tokenizer, example.response, "an SFT response", add_special_tokens=False),
         tokenizer.eos_token_id,
     ]
-    zeros = np.zeros(len(response), np.float32)
-    return PackableSequence(
-        token_ids=np.asarray(query + response, np.int32),
-        prompt_length=len(query),
-        loss_mask=np.ones(len(response), np.uint8),
-        behavior_logprobs=zeros,
-        lags=np.zeros(len(response), np.int64),
-        advantages=zeros,
-    )
+    loss_mask = np.repeat(np.array([0, 1], np.uint8), [len(query), len(response)])
+    return labelled(np.asarray(query + response, np.int32), loss_mask)

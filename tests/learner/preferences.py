@@ -11,18 +11,19 @@ from learner.backends.base import Backend
 from learner.data.prompts.rendering import Renderer
 from learner.models.model import load_tokenizer
 from learner.ranks import Ranks
-from learner.rows.packing import PackableSequence
+from learner.rows.packing import PackableSequence, labelled
 from learner.rows.units import Unit
 from learner.stages.base import Progress, StageParts
 from learner.stages.stage_checkpoints import StageCheckpoints
-from learner.stages.supervised.options import PreferenceOptions
+from learner.config import RecordsConfig
+from learner.stages.supervised.options import LossConfig, PreferenceOptions
 from learner.stages.supervised.preferences import PreferenceTask
 from learner.stages.supervised.stage import TaskStage
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
 
 MODEL = model_config("qwen3")
 OPTIONS = PreferenceOptions(
-    path="pairs.jsonl", batch_size=3, learning_rate=1e-2, warmup_steps=2, beta=0.5, evaluate_every_steps=2
+    data=RecordsConfig(), batch_size=3, learning_rate=1e-2, warmup_steps=2, loss=LossConfig(options={"beta": 0.5}), evaluate_every_steps=2
 )
 
 
@@ -38,15 +39,8 @@ def _pair(rng: np.random.Generator) -> Unit:
 
 
 def _sequence(prompt: NDArray[np.int64], response: NDArray[np.int64]) -> PackableSequence:
-    zeros = np.zeros(len(response), np.float32)
-    return PackableSequence(
-        token_ids=np.concatenate([prompt, response]).astype(np.int32),
-        prompt_length=len(prompt),
-        loss_mask=np.ones(len(response), np.uint8),
-        behavior_logprobs=zeros,
-        lags=np.zeros(len(response), np.int64),
-        advantages=zeros,
-    )
+    loss_mask = np.repeat(np.array([0, 1], np.uint8), [len(prompt), len(response)])
+    return labelled(np.concatenate([prompt, response]).astype(np.int32), loss_mask)
 
 
 def opened(

@@ -31,6 +31,7 @@ from learner.stages.loop import Learner, LoopConfig, TrainedStep
 from learner.stages.resuming import choose_origin
 from learner.stages.rl import RlStage
 from learner.stages.stage_checkpoints import StageCheckpoints
+from learner.config import RecordsConfig
 from learner.stages.supervised.options import PreferenceOptions
 from tests.learner.batches import batch
 from tests.learner.preferences import opened
@@ -153,7 +154,7 @@ def updater_and_model(backend: Backend, updater: Updater) -> Callable[[Path], No
 
 def open_dpo(directory: Path, watcher: Watcher) -> tuple[Stage, Backend]:
     options = PreferenceOptions(
-        path="", batch_size=3, max_steps=STEPS, epochs=STEPS, learning_rate=1e-2, evaluate_every_steps=4
+        data=RecordsConfig(), batch_size=3, max_steps=STEPS, epochs=STEPS, learning_rate=1e-2, evaluate_every_steps=4
     )
     return opened(
         directory,

@@ -1,9 +1,11 @@
 """The options of stages that train on records. Checks of a recipe read them before anything is started."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+from learner.config import RecordsConfig
 
 from .schedule import Shape
 
@@ -11,12 +13,16 @@ from .schedule import Shape
 class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options that all stages over records share."""
 
-    path: str
-    """The file of the records that are trained."""
-    held_out_path: str = ""
-    """A second file, whose records are measured and never trained."""
+    data: RecordsConfig
+    """The records that are trained."""
+    held_out: RecordsConfig | None = None
+    """Records that are measured and never trained."""
     held_out_records: Annotated[int, Meta(ge=0)] = 0
-    """The number of last records of the first file to measure instead."""
+    """The number of last records of `data` to measure instead."""
+    max_tokens: Annotated[int, Meta(ge=0)] = 0
+    """The longest sequence; 0: no limit."""
+    too_long: Literal["refuse", "drop", "cut_end", "cut_prompt"] = "refuse"
+    """A longer one is an error, is left out, loses its last tokens, or the first ones of its prompt."""
     epochs: Annotated[float, Meta(gt=0)] = 1.0
     """How often each record is trained."""
     max_steps: Annotated[int, Meta(ge=0)] = 0
@@ -35,12 +41,17 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The model that the stage leaves: of the last step, or of the measurement with the lowest held-out loss."""
 
 
-class PreferenceOptions(TrainingOptions, frozen=True, kw_only=True):
-    """The pairs, and the loss of a pair."""
+class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A loss of the catalogue, as `headway algorithms` lists them."""
 
-    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """The loss of a pair: see `algorithms.supervised.dpo`."""
-    beta: Annotated[float, Meta(gt=0)] = 0.1
-    """How much a reward counts: the strength with which the model is held to its reference."""
-    label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0
-    """The share of pairs believed to be labelled the wrong way round."""
+    kind: str = "dpo"
+    """Its name."""
+    options: dict[str, Any] = {}
+    """Its options, such as beta."""
+
+
+class PreferenceOptions(TrainingOptions, frozen=True, kw_only=True):
+    """The pairs, and their loss."""
+
+    loss: LossConfig = LossConfig()
+    """The loss of a pair."""

@@ -4,19 +4,31 @@ A unit is a pair, the chosen response before the rejected one. Losses that compa
 model that the stage starts from.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from algorithms.metrics import Metrics
-from algorithms.supervised import dpo
+from algorithms.supervised.preferences import PREFERENCES, REFERENCE_FREE
+from broker.errors import ConfigError
 from learner.backends.base import TokenLoss
+from learner.config import RecordsConfig
+from learner.data.pairs import open_pairs
+from learner.data.records.rendering import ConversationRenderer, LengthLimit
+from learner.objective.composition import open_part
 from learner.objective.objective import numbers
+from learner.rows.packing import labelled
 from learner.rows.units import Row, Unit, row_values
 from learner.stages.base import StageParts
 
 from .options import PreferenceOptions
 from .reference import Values, reference_logprobs
+from .stage import TaskStage
+
+WHERE = "stages.dpo.options"
+
+log = logging.getLogger(__name__)
 
 
 class PreferenceTask:
@@ -28,19 +40,21 @@ class PreferenceTask:
         self.units = units
         self.held_out = held_out
         self._parts = parts
-        self._options = options
+        self._loss = open_part(options.loss, PREFERENCES, f"{WHERE}.loss")
+        self._needs_reference = options.loss.kind not in REFERENCE_FREE
         self._references: list[Values] = []
 
     def prepare(self, is_new: bool) -> None:
-        """Compute the reference's logprobs of all pairs, or read them again. Collective."""
-        self._references = reference_logprobs(
-            self._parts.backend,
-            self._parts.ranks,
-            [*self.units, *self.held_out],
-            micro_batch_tokens=self._parts.micro_batch_tokens,
-            path=self._parts.checkpoints.beside / "reference.npy",
-            is_new=is_new,
-        )
+        """Compute the reference's logprobs of all pairs, or read them again, if the loss takes them. Collective."""
+        if self._needs_reference:
+            self._references = reference_logprobs(
+                self._parts.backend,
+                self._parts.ranks,
+                [*self.units, *self.held_out],
+                micro_batch_tokens=self._parts.micro_batch_tokens,
+                path=self._parts.checkpoints.beside / "reference.npy",
+                is_new=is_new,
+            )
 
     def loss(self, rows: Sequence[Row], chosen: Sequence[int], *, held_out: bool) -> TokenLoss:
         """Return the mean loss over all pairs of all ranks."""
@@ -49,22 +63,52 @@ class PreferenceTask:
         def loss(index: int, current_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
             row = rows[index]
             places = [chosen[number] for number in row.units]
-            reference_T = row_values(
-                [units[place] for place in places], [self._references[offset + place] for place in places]
-            )
-            losses_P, metrics = self._of_pairs(row, current_T, reference_T.to(current_T.device))
+            reference_T = None
+            if self._needs_reference:
+                kept = [self._references[offset + place] for place in places]
+                reference_T = row_values([units[place] for place in places], kept).to(current_T.device)
+            losses_P, metrics = self._of_pairs(row, current_T, reference_T)
             return losses_P.sum() / max(len(chosen), 1), numbers(metrics)
 
         return loss
 
-    def _of_pairs(self, row: Row, current_T: torch.Tensor, reference_T: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        options = self._options
-        return dpo(
-            current_T,
-            reference_T,
-            row.batch.loss_mask_T,
-            row.batch.cu_seqlens,
-            beta=options.beta,
-            kind=options.loss,
-            label_smoothing=options.label_smoothing,
+    def _of_pairs(
+        self, row: Row, current_T: torch.Tensor, reference_T: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Metrics]:
+        found: tuple[torch.Tensor, Metrics] = self._loss(
+            current_T, reference_T, row.batch.loss_mask_T, row.batch.cu_seqlens
         )
+        return found
+
+
+class PreferenceStage(TaskStage):
+    """Direct preference optimization and its kin."""
+
+    Options = PreferenceOptions
+
+    def __init__(self, parts: StageParts, options: PreferenceOptions) -> None:
+        """Raises ConfigError for pairs that cannot be read or tokenized."""
+        units = _units(options.data, options, parts, f"{WHERE}.data")
+        if options.held_out is not None:
+            held_out = _units(options.held_out, options, parts, f"{WHERE}.held_out")
+        else:
+            split = max(len(units) - options.held_out_records, 0)
+            units, held_out = units[:split], units[split:]
+        if not units:
+            raise ConfigError(f"{WHERE}.data: no pair is left to train. Give more pairs, or hold out fewer.")
+        super().__init__(parts, options, PreferenceTask(parts, options, units, held_out), part="dpo")
+
+
+def _units(config: RecordsConfig, options: PreferenceOptions, parts: StageParts, where: str) -> list[Unit]:
+    """Returns the tokenized pairs, and logs how many were left out or cut."""
+    limit = LengthLimit(max_tokens=options.max_tokens, too_long=options.too_long)
+    renderer = ConversationRenderer(parts.tokenizer, parts.renderer, limit)
+    pairs = open_pairs(config, parts.seed, where)
+    rendered = [
+        (renderer.render(pair.chosen_conversation), renderer.render(pair.rejected_conversation)) for pair in pairs
+    ]
+    units = [[labelled(one.token_ids, one.loss_mask) for one in pair if one] for pair in rendered]
+    for what, count in (("left out", renderer.skipped), ("cut", renderer.cut)):
+        if count.total and parts.ranks.is_first:
+            log.warning("%s: responses that are %s: %s", where, what, count)
+    return [unit for unit in units if len(unit) == 2]
