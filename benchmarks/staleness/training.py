@@ -51,7 +51,9 @@ def make_start(seed: int, settings: Settings, directory: Path) -> float:
         phases = [(stage, [replace(phase, **short) for phase in stage.phases]) for stage in recipe.stages]
         recipe = replace(recipe, stages=tuple(replace(stage, phases=tuple(shorter)) for stage, shorter in phases))
     with open(os.devnull, "w") as nowhere:
-        return fine_tune(recipe, directory, console=Terminal(file=nowhere)).pass_rate
+        pass_rate = fine_tune(recipe, directory, console=Terminal(file=nowhere)).pass_rate
+    assert pass_rate is not None, "the recipe has prompts"
+    return pass_rate
 
 
 def run_trial(trial: Trial, start: Path) -> Outcome:

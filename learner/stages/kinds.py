@@ -22,7 +22,9 @@ class KnownStage:
 
 
 KNOWN: dict[str, KnownStage] = {
-    "dpo": KnownStage(path="learner.stages.supervised.preferences:PreferenceStage", options=PreferenceOptions, read=open_pairs),
+    "dpo": KnownStage(
+        path="learner.stages.supervised.preferences:PreferenceStage", options=PreferenceOptions, read=open_pairs
+    ),
 }
 
 

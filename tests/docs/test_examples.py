@@ -66,10 +66,11 @@ def recipes(guide: str, directory: Path) -> list[Recipe]:
 
 
 def test_the_overrides_of_a_stage_are_taken(tmp_path: Path) -> None:
-    (recipe,) = recipes("stages.md", tmp_path)
+    recipe, preferences = recipes("stages.md", tmp_path)
+    assert [stage.kind for stage in preferences.plan] == ["dpo"]
     assert [stage.kind for stage in recipe.plan] == ["sft", "rl"]
     lines = (GUIDES / "stages.md").read_text().splitlines()
-    overrides = [shlex.split(line, comments=True)[-1] for line in lines if line.startswith("headway run ")]
+    overrides = [shlex.split(line, comments=True)[-1] for line in lines if line.startswith("headway run own.yaml")]
     named = tmp_path / "named.yaml"
     named.write_bytes(recipe_to_bytes(recipe))
     by_name, by_number, without = [load_recipe(named, [override]) for override in overrides]

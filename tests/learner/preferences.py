@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from learner.backends import open_backend
 from learner.backends.base import Backend
+from learner.config import RecordsConfig
 from learner.data.prompts.rendering import Renderer
 from learner.models.model import load_tokenizer
 from learner.ranks import Ranks
@@ -15,7 +16,6 @@ from learner.rows.packing import PackableSequence, labelled
 from learner.rows.units import Unit
 from learner.stages.base import Progress, StageParts
 from learner.stages.stage_checkpoints import StageCheckpoints
-from learner.config import RecordsConfig
 from learner.stages.supervised.options import LossConfig, PreferenceOptions
 from learner.stages.supervised.preferences import PreferenceTask
 from learner.stages.supervised.stage import TaskStage
@@ -23,7 +23,12 @@ from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
 
 MODEL = model_config("qwen3")
 OPTIONS = PreferenceOptions(
-    data=RecordsConfig(), batch_size=3, learning_rate=1e-2, warmup_steps=2, loss=LossConfig(options={"beta": 0.5}), evaluate_every_steps=2
+    data=RecordsConfig(),
+    batch_size=3,
+    learning_rate=1e-2,
+    warmup_steps=2,
+    loss=LossConfig(options={"beta": 0.5}),
+    evaluate_every_steps=2,
 )
 
 

@@ -17,7 +17,7 @@ from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import CheckpointStore
 from learner.checkpoints.weights_digest import saved_tensors, weights_digest
-from learner.config import AlgorithmConfig, LearnerConfig, ModelConfig, SftPhaseConfig, StageConfig
+from learner.config import AlgorithmConfig, LearnerConfig, ModelConfig, RecordsConfig, SftPhaseConfig, StageConfig
 from learner.data.prompts.cursor import PromptCursor
 from learner.data.prompts.rendering import Renderer
 from learner.experience.stream import Experience
@@ -31,7 +31,6 @@ from learner.stages.loop import Learner, LoopConfig, TrainedStep
 from learner.stages.resuming import choose_origin
 from learner.stages.rl import RlStage
 from learner.stages.stage_checkpoints import StageCheckpoints
-from learner.config import RecordsConfig
 from learner.stages.supervised.options import PreferenceOptions
 from tests.learner.batches import batch
 from tests.learner.preferences import opened

@@ -10,10 +10,10 @@ import torch
 
 import tests.learner.preference_rank as preference_rank
 from algorithms.supervised.preferences import dpo
+from learner.config import RecordsConfig
 from learner.rows.packing import concatenate
 from learner.rows.units import pack_units
 from learner.stages.base import Progress, StageError
-from learner.config import RecordsConfig
 from learner.stages.supervised.options import PreferenceOptions
 from learner.stages.supervised.schedule import Order, learning_rate
 
@@ -80,7 +80,13 @@ def test_pairs_stay_whole_and_are_packed_once() -> None:
 def test_the_best_model_is_left_if_that_is_asked_for(tmp_path: Path) -> None:
     seen: list[Progress] = []
     options = PreferenceOptions(
-        data=RecordsConfig(), batch_size=7, epochs=5, learning_rate=0.3, warmup_steps=0, evaluate_every_steps=1, keep="best"
+        data=RecordsConfig(),
+        batch_size=7,
+        epochs=5,
+        learning_rate=0.3,
+        warmup_steps=0,
+        evaluate_every_steps=1,
+        keep="best",
     )
     stage, backend = opened(tmp_path, options, report=seen.append)
     assert stage.run()
