@@ -15,14 +15,14 @@ from msgspec.structs import replace
 from benchmarks import asynchrony, gpus
 from benchmarks.learns.parts import SECONDS, SFT
 from benchmarks.long_tailed import FEWEST_TERMS, MOST_TERMS, LongTailedPrompts, worked_examples
-from broker.schema import StepMetrics, Trajectory, VersionSpan, WeightVersion
+from broker.schema import Trajectory, VersionSpan, WeightVersion
 from deploy.recipe.loading import load_recipe
 from deploy.run.events import StepEvent
 from deploy.run.report import summarize
 from learner.data.prompts.base import Item
 from learner.experience.log import ExperienceLog
 from rollout_workers.rewards.reasoning_gym import Verifiers
-from tests.deploy.runs import open_record
+from tests.deploy.runs import bare_metrics, open_record
 from tests.learner.batches import group
 
 ROOT = Path(__file__).parents[1]
@@ -119,9 +119,7 @@ def write_run(directory: Path, steps: int) -> None:
     """What a run leaves: its k-th step trained a response of k and one of 10 k tokens."""
     record, log = open_record(directory), ExperienceLog(directory / "experience", 1 << 20)
     for step in range(steps):
-        values: dict[str, Any] = dict.fromkeys(StepMetrics.__struct_fields__, 0)
-        values |= {"incarnation": 1, "step": step, "trajectories": 2, "step_s": 2.0, "take_s": 0.5}
-        metrics = StepMetrics(**values | {"lag_histogram": {}, "algorithm": {}})
+        metrics = bare_metrics(incarnation=1, step=step, trajectories=2, step_s=2.0, take_s=0.5)
         record.write(StepEvent(metrics=metrics, tids=()))
         one = group(step, samples=(0, 1))
         lengths = (step + 1, 10 * (step + 1))

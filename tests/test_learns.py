@@ -10,11 +10,10 @@ import pytest
 
 from benchmarks.learns import figures
 from benchmarks.learns.parts import CONTROL, PARTS, SECONDS, SFT, Study
-from broker.schema import StepMetrics
 from deploy.recipe.loading import load_recipe
 from deploy.run.events import StepEvent
 from deploy.run.report import summarize
-from tests.deploy.runs import evaluation, open_record
+from tests.deploy.runs import bare_metrics, evaluation, open_record
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "smollm2-reasoning-gym.yaml"
@@ -77,11 +76,17 @@ def write_run(directory: Path, *, before: float, after: float, clip_fraction: fl
     record = open_record(directory)
     record.write(evaluation(1, 0, before))
     for incarnation, step, lag in ((1, 0, 0), (1, 1, 9), (2, 1, 1), (2, 2, max_lag)):
-        values: dict[str, Any] = dict.fromkeys(StepMetrics.__struct_fields__, 0)
-        values |= {"incarnation": incarnation, "step": step, "trajectories": 8, "step_s": 2.0, "lag_max": lag}
-        values |= {"lag_histogram": {}, "algorithm": {"clip_fraction": clip_fraction * (step + 1), "ess": 0.5}}
-        values |= {"grad_norm": None if step == 2 else 1.0, "response_tokens_mean": 10.0 * (step + 1)}
-        record.write(StepEvent(metrics=StepMetrics(**values), tids=(f"g{step}:0:0",)))
+        metrics = bare_metrics(
+            incarnation=incarnation,
+            step=step,
+            trajectories=8,
+            step_s=2.0,
+            lag_max=lag,
+            algorithm={"clip_fraction": clip_fraction * (step + 1), "ess": 0.5},
+            grad_norm=None if step == 2 else 1.0,
+            response_tokens_mean=10.0 * (step + 1),
+        )
+        record.write(StepEvent(metrics=metrics, tids=(f"g{step}:0:0",)))
     record.write(evaluation(2, 3, after))
     summarize(directory, {"max_lag_allowed": 2})
     (directory / SECONDS).write_text("100.5")

@@ -5,25 +5,29 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import worker_counts
-from broker.schema import StepMetrics
 from deploy.run.events import StepEvent
-from tests.deploy.runs import open_record
+from tests.deploy.runs import bare_metrics, open_record
 
 
 def write_steps(directory: Path, steps: int) -> None:
     """As a run does it: the first steps take ten times as long as those that count."""
     record = open_record(directory)
     for step in range(steps):
-        values: dict[str, Any] = dict.fromkeys(StepMetrics.__struct_fields__, 0)
         seconds = 2.0 if step >= worker_counts.FIRST else 20.0
-        values |= {"incarnation": 1, "step": step, "trajectories": 8, "response_tokens_mean": 5.0, "lag_max": step}
-        values |= {"step_s": seconds, "take_s": seconds / 4, "lag_histogram": {}, "algorithm": {}}
-        record.write(StepEvent(metrics=StepMetrics(**values), tids=()))
+        metrics = bare_metrics(
+            incarnation=1,
+            step=step,
+            trajectories=8,
+            response_tokens_mean=5.0,
+            lag_max=step,
+            step_s=seconds,
+            take_s=seconds / 4,
+        )
+        record.write(StepEvent(metrics=metrics, tids=()))
     record.close()
 
 

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from broker.schema import LagFigures, QueueAges, QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
 from deploy.observe.sinks.base import SinkRun
@@ -51,6 +54,12 @@ def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_
         checkpoint_s=0.1,
         step_s=2.0,
     )
+
+
+def bare_metrics(**values: Any) -> StepMetrics:
+    """A step of which nothing is known but `values`: its other figures are 0, or left out where a step may do so."""
+    zeros: dict[str, Any] = {field.name: 0 for field in msgspec.structs.fields(StepMetrics) if field.required}
+    return StepMetrics(**zeros | {"lag_histogram": {}, "algorithm": {}} | values)
 
 
 def step_event(step: int, tids: Sequence[str] = (), *, incarnation: int = 1, reward: float = 0.5) -> StepEvent:

@@ -70,7 +70,9 @@ def test_the_overrides_of_a_stage_are_taken(tmp_path: Path) -> None:
     assert [stage.kind for stage in preferences.plan] == ["dpo"]
     assert [stage.kind for stage in recipe.plan] == ["sft", "rl"]
     lines = (GUIDES / "stages.md").read_text().splitlines()
-    overrides = [shlex.split(line, comments=True)[-1] for line in lines if line.startswith("headway run own.yaml")]
+    overrides = [
+        shlex.split(line, comments=True)[-1] for line in lines if line.startswith("headway run ") and "stages" in line
+    ]
     named = tmp_path / "named.yaml"
     named.write_bytes(recipe_to_bytes(recipe))
     by_name, by_number, without = [load_recipe(named, [override]) for override in overrides]
