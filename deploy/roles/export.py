@@ -5,6 +5,7 @@ DIRECTORY/    model*.safetensors  config.json  generation_config.json  the token
 The directory is written under another name beside its place, checked there, and renamed once it is durable.
 """
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ def export_model(
     Raises ExportError, ConfigError for a directory that must not be replaced, and CheckpointError for a checkpoint that
     the backend cannot load.
     """
+    directory = Path(os.path.abspath(directory))  # "." has no name that could be given to another directory
     _refuse_what_holds_something(directory, is_forced)
     if is_checked and model.recipe is None:
         raise ConfigError(

@@ -136,6 +136,16 @@ def test_what_is_there_is_replaced_only_if_asked_and_never_unless_it_is_an_expor
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
 
 
+def test_the_directory_may_be_the_one_that_the_user_is_in(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    said = export(capsys, run, "--out", ".", "--no-check", "--force")
+    assert said["directory"] == str(tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").exists()
+
+
 def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with no_files_over(20_000):
         said = export(capsys, run, "--out", tmp_path / "out", "--no-check")
