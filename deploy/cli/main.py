@@ -100,6 +100,7 @@ for command in (
     roles.workers,
     roles.worker,
     roles.sft,
+    roles.train,
     roles.evaluate,
     roles.replay,
     models.export,

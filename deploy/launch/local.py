@@ -27,7 +27,7 @@ from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SERVER, endpoi
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.report import amend_summary, read_summary
 from deploy.run.resuming import check_resumable
-from deploy.run.stage_output import planned, starting_after
+from deploy.run.stage_output import check_done_before, planned, starting_after
 from deploy.terminal import Terminal, styled
 from learner.config import StageConfig
 from learner.experience.rewind import Rewind
@@ -87,6 +87,10 @@ class Local:
     rewind: Rewind | None = None
     is_forced: bool = False
     launcher: Launcher = field(default_factory=LocalLauncher)
+    first: int = 0
+    """The stage to begin with; those before it must be done."""
+    last: int | None = None
+    """The stage to end with; None: the recipe's last one."""
 
     def run(self) -> int:
         """Run to the end and return the exit code. Raises HeadwayError."""
@@ -95,10 +99,10 @@ class Local:
         with held(self.recipe.run_directory), ExitStack() as stack:
             directory = self._prepare()
             self.console.print(styled("Run ", (self.recipe.run.name, "bold"), f": {self.recipe.run_directory}"))
-            if code := run_stages(self.recipe, directory, self._say, self.launcher):
+            if code := run_stages(self.recipe, directory, self._say, self.launcher, self.last):
                 return code
-            if not self.recipe.has_learner:
-                self._say(f"Finished. The model is in {after_stages(self.recipe).model.path}.")
+            if not self._has_learner:
+                self._say(self._where_the_model_is())
                 return 0
             server = self._own_server(directory, stack)
             if self.overwrite:
@@ -119,6 +123,7 @@ class Local:
         check_rewind(self.recipe, self.rewind)
         if self.resume:
             check_resumable(self.recipe, self.rewind)
+        check_done_before(self.recipe, self.first)
         return prepare(self.recipe, resume=self.resume, overwrite=self.overwrite, say=self._say).resolve()
 
     def _own_server(self, directory: Path, stack: ExitStack) -> KeptServer | None:
@@ -142,9 +147,9 @@ class Local:
         directory = self.recipe.run_directory.resolve()
         self.launcher.start(prepare_command(self.recipe_name, self._shown_overrides(), self._manner()))
         for one in planned(self.recipe):
-            if self.overwrite or not one.is_complete:
+            if (self.overwrite or not one.is_complete) and one.number in self._numbers:
                 self.launcher.start(stage_command(self.recipe, directory, one))
-        if not self.recipe.has_learner:
+        if not self._has_learner:
             return 0
         server = None
         if self.recipe.broker.is_embedded:
@@ -152,6 +157,21 @@ class Local:
             self.launcher.start(server_command(directory / SERVER))
         private = Path(tempfile.gettempdir(), f"headway-workers-{self.recipe.run.name}")
         return self._supervisor(directory, server, private, self._say).run()
+
+    @property
+    def _numbers(self) -> range:
+        """The stages that this execution runs."""
+        return range(self.first, len(self.recipe.plan) if self.last is None else self.last + 1)
+
+    @property
+    def _has_learner(self) -> bool:
+        return any(self.recipe.plan[number].has_workers for number in self._numbers)
+
+    def _where_the_model_is(self) -> str:
+        is_last = self.last is None or self.last == len(self.recipe.plan) - 1
+        done = "Finished." if is_last else f"Done until stage {self.recipe.plan[self._numbers[-1]].name}."
+        rest = "" if is_last else " For the stages after it, give the same command with --resume and without --until."
+        return f"{done} The model is in {after_stages(self.recipe).model.path}.{rest}"
 
     def _manner(self) -> tuple[str, ...]:
         """Return the options that the user gave besides overrides."""
@@ -258,11 +278,18 @@ def _showable(override: str) -> str:
     return f"{key}{sign}{without_secrets(value.strip(QUOTES))}" if key.strip() == "broker.url" else override
 
 
-def run_stages(recipe: Recipe, directory: Path, say: Callable[[str], None], launcher: Launcher | None = None) -> int:
-    """Run the recipe's unfinished stages that need no workers, one after another, and return the exit code."""
+def run_stages(
+    recipe: Recipe,
+    directory: Path,
+    say: Callable[[str], None],
+    launcher: Launcher | None = None,
+    last: int | None = None,
+) -> int:
+    """Run the recipe's unfinished stages that need no workers, one after another, until stage `last` if it is given,
+    and return the exit code."""
     launcher = launcher or LocalLauncher()
     for one in planned(recipe):
-        if one.is_complete:
+        if one.is_complete or (last is not None and one.number > last):
             continue
         command = stage_command(recipe, directory, one)
         supervisor = Supervisor(

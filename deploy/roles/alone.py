@@ -36,7 +36,7 @@ from deploy.recipe.sections import SOURCE, overridden
 from deploy.run.directory import endpoint, held, prepare
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.resuming import check_resumable
-from deploy.run.stage_output import is_complete, is_of, mark_complete, planned
+from deploy.run.stage_output import check_done_before, is_complete, is_of, mark_complete, planned
 from deploy.terminal import Terminal
 from learner.experience.rewind import Rewind
 from rollout_workers.config import EngineConfig, WorkersConfig
@@ -211,6 +211,7 @@ def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str], number: int 
         raise ConfigError(
             "The recipe has no stage without workers: sft.phases is empty, and its first stage needs workers."
         )
+    check_done_before(recipe, number)
     if is_complete(output):
         raise ConfigError(
             f"{output} already holds the model of a finished stage. Choose another --output, or remove it."

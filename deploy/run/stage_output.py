@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from broker.errors import ConfigError
 from deploy.recipe.recipe import Recipe
 from learner.config import SftConfig, StageConfig
 
@@ -39,10 +40,15 @@ class Planned:
 def planned(recipe: Recipe) -> list[Planned]:
     """Return the stages that train without workers, in order."""
     return [
-        Planned(number=number, stage=stage, directory=recipe.run_directory / _place(number, stage))
+        Planned(number=number, stage=stage, directory=directory_of(recipe, number))
         for number, stage in enumerate(recipe.plan)
         if not (stage.has_workers or stage.is_left_out)
     ]
+
+
+def directory_of(recipe: Recipe, number: int) -> Path:
+    """Return where stage `number` leaves its model."""
+    return recipe.run_directory / _place(number, recipe.plan[number])
 
 
 def starting_after(recipe: Recipe, stages: Sequence[Planned]) -> Recipe:
@@ -52,6 +58,28 @@ def starting_after(recipe: Recipe, stages: Sequence[Planned]) -> Recipe:
     if not left:
         return recipe
     return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, path=str(left[-1]), random=None))
+
+
+def number_of(recipe: Recipe, stage: str) -> int:
+    """Return the index of a stage by its name or its number. Raises ConfigError for one that the recipe lacks."""
+    names = [one.name for one in recipe.plan]
+    if names.count(stage) == 1:
+        return names.index(stage)
+    if stage.isdecimal() and int(stage) < len(names):
+        return int(stage)
+    told = "several stages have this name" if stage in names else "no stage has this name"
+    known = ", ".join(f"{name} ({number})" for number, name in enumerate(names))
+    raise ConfigError(f"{stage!r}: {told}; the recipe's stages and their numbers are {known}.")
+
+
+def check_done_before(recipe: Recipe, number: int) -> None:
+    """Raise ConfigError unless each stage before stage `number` has left its model."""
+    for one in planned(recipe):
+        if one.number < number and not one.is_complete:
+            raise ConfigError(
+                f"Stage {recipe.plan[number].name} starts from what stage {one.stage.name} leaves, and"
+                f" {one.directory} holds no model yet. Run that stage first: headway train {one.number} RECIPE."
+            )
 
 
 def is_complete(directory: Path) -> bool:

@@ -27,7 +27,7 @@ from deploy.run.report import SUMMARY
 from .bad_inputs import COMMANDS, DATA, DOUBLING, FILES, GARBAGE, NOWHERE, OVERRIDES, RECIPE, RUNS, VALUES, rows
 from .test_cli import clean_environment
 
-DEADLINE_S = 10
+DEADLINE_S = 30
 TO_NOWHERE = f"broker.url={NOWHERE}"
 pytestmark = pytest.mark.filterwarnings("default")  # what libraries warn of is not what is asked here
 

@@ -37,6 +37,7 @@ COMMANDS = [
     "drain",
     "quarantine",
     "sft",
+    "train",
     "eval",
     "replay",
     "export",

@@ -32,6 +32,12 @@ def test_a_runs_commands_come_in_the_order_of_start(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_part_of_the_stages_is_what_is_started(tmp_path: Path) -> None:
+    answer = headway("run", "arithmetic.yaml", "--until", "sft", "--dry-run", "--json", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert [command["name"] for command in json.loads(answer.stdout)["commands"]] == ["prepare", "Stage sft"]
+
+
 @pytest.mark.parametrize("form", [[], ["--json"]])
 @pytest.mark.parametrize(
     "arguments",

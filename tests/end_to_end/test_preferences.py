@@ -22,13 +22,13 @@ def test_preferences_raise_the_pass_rate_and_a_killed_stage_leaves_the_same_mode
     """The warm-up, which takes nearly all of the time, is trained once."""
     whole, killed = [terminals.directory(name) for name in ("whole", "killed")]
     _write_pairs(whole / "pairs.jsonl")
-    terminals.open("whole", "run", "dpo.yaml", PAIRS).succeeds()
+    terminals.open("whole", "run", "dpo.yaml", PAIRS, "--until", "sft").succeeds()
+    shutil.copytree(whole, killed, dirs_exist_ok=True)
+    terminals.open("whole", "run", "dpo.yaml", PAIRS, "--from", "dpo").succeeds()
     warm, tuned = whole / "runs" / "dpo" / "sft", whole / "runs" / "dpo" / "stages" / "2-dpo"
     rates = [json.loads(path.read_text())["pass_rate"] for path in (warm / "sft.json", tuned / "stage.json")]
     assert rates[1] >= rates[0] + 0.3, rates
 
-    shutil.copytree(whole, killed, dirs_exist_ok=True)
-    shutil.rmtree(killed / "runs" / "dpo" / "stages")
     first = terminals.open("killed", "run", "dpo.yaml", PAIRS, "--resume")
     again = killed / "runs" / "dpo" / "stages" / "2-dpo"
     record = again.with_name("2-dpo.metrics.jsonl")

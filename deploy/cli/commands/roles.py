@@ -133,12 +133,31 @@ def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, .
 @click.option("--stage", "number", type=click.IntRange(min=0), default=0, hidden=True, help="Which of its stages.")
 def sft(recipe: str, overrides: tuple[str, ...], output: Path | None, number: int) -> int:
     """Run the first stage of RECIPE alone, such as its supervised warm-up."""
+    return _train(recipe, overrides, output, f"{number}")
+
+
+@click.command()
+@click.argument("stage")
+@click.argument("recipe")
+@overrides_argument
+@click.option("--output", type=click.Path(path_type=Path), help="Directory of the model.  [default: below runs/NAME]")
+def train(stage: str, recipe: str, overrides: tuple[str, ...], output: Path | None) -> int:
+    """Run one STAGE of RECIPE alone, such as sft or dpo, or its number from 0.
+
+    It starts from the model that the stages before it have left below runs/NAME, and must not need workers.
+    """
+    return _train(recipe, overrides, output, stage)
+
+
+def _train(recipe: str, overrides: tuple[str, ...], output: Path | None, stage: str) -> int:
     from deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     from deploy.roles.alone import run_sft
+    from deploy.run.stage_output import directory_of, number_of
 
-    directory = output or loaded.run_directory / "sft"
+    number = number_of(loaded, stage)
+    directory = output or directory_of(loaded, number)
     arguments = (recipe, *overrides, "--output", str(directory), "--stage", f"{number}")
     return run_sft(loaded, directory, arguments, number)
 

@@ -9,11 +9,16 @@ from deploy.printing import complain, say_json
 from .options import beginning, of_a_run, overrides_argument, rewind_of
 
 if TYPE_CHECKING:
+    from deploy.launch.base import Launcher
     from learner.experience.rewind import Rewind
 
 
 @click.command()
 @of_a_run
+@click.option(
+    "--from", "first", metavar="STAGE", help="Go on (--resume) with this stage; those before it must be done."
+)
+@click.option("--until", "last", metavar="STAGE", help="End with this stage, such as sft or its number.")
 def run(
     recipe: str,
     overrides: tuple[str, ...],
@@ -24,14 +29,30 @@ def run(
     regenerate: bool,
     dry_run: bool,
     as_json: bool,
+    first: str | None,
+    last: str | None,
 ) -> int:
     """Run a whole RECIPE on this machine.
 
     It starts a server, the stages before the learner, the learner and its workers. RECIPE is a YAML file or the
     name of one that ships. Ctrl-C drains, writes a checkpoint and stops; a second one stops at once.
     """
+    if first is not None and overwrite:
+        raise click.UsageError("--from and --overwrite exclude each other: --overwrite removes what stages have left.")
+    resume = resume or first is not None
     rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
-    return execute(recipe, overrides, resume, overwrite, rewind, is_forced=force, dry_run=dry_run, as_json=as_json)
+    return execute(
+        recipe,
+        overrides,
+        resume,
+        overwrite,
+        rewind,
+        is_forced=force,
+        dry_run=dry_run,
+        as_json=as_json,
+        first=first,
+        last=last,
+    )
 
 
 def execute(
@@ -44,6 +65,8 @@ def execute(
     is_forced: bool,
     dry_run: bool,
     as_json: bool,
+    first: str | None = None,
+    last: str | None = None,
 ) -> int:
     """Run the recipe with the launcher that it names, and return the exit code."""
     from deploy.recipe.loading import hint_of, load_recipe
@@ -54,16 +77,24 @@ def execute(
     from deploy.launch.local import Local
     from deploy.launch.opening import open_launcher
     from deploy.run.report import read_summary
+    from deploy.run.stage_output import number_of
     from deploy.terminal import Terminal
 
     terminal = Terminal(stderr=as_json)
+    begins = number_of(loaded, first) if first is not None else 0
+    ends = number_of(loaded, last) if last is not None else None
+    if ends is not None and ends < begins:
+        raise click.UsageError(f"--until {last} comes before --from {first}.")
+
+    def local(launcher: "Launcher") -> Local:
+        return Local(loaded, recipe, overrides, resume, overwrite, terminal, rewind, is_forced, launcher, begins, ends)
+
     if dry_run:
         from .dry_run import shown
 
         with shown(as_json) as launcher:
-            return Local(loaded, recipe, overrides, resume, overwrite, terminal, rewind, is_forced, launcher).run()
-    launcher = open_launcher(loaded.launcher)
-    code = Local(loaded, recipe, overrides, resume, overwrite, terminal, rewind, is_forced, launcher).run()
+            return local(launcher).run()
+    code = local(open_launcher(loaded.launcher)).run()
     if as_json:
         say_json(read_summary(loaded.run_directory))
     return code
