@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from playwright.sync_api import CDPSession, Page, sync_playwright
+from playwright.sync_api import Browser, CDPSession, Page, sync_playwright
 
 from .run import RUN, served, training, write_files
 
@@ -98,6 +98,7 @@ def measured(address: str, process: psutil.Process, server: psutil.Process, opti
         follows = [followed(page, options.seconds) for _ in range(options.follows)]
         seconds = options.follows * options.seconds
         used = [cpu_s(process) - before[0], cpu_s(server) - before[1]]
+        tasks = longest_tasks_ms(browser, page, options.seconds)
         sizes = {name: len(page.request.get(address + name).body()) for name in ASKED}
         browser.close()
     return {
@@ -105,6 +106,7 @@ def measured(address: str, process: psutil.Process, server: psutil.Process, opti
         "load_s": [round(load, 2) for load in loads],
         "follows": follows,
         "longest_frame_ms_median": statistics.median(one["frame_ms_max"] for one in follows),
+        "longest_tasks_cpu_ms": tasks,
         "dashboard_cpu_share": round(used[0] / seconds, 3),
         "server_cpu_share": round(used[1] / seconds, 3),
         "bytes": sizes,
@@ -135,6 +137,20 @@ def followed(page: Page, seconds: float) -> dict[str, Any]:
             name: round((after - before[name]) / seconds, 4) for name, after in thread_s(session).items()
         },
     }
+
+
+def longest_tasks_ms(browser: Browser, page: Page, seconds: float) -> list[float]:
+    """The processor time in ms of the page's five longest tasks, which other work on the machine does not lengthen."""
+    browser.start_tracing(page=page, categories=["toplevel"])
+    followed(page, seconds)
+    events = json.loads(browser.stop_tracing())["traceEvents"]
+    mains = {
+        (event["pid"], event["tid"])
+        for event in events
+        if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
+    }
+    tasks = [event.get("tdur", 0) / 1000 for event in events if (event["pid"], event["tid"]) in mains]
+    return [round(task, 1) for task in sorted(tasks, reverse=True)[:5]]
 
 
 def is_ready(address: str) -> bool:

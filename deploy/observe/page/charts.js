@@ -273,10 +273,12 @@ function rowName([low, high]) {
   return low === high ? String(low) : `${low}-${high}`;
 }
 
+// In whole units, ten to a pixel: a page draws a thousand points each second, and fractions take five times as long.
 function sparkline(values, label) {
-  const root = draw("svg", { class: "spark", viewBox: "0 0 110 22", role: "img", "aria-label": `${label}: last ${figure(values[values.length - 1])}` });
-  const xs = values.map((_, index) => index), high = extent([values])[1] || 1;
-  root.append(draw("path", { class: "curve s0", d: polyline(xs, values, scale([0, Math.max(values.length - 1, 1)], [2, 108]), scale([0, high], [20, 2])) }));
+  const root = draw("svg", { class: "spark", viewBox: "0 0 1100 220", role: "img", "aria-label": `${label}: last ${figure(values[values.length - 1])}` });
+  const x = scale([0, Math.max(values.length - 1, 1)], [20, 1080]), y = scale([0, extent([values])[1] || 1], [200, 20]);
+  const points = values.map((value, index) => `${Math.round(x(index))} ${Math.round(y(value))}`);
+  root.append(draw("path", { class: "curve s0", d: `M${points.join("L")}` }));
   return root;
 }
 
