@@ -3,7 +3,7 @@
 A metric X is a pair `X_sum`, `X_count` (its mean is their quotient); any other name is a maximum, never negative, and 0
 without tokens. `merge` joins the reports of parts, `summarize` computes means from the whole. The effective sample
 size `ess` has three sums: `weight_sum`, `weight_square_sum`, `weight_count`; with a prefix they give `PREFIX_ess`.
-A name `by_lag/2/X` is X of the tokens in one bucket of lag, which `summarize_by_lag` shows.
+`by_lag/X` has the sums of X in each of LAG_BUCKETS, which `read` names `by_lag/2/X` and `summarize_by_lag` shows.
 """
 
 import functools
@@ -24,7 +24,7 @@ LAGS = (0, 1, 3, 7, 15)
 LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1000)
 """The largest lag of each bucket of `by_lag`, in versions; the last bucket has all larger lags, too."""
 BY_LAG = "by_lag/"
-"""How names of sums over the tokens of one bucket of lag begin."""
+"""How names of sums by lag begin."""
 
 
 def masked_mean(name: str, values_T: torch.Tensor, mask_T: torch.Tensor) -> Metrics:
@@ -50,7 +50,7 @@ def share(name: str, is_counted_T: torch.Tensor, tokens: Tokens) -> Metrics:
 
 
 def by_lag(values: Mapping[str, torch.Tensor], tokens: Tokens) -> Metrics:
-    """Returns the sum of each of `values` [T] over the trained tokens of each of LAG_BUCKETS, as `by_lag/2/NAME`.
+    """Returns `by_lag/NAME` for each of `values` [T]: [B] its sum over the trained tokens of each of LAG_BUCKETS.
 
     The sums are float64 and do not depend on the order of the additions on a GPU, which index_add leaves open.
     """
@@ -59,8 +59,7 @@ def by_lag(values: Mapping[str, torch.Tensor], tokens: Tokens) -> Metrics:
     bucket_T = _bucket(tokens.lags_T, LAG_BUCKETS[:-1])
     buckets_B = torch.arange(len(LAG_BUCKETS), device=bucket_T.device)
     is_in_BT = ((bucket_T == buckets_B[:, None]) & mask_T).double()
-    sums = (torch.stack(trained) @ is_in_BT.T).flatten().unbind()
-    return dict(zip((f"{BY_LAG}{lag}/{name}" for name in names for lag in LAG_BUCKETS), sums, strict=True))
+    return dict(zip((f"{BY_LAG}{name}" for name in names), torch.stack(trained) @ is_in_BT.T, strict=True))
 
 
 def policy_gap(policy_logprobs_T: torch.Tensor, tokens: Tokens) -> Metrics:
@@ -116,6 +115,21 @@ def survival(weights_T: torch.Tensor, tokens: Tokens) -> Metrics:
         "final_weight_square_sum": (weights_T**2).sum(),
         "final_weight_count": mask_T.sum(),
     }
+
+
+def read(metrics: Metrics) -> dict[str, float]:
+    """Returns the metrics as numbers. They are read at once, so that the process waits for a GPU only once."""
+    if not metrics:
+        return {}
+    values = torch.cat([value.double().reshape(-1) for value in metrics.values()]).tolist()
+    return dict(zip((number for name in metrics for number in _numbers_of(name)), values, strict=True))
+
+
+def _numbers_of(name: str) -> Iterable[str]:
+    """Returns the names of the numbers of one metric."""
+    if not name.startswith(BY_LAG):
+        return (name,)
+    return (f"{BY_LAG}{lag}/{name.removeprefix(BY_LAG)}" for lag in LAG_BUCKETS)
 
 
 def is_additive(name: str) -> bool:

@@ -16,6 +16,7 @@ from broker.client.batches import CheckpointMark
 from broker.client.broker import BlockingBroker
 from broker.schema import (
     Group,
+    LagFigures,
     Prompt,
     RunRules,
     StepMetrics,
@@ -221,6 +222,19 @@ def sample_step(step: int, steps: int) -> StepMetrics:
         lag_mean=2 + wave,
         lag_max=4,
         lag_histogram=lags,
+        token_lag_histogram={lag: 500 * count for lag, count in lags.items()},
+        by_lag={
+            lag: LagFigures(
+                trajectories=count,
+                tokens=500 * count,
+                reward_mean=0.5 + wave,
+                ratio_mean=1 + wave / 100,
+                ess=0.9 + wave / 10,
+                clip_fraction=0.1,
+                mask_fraction=0.01,
+            )
+            for lag, count in lags.items()
+        },
         groups=GROUPS,
         trajectories=GROUPS * SAMPLES,
         mixed_version_trajectories=40,

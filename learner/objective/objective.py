@@ -14,7 +14,7 @@ import torch
 
 from algorithms import aggregation
 from algorithms.kl import ESTIMATORS
-from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, share, summarize, survival
+from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, read, share, summarize, survival
 from algorithms.supervised.imitation import sft
 from learner.backends.base import TokenLoss
 from learner.config import AlgorithmConfig
@@ -108,7 +108,7 @@ class Objective:
             share, metrics = self._share(
                 batches[index], whole, corrections, current_logprobs_T, proximal_T, reference_T
             )
-            return share, numbers(metrics)
+            return share, read(metrics)
 
         return loss
 
@@ -183,7 +183,7 @@ def supervised_loss(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = 
     def loss(index: int, current_logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         mask_T = batches[index].loss_mask_T
         losses_T = sft(current_logprobs_T, mask_T)
-        return losses_T.sum() / max(tokens, 1.0), numbers(masked_mean("cross_entropy", losses_T, mask_T))
+        return losses_T.sum() / max(tokens, 1.0), read(masked_mean("cross_entropy", losses_T, mask_T))
 
     return loss
 
@@ -191,11 +191,3 @@ def supervised_loss(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = 
 def _needed(logprobs: Sequence[torch.Tensor] | None, is_needed: bool) -> Sequence[torch.Tensor] | None:
     assert logprobs is not None or not is_needed
     return logprobs if is_needed else None
-
-
-def numbers(metrics: Metrics) -> dict[str, float]:
-    """Reads all metrics at once, so that the process waits for a GPU only once."""
-    if not metrics:
-        return {}
-    values = torch.stack([value.double() for value in metrics.values()]).tolist()
-    return dict(zip(metrics, values, strict=True))

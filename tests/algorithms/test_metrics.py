@@ -7,6 +7,7 @@ from algorithms.metrics import (
     effective_sample_size,
     merge,
     policy_gap,
+    read,
     share,
     summarize,
     summarize_by_lag,
@@ -154,4 +155,4 @@ def test_an_empty_bucket_reports_nothing() -> None:
 
 
 def _floats(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
+    return read(metrics)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from algorithms.aggregation import sequence_mean, trained_sequences
-from algorithms.metrics import Metrics, summarize
+from algorithms.metrics import Metrics, read, summarize
 from algorithms.objectives import IGNORES_ANCHOR, OBJECTIVES
 from algorithms.objectives.gspo import gspo
 from algorithms.objectives.policy_gradient import policy_gradient
@@ -66,7 +66,7 @@ def test_clip_fraction_counts_trained_tokens_without_gradient(case: str) -> None
             is_up = batch.advantages_S[s] > 0
             count += int(ratios[t] > 1.2 if is_up else ratios[t] < 0.8)
     trained = int(batch.mask_T.sum())
-    share = summarize({name: float(value) for name, value in metrics.items()})["clip_fraction"]
+    share = _numbers(metrics)["clip_fraction"]
     assert share == pytest.approx(count / trained if trained else 0.0)
 
 
@@ -283,4 +283,4 @@ def _losses_and_gradient(name: str, batch: Ragged) -> tuple[torch.Tensor, torch.
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:
-    return summarize({name: float(value) for name, value in metrics.items()})
+    return summarize(read(metrics))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from algorithms.metrics import Metrics
+from algorithms.metrics import Metrics, read
 from algorithms.supervised.preferences import PREFERENCES, REFERENCE_FREE
 from broker.errors import ConfigError
 from learner.backends.base import TokenLoss
@@ -17,7 +17,6 @@ from learner.config import RecordsConfig
 from learner.data.pairs import open_pairs
 from learner.data.records.rendering import ConversationRenderer, LengthLimit
 from learner.objective.composition import open_part
-from learner.objective.objective import numbers
 from learner.rows.packing import labelled
 from learner.rows.units import Row, Unit, row_values
 from learner.stages.base import StageParts
@@ -68,7 +67,7 @@ class PreferenceTask:
                 kept = [self._references[offset + place] for place in places]
                 reference_T = row_values([units[place] for place in places], kept).to(current_T.device)
             losses_P, metrics = self._of_pairs(row, current_T, reference_T)
-            return losses_P.sum() / max(len(chosen), 1), numbers(metrics)
+            return losses_P.sum() / max(len(chosen), 1), read(metrics)
 
         return loss
 
