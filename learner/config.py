@@ -297,7 +297,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kind: Annotated[str, Meta(description=f"{', '.join(STAGES)}, or your own as package.module:Class")]
     phases: Annotated[
         tuple[SftPhaseConfig, ...],
-        Meta(description="phases of kind=sft, which run one after another; none: the stage is left out"),
+        Meta(description="phases of kind=sft, one after another; without phases and options the stage is left out"),
     ] = ()
     options: Annotated[
         dict[str, Any], Meta(description="options of the kind; your own stage declares them as its Options")
@@ -314,9 +314,14 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.kind == "rl"
 
     @property
+    def is_over_records(self) -> bool:
+        """True for a built-in stage whose options name the records that it trains."""
+        return self.kind == "dpo" or (self.kind == "sft" and bool(self.options))
+
+    @property
     def is_left_out(self) -> bool:
-        """True for supervised training without a phase, which does not run."""
-        return self.kind == "sft" and not self.phases
+        """True for supervised training without a phase or records, which does not run."""
+        return self.kind == "sft" and not self.phases and not self.options
 
 
 class LayoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

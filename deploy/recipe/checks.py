@@ -142,6 +142,8 @@ def _impossible_stages(recipe: Recipe) -> Iterator[str]:
     for index, stage in enumerate(recipe.stages):
         if stage.phases and stage.kind != "sft":
             yield f"stages[{index}].phases are of kind=sft, and this stage is {stage.kind}. Remove them."
+        if stage.phases and stage.options:
+            yield f"stages[{index}] has phases and options. Give it one of both: options name records, phases examples."
         if stage.has_workers and index < len(recipe.stages) - 1:
             yield (
                 f"stages[{index}] is {stage.kind}, which ends the run, and stages[{index + 1}] follows it. Move it to"

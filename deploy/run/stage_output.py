@@ -108,7 +108,8 @@ def mark_complete(directory: Path, recipe: Recipe, outcome: Any, number: int = 0
 def origin(recipe: Recipe, number: int) -> Any:
     """Return what decides the model that this stage leaves, as JSON, so that it compares with what was read."""
     stages = recipe.plan[: number + 1]
-    trains = {"sft": SftConfig(phases=stages[0].phases)} if _is_first_sft(number, stages[-1]) else {"stages": stages}
+    is_older_form = _is_first_sft(number, stages[-1]) and not stages[0].options
+    trains = {"sft": SftConfig(phases=stages[0].phases)} if is_older_form else {"stages": stages}
     parts = {"model": recipe.model, **trains, "prompts": recipe.prompts, "seed": recipe.run.seed}
     return msgspec.json.decode(msgspec.json.encode(parts))
 

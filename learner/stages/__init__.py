@@ -2,8 +2,8 @@
 
     base.py    what a stage is: open, run, save, and what the next one starts from
     rl.py      the learner's loop (`loop.py`) as a stage: take -> pack -> step -> publish -> commit
-    sft.py     packed cross-entropy on examples, phase by phase
-    supervised/            training on records of files, such as preferences (`dpo`)
+    sft.py     packed cross-entropy on generated examples, phase by phase
+    supervised/            training on records of files: conversations (`sft`), preferences (`dpo`)
     kinds.py               the stages of `supervised/`, by the name that a recipe gives
     resuming.py            where a learner begins: checkpoint, identity, log, claim
     checkpoint_writer.py   one checkpoint at a time, written while training goes on
@@ -38,7 +38,7 @@ def open_stage(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
     """
     assert not config.has_workers, "the learner's role opens it, with a broker besides"
     match config.kind:
-        case "sft":
+        case "sft" if not config.is_over_records:
             from .sft import SftStage
 
             return SftStage(parts, config.phases)

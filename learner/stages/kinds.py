@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from broker.user_code.options import typed_options
 from learner.config import RecordsConfig, StageConfig
-from learner.data.pairs import open_pairs
+from learner.data.sources import open_conversations, open_pairs
 
-from .supervised.options import PreferenceOptions, TrainingOptions
+from .supervised.options import ImitationOptions, PreferenceOptions, TrainingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,9 @@ class KnownStage:
 
 
 KNOWN: dict[str, KnownStage] = {
+    "sft": KnownStage(
+        path="learner.stages.supervised.imitation:ImitationStage", options=ImitationOptions, read=open_conversations
+    ),
     "dpo": KnownStage(
         path="learner.stages.supervised.preferences:PreferenceStage", options=PreferenceOptions, read=open_pairs
     ),
@@ -29,9 +32,9 @@ KNOWN: dict[str, KnownStage] = {
 
 
 def options_of(config: StageConfig, where: str) -> TrainingOptions | None:
-    """Return the typed options of a built-in stage over records, None for other stages. Raises ConfigError. `where` is
-    the stage's key in the recipe."""
-    known = KNOWN.get(config.kind)
+    """Return the typed options of a built-in stage over records, None for other stages: for `sft` with phases, too.
+    Raises ConfigError. `where` is the stage's key in the recipe."""
+    known = KNOWN.get(config.kind) if config.is_over_records else None
     return typed_options(config.options, known.options, f"{where}.options") if known else None
 
 

@@ -93,9 +93,11 @@ def test_the_sft_section_of_before_is_the_first_stage(tmp_path: Path) -> None:
     [
         ({"stages": [{"kind": "slf"}, RL]}, r"stages\[0\]\.kind: there is no 'slf'; did you mean 'sft'\?"),
         ({"stages": [{"kind": "rl", "options": {"steps": 3}}]}, r"stages\[0\]\.steps: kind=rl has no such option"),
-        ({"stages": [{"kind": "sft", "options": {"phase": 3}}]}, r"kind=sft has no such option; did you mean 'phases'"),
+        ({"stages": [{"kind": "sft", "options": {"phase": 3}}]}, r"stages\[0\]\.options\.phase: no such option"),
         ({"stages": [{"kind": "sft", "phases": [{**PHASE, "max_stepz": 3}]}]}, r"stages\[0\]\.phases\[0\]\.max_stepz"),
         ({"stages": [{"kind": "sft", "phases": [{**PHASE, "batch_size": 1 << 20}]}]}, r"batch_size is 1\.04858e\+06"),
+        ({"stages": [{"kind": "dpo"}]}, r"stages\[0\]\.options: .* required field `data`"),
+        ({"stages": [{**SFT, "options": {"data": {}}}]}, r"stages\[0\] has phases and options"),
         ({"stages": [{"kind": "a:B", "phases": [PHASE]}]}, r"stages\[0\]\.phases are of kind=sft"),
         ({"stages": [RL, SFT]}, r"stages\[0\] is rl, which ends the run, and stages\[1\] follows it"),
         ({"stages": [{"kind": "sft"}]}, "no stage is left to run"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.data.pairs import arithmetic_pairs
+from learner.data.sources import arithmetic_pairs
 
 from .terminals import DEADLINE_S, Terminal, Terminals
 
@@ -47,7 +47,7 @@ def test_preferences_raise_the_pass_rate_and_a_killed_stage_leaves_the_same_mode
 
 def _write_pairs(path: Path) -> None:
     """Right chains and careless ones, of no held-out prompt, as TRL's files have them."""
-    pairs = arithmetic_pairs({"pairs": 4096}, seed=1, where="pairs")
+    pairs = arithmetic_pairs({"records": 4096}, seed=1, where="pairs")
     rows = [{"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected} for pair in pairs]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 

@@ -1,7 +1,8 @@
-"""Pairs of random responses, and a stage that trains them."""
+"""What a stage over records is opened with; pairs of random responses, and a stage that trains them."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,25 +54,35 @@ def opened(
     options: PreferenceOptions = OPTIONS,
     *,
     units: int = 7,
+    **given: Any,
+) -> tuple[TaskStage, Backend]:
+    """A stage on pairs; `given` goes to `parts_of`."""
+    parts = parts_of(directory, **given)
+    task = PreferenceTask(parts, options, pairs(units), pairs(4, seed=9))
+    return TaskStage(parts, options, task, part="dpo"), parts.backend
+
+
+def parts_of(
+    directory: Path,
+    *,
     micro_batch_tokens: int = 64,
     every_s: float = 60.0,
     backend_kind: str = "fsdp",
     report: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> tuple[TaskStage, Backend]:
+) -> StageParts:
+    """What a stage is opened with, and a model of its own."""
     backend = open_backend(backend_kind, MODEL, OPTIMIZER, seed=3)
     ranks, tokenizer = Ranks.of(backend), load_tokenizer(MODEL)
-    parts = StageParts(
+    return StageParts(
         backend=backend,
         ranks=ranks,
         tokenizer=tokenizer,
         renderer=Renderer(tokenizer),
-        checkpoints=StageCheckpoints(backend, ranks, directory / "dpo", "this recipe", every_s=every_s),
+        checkpoints=StageCheckpoints(backend, ranks, directory / "stage", "this recipe", every_s=every_s),
         seed=1,
         micro_batch_tokens=micro_batch_tokens,
         gate=lambda tensors, prompts: 0.0,
         report=report,
         should_stop=should_stop,
     )
-    task = PreferenceTask(parts, options, pairs(units), pairs(4, seed=9))
-    return TaskStage(parts, options, task, part="dpo"), backend

@@ -1,5 +1,6 @@
 """Stages over records: packing and ranks change no loss, and the reference is the model that the stage started from."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ import torch
 
 import tests.learner.preference_rank as preference_rank
 from algorithms.supervised.preferences import dpo
-from learner.config import RecordsConfig
+from learner.config import RecordsConfig, StageConfig
+from learner.data.own_examples import Example
 from learner.rows.packing import concatenate
 from learner.rows.units import pack_units
+from learner.stages import open_stage
 from learner.stages.base import Progress, StageError
+from learner.stages.sft import tokenize
 from learner.stages.supervised.options import PreferenceOptions
 from learner.stages.supervised.schedule import Order, learning_rate
 
-from .preferences import opened, pairs
+from .preferences import opened, pairs, parts_of
 from .torchrun import run_ranks
 
 
@@ -108,11 +112,41 @@ def test_a_reference_that_is_gone_is_told(tmp_path: Path) -> None:
     stage, _ = opened(tmp_path, every_s=0.0, report=kill)
     with pytest.raises(Killed):
         stage.run()
-    (reference,) = tmp_path.glob(".dpo.checkpoints/reference.npy")
+    (reference,) = tmp_path.glob(".stage.checkpoints/reference.npy")
     reference.unlink()
     again, _ = opened(tmp_path)
     with pytest.raises(StageError, match="reference logprobs"):
         again.run()
+
+
+def test_sft_trains_the_conversations_of_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": f"{number}+1=", "completion": f"{(number + 1) % 10}"} for number in range(9)]
+    rows.insert(4, {"prompt": "1+1=", "completion": "2" * 40})
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options = {
+        "data": {"path": str(tmp_path / "rows.jsonl")},
+        "held_out_records": 2,
+        "max_tokens": 30,
+        "too_long": "drop",
+        "epochs": 4,
+        "batch_size": 3,
+        "learning_rate": 1e-2,
+        "warmup_steps": 0,
+    }
+    seen: list[Progress] = []
+    parts = parts_of(tmp_path, report=seen.append)
+    stage = open_stage(StageConfig(kind="sft", options=options), parts, "stages[0]")
+    chosen = Order(7, batch_size=3, epochs=4, max_steps=0, seed=1).batch(0)
+    examples = [Example(query=f"{number}+1=", response=f"{number + 1}") for number in chosen]
+    batch = concatenate([tokenize(example, parts.tokenizer, parts.renderer) for example in examples])
+    (logprobs_T,) = parts.backend.logprobs([batch], 1.0)
+    first = -(logprobs_T * batch.loss_mask_T).sum().item() / batch.loss_mask_T.sum().item()
+    assert stage.run()
+    assert "1 too long" in caplog.text
+    assert len(seen) == 10  # 7 records, 4 times, 3 a step
+    assert seen[0].loss == pytest.approx(first, abs=1e-6)
+    assert seen[-1].metrics["held_out/cross_entropy"] == pytest.approx(seen[-1].metrics["held_out/loss"], rel=1e-6)
+    assert seen[-1].loss < seen[0].loss
 
 
 def test_each_epoch_holds_every_record_once_in_an_order_of_its_own() -> None:

@@ -41,6 +41,13 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The model that the stage leaves: of the last step, or of the measurement with the lowest held-out loss."""
 
 
+class ImitationOptions(TrainingOptions, frozen=True, kw_only=True):
+    """The conversations."""
+
+    learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
+    """The highest learning rate."""
+
+
 class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A loss of the catalogue, as `headway algorithms` lists them."""
 

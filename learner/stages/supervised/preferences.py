@@ -4,30 +4,25 @@ A unit is a pair, the chosen response before the rejected one. Losses that compa
 model that the stage starts from.
 """
 
-import logging
 from collections.abc import Sequence
 
 import torch
 
 from algorithms.metrics import Metrics, read
 from algorithms.supervised.preferences import PREFERENCES, REFERENCE_FREE
-from broker.errors import ConfigError
 from learner.backends.base import TokenLoss
-from learner.config import RecordsConfig
-from learner.data.pairs import open_pairs
-from learner.data.records.rendering import ConversationRenderer, LengthLimit
+from learner.data.records import Conversation, Preference
+from learner.data.sources import open_pairs
 from learner.objective.composition import open_part
-from learner.rows.packing import labelled
 from learner.rows.units import Row, Unit, row_values
 from learner.stages.base import StageParts
 
 from .options import PreferenceOptions
+from .reading import read_units
 from .reference import Values, reference_logprobs
 from .stage import TaskStage
 
 WHERE = "stages.dpo.options"
-
-log = logging.getLogger(__name__)
 
 
 class PreferenceTask:
@@ -87,27 +82,9 @@ class PreferenceStage(TaskStage):
 
     def __init__(self, parts: StageParts, options: PreferenceOptions) -> None:
         """Raises ConfigError for pairs that cannot be read or tokenized."""
-        units = _units(options.data, options, parts, f"{WHERE}.data")
-        if options.held_out is not None:
-            held_out = _units(options.held_out, options, parts, f"{WHERE}.held_out")
-        else:
-            split = max(len(units) - options.held_out_records, 0)
-            units, held_out = units[:split], units[split:]
-        if not units:
-            raise ConfigError(f"{WHERE}.data: no pair is left to train. Give more pairs, or hold out fewer.")
+        units, held_out = read_units(parts, options, open_pairs, _responses, WHERE)
         super().__init__(parts, options, PreferenceTask(parts, options, units, held_out), part="dpo")
 
 
-def _units(config: RecordsConfig, options: PreferenceOptions, parts: StageParts, where: str) -> list[Unit]:
-    """Returns the tokenized pairs, and logs how many were left out or cut."""
-    limit = LengthLimit(max_tokens=options.max_tokens, too_long=options.too_long)
-    renderer = ConversationRenderer(parts.tokenizer, parts.renderer, limit)
-    pairs = open_pairs(config, parts.seed, where)
-    rendered = [
-        (renderer.render(pair.chosen_conversation), renderer.render(pair.rejected_conversation)) for pair in pairs
-    ]
-    units = [[labelled(one.token_ids, one.loss_mask) for one in pair if one] for pair in rendered]
-    for what, count in (("left out", renderer.skipped), ("cut", renderer.cut)):
-        if count.total and parts.ranks.is_first:
-            log.warning("%s: responses that are %s: %s", where, what, count)
-    return [unit for unit in units if len(unit) == 2]
+def _responses(pair: Preference) -> tuple[Conversation, Conversation]:
+    return pair.chosen_conversation, pair.rejected_conversation

@@ -1,0 +1,79 @@
+"""The records of a stage by its recipe's source: read from a file, or worked chains of the demonstration."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
+
+from broker.errors import ConfigError
+from broker.user_code.kinds import unknown_kind
+from learner.config import RECORDS, RecordsConfig
+
+from .examples import ArithmeticExampleOptions, work_out, worked_chains
+from .prompts.arithmetic import Chain, chain_options, draw_chain
+from .records import Conversation, Preference, open_records
+from .records.layouts import Record
+
+R = TypeVar("R", bound=Record)
+
+
+class ArithmeticRecordOptions(ArithmeticExampleOptions, frozen=True, kw_only=True):
+    """The chains, how carelessly they are worked out, and how many there are."""
+
+    records: Annotated[int, Meta(ge=1)] = 4096
+
+
+class ArithmeticPairOptions(ArithmeticRecordOptions, frozen=True, kw_only=True):
+    """The chains, and how careless the rejected responses are."""
+
+    error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    skip_rate: Annotated[float, Meta(ge=0, le=1)] = 0.4
+
+
+def open_conversations(config: RecordsConfig, seed: int, where: str) -> Sequence[Conversation]:
+    """Returns the conversations of a source. Raises ConfigError. `where` is its key in the recipe."""
+    return _opened(Conversation, config, where, lambda options, key: arithmetic_conversations(options, seed, key))
+
+
+def open_pairs(config: RecordsConfig, seed: int, where: str) -> Sequence[Preference]:
+    """Returns the pairs of a source. Raises ConfigError. `where` is its key in the recipe."""
+    return _opened(Preference, config, where, lambda options, key: arithmetic_pairs(options, seed, key))
+
+
+def arithmetic_conversations(options: Mapping[str, Any], seed: int, where: str) -> list[Conversation]:
+    """Returns chains with their work, but no held-out chain. Raises ConfigError."""
+    chosen = chain_options(options, ArithmeticRecordOptions, where)
+    examples = islice(worked_chains(chosen, seed), chosen.records)
+    return [Conversation(prompt=example.query, completion=example.response) for example in examples]
+
+
+def arithmetic_pairs(options: Mapping[str, Any], seed: int, where: str) -> list[Preference]:
+    """Returns pairs of a right response with its work and a careless one with a wrong answer, but of no held-out
+    chain. Raises ConfigError."""
+    chosen = chain_options(options, ArithmeticPairOptions, where)
+    if not (chosen.error_rate or chosen.skip_rate):
+        raise ConfigError(f"{where}: careless responses need an error_rate or a skip_rate above 0.")
+    rng = random.Random(f"arithmetic-pairs:{seed}")
+    return [_pair(draw_chain(rng, chosen, held_out=False), rng, chosen) for _ in range(chosen.records)]
+
+
+def _opened(
+    kind: type[R], config: RecordsConfig, where: str, chains: Callable[[Mapping[str, Any], str], Sequence[R]]
+) -> Sequence[R]:
+    match config.kind:
+        case "file":
+            return open_records(kind, config.path, config.options, where)
+        case "arithmetic":
+            return chains(config.options, f"{where}.options")
+        case unknown:
+            raise unknown_kind(unknown, RECORDS, f"{where}.kind")
+
+
+def _pair(chain: Chain, rng: random.Random, options: ArithmeticPairOptions) -> Preference:
+    careful = ArithmeticExampleOptions(min_operations=options.min_operations, max_operations=options.max_operations)
+    rejected = work_out(chain, rng, options)
+    while rejected.endswith(f"#{chain.answer}"):
+        rejected = work_out(chain, rng, options)
+    return Preference(prompt=chain.text, chosen=work_out(chain, rng, careful), rejected=rejected)

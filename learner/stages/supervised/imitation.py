@@ -1,0 +1,61 @@
+"""Supervised fine-tuning on conversations: cross-entropy on the turns that are trained.
+
+A unit is one conversation. The loss is the mean over all trained tokens of a step, so that a long answer counts for
+more than a short one, however they were packed.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from algorithms.metrics import masked_mean, read
+from algorithms.supervised.imitation import sft
+from learner.backends.base import TokenLoss
+from learner.data.records import Conversation
+from learner.data.sources import open_conversations
+from learner.rows.units import Row, Unit
+from learner.stages.base import StageParts
+
+from .options import ImitationOptions
+from .reading import read_units
+from .stage import TaskStage
+
+WHERE = "stages.sft.options"
+
+
+class ImitationTask:
+    """Conversations."""
+
+    def __init__(self, units: Sequence[Unit], held_out: Sequence[Unit]) -> None:
+        self.units = units
+        self.held_out = held_out
+
+    def prepare(self, is_new: bool) -> None:
+        """Do nothing: the loss needs no other model."""
+
+    def loss(self, rows: Sequence[Row], chosen: Sequence[int], *, held_out: bool) -> TokenLoss:
+        """Return the mean loss over all trained tokens of all ranks."""
+        units = self.held_out if held_out else self.units
+        tokens = sum(int(sequence.loss_mask.sum()) for index in chosen for sequence in units[index])
+
+        def loss(index: int, current_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+            mask_T = rows[index].batch.loss_mask_T
+            losses_T = sft(current_T, mask_T)
+            return losses_T.sum() / max(tokens, 1), read(masked_mean("cross_entropy", losses_T, mask_T))
+
+        return loss
+
+
+class ImitationStage(TaskStage):
+    """Supervised fine-tuning on records; the phases of `learner.stages.sft` are its form with generators and gates."""
+
+    Options = ImitationOptions
+
+    def __init__(self, parts: StageParts, options: ImitationOptions) -> None:
+        """Raises ConfigError for conversations that cannot be read or tokenized."""
+        units, held_out = read_units(parts, options, open_conversations, _one, WHERE)
+        super().__init__(parts, options, ImitationTask(units, held_out), part="sft")
+
+
+def _one(conversation: Conversation) -> tuple[Conversation]:
+    return (conversation,)

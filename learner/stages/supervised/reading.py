@@ -1,0 +1,67 @@
+"""Records as units of tokens: read, rendered, limited in length, and divided into trained and measured ones."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from broker.errors import ConfigError
+from learner.config import RecordsConfig
+from learner.data.records import Conversation
+from learner.data.records.rendering import ConversationRenderer, LengthLimit
+from learner.rows.packing import labelled
+from learner.rows.units import Unit
+from learner.stages.base import StageParts
+
+from .options import TrainingOptions
+
+R = TypeVar("R")
+Read = Callable[[RecordsConfig, int, str], Sequence[R]]
+"""(source, the run's seed, its key in the recipe) -> its records; raises ConfigError."""
+
+log = logging.getLogger(__name__)
+
+
+def read_units(
+    parts: StageParts,
+    options: TrainingOptions,
+    read: Read[R],
+    sequences_of: Callable[[R], Sequence[Conversation]],
+    where: str,
+) -> tuple[list[Unit], list[Unit]]:
+    """Returns the units that are trained, and those that are measured.
+
+    `sequences_of` gives the sequences of a record, which stay together; a record of which one is left out for its
+    length is left out whole, and counted in the log. `where` is the key of the options in the recipe. Raises
+    ConfigError for records that cannot be read or rendered, and where none is left to train.
+    """
+    units = _rendered(parts, options, read(options.data, parts.seed, f"{where}.data"), sequences_of, f"{where}.data")
+    if options.held_out is not None:
+        key = f"{where}.held_out"
+        held_out = _rendered(parts, options, read(options.held_out, parts.seed, key), sequences_of, key)
+    else:
+        split = max(len(units) - options.held_out_records, 0)
+        units, held_out = units[:split], units[split:]
+    if not units:
+        raise ConfigError(f"{where}.data: no record is left to train. Give more records, or hold out fewer.")
+    return units, held_out
+
+
+def _rendered(
+    parts: StageParts,
+    options: TrainingOptions,
+    records: Sequence[R],
+    sequences_of: Callable[[R], Sequence[Conversation]],
+    where: str,
+) -> list[Unit]:
+    limit = LengthLimit(max_tokens=options.max_tokens, too_long=options.too_long)
+    renderer = ConversationRenderer(parts.tokenizer, parts.renderer, limit)
+    units: list[Unit] = []
+    for record in records:
+        rendered = [renderer.render(conversation) for conversation in sequences_of(record)]
+        unit = [labelled(one.token_ids, one.loss_mask) for one in rendered if one is not None]
+        if len(unit) == len(rendered):
+            units.append(unit)
+    for what, counted in (("left out", renderer.skipped), ("cut", renderer.cut)):
+        if counted.total and parts.ranks.is_first:
+            log.warning("%s: %s: %s", where, what, counted)
+    return units
