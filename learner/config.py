@@ -9,7 +9,8 @@ from broker.errors import ConfigError
 
 PROMPTS = ("arithmetic", "jsonl", "parquet", "datasets", "reasoning_gym")
 EXAMPLES = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
-STAGES = ("sft", "dpo", "rl")
+STAGES = ("sft", "dpo", "kto", "rl")
+OVER_RECORDS = ("dpo", "kto")
 
 
 class RandomModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -316,7 +317,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def is_over_records(self) -> bool:
         """True for a built-in stage whose options name the records that it trains."""
-        return self.kind == "dpo" or (self.kind == "sft" and bool(self.options))
+        return self.kind in OVER_RECORDS or (self.kind == "sft" and bool(self.options))
 
     @property
     def is_left_out(self) -> bool:

@@ -13,7 +13,7 @@ from learner.config import RECORDS, RecordsConfig
 
 from .examples import ArithmeticExampleOptions, work_out, worked_chains
 from .prompts.arithmetic import Chain, chain_options, draw_chain
-from .records import Conversation, Preference, open_records
+from .records import Conversation, Labelled, Preference, open_records
 from .records.layouts import Record
 
 R = TypeVar("R", bound=Record)
@@ -42,6 +42,11 @@ def open_pairs(config: RecordsConfig, seed: int, where: str) -> Sequence[Prefere
     return _opened(Preference, config, where, lambda options, key: arithmetic_pairs(options, seed, key))
 
 
+def open_labelled(config: RecordsConfig, seed: int, where: str) -> Sequence[Labelled]:
+    """Returns the responses of a source with their judgements. Raises ConfigError. `where` is its key in the recipe."""
+    return _opened(Labelled, config, where, lambda options, key: arithmetic_labelled(options, seed, key))
+
+
 def arithmetic_conversations(options: Mapping[str, Any], seed: int, where: str) -> list[Conversation]:
     """Returns chains with their work, but no held-out chain. Raises ConfigError."""
     chosen = chain_options(options, ArithmeticRecordOptions, where)
@@ -57,6 +62,14 @@ def arithmetic_pairs(options: Mapping[str, Any], seed: int, where: str) -> list[
         raise ConfigError(f"{where}: careless responses need an error_rate or a skip_rate above 0.")
     rng = random.Random(f"arithmetic-pairs:{seed}")
     return [_pair(draw_chain(rng, chosen, held_out=False), rng, chosen) for _ in range(chosen.records)]
+
+
+def arithmetic_labelled(options: Mapping[str, Any], seed: int, where: str) -> list[Labelled]:
+    """Returns right and careless responses of `arithmetic_pairs`, each to a chain of its own. Raises ConfigError."""
+    return [
+        Labelled(prompt=pair.prompt, completion=pair.rejected if number % 2 else pair.chosen, label=not number % 2)
+        for number, pair in enumerate(arithmetic_pairs(options, seed, where))
+    ]
 
 
 def _opened(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from broker.user_code.options import typed_options
 from learner.config import RecordsConfig, StageConfig
-from learner.data.sources import open_conversations, open_pairs
+from learner.data.sources import open_conversations, open_labelled, open_pairs
 
-from .supervised.options import ImitationOptions, PreferenceOptions, TrainingOptions
+from .supervised.options import ImitationOptions, PreferenceOptions, TrainingOptions, UnpairedOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,9 @@ KNOWN: dict[str, KnownStage] = {
     ),
     "dpo": KnownStage(
         path="learner.stages.supervised.preferences:PreferenceStage", options=PreferenceOptions, read=open_pairs
+    ),
+    "kto": KnownStage(
+        path="learner.stages.supervised.unpaired:UnpairedStage", options=UnpairedOptions, read=open_labelled
     ),
 }
 

@@ -67,7 +67,7 @@ def recipes(guide: str, directory: Path) -> list[Recipe]:
 
 def test_the_overrides_of_a_stage_are_taken(tmp_path: Path) -> None:
     recipe, *others = recipes("stages.md", tmp_path)
-    assert [[stage.kind for stage in other.plan] for other in others] == [["sft"], ["dpo"]]
+    assert [[stage.kind for stage in other.plan] for other in others] == [["sft"], ["dpo"], ["kto"]]
     assert [stage.kind for stage in recipe.plan] == ["sft", "rl"]
     lines = (GUIDES / "stages.md").read_text().splitlines()
     overrides = [

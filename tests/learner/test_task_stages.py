@@ -24,6 +24,16 @@ from learner.stages.supervised.schedule import Order, learning_rate
 from .preferences import opened, pairs, parts_of
 from .torchrun import run_ranks
 
+JUDGED = {
+    "data": {"kind": "arithmetic", "options": {"records": 40, "min_operations": 1, "max_operations": 1}},
+    "held_out_records": 8,
+    "batch_size": 8,
+    "epochs": 3,
+    "learning_rate": 1e-2,
+    "warmup_steps": 0,
+    "beta": 0.5,
+}
+
 
 def test_a_first_step_has_the_loss_of_its_pairs_one_by_one(tmp_path: Path) -> None:
     seen: list[Progress] = []
@@ -147,6 +157,20 @@ def test_sft_trains_the_conversations_of_a_file(tmp_path: Path, caplog: pytest.L
     assert seen[0].loss == pytest.approx(first, abs=1e-6)
     assert seen[-1].metrics["held_out/cross_entropy"] == pytest.approx(seen[-1].metrics["held_out/loss"], rel=1e-6)
     assert seen[-1].loss < seen[0].loss
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [16, 4096])
+def test_kto_learns_judgements_however_they_are_packed(micro_batch_tokens: int, tmp_path: Path) -> None:
+    seen: dict[int, list[Progress]] = {64: [], micro_batch_tokens: []}
+    for tokens, found in seen.items():
+        parts = parts_of(tmp_path / str(tokens), micro_batch_tokens=tokens, report=found.append)
+        assert open_stage(StageConfig(kind="kto", options=JUDGED), parts, "stages[0]").run()
+    one, other = seen.values()
+    assert one[0].loss == pytest.approx(0.5, abs=1e-6)  # the model is its own reference before the first step
+    for step, same in zip(one[1:], other[1:], strict=True):
+        assert same.metrics == pytest.approx(step.metrics, rel=1e-3, abs=1e-5)
+    assert one[-1].metrics["reward_desirable"] > one[-1].metrics["reward_undesirable"]
+    assert {"held_out/loss", "held_out/reward_accuracy"} <= set(one[-1].metrics)
 
 
 def test_each_epoch_holds_every_record_once_in_an_order_of_its_own() -> None:

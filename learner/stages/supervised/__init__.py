@@ -3,7 +3,10 @@
     stage.py       the loop: batch -> pack -> update -> measure -> checkpoint; each kind brings a task
     options.py     what a recipe says of each kind
     schedule.py    the records and the learning rate of a step, from its number alone
+    reading.py     records as units of tokens
+    imitation.py   the task of conversations: supervised fine-tuning
     preferences.py the task of pairs: DPO and its kin
+    unpaired.py    the task of responses that are desirable or not: KTO
     reference.py   logprobs of the model that the stage starts from, computed once and kept
 
 A task turns records into units of sequences and gives the loss of rows of whole units. The invariant: neither packing

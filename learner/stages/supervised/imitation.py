@@ -53,8 +53,9 @@ class ImitationStage(TaskStage):
 
     def __init__(self, parts: StageParts, options: ImitationOptions) -> None:
         """Raises ConfigError for conversations that cannot be read or tokenized."""
-        units, held_out = read_units(parts, options, open_conversations, _one, WHERE)
-        super().__init__(parts, options, ImitationTask(units, held_out), part="sft")
+        trained, held_out = read_units(parts, options, open_conversations, _one, WHERE)
+        task = ImitationTask([unit for _, unit in trained], [unit for _, unit in held_out])
+        super().__init__(parts, options, task, part="sft")
 
 
 def _one(conversation: Conversation) -> tuple[Conversation]:

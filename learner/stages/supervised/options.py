@@ -62,3 +62,14 @@ class PreferenceOptions(TrainingOptions, frozen=True, kw_only=True):
 
     loss: LossConfig = LossConfig()
     """The loss of a pair."""
+
+
+class UnpairedOptions(TrainingOptions, frozen=True, kw_only=True):
+    """The responses with their judgements, and the options of KTO (`algorithms.supervised.unpaired.kto`)."""
+
+    beta: Annotated[float, Meta(gt=0)] = 0.1
+    """How strongly the model is held to its reference."""
+    desirable_weight: Annotated[float, Meta(ge=0)] = 1.0
+    """The weight of a desirable response. Raise it where these are few."""
+    undesirable_weight: Annotated[float, Meta(ge=0)] = 1.0
+    """The weight of an undesirable response."""

@@ -82,8 +82,9 @@ class PreferenceStage(TaskStage):
 
     def __init__(self, parts: StageParts, options: PreferenceOptions) -> None:
         """Raises ConfigError for pairs that cannot be read or tokenized."""
-        units, held_out = read_units(parts, options, open_pairs, _responses, WHERE)
-        super().__init__(parts, options, PreferenceTask(parts, options, units, held_out), part="dpo")
+        trained, held_out = read_units(parts, options, open_pairs, _responses, WHERE)
+        task = PreferenceTask(parts, options, [unit for _, unit in trained], [unit for _, unit in held_out])
+        super().__init__(parts, options, task, part="dpo")
 
 
 def _responses(pair: Preference) -> tuple[Conversation, Conversation]:

@@ -18,6 +18,9 @@ R = TypeVar("R")
 Read = Callable[[RecordsConfig, int, str], Sequence[R]]
 """(source, the run's seed, its key in the recipe) -> its records; raises ConfigError."""
 
+Units = list[tuple[R, Unit]]
+"""Records, each with its sequences."""
+
 log = logging.getLogger(__name__)
 
 
@@ -27,8 +30,8 @@ def read_units(
     read: Read[R],
     sequences_of: Callable[[R], Sequence[Conversation]],
     where: str,
-) -> tuple[list[Unit], list[Unit]]:
-    """Returns the units that are trained, and those that are measured.
+) -> tuple[Units[R], Units[R]]:
+    """Returns the records that are trained and those that are measured, each with its unit.
 
     `sequences_of` gives the sequences of a record, which stay together; a record of which one is left out for its
     length is left out whole, and counted in the log. `where` is the key of the options in the recipe. Raises
@@ -52,15 +55,15 @@ def _rendered(
     records: Sequence[R],
     sequences_of: Callable[[R], Sequence[Conversation]],
     where: str,
-) -> list[Unit]:
+) -> Units[R]:
     limit = LengthLimit(max_tokens=options.max_tokens, too_long=options.too_long)
     renderer = ConversationRenderer(parts.tokenizer, parts.renderer, limit)
-    units: list[Unit] = []
+    units: Units[R] = []
     for record in records:
         rendered = [renderer.render(conversation) for conversation in sequences_of(record)]
         unit = [labelled(one.token_ids, one.loss_mask) for one in rendered if one is not None]
         if len(unit) == len(rendered):
-            units.append(unit)
+            units.append((record, unit))
     for what, counted in (("left out", renderer.skipped), ("cut", renderer.cut)):
         if counted.total and parts.ranks.is_first:
             log.warning("%s: %s: %s", where, what, counted)

@@ -1,0 +1,126 @@
+"""Training on single judgements: each response is desirable or not (KTO).
+
+A unit is one response. Its mismatch is the same prompt with the completion of the next record, from which each step
+estimates how far the policy is from its reference: the reference point of the loss. The reference is the model that the
+stage starts from.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from algorithms.metrics import read
+from algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
+from learner.backends.base import TokenLoss
+from learner.config import RecordsConfig
+from learner.data.records import Conversation, Labelled
+from learner.data.sources import open_labelled
+from learner.rows.units import Row, Unit, pack_units, row_values
+from learner.stages.base import StageParts
+
+from .options import UnpairedOptions
+from .reading import Units, read_units
+from .reference import Values, reference_logprobs
+from .stage import TaskStage
+
+WHERE = "stages.kto.options"
+
+Judged = tuple[Labelled, Conversation]
+"""A response with its judgement, and its mismatch."""
+
+
+class UnpairedTask:
+    """Responses with judgements."""
+
+    def __init__(
+        self, parts: StageParts, options: UnpairedOptions, trained: Units[Judged], held_out: Units[Judged]
+    ) -> None:
+        self.units: Sequence[Unit] = [unit[:1] for _, unit in trained]
+        self.held_out: Sequence[Unit] = [unit[:1] for _, unit in held_out]
+        self._parts = parts
+        self._options = options
+        self._all = [unit[:1] for _, unit in (*trained, *held_out)]
+        self._mismatches = [unit[1:] for _, unit in (*trained, *held_out)]
+        self._is_desirable = [record.label for (record, _), _ in (*trained, *held_out)]
+        self._references: list[Values] = []
+
+    def prepare(self, is_new: bool) -> None:
+        """Compute the reference's logprobs of all responses and mismatches, or read them again. Collective."""
+        self._references = reference_logprobs(
+            self._parts.backend,
+            self._parts.ranks,
+            [*self._all, *self._mismatches],
+            micro_batch_tokens=self._parts.micro_batch_tokens,
+            path=self._parts.checkpoints.beside / "reference.npy",
+            is_new=is_new,
+        )
+
+    def loss(self, rows: Sequence[Row], chosen: Sequence[int], *, held_out: bool) -> TokenLoss:
+        """Return the mean loss over all responses of all ranks, against the reference point of their mismatches under
+        the present weights."""
+        places = [index + held_out * len(self.units) for index in chosen]
+        point, options = self._reference_point(places), self._options
+
+        def loss(index: int, current_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+            row = rows[index]
+            mine = [places[number] for number in row.units]
+            losses_S, metrics = kto(
+                current_T,
+                self._reference(self._all, mine, 0).to(current_T.device),
+                row.batch.loss_mask_T,
+                row.batch.cu_seqlens,
+                torch.tensor([self._is_desirable[place] for place in mine], dtype=torch.bool),
+                point,
+                beta=options.beta,
+                desirable_weight=options.desirable_weight,
+                undesirable_weight=options.undesirable_weight,
+            )
+            return losses_S.sum() / max(len(chosen), 1), read(metrics)
+
+        return loss
+
+    def _reference_point(self, places: Sequence[int]) -> float:
+        ranks, sums = self._parts.ranks, [0.0, 0.0]
+        rows = pack_units(
+            [self._mismatches[place] for place in places],
+            replica=ranks.replica,
+            replicas=ranks.replicas,
+            micro_batch_tokens=self._parts.micro_batch_tokens,
+        )
+        for row, current_T in zip(rows, self._parts.backend.logprobs([row.batch for row in rows], 1.0), strict=True):
+            mine = [places[number] for number in row.units]
+            reference_T = self._reference(self._mismatches, mine, len(self._all)).to(current_T.device)
+            total, count = reference_point_sums(current_T, reference_T, row.batch.loss_mask_T, row.batch.cu_seqlens)
+            sums = [sums[0] + float(total), sums[1] + float(count)]
+        return reference_point_of(*ranks.sum(sums))
+
+    def _reference(self, units: Sequence[Unit], places: Sequence[int], offset: int) -> torch.Tensor:
+        """[T] the reference's logprobs in a row of these units; `offset`: where they begin among all references."""
+        return row_values([units[place] for place in places], [self._references[offset + place] for place in places])
+
+
+class UnpairedStage(TaskStage):
+    """Kahneman-Tversky optimization."""
+
+    Options = UnpairedOptions
+
+    def __init__(self, parts: StageParts, options: UnpairedOptions) -> None:
+        """Raises ConfigError for responses that cannot be read or tokenized."""
+        trained, held_out = read_units(parts, options, _judged, _with_mismatch, WHERE)
+        super().__init__(parts, options, UnpairedTask(parts, options, trained, held_out), part="kto")
+
+
+def _judged(source: RecordsConfig, seed: int, where: str) -> list[Judged]:
+    records = open_labelled(source, seed, where)
+    return [
+        (
+            record,
+            Conversation(prompt=record.prompt, completion=after.completion, tools=record.tools, place=record.place),
+        )
+        for record, after in zip(records, [*records[1:], *records[:1]], strict=True)
+    ]
+
+
+def _with_mismatch(judged: Judged) -> tuple[Conversation, Conversation]:
+    record, mismatch = judged
+    return record.conversation, mismatch
