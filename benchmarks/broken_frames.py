@@ -22,6 +22,7 @@ from broker.schema import (
     SCHEMA_VERSION,
     BroadcastGroup,
     DeltaSpec,
+    LagFigures,
     ModelFiles,
     PoolInfo,
     Probe,
@@ -320,7 +321,9 @@ def _structs() -> dict[type[Any], list[msgspec.Struct]]:
         swaps=1,
     )
     numbers: dict[str, Any] = dict.fromkeys(StepMetrics.__struct_fields__, 1)
-    step = StepMetrics(**{**numbers, "loss": None, "lag_histogram": {0: 3, 2: 1}, "algorithm": {"ess": 0.9}})
+    lags = {"lag_histogram": {0: 3, 2: 1}, "token_lag_histogram": {0: 30, 2: 9}}
+    by_lag = {2: LagFigures(trajectories=1, tokens=9, reward_mean=0.5, ess=0.9)}
+    step = StepMetrics(**{**numbers, **lags, "loss": None, "by_lag": by_lag, "algorithm": {"ess": 0.9}})
     status = RunStatus(
         run="r",
         state="training",

@@ -123,7 +123,7 @@ def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
         ),
         (
             "rewards=[]",
-            "mine.yaml: rewards is []; expected a list, not empty (reward functions; their weighted sum",
+            "mine.yaml: there are no rewards, which score responses to prompts.",
         ),
         ("run=x", "mine.yaml: run is 'x'; expected a section with name, directory, seed, placement."),
         ("algorithm=3", "mine.yaml: algorithm is 3; expected a section of keys."),
@@ -342,7 +342,7 @@ def test_layouts_and_backends_of_ones_own_pass(recipe_path: Path) -> None:
         ),
         (
             "run: {name: x}",
-            "text.yaml: prompts is missing; expected a section with kind, path, options, shuffle",
+            "text.yaml: there are no prompts, which workers generate from.",
         ),
     ],
 )

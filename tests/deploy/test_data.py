@@ -67,7 +67,8 @@ def test_it_counts_broken_rows_by_reason(tmp_path: Path, capsys: pytest.CaptureF
     }
     assert answer(["data", "inspect", path]) == 0
     shown = capsys.readouterr()
-    assert f"preferences: 2 whose completions do not differ; the first: {path}:2:" in " ".join(shown.out.split())
+    expected = f"preferences: 2 whose completions do not differ; the first: {path}:2:"
+    assert expected.replace(" ", "") in "".join(shown.out.split())  # a long path wraps
     assert not shown.err
 
 

@@ -59,7 +59,7 @@ def test_packing_changes_no_metric(micro_batch_tokens: int, tmp_path: Path) -> N
         assert stage.run()
     for one, other in zip(*seen.values(), strict=True):
         if one.step > 1:  # before the first step all rewards are 0 but for rounding, whose sign decides the accuracy
-            assert other.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-6)
+            assert other.metrics == pytest.approx(one.metrics, rel=2e-3, abs=1e-5)
     assert {"reward_margin", "held_out/loss", "held_out/reward_accuracy", "grad_norm"} <= set(one.metrics)
 
 
@@ -69,7 +69,7 @@ def test_two_ranks_equal_one(kind: str, of_two_ranks: list[Any], tmp_path: Path)
     assert of_two_ranks[0] == of_two_ranks[1]
     for number, (step, expected) in enumerate(zip(of_two_ranks[0][kind], one, strict=True)):
         if number:  # before the first step all rewards are 0 but for rounding, whose sign decides the accuracy
-            assert step == pytest.approx(expected, rel=2e-4, abs=1e-5)
+            assert step == pytest.approx(expected, rel=2e-3, abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_kto_learns_judgements_however_they_are_packed(micro_batch_tokens: int, 
     one, other = seen.values()
     assert one[0].loss == pytest.approx(0.5, abs=1e-6)  # the model is its own reference before the first step
     for step, same in zip(one[1:], other[1:], strict=True):
-        assert same.metrics == pytest.approx(step.metrics, rel=1e-3, abs=1e-5)
+        assert same.metrics == pytest.approx(step.metrics, rel=2e-3, abs=1e-5)
     assert one[-1].metrics["reward_desirable"] > one[-1].metrics["reward_undesirable"]
     assert {"held_out/loss", "held_out/reward_accuracy"} <= set(one[-1].metrics)
 

@@ -1,6 +1,7 @@
 """Starts vLLM as an engine: its environment, its arguments, and what it cannot do."""
 
 import os
+import tempfile
 from collections.abc import Mapping
 from multiprocessing import active_children
 from pathlib import Path
@@ -26,6 +27,12 @@ BATCHED_TOKENS = 8192
 """Tokens of one step on a GPU. With vLLM's default of 2,048 it takes seconds to compute hundreds of caches anew after a
 swap. More than this would add little, as it keeps a GPU busy, and would delay the first token after a swap."""
 
+LONGEST_DIRECTORY = 64
+"""Characters of a directory for vLLM's sockets: with the name of one, a path may have 107."""
+SHORT_DIRECTORY = "/tmp"
+"""The directory of vLLM's sockets where TMPDIR is too long. Their names cannot be guessed, and it is vLLM's own choice
+where TMPDIR is not set."""
+
 
 def prepare_environment(threads: int) -> None:
     """Set the environment that vLLM reads when it is imported or starts its processes. The user's own settings stay."""
@@ -38,6 +45,8 @@ def prepare_environment(threads: int) -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on a CPU: one process beside this one instead of two
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
+    if len(tempfile.gettempdir()) > LONGEST_DIRECTORY:
+        settings["VLLM_RPC_BASE_PATH"] = SHORT_DIRECTORY
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
