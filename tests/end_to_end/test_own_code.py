@@ -52,13 +52,14 @@ def test_a_model_learns_from_ones_own_prompts_and_reward(terminals: Terminals) -
 
 EXITS = """
 import os
+from contextlib import suppress
 from pathlib import Path
 
 BAD = Path(__file__).with_name("bad")
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    if not BAD.exists():
-        BAD.write_text(solution_str)
+    with suppress(FileExistsError), BAD.open("x") as bad:  # of several processes, one is the first
+        bad.write(solution_str)
     if BAD.read_text() == solution_str:
         os._exit(0)
     return solution_str.count("7") / 16
