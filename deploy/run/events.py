@@ -2,7 +2,16 @@
 
 import msgspec
 
-from broker.schema import QueueAges, QueueDepths, RunStatus, StepMetrics, Tallies, WorkerInfo
+from broker.schema import (
+    QueueAges,
+    QueueDepths,
+    RunStatus,
+    StepMetrics,
+    Tallies,
+    VersionGroups,
+    WeightVersion,
+    WorkerInfo,
+)
 
 
 class StepEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +58,10 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
     queues: QueueDepths
     ages: QueueAges = QueueAges()
     tallies: Tallies = Tallies()
+    announced: WeightVersion | None = None
+    """The version that workers are to hold."""
+    versions: tuple[VersionGroups, ...] = ()
+    """Groups by weight version, the newest first."""
 
     @classmethod
     def of(cls, status: RunStatus, metrics: StepMetrics) -> "HeartbeatEvent":
@@ -66,6 +79,8 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
             queues=status.queues,
             ages=status.ages,
             tallies=status.tallies,
+            announced=status.announced,
+            versions=status.versions,
         )
 
 

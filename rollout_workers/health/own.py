@@ -20,15 +20,15 @@ class EngineHealth:
         """`look_s`: about the seconds between two looks. `stall_s` and `errors`: the limits; 0: none."""
         self._look_s, self._stall_s, self._errors, self._clock = look_s, stall_s, errors, clock
         self._looks = 0
-        self._tokens = 0
+        self._tokens: int | None = None
         self._failed_s = deque[float](maxlen=max(1, errors))
         self.last_error = ""
 
     def look(self, requests: int, tokens: int) -> Verdict | None:
         """Compare with the last look. `requests`: those for which the engine may sample; `tokens`: all that it has
-        sampled until now."""
+        sampled until now. Requests that the last look did not see may have come just now, and begin the count."""
         if not requests or tokens != self._tokens:
-            self._looks, self._tokens = 0, tokens
+            self._looks, self._tokens = 0, tokens if requests else None
             return None
         self._looks += 1
         return stalled(requests, self._looks * self._look_s, self._stall_s) if self._stall_s else None

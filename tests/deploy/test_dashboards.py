@@ -14,7 +14,7 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from broker.schema import LagFigures, Tallies, WeightVersion
+from broker.schema import LagFigures, Tallies, VersionGroups, WeightVersion
 from deploy.observe.prometheus.endpoint import Endpoint
 from deploy.observe.prometheus.run import RunCollector
 from deploy.observe.prometheus.worker import WorkerCollector
@@ -42,7 +42,9 @@ def served() -> dict[Sample, float]:
     }
     step = replace(step, metrics=replace(step.metrics, algorithm={"ess": 0.9, "clip_fraction": 0.1}, by_lag=by_lag))
     tallies = Tallies(trained_by_prompt_length={8: 4}, dispatched_by_lag={0: 30})
-    status = replace(run_status(), tallies=tallies, ages=replace(run_status().ages, next_sample_s=1.0))
+    ages = replace(run_status().ages, next_sample_s=1.0)
+    held = (VersionGroups(0, generating=1, ready=1, dropped=0),)
+    status = replace(run_status(), tallies=tallies, ages=ages, versions=held)
     for event in (step, evaluation(1, 0, 0.5), HeartbeatEvent.of(status, step_metrics(0))):
         run.note(event)
     found: dict[Sample, float] = {}

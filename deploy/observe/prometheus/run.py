@@ -233,6 +233,9 @@ class RunCollector(Collector):
             yield metric(name, text, counts, label)
         yield from shown(QUEUES, msgspec.structs.asdict(self._heartbeat.queues))
         yield from shown(AGES, msgspec.structs.asdict(self._heartbeat.ages))
+        for state, counts in _groups_by_lag(self._heartbeat).items():
+            text = f"{state.capitalize()} groups, by how many steps their oldest token is behind the announced weights."
+            yield metric(f"headway_broker_lag_{state}_groups", text, counts, "lag")
         states: Counter[str] = Counter(worker.state for worker in workers)
         yield metric("headway_pool_workers", "Living workers, by state.", {s: states[s] for s in STATES}, "state")
         versions = {worker.worker: worker.version.step if worker.version else None for worker in workers}
@@ -251,6 +254,17 @@ class RunCollector(Collector):
         yield metric(
             "headway_pool_seen_timestamp_seconds", "When the learner looked at the pool.", {"": self._heartbeat_at}
         )
+
+
+def _groups_by_lag(event: HeartbeatEvent) -> dict[str, dict[str, float]]:
+    """Return the groups that samples are generated of, and those that are ready, by lag."""
+    announced = event.announced.step if event.announced is not None else 0
+    found: dict[str, dict[str, float]] = {"generating": {}, "ready": {}}
+    for version in event.versions:
+        for state, counts in found.items():
+            if count := getattr(version, state):
+                counts[str(max(0, announced - version.step))] = float(count)
+    return found
 
 
 def _lag_histogram(name: str, text: str, lags: Counter[int]) -> Metric:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from algorithms import metrics as of_loss
 from broker.errors import ConfigError
-from broker.schema import LagFigures, QueueAges, QueueDepths, StepMetrics, Tallies
+from broker.schema import LagFigures, QueueAges, QueueDepths, StepMetrics, Tallies, VersionGroups, WeightVersion
 from deploy.observe.prometheus.run import AGES, BY_LAG, LAG_BUCKETS, LAST_STEP, QUEUES, SUMS
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.delivery import Sinks
@@ -101,7 +101,8 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
         trained_by_prompt_length={8: 400},
         dispatched_by_lag={0: 30, 2: 18},
     )
-    status = replace(run_status(), tallies=tallies)
+    held = (VersionGroups(7, generating=5, ready=0, dropped=0), VersionGroups(4, generating=2, ready=3, dropped=1))
+    status = replace(run_status(), tallies=tallies, announced=WeightVersion(1, 7), versions=held)
     heartbeat = HeartbeatEvent.of(status, step_metrics(3))
     gone = replace(heartbeat, workers=heartbeat.workers[:1])
     with endpoint(evaluation(1, 0, 0.25), step_event(0), heartbeat) as sink:
@@ -118,6 +119,9 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
     assert figure(found, "headway_broker_begun_groups_total", prompt_tokens="16") == 700
     assert figure(found, "headway_broker_trained_groups_total", prompt_tokens="8") == 400
     assert figure(found, "headway_broker_leases_total", lag="2") == 18
+    assert figure(found, "headway_broker_lag_generating_groups", lag="0") == 5
+    assert figure(found, "headway_broker_lag_generating_groups", lag="3") == 2
+    assert figure(found, "headway_broker_lag_ready_groups", lag="3") == 3
     assert figure(found, "headway_pool_workers", state="generating") == 2
     assert figure(later, "headway_pool_workers", state="generating") == 1
     assert figure(later, "headway_pool_workers", state="paused") == 0
