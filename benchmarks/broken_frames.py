@@ -219,7 +219,8 @@ def _subject(kind: type[Any], values: Sequence[msgspec.Struct]) -> Subject:
 def _trajectories() -> list[Trajectory]:
     plain = [_trajectory(*lengths) for lengths in ((3, 6, 1), (3, 6, 3), (0, 1, 1), (40, 300, 7))]
     replayed = [msgspec.structs.replace(plain[0], experts=_experts(8)), _with_many_experts(plain[3])]
-    return plain + replayed
+    taught = [msgspec.structs.replace(one, teacher_logprobs=one.behavior_logprobs / 2) for one in (plain[1], *replayed)]
+    return plain + replayed + taught
 
 
 def _trajectory(prompt_length: int, length: int, spans: int) -> Trajectory:

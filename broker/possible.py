@@ -47,6 +47,7 @@ def check_possible(
     _check_logprobs(tid, trajectory.behavior_logprobs, trajectory.loss_mask)
     _check_versions(tid, trajectory.spans, newest)
     _check_experts(tid, trajectory.experts, limits)
+    _check_teacher(tid, trajectory, limits)
 
 
 def check_lag(trajectory: Trajectory, step: int, max_lag: int) -> None:
@@ -85,11 +86,20 @@ def _check_tokens(tid: TrajectoryId, tokens: NDArray[np.int32], limits: SampleLi
         raise FrameError(f"{tid}: token id {tokens.max()}, the model's vocabulary ends at {limits.vocabulary}")
 
 
-def _check_logprobs(tid: TrajectoryId, logprobs: NDArray[np.float32], loss_mask: NDArray[np.uint8]) -> None:
+def _check_logprobs(
+    tid: TrajectoryId, logprobs: NDArray[np.float32], loss_mask: NDArray[np.uint8], whose: str = "behaviour"
+) -> None:
     if len(logprobs) and float(logprobs.max()) > LOGPROB_ROUNDING:
-        raise FrameError(f"{tid}: a behaviour logprob of {logprobs.max():g}; none is above 0")
+        raise FrameError(f"{tid}: a {whose} logprob of {logprobs.max():g}; none is above 0")
     if logprobs[loss_mask == 0].any():
-        raise FrameError(f"{tid}: a behaviour logprob of a token that was not sampled; it has none, which is told as 0")
+        raise FrameError(f"{tid}: a {whose} logprob of a token that was not sampled; it has none, which is told as 0")
+
+
+def _check_teacher(tid: TrajectoryId, trajectory: Trajectory, limits: SampleLimits) -> None:
+    if trajectory.teacher_logprobs is not None:
+        _check_logprobs(tid, trajectory.teacher_logprobs, trajectory.loss_mask, "teacher's")
+    elif limits.has_teacher:
+        raise FrameError(f"{tid}: it has no logprobs of the teacher from which the run learns")
 
 
 def _check_versions(tid: TrajectoryId, spans: Sequence[VersionSpan], newest: WeightVersion) -> None:

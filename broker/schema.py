@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 # Every struct that is part of one run carries its `identity`: 16 random hexadecimal digits, made when the run begins.
 # Names, incarnations and steps of two runs may be equal; their identities never are. The broker's client writes it.
@@ -152,6 +152,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[P + R - 1, layers, experts per token] for router replay: the experts that each layer with experts, in order,
     chose for token t of prompt and response when it was fed, in the pass that sampled token t + 1. The last token was
     never fed. None: not recorded."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[R] natural logarithms, at the sampling temperature, of the probability that a teacher gives each sampled token;
+    0 for an environment's tokens. None: no teacher was asked."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -264,6 +267,8 @@ class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The most tokens of a response, those of an environment included."""
     experts: tuple[int, int, int] | None = None
     """(layers with experts, experts per token, experts of a layer) where the run replays routers' choices."""
+    has_teacher: bool = False
+    """Whether the run learns from a teacher, whose logprobs every sample then has."""
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,8 +3,9 @@
 A frame is: magic, schema number, kind, crc32 of these two and the body, length, body. Most bodies are msgpack. Those of
 trajectories and segments are a msgpack envelope around raw little-endian buffers, because lists of numbers in
 msgpack are a hundred times slower: tokens (prompt, then response) as a plane of low 16 bits and a plane of high
-bytes under zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits, and where routers
-are replayed the chosen experts, under zstd too. Decoding any bytes ends in a value or a FrameError.
+bytes under zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits, a teacher's logprobs
+if there is one, and where routers are replayed the chosen experts, under zstd too. Decoding any bytes ends in a value
+or a FrameError.
 """
 
 import math
@@ -102,6 +103,7 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     turns: tuple[Turn, ...]
     finish_reason: Literal["stop", "length"]
     worker: str
+    has_teacher: bool
     experts: ExpertsHead | None
     token_bytes: int
     """The bytes of the compressed planes."""
@@ -134,11 +136,12 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             trajectory.turns,
             trajectory.finish_reason,
             trajectory.worker,
+            trajectory.teacher_logprobs is not None,
             experts_head,
             len(tokens),
         )
     )
-    return _enveloped(_TRAJECTORY, envelope, tokens, trajectory, experts)
+    return _enveloped(_TRAJECTORY, envelope, tokens, trajectory, _logprob_bytes(trajectory.teacher_logprobs), experts)
 
 
 def decode_trajectory(frame: bytes) -> Trajectory:
@@ -148,6 +151,7 @@ def decode_trajectory(frame: bytes) -> Trajectory:
     if min(envelope.prompt_length, length) < 0:
         raise FrameError(f"{envelope.tid}: a negative length")
     rest, experts = _cut_experts(rest, envelope.tid, envelope.experts)
+    rest, teacher_logprobs = _cut_teacher(rest, envelope.tid, length if envelope.has_teacher else None)
     tokens, logprobs, mask = _cut(rest, envelope.tid, total, length, envelope.token_bytes)
     trajectory = Trajectory(
         tid=envelope.tid,
@@ -163,6 +167,7 @@ def decode_trajectory(frame: bytes) -> Trajectory:
         finish_reason=envelope.finish_reason,
         worker=envelope.worker,
         experts=unpack_experts(envelope.experts, experts),
+        teacher_logprobs=teacher_logprobs,
     )
     check_trajectory(trajectory)
     return trajectory
@@ -255,6 +260,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
     _check_tokens(trajectory.tid, trajectory.prompt_tokens)
     _check_tokens(trajectory.tid, trajectory.response_tokens)
     _check_logprobs(trajectory.tid, trajectory.behavior_logprobs)
+    _check_teacher(trajectory.tid, trajectory.teacher_logprobs, length)
     if trajectory.experts is not None:
         check_experts(str(trajectory.tid), trajectory.experts)
         fed = len(trajectory.prompt_tokens) + length - 1
@@ -317,11 +323,24 @@ def _check_logprobs(tid: TrajectoryId, logprobs: NDArray[np.float32]) -> None:
         raise FrameError(f"{tid}: a behaviour logprob that is not finite")
 
 
-def _enveloped(kind: int, envelope: bytes, tokens: bytes, sampled: Trajectory | Segment, experts: bytes) -> bytes:
-    """Return the frame; the inverse of `_open_enveloped` and `_cut`."""
-    logprobs = sampled.behavior_logprobs.astype("<f4", copy=False).tobytes()
+def _check_teacher(tid: TrajectoryId, logprobs: NDArray[np.float32] | None, length: int) -> None:
+    if logprobs is None:
+        return
+    if len(logprobs) != length:
+        raise FrameError(f"{tid}: {length} response tokens, but {len(logprobs)} logprobs of the teacher")
+    if not np.isfinite(logprobs).all():
+        raise FrameError(f"{tid}: a teacher's logprob that is not finite")
+
+
+def _enveloped(kind: int, envelope: bytes, tokens: bytes, sampled: Trajectory | Segment, *others: bytes) -> bytes:
+    """Return the frame; the inverse of `_open_enveloped` and `_cut`. `others` are the buffers after the loss mask."""
     mask = np.packbits(sampled.loss_mask).tobytes()
-    return _frame(kind, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens, logprobs, mask, experts)
+    size = _ENVELOPE_LENGTH.pack(len(envelope))
+    return _frame(kind, size, envelope, tokens, _logprob_bytes(sampled.behavior_logprobs), mask, *others)
+
+
+def _logprob_bytes(logprobs: NDArray[np.float32] | None) -> bytes:
+    return b"" if logprobs is None else logprobs.astype("<f4", copy=False).tobytes()
 
 
 def _frame(kind: int, *parts: bytes) -> bytes:
@@ -383,6 +402,18 @@ def _cut_experts(rest: memoryview, tid: TrajectoryId, head: ExpertsHead | None) 
     if size > len(rest):
         raise FrameError(f"{tid}: {len(rest)} bytes of buffers, {size} of them experts")
     return rest[: len(rest) - size], rest[len(rest) - size :]
+
+
+def _cut_teacher(
+    rest: memoryview, tid: TrajectoryId, length: int | None
+) -> tuple[memoryview, NDArray[np.float32] | None]:
+    """Return the buffers before the teacher's logprobs, and those; `length` None: there are none."""
+    if length is None:
+        return rest, None
+    at = len(rest) - 4 * length
+    if at < 0:
+        raise FrameError(f"{tid}: {len(rest)} bytes of buffers do not fit {length} logprobs of a teacher")
+    return rest[:at], np.frombuffer(rest[at:], "<f4").astype(np.float32)
 
 
 def _cut(

@@ -124,12 +124,13 @@ STRUCTS = [
     POOL,
 ]
 FIELDS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "loss_mask")
+OPTIONAL = ("experts", "teacher_logprobs")
 
 
 def assert_same(one: Trajectory, other: Trajectory) -> None:
     for name in Trajectory.__struct_fields__:
         left, right = getattr(one, name), getattr(other, name)
-        if name in FIELDS or (name == "experts" and left is not None):
+        if name in FIELDS or (name in OPTIONAL and left is not None):
             assert left.dtype == right.dtype
             np.testing.assert_array_equal(left, right)
         else:
@@ -186,6 +187,17 @@ def test_chosen_experts_come_back(length: int, layers: int, of: tuple[type[np.un
     chosen = np.random.default_rng(length).integers(0, experts, (fed, layers, 3)).astype(dtype)
     one = msgspec.structs.replace(one, experts=chosen[:, :, ::-1])  # in whatever order it lies in memory
     assert_same(one, decode_trajectory(encode_trajectory(one)))
+    one = msgspec.structs.replace(one, teacher_logprobs=-np.linspace(0, 9, length + 1, dtype=np.float32)[1:])
+    assert_same(one, decode_trajectory(encode_trajectory(one)))
+
+
+def test_a_teachers_logprobs_come_back_and_are_the_samples_own() -> None:
+    one = msgspec.structs.replace(trajectory(LEASE, 1), teacher_logprobs=-np.arange(6, dtype=np.float32))
+    back = decode_trajectory(encode_trajectory(one))
+    assert_same(one, back)
+    assert back.teacher_logprobs is not None
+    assert back.teacher_logprobs.flags.writeable
+    assert len(encode_trajectory(one)) == len(encode_trajectory(trajectory(LEASE, 1))) + 4 * 6
 
 
 def test_chosen_experts_cost_what_they_must_and_no_more_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,10 +278,15 @@ def replayed(one: Trajectory) -> Trajectory:
     return msgspec.structs.replace(one, experts=np.arange(fed * 6, dtype=np.uint8).reshape(fed, 3, 2))
 
 
+def taught(one: Trajectory) -> Trajectory:
+    """With a teacher's logprobs beside the experts."""
+    return msgspec.structs.replace(replayed(one), teacher_logprobs=one.behavior_logprobs / 2)
+
+
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_mutated_trajectory_is_refused(data: st.DataObject) -> None:
-    frame = bytearray(encode_trajectory(replayed(trajectory(LEASE, 1, 2))))
+    frame = bytearray(encode_trajectory(taught(trajectory(LEASE, 1, 2))))
     position = data.draw(st.integers(0, len(frame) - 1))
     frame[position] ^= data.draw(st.integers(1, 255))
     with pytest.raises(FrameError):
@@ -280,7 +297,7 @@ def test_a_mutated_trajectory_is_refused(data: st.DataObject) -> None:
 @settings(max_examples=300, deadline=None)
 def test_a_body_mutated_under_a_right_checksum_never_raises_anything_else(data: st.DataObject) -> None:
     """An attacker or a bug can make the checksum fit: what comes out is checked or refused all the same."""
-    body = bytearray(encode_trajectory(replayed(trajectory(LEASE, 1, 2)))[16:])
+    body = bytearray(encode_trajectory(taught(trajectory(LEASE, 1, 2)))[16:])
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     with suppress(FrameError):
@@ -298,8 +315,8 @@ def test_noise_is_refused(noise: bytes) -> None:
 def test_another_schema_a_foreign_magic_another_kind_and_nothing() -> None:
     body = msgspec.msgpack.encode(PROBE)
     assert decode(header(9, body), Probe) == PROBE
-    with pytest.raises(FrameError, match=f"schema 9, this is schema {SCHEMA_VERSION}"):
-        decode(header(9, body, schema=9), Probe)
+    with pytest.raises(FrameError, match=f"schema {SCHEMA_VERSION + 1}, this is schema {SCHEMA_VERSION}"):
+        decode(header(9, body, schema=SCHEMA_VERSION + 1), Probe)
     with pytest.raises(FrameError, match="no frame of ours"):
         decode(header(9, body, magic=b"\x80\x04\x95\x00"), Probe)
     with pytest.raises(FrameError, match="kind 9 where a WorkerInfo"):
@@ -337,6 +354,7 @@ def test_a_decompression_bomb_is_refused() -> None:
                 [],
                 "stop",
                 "w",
+                False,
                 None,
                 len(bomb),
             ]
@@ -361,6 +379,8 @@ def test_a_decompression_bomb_is_refused() -> None:
         ({"loss_mask": np.ones(7, np.uint8)}, "mask of 7"),
         ({"loss_mask": np.full(6, 2, np.uint8)}, "0 or 1"),
         ({"behavior_logprobs": np.full(6, np.nan, np.float32)}, "not finite"),
+        ({"teacher_logprobs": np.zeros(5, np.float32)}, "5 logprobs of the teacher"),
+        ({"teacher_logprobs": np.full(6, -np.inf, np.float32)}, "teacher's logprob that is not finite"),
         ({"reward": float("nan")}, "not finite"),
         ({"response_tokens": np.array([1, 2, 3, 4, 5, -1], np.int32)}, "token ids"),
         ({"prompt_tokens": np.array([1 << 24], np.int32)}, "token ids"),

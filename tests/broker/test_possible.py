@@ -51,6 +51,19 @@ PILLS: dict[str, tuple[Callable[[Trajectory], Trajectory], str]] = {
         lambda one: replace(one, loss_mask=np.array([1, 1, 1, 1, 0, 1], np.uint8)),
         "not sampled",
     ),
+    "a teacher's logprob of 80": (
+        lambda one: replace(one, teacher_logprobs=np.array([-1, -1, -1, -1, -1, 80], np.float32)),
+        "teacher's logprob of 80",
+    ),
+    "a teacher's logprob of what was said": (
+        lambda one: replace(
+            one,
+            loss_mask=np.array([1, 1, 1, 1, 0, 1], np.uint8),
+            behavior_logprobs=np.array([-1, -1, -1, -1, 0, -1], np.float32),
+            teacher_logprobs=np.full(6, -1, np.float32),
+        ),
+        "teacher's logprob of a token that was not sampled",
+    ),
     "weights that come later": (
         lambda one: replace(one, spans=(VersionSpan(0, 6, WeightVersion(1, 1000)),)),
         "weights 1.1000",
@@ -106,6 +119,19 @@ async def test_experts_that_the_model_lacks_are_refused(
     (letter,) = (await broker.status.snapshot()).dead_letters
     assert letter.tid == str(bad.tid)
     assert "expert" in letter.reason
+
+
+async def test_a_sample_without_the_teachers_logprobs_is_refused_where_they_are_trained(broker: Broker) -> None:
+    broker.batches.limits = SampleLimits(has_teacher=True)
+    run = await begin(broker, rules(1), group_size=1)
+    bad, good = (await run.lease(2, 0)).leases
+    taught = replace(trajectory(good, 0), teacher_logprobs=trajectory(good, 0).behavior_logprobs / 2)
+    await run.broker.leases.submit(good, taught)
+    await run.submit(bad, 0)
+    assert await run.take(0) is None
+    (letter,) = (await broker.status.snapshot()).dead_letters
+    assert letter.tid == str(bad.tid)
+    assert "no logprobs of the teacher" in letter.reason
 
 
 async def test_weights_that_were_never_announced_are_refused_at_once(broker: Broker) -> None:
