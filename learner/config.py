@@ -293,9 +293,17 @@ class RecordsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage of a run, which starts from the model that the one before left."""
+    """One stage of a run, which starts from the model that an earlier one left."""
 
     kind: Annotated[str, Meta(description=f"{', '.join(STAGES)}, or your own as package.module:Class")]
+    name: Annotated[str, Meta(description="names the stage in the recipe and its overrides; empty: its kind")] = ""
+    starts_from: Annotated[
+        str,
+        Meta(
+            description="name of the earlier stage whose model it starts from, or `model`: the recipe's own; empty: the"
+            " nearest stage before that leaves a policy"
+        ),
+    ] = ""
     phases: Annotated[
         tuple[SftPhaseConfig, ...],
         Meta(description="phases of kind=sft, one after another; without phases and options the stage is left out"),
@@ -304,8 +312,12 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         dict[str, Any], Meta(description="options of the kind; your own stage declares them as its Options")
     ] = {}
 
+    def __post_init__(self) -> None:
+        if not self.name:
+            msgspec.structs.force_setattr(self, "name", self.default_name)
+
     @property
-    def name(self) -> str:
+    def default_name(self) -> str:
         """The built-in kind, or the name of the user's class."""
         return self.kind.rpartition(":")[2]
 

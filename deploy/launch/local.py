@@ -5,7 +5,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SERVER, endpoi
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.report import amend_summary, read_summary
 from deploy.run.resuming import check_resumable
-from deploy.run.stage_output import check_done_before, planned, starting_after
+from deploy.run.stage_output import after_stages, check_made, planned
 from deploy.terminal import Terminal, styled
 from learner.config import StageConfig
 from learner.experience.rewind import Rewind
@@ -88,7 +88,7 @@ class Local:
     is_forced: bool = False
     launcher: Launcher = field(default_factory=LocalLauncher)
     first: int = 0
-    """The stage to begin with; those before it must be done."""
+    """The stage to begin with; those that it starts from must be done."""
     last: int | None = None
     """The stage to end with; None: the recipe's last one."""
 
@@ -99,7 +99,7 @@ class Local:
         with held(self.recipe.run_directory), ExitStack() as stack:
             directory = self._prepare()
             self.console.print(styled("Run ", (self.recipe.run.name, "bold"), f": {self.recipe.run_directory}"))
-            if code := run_stages(self.recipe, directory, self._say, self.launcher, self.last):
+            if code := run_stages(self.recipe, directory, self._say, self.launcher, self._numbers):
                 return code
             if not self._has_learner:
                 self._say(self._where_the_model_is())
@@ -123,7 +123,7 @@ class Local:
         check_rewind(self.recipe, self.rewind)
         if self.resume:
             check_resumable(self.recipe, self.rewind)
-        check_done_before(self.recipe, self.first)
+        check_made(self.recipe, self._numbers)
         return prepare(self.recipe, resume=self.resume, overwrite=self.overwrite, say=self._say).resolve()
 
     def _own_server(self, directory: Path, stack: ExitStack) -> KeptServer | None:
@@ -171,7 +171,9 @@ class Local:
         is_last = self.last is None or self.last == len(self.recipe.plan) - 1
         done = "Finished." if is_last else f"Done until stage {self.recipe.plan[self._numbers[-1]].name}."
         rest = "" if is_last else " For the stages after it, give the same command with --resume and without --until."
-        return f"{done} The model is in {after_stages(self.recipe).model.path}.{rest}"
+        ran = [one.directory for one in planned(self.recipe) if one.number in self._numbers]
+        model = str(ran[-1]) if ran else after_stages(self.recipe).model.path
+        return f"{done} The model is in {model}.{rest}"
 
     def _manner(self) -> tuple[str, ...]:
         """Return the options that the user gave besides overrides."""
@@ -283,13 +285,13 @@ def run_stages(
     directory: Path,
     say: Callable[[str], None],
     launcher: Launcher | None = None,
-    last: int | None = None,
+    numbers: Container[int] | None = None,
 ) -> int:
-    """Run the recipe's unfinished stages that need no workers, one after another, until stage `last` if it is given,
+    """Run the recipe's unfinished stages that need no workers, one after another, or those of them with these numbers,
     and return the exit code."""
     launcher = launcher or LocalLauncher()
     for one in planned(recipe):
-        if one.is_complete or (last is not None and one.number > last):
+        if one.is_complete or (numbers is not None and one.number not in numbers):
             continue
         command = stage_command(recipe, directory, one)
         supervisor = Supervisor(
@@ -303,12 +305,6 @@ def run_stages(
 def stop_notice(stage: StageConfig) -> str:
     """Return what `headway` prints when a stage without workers is told to stop."""
     return f"stage {stage.name} goes on from here next time"
-
-
-def after_stages(recipe: Recipe) -> Recipe:
-    """Return the recipe that the learner runs: it starts from the model of the last stage before it, if there is
-    one."""
-    return starting_after(recipe, planned(recipe))
 
 
 def ping(url: str, run: str, say: Callable[[str], object]) -> None:

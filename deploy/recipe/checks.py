@@ -24,6 +24,7 @@ from .limits import beyond_limits
 from .pools import MAIN, pools_of
 from .recipe import LAUNCHERS, Recipe
 from .sinks import check_sinks
+from .stage_graph import impossible_names, impossible_references, impossible_starts
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out")
@@ -149,6 +150,9 @@ def _impossible_stages(recipe: Recipe) -> Iterator[str]:
                 f"stages[{index}] is {stage.kind}, which ends the run, and stages[{index + 1}] follows it. Move it to"
                 " the end, and train on in a run of its own, from model.path=CHECKPOINT."
             )
+    yield from impossible_names(recipe.plan)
+    yield from impossible_starts(recipe.plan)
+    yield from impossible_references(recipe)
     yield from _missing_prompts(recipe)
     if all(stage.is_left_out for stage in recipe.plan):
         yield "no stage is left to run. Add one to stages, such as {kind: rl}, or give sft its phases."

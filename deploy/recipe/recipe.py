@@ -93,7 +93,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sft: SftConfig = SftConfig()
     stages: Annotated[
         tuple[StageConfig, ...],
-        Meta(description="stages in order, each of which starts from the model of the one before; none: sft, rl"),
+        Meta(description="stages in order; each starts from the model of an earlier one; none: sft, rl"),
     ] = ()
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()

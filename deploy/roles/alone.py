@@ -22,7 +22,7 @@ from deploy.launch.base import WORKER_TAG, Launcher
 from deploy.launch.commands import WorkerCommand, learner_command, sft_command
 from deploy.launch.farewell import say_farewell
 from deploy.launch.following import following
-from deploy.launch.local import after_stages, check_rewind, forget, ping, program, run_stages, stop_notice
+from deploy.launch.local import check_rewind, forget, ping, program, run_stages, stop_notice
 from deploy.launch.pool import Pool
 from deploy.launch.server_traits import check_traits
 from deploy.launch.supervisor import Supervisor
@@ -36,7 +36,7 @@ from deploy.recipe.sections import SOURCE, overridden
 from deploy.run.directory import endpoint, held, prepare
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.resuming import check_resumable
-from deploy.run.stage_output import check_done_before, is_complete, is_of, mark_complete, planned
+from deploy.run.stage_output import after_stages, check_made, is_complete, is_of, mark_complete, planned
 from deploy.terminal import Terminal
 from learner.experience.rewind import Rewind
 from rollout_workers.config import EngineConfig, WorkersConfig
@@ -211,7 +211,7 @@ def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str], number: int 
         raise ConfigError(
             "The recipe has no stage without workers: sft.phases is empty, and its first stage needs workers."
         )
-    check_done_before(recipe, number)
+    check_made(recipe, [number])
     if is_complete(output):
         raise ConfigError(
             f"{output} already holds the model of a finished stage. Choose another --output, or remove it."

@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from broker.schema import StepMetrics
-from deploy.launch.local import after_stages
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import with_overrides
@@ -21,6 +20,7 @@ from deploy.recipe.recipe import Recipe
 from deploy.run.comparison import ComparedWeights, Comparison, changed_settings
 from deploy.run.directory import CHECKPOINTS, EXPERIENCE, REPLAYS
 from deploy.run.report import METRICS, lineage, read_lines, summarize
+from deploy.run.stage_output import after_stages
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoints.weights_digest import saved_tensors, weights_digest

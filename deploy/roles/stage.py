@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from broker.errors import ConfigError
 from broker.schema import Prompt
 from deploy.recipe.recipe import Recipe
-from deploy.run.stage_output import origin, planned, starting_after
+from deploy.run.stage_output import origin, starting_at
 from deploy.run.stage_record import StageLine, StageRecord, record_of
 from deploy.terminal import Terminal
 from learner.config import StageConfig
@@ -25,6 +25,7 @@ from learner.objective.composition import check_algorithm
 from learner.ranks import Ranks
 from learner.stages import base, open_stage
 from learner.stages.base import Gate, Stage, StageError, StageParts
+from learner.stages.kinds import leaves_policy
 from learner.stages.stage_checkpoints import StageCheckpoints
 
 from .backend import recipe_backend
@@ -50,8 +51,9 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
     stopped.
     """
     check_algorithm(recipe.algorithm)  # the learner must not fail later for a misspelt option
-    config, identity = recipe.plan[number], stage_identity(recipe, number)
-    recipe = starting_after(recipe, [one for one in planned(recipe) if one.number < number])
+    identity = stage_identity(recipe, number)
+    recipe = starting_at(recipe, number)
+    config = recipe.plan[number]
     backend = recipe_backend(recipe)
     ranks = Ranks.of(backend)
     tokenizer = load_tokenizer(recipe.model)
@@ -88,8 +90,8 @@ def stage_identity(recipe: Recipe, number: int) -> str:
 
 def _held_out(recipe: Recipe, stage: StageConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Return the most held-out prompts that a gate or the final measurement asks for; none of a recipe without
-    prompts."""
-    if not recipe.has_prompts:
+    prompts, or for a model that generates nothing."""
+    if not recipe.has_prompts or not leaves_policy(stage):
         return []
     prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
     prompts.check()

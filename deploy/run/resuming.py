@@ -126,8 +126,9 @@ class _Stages(msgspec.Struct):
 
 
 def _alike(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Express `sft` as `stages` if only one of the two recipes does: the same run may be written in either way."""
-    if bool(before.get("stages")) == bool(now.get("stages")):
+    """Express `sft` as `stages` where a recipe has these, and fill in what older versions did not write: the same run
+    may be written in either way."""
+    if not (before.get("stages") or now.get("stages")):
         return before, now
     return _with_stages(before), _with_stages(now)
 

@@ -15,6 +15,7 @@ import msgspec
 
 from broker.errors import ConfigError
 from deploy.recipe.recipe import Recipe
+from deploy.recipe.stage_graph import chain_of, number_of, references, references_of, with_paths
 from learner.config import SftConfig, StageConfig
 
 from .whole_files import replace_file
@@ -51,35 +52,58 @@ def directory_of(recipe: Recipe, number: int) -> Path:
     return recipe.run_directory / _place(number, recipe.plan[number])
 
 
-def starting_after(recipe: Recipe, stages: Sequence[Planned]) -> Recipe:
-    """Return the recipe for the role after these stages: its model is the one that the last complete stage left, if
-    any."""
-    left = [one.directory for one in stages if one.is_complete]
-    if not left:
+def starting_at(recipe: Recipe, number: int) -> Recipe:
+    """Return the recipe for the role of stage `number`: its model is the one that the stage starts from, and paths
+    `stage:NAME` are the directories that these stages have left."""
+    left = [directory_of(recipe, one) for one in chain_of(recipe.plan, number)[:-1]]
+    made = [directory for directory in left if is_complete(directory)]
+    recipe = _with_directories(recipe)
+    return _with_model(recipe, made[-1]) if made else recipe
+
+
+def after_stages(recipe: Recipe) -> Recipe:
+    """Return the recipe that the learner runs. Without a learner its model is the one that the last stage left."""
+    learners = [number for number, stage in enumerate(recipe.plan) if stage.has_workers]
+    if learners:
+        return starting_at(recipe, learners[0])
+    made = [one.directory for one in planned(recipe) if one.is_complete]
+    return _with_model(recipe, made[-1]) if made else recipe
+
+
+def check_made(recipe: Recipe, numbers: Sequence[int]) -> None:
+    """Raise ConfigError unless each stage that these stages start from, or name, has left its model or is among them.
+
+    A stage that is left out leaves what it starts from.
+    """
+    plan = recipe.plan
+    for number in numbers:
+        starts = [one for one in chain_of(plan, number)[:-1] if not plan[one].is_left_out][-1:]
+        for needed in (*starts, *(number_of(plan, name) for _, name in references_of(recipe, number))):
+            if needed not in numbers and not is_complete(directory_of(recipe, needed)):
+                raise ConfigError(
+                    f"Stage {plan[number].name} needs what stage {plan[needed].name} leaves, and"
+                    f" {directory_of(recipe, needed)} holds no model yet. Run that stage first: headway train"
+                    f" {needed} RECIPE."
+                )
+
+
+def _with_model(recipe: Recipe, directory: Path) -> Recipe:
+    return msgspec.structs.replace(
+        recipe, model=msgspec.structs.replace(recipe.model, path=str(directory), random=None)
+    )
+
+
+def _with_directories(recipe: Recipe) -> Recipe:
+    """Return the recipe with whole paths in place of `stage:NAME`, where that stage has left its model."""
+
+    def path_of(name: str) -> str | None:
+        directory = directory_of(recipe, number_of(recipe.plan, name))
+        return str(directory.resolve()) if is_complete(directory) else None
+
+    values = msgspec.to_builtins(recipe)
+    if next(references(values), None) is None:
         return recipe
-    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, path=str(left[-1]), random=None))
-
-
-def number_of(recipe: Recipe, stage: str) -> int:
-    """Return the index of a stage by its name or its number. Raises ConfigError for one that the recipe lacks."""
-    names = [one.name for one in recipe.plan]
-    if names.count(stage) == 1:
-        return names.index(stage)
-    if stage.isdecimal() and int(stage) < len(names):
-        return int(stage)
-    told = "several stages have this name" if stage in names else "no stage has this name"
-    known = ", ".join(f"{name} ({number})" for number, name in enumerate(names))
-    raise ConfigError(f"{stage!r}: {told}; the recipe's stages and their numbers are {known}.")
-
-
-def check_done_before(recipe: Recipe, number: int) -> None:
-    """Raise ConfigError unless each stage before stage `number` has left its model."""
-    for one in planned(recipe):
-        if one.number < number and not one.is_complete:
-            raise ConfigError(
-                f"Stage {recipe.plan[number].name} starts from what stage {one.stage.name} leaves, and"
-                f" {one.directory} holds no model yet. Run that stage first: headway train {one.number} RECIPE."
-            )
+    return msgspec.convert(with_paths(values, path_of), Recipe)
 
 
 def is_complete(directory: Path) -> bool:
@@ -107,11 +131,20 @@ def mark_complete(directory: Path, recipe: Recipe, outcome: Any, number: int = 0
 
 def origin(recipe: Recipe, number: int) -> Any:
     """Return what decides the model that this stage leaves, as JSON, so that it compares with what was read."""
-    stages = recipe.plan[: number + 1]
-    is_older_form = _is_first_sft(number, stages[-1]) and not stages[0].options
-    trains = {"sft": SftConfig(phases=stages[0].phases)} if is_older_form else {"stages": stages}
+    chain = chain_of(recipe.plan, number)
+    first = recipe.plan[chain[0]]
+    is_older_form = chain == [0] and first.kind == "sft" and not first.options
+    trains = {"sft": SftConfig(phases=first.phases)} if is_older_form else {"stages": [_made(recipe, n) for n in chain]}
     parts = {"model": recipe.model, **trains, "prompts": recipe.prompts, "seed": recipe.run.seed}
     return msgspec.json.decode(msgspec.json.encode(parts))
+
+
+def _made(recipe: Recipe, number: int) -> dict[str, Any]:
+    """Return what a stage does with the model that it starts from; neither its name nor its place decides that."""
+    stage = recipe.plan[number]
+    named = dict.fromkeys(name for _, name in references(stage.options, f"stages[{number}].options"))
+    origins = {"origins": {name: origin(recipe, number_of(recipe.plan, name)) for name in named}} if named else {}
+    return {"kind": stage.kind, "phases": stage.phases, "options": stage.options, **origins}
 
 
 def _place(number: int, stage: StageConfig) -> Path:

@@ -19,6 +19,8 @@ class KnownStage:
     options: type[TrainingOptions]
     read: Callable[[RecordsConfig, int, str], Sequence[object]]
     """(source, the run's seed, its key in the recipe) -> its records; raises ConfigError."""
+    leaves_policy: bool = True
+    """Whether other stages may start from its model. A stage that leaves a scorer has no model that generates."""
 
 
 KNOWN: dict[str, KnownStage] = {
@@ -32,6 +34,11 @@ KNOWN: dict[str, KnownStage] = {
         path="learner.stages.supervised.unpaired:UnpairedStage", options=UnpairedOptions, read=open_labelled
     ),
 }
+
+
+def leaves_policy(config: StageConfig) -> bool:
+    """Return whether the stage leaves a policy, from which the next stage starts; a stage of the user's own does."""
+    return config.kind not in KNOWN or KNOWN[config.kind].leaves_policy
 
 
 def options_of(config: StageConfig, where: str) -> TrainingOptions | None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from deploy.launch.commands import WorkerCommand, connection
-from deploy.launch.local import Local, after_stages, run_stages
+from deploy.launch.local import Local, run_stages
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import prepare
+from deploy.run.stage_output import after_stages
 from deploy.terminal import Terminal
 from learner.config import ModelConfig
 from learner.models.model import load_model, load_tokenizer

@@ -2,25 +2,29 @@
 """Stages in a recipe: what it may say of them, in which order they run, and what each starts from."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import yaml
+from msgspec.structs import replace as replace_struct
 
 from broker.errors import ConfigError, HeadwayError
 from deploy.launch.commands import stage_command
-from deploy.launch.local import Local, after_stages, stop_notice
+from deploy.launch.local import Local, stop_notice
 from deploy.recipe.files import shipped_recipes
 from deploy.recipe.loading import dump_recipe, hint_of, load_recipe, with_overrides
 from deploy.recipe.recipe import Recipe
+from deploy.recipe.stage_graph import chain_of, impossible_starts, number_of, start_of
 from deploy.run.directory import SETTINGS, prepare
 from deploy.run.resuming import check_resumable
-from deploy.run.stage_output import is_of, planned
+from deploy.run.stage_output import after_stages, check_made, is_of, origin, planned, starting_at
 from deploy.terminal import Terminal
-from learner.config import ModelConfig
+from learner.config import ModelConfig, StageConfig
 from learner.models.model import load_model
+from learner.stages.kinds import KNOWN
 from tests.end_to_end.recipes import TINY
 
 from .test_cli import headway
@@ -28,6 +32,7 @@ from .test_cli import headway
 PHASE = {"kind": "arithmetic", "batch_size": 4, "max_steps": 2, "learning_rate": 1e-2}
 SFT = {"kind": "sft", "phases": [PHASE]}
 RL = {"kind": "rl"}
+OWN = {"kind": "own_stages:Repeat", "options": {"text": "1+1=2#2"}}
 
 OWN_STAGE = '''
 """A user's own stage: a few steps on one example."""
@@ -102,6 +107,21 @@ def test_the_sft_section_of_before_is_the_first_stage(tmp_path: Path) -> None:
         ({"stages": [RL, SFT]}, r"stages\[0\] is rl, which ends the run, and stages\[1\] follows it"),
         ({"stages": [{"kind": "sft"}]}, "no stage is left to run"),
         ({"stages": [SFT, RL], "sft": {"phases": [PHASE]}}, "both sft.phases and stages"),
+        ({"stages": [{**SFT, "name": "a.b"}]}, r"stages\[0\]\.name is 'a\.b'; expected letters"),
+        ({"stages": [{**SFT, "name": "model"}]}, r"stages\[0\]\.name is 'model'"),
+        ({"stages": [{**SFT, "name": "rl"}, RL]}, r"stages\[0\]\.name is 'rl', and so is another stage's"),
+        ({"stages": [SFT, {**RL, "starts_from": "stf"}]}, r"stages\[1\]\.starts_from: 'stf': .* sft \(0\), rl \(1\)"),
+        ({"stages": [{**SFT, "starts_from": "rl"}, RL]}, r"'rl' does not come before; .* numbers, are none"),
+        (
+            {"stages": [SFT, {**OWN, "options": {"of": {"path": "stage:x"}}}]},
+            r"stages\[1\]\.options\.of\.path: 'x': no",
+        ),
+        (
+            {"stages": [{**OWN, "options": {"teacher": "stage:Repeat"}}]},
+            r"options\.teacher: stage 'Repeat' does not come",
+        ),
+        ({"stages": [SFT, SFT, {**OWN, "options": {"teacher": "stage:sft"}}]}, "'sft': several stages have this name"),
+        ({"model": {"path": "stage:rl"}, "stages": [SFT, RL]}, r"^recipe\.yaml: model\.path: stage 'rl' does not come"),
     ],
 )
 def test_a_wrong_stage_is_named(sections: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -157,11 +177,71 @@ def test_a_run_of_before_resumes_in_either_form(has_stages: bool, tmp_path: Path
     directory = prepare(before, resume=False, overwrite=False)
     settings = msgspec.json.decode((directory / SETTINGS).read_bytes())
     del settings["stages"]  # there were none
+    if has_stages:
+        settings["sft"], settings["stages"] = {}, [SFT, {"kind": "rl", "phases": [], "options": {}}]  # without names
     (directory / SETTINGS).write_bytes(msgspec.json.encode(settings))
-    check_resumable(load(tmp_path, stages=[SFT, RL]) if has_stages else before, None)
+    check_resumable(load(tmp_path, stages=[SFT, RL]), None)
+    check_resumable(before, None)
     for other in ({"stages": [SFT, SFT, RL]}, {"stages": [RL]}, {"sft": {"phases": []}}):
         with pytest.raises(ConfigError, match=r"the stages before the learner are over|the warm-up is over"):
             check_resumable(load(tmp_path, **other), None)
+
+
+def test_a_stage_starts_from_the_nearest_policy_or_the_one_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KNOWN, "dpo", replace(KNOWN["dpo"], leaves_policy=False))
+    sft, scorer, rl = (StageConfig(kind=kind) for kind in ("sft", "dpo", "rl"))
+    assert [start_of((sft, scorer, rl), number) for number in range(3)] == [None, 0, 0]
+    named = (
+        sft,
+        StageConfig(kind="sft", name="second", starts_from="model"),
+        StageConfig(kind="kto", starts_from="sft"),
+    )
+    assert [chain_of(named, number) for number in range(3)] == [[0], [1], [0, 2]]
+    told = list(impossible_starts((sft, scorer, replace_struct(rl, starts_from="dpo"))))
+    assert len(told) == 1
+    assert "which leaves a scorer" in told[0]
+
+
+@pytest.mark.parametrize(("stage", "number"), [("warm-up", 0), ("dpo", 1), ("2", 2), ("own-kind", 2), ("rl", 3)])
+def test_a_stage_is_named_by_name_kind_or_number(stage: str, number: int) -> None:
+    kinds = (("sft", "warm-up"), ("dpo", ""), ("own_kind", "a"), ("rl", ""))
+    assert number_of([StageConfig(kind=kind, name=name) for kind, name in kinds], stage) == number
+
+
+def test_the_help_of_train_lists_the_kinds(tmp_path: Path) -> None:
+    shown = headway("train", "--help", cwd=tmp_path).stdout
+    assert f"Kinds: {', '.join(KNOWN).replace('_', '-')}, and your own." in " ".join(shown.split())
+
+
+def test_the_model_of_a_named_stage_is_a_directory_once_it_is_there(tmp_path: Path) -> None:
+    own = {**OWN, "name": "student", "starts_from": "model", "options": {"teacher": "stage:first", "text": "stage"}}
+    recipe = load(tmp_path, stages=[{**SFT, "name": "first"}, own, {**RL, "starts_from": "first"}])
+    sft, student = planned(recipe)
+    assert [sft.directory.name, student.directory.name] == ["sft", "2-student"]
+    with pytest.raises(ConfigError, match=r"Stage student needs what stage first leaves, .* headway train 0 REC"):
+        check_made(recipe, [1])
+    with pytest.raises(ConfigError, match="Stage rl needs what stage first leaves"):
+        check_made(recipe, [2])
+    check_made(recipe, range(3))
+    sft.directory.mkdir(parents=True)
+    (sft.directory / "sft.json").touch()
+    check_made(recipe, [1])
+    at_student, at_rl = starting_at(recipe, 1), starting_at(recipe, 2)
+    assert at_student.stages[1].options == {"teacher": str(sft.directory.resolve()), "text": "stage"}
+    assert (at_student.model, at_rl.model.path) == (recipe.model, str(sft.directory))
+
+
+def test_neither_a_name_nor_a_stage_beside_the_chain_makes_a_model_another_one(tmp_path: Path) -> None:
+    old = load(tmp_path, stages=[SFT, OWN])
+    made = origin(old, 1)
+    assert [sorted(stage) for stage in made["stages"]] == [["kind", "options", "phases"]] * 2  # as ever
+    renamed = load(tmp_path, stages=[{**SFT, "name": "a"}, {**OWN, "name": "b", "starts_from": "a"}])
+    beside = load(tmp_path, stages=[SFT, {**SFT, "name": "c"}, {**OWN, "starts_from": "sft"}])
+    assert made == origin(renamed, 1) == origin(beside, 2) != origin(load(tmp_path, stages=[OWN]), 0)
+    named = [{**OWN, "name": "c", "options": {"text": text}} for text in ("1", "2")]
+    students = ([SFT, one, {**OWN, "options": {"teacher": "stage:c"}, "starts_from": "sft"}] for one in named)
+    first, second = (origin(load(tmp_path, stages=stages), 2) for stages in students)
+    assert first != second
 
 
 @pytest.mark.slow
@@ -170,11 +250,10 @@ def test_each_stage_starts_from_what_the_one_before_left(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_stages.py").write_text(OWN_STAGE)
-    own = {"kind": "own_stages:Repeat", "options": {"text": "1+1=2#2"}}
-    recipe = load(tmp_path, stages=[own, SFT])
+    recipe = load(tmp_path, stages=[{**OWN, "name": "again"}, SFT])
     assert Local(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run() == 0
     first, second = planned(recipe)
-    assert [one.directory.name for one in (first, second)] == ["1-Repeat", "2-sft"]
+    assert [one.directory.name for one in (first, second)] == ["1-again", "2-sft"]
     assert all(is_of(one.directory, recipe) for one in (first, second))
     assert after_stages(recipe).model.path == str(second.directory)
     assert str(second.directory.relative_to(tmp_path)) in capfd.readouterr().out.replace("\n", "")

@@ -67,7 +67,8 @@ def recipes(guide: str, directory: Path) -> list[Recipe]:
 
 def test_the_overrides_of_a_stage_are_taken(tmp_path: Path) -> None:
     recipe, *others = recipes("stages.md", tmp_path)
-    assert [[stage.kind for stage in other.plan] for other in others] == [["sft"], ["dpo"], ["kto"]]
+    names = [[stage.name for stage in other.plan] for other in others]
+    assert names == [["sft"], ["dpo"], ["kto"], ["warm-up", "teacher", "student"]]
     assert [stage.kind for stage in recipe.plan] == ["sft", "rl"]
     lines = (GUIDES / "stages.md").read_text().splitlines()
     overrides = [

@@ -136,15 +136,28 @@ def sft(recipe: str, overrides: tuple[str, ...], output: Path | None, number: in
     return _train(recipe, overrides, output, f"{number}")
 
 
-@click.command()
+class _Train(click.Command):
+    """Its help lists the kinds of stages, which are imported only then."""
+
+    def format_help_text(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the description, and the kinds."""
+        super().format_help_text(context, formatter)
+        from learner.stages.kinds import KNOWN
+
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(f"Kinds: {', '.join(kind.replace('_', '-') for kind in KNOWN)}, and your own.")
+
+
+@click.command(cls=_Train)
 @click.argument("stage")
 @click.argument("recipe")
 @overrides_argument
 @click.option("--output", type=click.Path(path_type=Path), help="Directory of the model.  [default: below runs/NAME]")
 def train(stage: str, recipe: str, overrides: tuple[str, ...], output: Path | None) -> int:
-    """Run one STAGE of RECIPE alone, such as sft or dpo, or its number from 0.
+    """Run one STAGE of RECIPE alone: its name, its kind such as sft, or its number from 0.
 
-    It starts from the model that the stages before it have left below runs/NAME, and must not need workers.
+    It starts from the model that an earlier stage has left below runs/NAME, and must not need workers.
     """
     return _train(recipe, overrides, output, stage)
 
@@ -153,10 +166,11 @@ def _train(recipe: str, overrides: tuple[str, ...], output: Path | None, stage: 
     from deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
+    from deploy.recipe.stage_graph import number_of
     from deploy.roles.alone import run_sft
-    from deploy.run.stage_output import directory_of, number_of
+    from deploy.run.stage_output import directory_of
 
-    number = number_of(loaded, stage)
+    number = number_of(loaded.plan, stage)
     directory = output or directory_of(loaded, number)
     arguments = (recipe, *overrides, "--output", str(directory), "--stage", f"{number}")
     return run_sft(loaded, directory, arguments, number)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.command()
 @of_a_run
 @click.option(
-    "--from", "first", metavar="STAGE", help="Go on (--resume) with this stage; those before it must be done."
+    "--from", "first", metavar="STAGE", help="Go on (--resume) with this stage; what it starts from must be done."
 )
 @click.option("--until", "last", metavar="STAGE", help="End with this stage, such as sft or its number.")
 def run(
@@ -76,13 +76,13 @@ def execute(
         complain(hint)
     from deploy.launch.local import Local
     from deploy.launch.opening import open_launcher
+    from deploy.recipe.stage_graph import number_of
     from deploy.run.report import read_summary
-    from deploy.run.stage_output import number_of
     from deploy.terminal import Terminal
 
     terminal = Terminal(stderr=as_json)
-    begins = number_of(loaded, first) if first is not None else 0
-    ends = number_of(loaded, last) if last is not None else None
+    begins = number_of(loaded.plan, first) if first is not None else 0
+    ends = number_of(loaded.plan, last) if last is not None else None
     if ends is not None and ends < begins:
         raise click.UsageError(f"--until {last} comes before --from {first}.")
 

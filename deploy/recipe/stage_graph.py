@@ -1,0 +1,161 @@
+"""Which stage's model each stage of a recipe starts from, and which stages' models a recipe names as `stage:NAME`.
+
+model ──► sft ──► rl            starts_from: the nearest stage before that leaves a policy, or the one it names
+           └────► reward_model  path: stage:reward_model in rewards, a critic, or the options of a later stage
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from broker.errors import ConfigError
+from learner.config import StageConfig
+from learner.stages.kinds import leaves_policy
+
+from .recipe import Recipe
+
+MODEL = "model"
+"""As `starts_from`: the recipe's own model."""
+REFERENCE = "stage:"
+"""How a path begins that means the model of a stage."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,99}")
+_OPTIONS = re.compile(r"stages\[\d+\]\.options\..*", re.DOTALL)
+
+Plan = Sequence[StageConfig]
+
+
+def number_of(plan: Plan, stage: str) -> int:
+    """Return the index of a stage by its name, its number, or its kind, in which `-` may stand for `_`.
+
+    Raises ConfigError for a stage that the plan lacks.
+    """
+    names, kind = [one.name for one in plan], stage.replace("-", "_")
+    if names.count(stage) == 1:
+        return names.index(stage)
+    if stage.isdecimal() and int(stage) < len(names):
+        return int(stage)
+    if stage not in names and [one.kind for one in plan].count(kind) == 1:
+        return [one.kind for one in plan].index(kind)
+    told = "several stages have this name" if stage in names else "no stage has this name"
+    raise ConfigError(f"{stage[:200]!r}: {told}; the recipe's stages and their numbers are {_listed(plan)}.")
+
+
+def start_of(plan: Plan, number: int) -> int | None:
+    """Return the index of the stage whose model stage `number` starts from; None: the recipe's own model."""
+    named = plan[number].starts_from
+    if named:
+        return None if named == MODEL else number_of(plan, named)
+    return next((before for before in reversed(range(number)) if leaves_policy(plan[before])), None)
+
+
+def chain_of(plan: Plan, number: int) -> list[int]:
+    """Return the indices of the stages that made the model which stage `number` leaves, in order; it is the last."""
+    chain = [number]
+    while (before := start_of(plan, chain[0])) is not None:
+        chain.insert(0, before)
+    return chain
+
+
+def references(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, stage) of each path `stage:NAME` in plain values, such as `rewards[0].path`."""
+    match values:
+        case dict():
+            for name, value in values.items():
+                yield from references(value, f"{key}.{name}".lstrip("."))
+        case list() | tuple():
+            for index, value in enumerate(values):
+                yield from references(value, f"{key}[{index}]")
+        case str() if values.startswith(REFERENCE) and _names_a_model(key):
+            yield key, values.removeprefix(REFERENCE)
+
+
+def with_paths(values: Any, path_of: Callable[[str], str | None], key: str = "") -> Any:
+    """Return plain values in which each `stage:NAME` is the path of that stage, where `path_of` knows one."""
+    if isinstance(values, dict):
+        return {name: with_paths(value, path_of, f"{key}.{name}".lstrip(".")) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [with_paths(value, path_of, f"{key}[{index}]") for index, value in enumerate(values)]
+    found = next(references(values, key), None)
+    return values if found is None else path_of(found[1]) or values
+
+
+def references_of(recipe: Recipe, number: int) -> list[tuple[str, str]]:
+    """Return (key, stage) of each path `stage:NAME` that stage `number` takes: those of its options, and, if it is the
+    learner's, those outside the stages."""
+    outside = _outside(msgspec.to_builtins(recipe)) if recipe.plan[number].has_workers else ()
+    return [*references(recipe.plan[number].options, f"stages[{number}].options"), *outside]
+
+
+def impossible_names(plan: Plan) -> Iterator[str]:
+    """Yield what is wrong with the stages' names. Stages of one kind may share the name of their kind, as they did
+    before stages had names; then they are told apart by number."""
+    for number, stage in enumerate(plan):
+        if stage.name == stage.default_name and all(one.name == one.default_name for one in _namesakes(plan, number)):
+            continue
+        if not _NAME.fullmatch(stage.name) or stage.name == MODEL:
+            yield (
+                f"stages[{number}].name is {stage.name[:100]!r}; expected letters, digits, '_' or '-', with a letter or"
+                f" '_' first, and not `{MODEL}`, which is the recipe's own."
+            )
+        elif _namesakes(plan, number):
+            yield f"stages[{number}].name is {stage.name!r}, and so is another stage's. Name each stage once."
+
+
+def impossible_starts(plan: Plan) -> Iterator[str]:
+    """Yield each `starts_from` that is no earlier stage with a policy."""
+    for number, stage in enumerate(plan):
+        if stage.starts_from in ("", MODEL):
+            continue
+        where = f"stages[{number}].starts_from"
+        if complaint := _not_before(plan, stage.starts_from, number):
+            yield f"{where}: {complaint} `{MODEL}` is the recipe's own model."
+        elif not leaves_policy(plan[number_of(plan, stage.starts_from)]) and leaves_policy(stage):
+            yield (
+                f"{where} is {stage.starts_from!r}, which leaves a scorer, and stage {stage.name} trains a policy. Name"
+                f" another stage, or `{MODEL}`: the recipe's own model."
+            )
+
+
+def impossible_references(recipe: Recipe) -> Iterator[str]:
+    """Yield each path `stage:NAME` whose stage does not exist, or is not over when the path is read."""
+    plan = recipe.plan
+    ends = next((number for number, stage in enumerate(plan) if stage.has_workers), len(plan))
+    for key, name in _outside(msgspec.to_builtins(recipe)):
+        if complaint := _not_before(plan, name, ends):
+            yield f"{key}: {complaint}"
+    for number, stage in enumerate(plan):
+        for key, name in references(stage.options, f"stages[{number}].options"):
+            if complaint := _not_before(plan, name, number):
+                yield f"{key}: {complaint}"
+
+
+def _not_before(plan: Plan, name: str, number: int) -> str:
+    """Return why the model of stage `name` cannot be had before stage `number`; empty if it can."""
+    try:
+        found = number_of(plan, name)
+    except ConfigError as error:
+        return str(error)
+    if found < number:
+        return ""
+    before = _listed(plan[:number]) or "none"
+    return f"stage {name!r} does not come before; the stages before, and their numbers, are {before}."
+
+
+def _outside(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    return references({key: value for key, value in values.items() if key not in ("stages", "sft")})
+
+
+def _names_a_model(key: str) -> bool:
+    """Whether a text at this key may be a model's directory. A stage's options may name one under any key."""
+    leaf = re.split(r"[.\[]", key)[-1]
+    return leaf == "path" or leaf.endswith("_path") or (bool(_OPTIONS.fullmatch(key)) and leaf != "kind")
+
+
+def _namesakes(plan: Plan, number: int) -> list[StageConfig]:
+    return [one for index, one in enumerate(plan) if index != number and one.name == plan[number].name]
+
+
+def _listed(plan: Plan) -> str:
+    return ", ".join(f"{stage.name} ({number})" for number, stage in enumerate(plan))
