@@ -30,6 +30,8 @@ from broker.schema import (
     QueueDepths,
     RunRules,
     RunStatus,
+    ScoreRequest,
+    ScorerInfo,
     Segment,
     StepMetrics,
     TensorSpec,
@@ -81,9 +83,11 @@ def subjects() -> tuple[Subject, ...]:
     structs = [_subject(kind, values) for kind, values in _structs().items()]
     trajectories = tuple(map(codec.encode_trajectory, _trajectories()))
     segments = tuple(map(codec.encode_segment, _segments()))
+    requests = tuple(map(codec.encode_score_request, _score_requests()))
     return (
         Subject(codec.decode_trajectory, codec.encode_trajectory, _kind(trajectories[0]), trajectories),
         Subject(codec.decode_segment, codec.encode_segment, _kind(segments[0]), segments),
+        Subject(codec.decode_score_request, codec.encode_score_request, _kind(requests[0]), requests),
         *structs,
     )
 
@@ -97,7 +101,7 @@ def broken_frame(chance: Random, subject: Subject) -> bytes:
         return _broken_header(chance, chance.choice(subject.frames))
     if shape < 0.1:
         return _sealed(subject.kind, chance.randbytes(chance.randrange(64)))
-    if shape < 0.25 and subject in subjects()[:2]:
+    if shape < 0.25 and subject in subjects()[:3]:
         return _sealed(subject.kind, _lying_envelope(chance, chance.choice(subject.frames)))
     body = bytearray(chance.choice(subject.frames)[HEADER.size :])
     for _ in range(chance.choice((1, 1, 1, 2, 3, 8))):
@@ -248,6 +252,17 @@ def _with_many_experts(trajectory: Trajectory) -> Trajectory:
     return msgspec.structs.replace(trajectory, experts=_experts(fed).astype(np.uint16) + 300)
 
 
+def _score_requests() -> list[ScoreRequest]:
+    return [
+        ScoreRequest(
+            prompt_tokens=np.arange(prompt, dtype=np.int32),
+            response_tokens=np.arange(response, dtype=np.int32) + 65_500,
+            temperature=0.7,
+        )
+        for prompt, response in ((0, 1), (7, 64))
+    ]
+
+
 def _experts(tokens: int) -> NDArray[np.uint8]:
     return np.arange(tokens * 6, dtype=np.uint8).reshape(tokens, 3, 2)
 
@@ -337,5 +352,8 @@ def _structs() -> dict[type[Any], list[msgspec.Struct]]:
     )
     model, rules = ModelFiles(files={"config.json": b"{}"}), RunRules(max_lag=1, groups_per_step=2)
     pool = PoolInfo(pool="workers", host="h", pid=7, running=2, leaving=1, restarting=1, wanted=4)
-    others = (probe, version, manifest, group, worker, step, status, model, rules, pool)
+    scorer = ScorerInfo(
+        process="s-1", scorer="quality", kind="reward_model", host="h", pid=7, state="ready", device="cpu"
+    )
+    others = (probe, version, manifest, group, worker, step, status, model, rules, pool, scorer)
     return {Prompt: prompts, **{type(value): [value] for value in others}}

@@ -14,7 +14,7 @@ step is durable. Workers lease samples, append segments, submit trajectories, an
     wire/                   frames: structs and arrays as bytes and back, checked and bounded
     connection/             the connection to a server or cluster: address, routes, round trips, outages
     client/                 the verbs: leases and submissions of workers, batches and versions of the learner,
-                            evaluations, which are no part of the experience stream, ...
+                            evaluations and scoring work, which are no part of the experience stream, ...
     scripts/                the server's side of the verbs, a Lua file for each
     server/                 the embedded server, and which user of any server may do what
     user_code/              processes in which rewards, prompt sources and examples of the user's own run

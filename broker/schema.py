@@ -157,6 +157,23 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     0 for an environment's tokens. None: no teacher was asked."""
 
 
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Tokens that a scorer is to score. P prompt tokens, R response tokens.
+
+    A reward model answers with one float32, a teacher with [R] float32: the natural logarithm of each response token's
+    probability at `temperature`.
+    """
+
+    identity: str = ""
+    """The run's identity, written when the request is sent."""
+    prompt_tokens: NDArray[np.int32]
+    """[P]"""
+    response_tokens: NDArray[np.int32]
+    """[R] every token after the prompt, as the policy sampled or read it."""
+    temperature: float = 1.0
+    """The divisor of the logits at which the response was sampled."""
+
+
 class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The trajectories of one prompt that are trained together."""
 
@@ -322,6 +339,27 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The time of its swaps so far, with their checks; of a version that arrives in parts, until it is there."""
     paused_s: float = 0.0
     """The time for which it has been `paused` so far."""
+
+
+class ScorerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A scorer process's report of itself."""
+
+    process: str
+    """Its name, new for every process."""
+    scorer: str
+    """The scorer whose requests it answers: the name of a reward, or `teacher`."""
+    kind: str
+    host: str
+    pid: int
+    state: Literal["loading", "ready", "draining"]
+    device: str
+    held: int = 0
+    """Requests that it has leased."""
+    scored: int = 0
+    """Requests that it has answered."""
+    tokens_per_s: float = 0.0
+    """Prompt and response tokens that it scored in each second in which it had some to score."""
+    last_error: str = ""
 
 
 class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -492,6 +530,24 @@ class QueueAges(msgspec.Struct, frozen=True, kw_only=True):
     """For how long the group of the sample that is leased next has been offered to workers."""
 
 
+class ScoringQueue(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests for one scorer."""
+
+    scorer: str
+    waiting: int
+    """Requests that are not answered, and that no scorer has leased."""
+    leased: int
+    """Requests that a scorer has leased and not answered."""
+    oldest_s: float
+    """For how long the oldest of all these has waited; 0: there is none."""
+    answered: int
+    failed: int
+    """Requests that several scorers could not answer."""
+    expired_leases: int
+    bytes: int
+    """What the server holds of them, answers that were not collected included."""
+
+
 class Tallies(msgspec.Struct, frozen=True, kw_only=True):
     """Groups begun and groups trained since the run began, by length and lag, to see whether training favours some."""
 
@@ -582,6 +638,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The newest faults of workers in the last hour, the oldest of them first."""
     silences: dict[str, Silence] = {}
     """By worker."""
+    scorers: tuple[ScorerInfo, ...] = ()
+    """The scorer processes that are alive."""
+    scoring: tuple[ScoringQueue, ...] = ()
+    """The requests of each scorer that workers ask."""
     versions: tuple[VersionGroups, ...] = ()
     """Those of the last 32 weight versions that have groups, the newest first."""
 

@@ -19,6 +19,7 @@ from .meetings import Meetings
 from .phases import Phases
 from .pools import Pools
 from .prompts import PromptVerbs
+from .scoring import Scoring
 from .status import StatusBoard
 from .strays import Strays
 from .turns import SwapTurnVerbs
@@ -46,6 +47,7 @@ class Broker:
         self.swap_turns = SwapTurnVerbs(self._connection)
         self.phases = Phases(self._connection)
         self.evaluations = Evaluations(self._connection)
+        self.scoring = Scoring(self._connection)
         self.pools = Pools(self._connection)
         self.faults = Faults(self._connection)
         self.usage = Usage(self._connection)

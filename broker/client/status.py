@@ -21,6 +21,8 @@ from broker.schema import (
     QueueAges,
     QueueDepths,
     RunStatus,
+    ScorerInfo,
+    ScoringQueue,
     Silence,
     StepMetrics,
     Tallies,
@@ -121,6 +123,12 @@ class StatusBoard:
         heard = ((self._readable(frame, PoolInfo, f"pool {name}"), wanted) for name, frame, wanted in said)
         return tuple(replace(info, wanted=wanted) for info, wanted in heard if info is not None)
 
+    def _scorers(self, flat: Sequence[bytes]) -> tuple[ScorerInfo, ...]:
+        """Returns the scorers of {name, frame...}, without unreadable reports."""
+        said = [(text(name), frame) for name, frame in zip(flat[::2], flat[1::2], strict=True)]
+        heard = (self._readable(frame, ScorerInfo, f"scorer {name}") for name, frame in said if is_name(name))
+        return tuple(info for info in heard if info is not None)
+
     def _is_of(self, name: str, info: WorkerInfo) -> bool:
         if info.worker != name:
             self._warn_once(name, f"Worker {name} is passed over: it reports as {info.worker[:200]!r}.")
@@ -164,7 +172,9 @@ class StatusBoard:
             raise RunNotFoundError(
                 f"No run {self._connection.run} at {self._connection.url}. Runs there: {await self.runs_for_people()}."
             )
-        _, tally, sizes, frames, workers, quarantined, letters, refused, pools, versions, lifetimes, ages = reply
+        _, tally, sizes, frames, workers, quarantined, letters, refused, pools, versions, lifetimes, ages, scoring = (
+            reply
+        )
         refused_lately, refused_workers = refused
         heard_pools = self._pools(pools)
         steps = tuple(step for frame in frames if (step := self._readable(frame, StepMetrics, "a step")))
@@ -192,6 +202,8 @@ class StatusBoard:
             pools=heard_pools,
             faults=await read_faults(self._connection),
             silences=_silences(lifetimes, heard_pools),
+            scorers=self._scorers(scoring[0]),
+            scoring=tuple(_scoring_queue(*entry) for entry in scoring[1:]),
             versions=tuple(VersionGroups(*counts) for counts in versions),
         )
 
@@ -255,6 +267,21 @@ def _storable(text: str) -> str:
 
 def _letter(tid: str, worker: str, reason: str) -> DeadLetter:
     return DeadLetter(tid=tid, worker=worker, reason=reason)
+
+
+def _scoring_queue(
+    name: bytes, open_requests: int, leased: int, oldest_s: bytes, answered: int, failed: int, expired: int, stored: int
+) -> ScoringQueue:
+    return ScoringQueue(
+        scorer=text(name),
+        waiting=open_requests - leased,
+        leased=leased,
+        oldest_s=max(0.0, float(oldest_s)),
+        answered=answered,
+        failed=failed,
+        expired_leases=expired,
+        bytes=stored,
+    )
 
 
 def _ages(reply: Sequence[bytes]) -> QueueAges:

@@ -20,7 +20,18 @@ _SECRET_BYTES = 16
 _CALL = "lib_call"
 SHARED = tuple(
     f"lib_{name}"
-    for name in ("base", "arguments", "samples", "tokens", "groups", "evaluations", "claim", "workers", "pools")
+    for name in (
+        "base",
+        "arguments",
+        "samples",
+        "tokens",
+        "groups",
+        "evaluations",
+        "claim",
+        "workers",
+        "pools",
+        "scoring",
+    )
 )
 """The files that scripts include, in this order, as each uses the ones before it."""
 _STATE = "local call, KEYS, ARGV, IDENTITY, is_there, forks, highest, SERVER\n"

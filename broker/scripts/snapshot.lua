@@ -1,4 +1,4 @@
--- include: lib_base lib_workers lib_pools
+-- include: lib_base lib_arguments lib_workers lib_pools lib_scoring
 -- flags: no-writes allow-oom
 -- snapshot() -> {meta, tally, {pool, retry, leases, ready, pinned groups}, {StepMetrics frame...}, {worker, frame...},
 --   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...},
@@ -6,10 +6,12 @@
 --   {pool, frame, workers wanted...}, {{step of weights, groups generating, ready, dropped} newest first...},
 --   {worker, ms that its session lasts, ms until it is not alive any more...},
 --   {age of the oldest ready group | '', their mean age | '', age of the oldest lease | '', age of the next sample to be
---   leased | ''}}
+--   leased | ''},
+--   {{scorer, frame...}, {scorer's name, requests not answered, leased, age of the oldest, answered, failed, expired,
+--   bytes}...}}
 -- Ages are seconds as text; of many groups and leases the first 1000 are looked at.
 -- Reads: meta, tally, pool, retry, leases, open, ready, given_up, pinned, batch:*, steps, workers,
---   worker:*, session:*, quarantined, dead, pools, pool:*, wanted.
+--   worker:*, session:*, quarantined, dead, pools, pool:*, wanted, scoring:*.
 local MOST_AGES = 1000
 local sizes, pinned = {}, 0
 for i, queue in ipairs({ 'pool', 'retry', 'leases', 'ready' }) do sizes[i] = call('ZCARD', P .. queue) end
@@ -95,4 +97,4 @@ for n, holder in ipairs(call('SMEMBERS', P .. 'quarantined')) do quarantined[n] 
 
 return { call('HGETALL', META), call('HGETALL', P .. 'tally'), sizes, call('LRANGE', P .. 'steps', 0, -1),
   alive, quarantined, dead_letters(), refused_lately(), alive_pools(),
-  by_version(), lifetimes, queue_ages() }
+  by_version(), lifetimes, queue_ages(), scoring_status() }

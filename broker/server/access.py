@@ -4,11 +4,12 @@
     worker     the run's functions, except those of its owner; payloads and segments whose names it knows; it may read
                weights and the recipe
     observer   may look, but at no weights, payloads or prompts
+    scorer     the run's functions for scorers, and their keys; it may read the recipe and the model's files
 
 The server checks the commands inside a function against the rights of its caller. So a worker's user may write all that
 its functions write. The names of those keys contain a secret that it cannot read, and none of its commands lists them,
 so it can do to these keys only what the functions do. It may not even read `owner`, so every function of the owner is
-refused to it.
+refused to it. Nor may it read `scoring`, so every function of scorers is refused to it.
 """
 
 import secrets
@@ -30,6 +31,7 @@ class Role(StrEnum):
     LEARNER = "learner"
     WORKER = "worker"
     OBSERVER = "observer"
+    SCORER = "scorer"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,12 @@ _RIGHTS = {
         commands=f"ping client|setinfo client|no-touch cluster|slots {_LOOKING} fcall_ro getrange mget scan time"
         " xrevrange",
         reads="hidden:* config fault:* holder identity verbs",
+    ),
+    Role.SCORER: _Rights(
+        commands=f"{_CONNECTION} exists expire fcall fcall_ro get hdel hget hincrby hmget hset mget scard set sadd"
+        " sismember smembers srem unlink zadd zrangebyscore zrem zscore",
+        writes="hidden:of:* hidden:*:scoring:*",
+        reads="config hidden:*:meta identity model scoring verbs",
     ),
 }
 

@@ -1,7 +1,7 @@
 """The embedded server's users, one for each role. Their passwords lie beside the server's data, each in a file that
 only the server's own user may read.
 
-    DIRECTORY/passwords/learner   worker   observer
+    DIRECTORY/passwords/learner   worker   observer   scorer
 
 They are made once, so that a server that is started again has the same ones.
 """

@@ -1,11 +1,11 @@
 """Wire structs <-> frames.
 
 A frame is: magic, schema number, kind, crc32 of these two and the body, length, body. Most bodies are msgpack. Those of
-trajectories and segments are a msgpack envelope around raw little-endian buffers, because lists of numbers in
-msgpack are a hundred times slower: tokens (prompt, then response) as a plane of low 16 bits and a plane of high
-bytes under zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits, a teacher's logprobs
-if there is one, and where routers are replayed the chosen experts, under zstd too. Decoding any bytes ends in a value
-or a FrameError.
+trajectories, segments and requests for scores are a msgpack envelope around raw little-endian buffers, because lists of
+numbers in msgpack are a hundred times slower: tokens (prompt, then response) as a plane of low 16 bits and a plane of
+high bytes under zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits, a teacher's
+logprobs if there is one, and where routers are replayed the chosen experts, under zstd too. Decoding any bytes ends in
+a value or a FrameError.
 """
 
 import math
@@ -27,6 +27,8 @@ from broker.schema import (
     Prompt,
     RunRules,
     RunStatus,
+    ScoreRequest,
+    ScorerInfo,
     Segment,
     StepMetrics,
     Trajectory,
@@ -55,7 +57,7 @@ MAX_TOKEN_ID = (1 << 24) - 1
 
 _HEADER = struct.Struct("<4sHHII")
 _ENVELOPE_LENGTH = struct.Struct("<I")
-_TRAJECTORY, _SEGMENT = 1, 12
+_TRAJECTORY, _SEGMENT, _SCORE_REQUEST = 1, 12, 14
 _KINDS: dict[type, int] = {
     Prompt: 2,
     WeightManifest: 3,
@@ -68,6 +70,7 @@ _KINDS: dict[type, int] = {
     RunRules: 10,
     WeightVersion: 11,
     PoolInfo: 13,
+    ScorerInfo: 15,
 }
 
 _READABLE_SINCE: dict[int, int] = {_KINDS[Prompt]: 7, _KINDS[StepMetrics]: 7}
@@ -105,6 +108,15 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     worker: str
     has_teacher: bool
     experts: ExpertsHead | None
+    token_bytes: int
+    """The bytes of the compressed planes."""
+
+
+class _ScoreEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    identity: str
+    prompt_length: int
+    response_length: int
+    temperature: float
     token_bytes: int
     """The bytes of the compressed planes."""
 
@@ -220,6 +232,42 @@ def decode_segment(frame: bytes) -> Segment:
     return segment
 
 
+def encode_score_request(request: ScoreRequest) -> bytes:
+    """Return the request's frame. Raises FrameError where it has no tokens, or impossible ones."""
+    _check_score_request(request)
+    lengths = len(request.prompt_tokens), len(request.response_tokens)
+    tokens = pack_tokens(request.prompt_tokens, request.response_tokens)
+    envelope = msgspec.msgpack.encode(_ScoreEnvelope(request.identity, *lengths, request.temperature, len(tokens)))
+    return _frame(_SCORE_REQUEST, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens)
+
+
+def decode_score_request(frame: bytes) -> ScoreRequest:
+    """Return the request in the frame, checked. Raises FrameError."""
+    envelope, rest = _open_enveloped(frame, _SCORE_REQUEST, "ScoreRequest", _ScoreEnvelope)
+    start, total = envelope.prompt_length, envelope.prompt_length + envelope.response_length
+    if min(start, envelope.response_length) < 0 or total > MAX_TOKENS or len(rest) != envelope.token_bytes:
+        raise FrameError(f"a request for scores of {total} tokens; at most {MAX_TOKENS} are allowed")
+    tokens = unpack_tokens(rest, total)
+    request = ScoreRequest(
+        identity=envelope.identity,
+        prompt_tokens=tokens[:start],
+        response_tokens=tokens[start:],
+        temperature=envelope.temperature,
+    )
+    _check_score_request(request)
+    return request
+
+
+def _check_score_request(request: ScoreRequest) -> None:
+    total = len(request.prompt_tokens) + len(request.response_tokens)
+    if not len(request.response_tokens) or total > MAX_TOKENS:
+        raise FrameError(f"a request for scores of {total} tokens, {len(request.response_tokens)} in the response")
+    if not (math.isfinite(request.temperature) and request.temperature > 0):
+        raise FrameError(f"a request for scores at temperature {request.temperature}")
+    for tokens in (request.prompt_tokens, request.response_tokens):
+        _check_tokens("a request for scores", tokens)
+
+
 def check_segment(segment: Segment) -> None:
     """Raises FrameError unless the parts agree."""
     length, tid = len(segment.tokens), segment.tid
@@ -311,7 +359,7 @@ def _sampled(mask: NDArray[np.uint8]) -> list[tuple[int, int]]:
     return list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
-def _check_tokens(tid: TrajectoryId, tokens: NDArray[np.int32]) -> None:
+def _check_tokens(tid: TrajectoryId | str, tokens: NDArray[np.int32]) -> None:
     if (
         len(tokens) and np.ascontiguousarray(tokens).view(np.uint32).max() > MAX_TOKEN_ID
     ):  # as unsigned, a negative token id is huge

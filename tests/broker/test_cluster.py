@@ -17,6 +17,7 @@ from tests.processes import kill
 
 from .scenario import begin, group_id, groups, prompt, rules
 from .test_meetings import ring_and_hear
+from .test_scoring import ask_and_answer
 from .topologies import Cluster, ask, is_redis_7_0, port_of, wait_until_caught_up
 
 
@@ -72,6 +73,11 @@ async def test_a_whole_run(cluster: Cluster, on_cluster: Broker, run_name: str, 
 
 async def test_members_wait_at_the_bell(on_cluster: Broker) -> None:
     await ring_and_hear(on_cluster)
+
+
+async def test_scores_are_asked_for_and_answered(on_cluster: Broker) -> None:
+    await begin(on_cluster, rules(1))
+    await ask_and_answer(on_cluster)
 
 
 async def test_every_node_can_be_the_first_to_ask(cluster: Cluster, run_name: str) -> None:

@@ -26,6 +26,7 @@ from broker.schema import (
     QueueDepths,
     RunRules,
     RunStatus,
+    ScorerInfo,
     Segment,
     StepMetrics,
     TensorSpec,
@@ -96,6 +97,7 @@ STEP = StepMetrics(
 )
 QUEUES = QueueDepths(**dict.fromkeys(QueueDepths.__struct_fields__, 1))
 POOL = PoolInfo(pool="big", host="h", pid=7, running=2, leaving=1, restarting=1, ended_s={"12ab34cd": 0.5}, wanted=4)
+SCORER = ScorerInfo(process="s-1", scorer="quality", kind="reward_model", host="h", pid=7, state="ready", device="cpu")
 STRUCTS = [
     prompt(3),
     msgspec.structs.replace(
@@ -122,6 +124,7 @@ STRUCTS = [
     RunRules(max_lag=1, groups_per_step=2),
     WeightVersion(3, 4),
     POOL,
+    SCORER,
 ]
 FIELDS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "loss_mask")
 OPTIONAL = ("experts", "teacher_logprobs")

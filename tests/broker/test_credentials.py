@@ -26,15 +26,15 @@ async def opened(server: EmbeddedServer, role: Role) -> Broker:
 @pytest.mark.parametrize("has_port", [True, False])
 async def test_configuration_prompts_and_weights_are_the_learners_alone(tmp_path: Path, has_port: bool) -> None:
     with open_server(tmp_path / "server", has_port=has_port) as server:
-        learner, worker, observer = [await opened(server, role) for role in Role]
+        learner, worker, observer, scorer = [await opened(server, role) for role in Role]
         run = await begin(learner, rules(1))
         await Scenario(worker, run.claim).generate(4, 0)
         assert (await observer.status.snapshot()).announced is not None
-        for broker in (worker, observer):
+        for broker in (worker, observer, scorer):
             for key in ("config", "prompt:x", "manifest:announced", "model"):
                 with pytest.raises(BrokerError, match="may not do this"):
                     await broker._connection.execute("SET", broker._connection.keys(key), "x")
-        for broker in (learner, worker, observer):
+        for broker in (learner, worker, observer, scorer):
             await broker.close()
 
 

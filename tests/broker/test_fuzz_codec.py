@@ -33,7 +33,8 @@ def test_broken_frames_ask_for_no_more_memory_than_the_largest_trajectory() -> N
 
 
 def test_every_decoder_is_a_subject_and_takes_whole_frames() -> None:
-    assert {subject.kind for subject in subjects()} == {codec._TRAJECTORY, codec._SEGMENT, *codec._KINDS.values()}
+    enveloped = {codec._TRAJECTORY, codec._SEGMENT, codec._SCORE_REQUEST}
+    assert {subject.kind for subject in subjects()} == enveloped | {*codec._KINDS.values()}
     assert all(examine(subject, frame) for subject in subjects() for frame in subject.frames)
 
 

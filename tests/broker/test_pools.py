@@ -17,6 +17,7 @@ from .test_access import admit, url_of
 from .test_codec import WORKER
 
 INFO = PoolInfo(pool="big", host="h", pid=7, running=2)
+ROLES = (Role.LEARNER, Role.WORKER, Role.OBSERVER)
 LONG_S = 50.0
 
 
@@ -81,7 +82,7 @@ async def test_a_worker_whose_process_ended_is_dead_unless_it_is_heard_of_since(
 
 async def test_a_workers_user_reports_and_does_not_scale(server: EmbeddedServer, run_name: str) -> None:
     users = admit(server, None)
-    learner, worker, observer = [await open_broker(url_of(server, users[role]), run_name) for role in Role]
+    learner, worker, observer = [await open_broker(url_of(server, users[role]), run_name) for role in ROLES]
     await begin(learner, rules(0))
     assert await worker.pools.report(INFO, 2, LONG_S) == 2
     with pytest.raises(BrokerError, match=r"may not|permission"):
@@ -122,7 +123,7 @@ async def test_a_workers_user_dismisses_nobody(
     server: EmbeddedServer, run_name: str, manner: Literal["drain", "quarantine"]
 ) -> None:
     users = admit(server, None)
-    learner, worker, observer = [await open_broker(url_of(server, users[role]), run_name) for role in Role]
+    learner, worker, observer = [await open_broker(url_of(server, users[role]), run_name) for role in ROLES]
     await begin(learner, rules(0))
     await worker.status.heartbeat(WORKER, LONG_S)
     for broker in (worker, observer):

@@ -36,7 +36,7 @@ async def test_a_server_takes_the_file(tmp_path: Path, run_name: str) -> None:
 
 def test_commands_for_all_runs_with_given_passwords(tmp_path: Path) -> None:
     file = tmp_path / "passwords.yaml"
-    file.write_text("learner: one\nworker: two\nobserver: three\n")
+    file.write_text("learner: one\nworker: two\nobserver: three\nscorer: four\n")
     printed = acl("--passwords", str(file))
     assert printed.stderr == ""
     commands = [line.split()[:4] for line in printed.stdout.splitlines()]
@@ -66,7 +66,7 @@ async def test_another_password_ends_what_came_in_by_the_old_one(tmp_path: Path,
 
 async def test_status_says_what_to_do_where_the_users_are_of_an_earlier_version(tmp_path: Path, run_name: str) -> None:
     file = tmp_path / "passwords.yaml"
-    file.write_text("learner: one\nworker: two\nobserver: three\n")
+    file.write_text("learner: one\nworker: two\nobserver: three\nscorer: four\n")
     printed = acl("--passwords", str(file)).stdout
     with EmbeddedServer(tmp_path / "server") as server, redis.Redis.from_url(server.url) as admin:
         learner = await open_broker(server.url, run_name)

@@ -16,12 +16,12 @@ from .options import overrides_argument
 @click.option(
     "--passwords",
     type=click.Path(path_type=Path),
-    help="YAML that maps learner, worker and observer to passwords.  [default: new ones, shown on stderr]",
+    help="YAML that maps learner, worker, observer and scorer to passwords.  [default: new ones, shown on stderr]",
 )
 @click.option("--aclfile", "as_file", is_flag=True, help="Lines for the server's aclfile instead of commands.")
 @click.option("--redis-7.0", "is_for_7_0", is_flag=True, help="Leave out what Redis 7.0 does not know.")
 def acl(run: str | None, passwords: Path | None, as_file: bool, is_for_7_0: bool) -> None:
-    """Print the server's rules for a user per role: learner, worker, observer.
+    """Print the server's rules for a user per role: learner, worker, observer, scorer.
 
     Pipe them into `valkey-cli` or `redis-cli`. The default user stays as it is; switch it off once
     these work. Then give each role a URL such as redis://headway-worker@host:6379?password_file=FILE, or its
