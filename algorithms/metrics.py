@@ -16,6 +16,7 @@ from .segments import segment_sum, sequence_of_token, spread
 from .tokens import Tokens
 
 Metrics = dict[str, torch.Tensor]
+"""Sums of one micro-batch by name: `X_sum` and `X_count` for a mean X; any other name is a maximum."""
 
 LENGTHS = (64, 256, 1024, 4096)
 """Upper bounds of the length buckets of `survival`, in trained tokens of a sequence; one more bucket has no bound."""

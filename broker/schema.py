@@ -69,8 +69,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """The same as text, for reward functions and people."""
     ground_truth: str
+    """The right answer, as reward functions read it."""
     data_source: str
+    """The data set that it comes from."""
     extra_info: dict[str, Any] = {}
+    """The other fields of its row."""
     num_samples: int
     """G, the trajectories wanted."""
 

@@ -8,6 +8,7 @@
     recipes/    the YAML files that ship
     slurm/      the batch scripts that ship
     kubernetes/ the manifests that ship
+    flow/       the interface of a user's own training flow, and an example of all of it
     roles/      the work of each process: what it opens, in which order, and how it ends
     launch/     processes on one machine: started, watched, restarted, stopped
     run/        a run's directory: its files, the process that uses it, what a resumed run may change

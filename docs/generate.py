@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
 
+    from deploy.flow.interface import Name
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 LINKED_TEST = re.compile(r"\]\(reference/tests\.md#([\w-]+)\)")
@@ -37,6 +39,7 @@ GUIDES = {
     "headway metrics": "[Prometheus](../guides/metrics.md#prometheus)",
     "headway launch kubernetes": "[Kubernetes](../guides/kubernetes.md)",
     "headway launch slurm": "[Slurm](../guides/slurm.md)",
+    "headway new flow": "[Python interface](python.md)",
     "headway status": "[What headway status shows](../guides/metrics.md#what-headway-status-shows)",
 }
 """What a guide says of a command, by the command's full name."""
@@ -60,6 +63,7 @@ def pages() -> dict[str, str]:
         "reference/commands.md": commands,
         "reference/algorithms.md": algorithms,
         "reference/metrics.md": metrics,
+        "reference/python.md": python,
         "reference/wire.md": wire,
         "reference/keys.md": keys,
         "reference/tests.md": tests,
@@ -279,6 +283,55 @@ def metrics() -> str:
     text += _field_list(wire_structs()["StepMetrics"][1])
     meaning, fields = wire_structs()["LagFigures"]
     return f"{text}\n## by_lag\n\n{meaning}\n{_field_list(fields)}"
+
+
+PROMISE = """
+These are all names that your own code may import from Headway. A release that renames or removes one of them, or
+changes its signature or its contract, says so in the changelog and raises the minor version, from 1.0.0 on the major
+version; a patch release never does. New members with a default may come with any release. Everything else in
+Headway's packages may change at any time.
+
+A recipe names your code by an import path, `package.module:Name`, of a module in the directory in which you start
+Headway, or of one that is installed. The code below is one flow, which trains a tiny model on a CPU in less than a
+minute. `headway new flow` writes it, with its recipe and tests:
+
+```sh
+headway new flow my-flow
+cd my-flow
+pytest
+headway run recipe.yaml
+```
+"""
+
+
+def python() -> str:
+    """The interface of a user's own flow, with the example that `headway new flow` writes."""
+    from deploy.flow.interface import INTERFACE
+    from deploy.flow.new import EXAMPLE
+
+    def file(path: str) -> str:
+        language = Path(path).suffix.removeprefix(".").replace("py", "python")
+        return f'\n```{language} title="{path}"\n{(EXAMPLE / path).read_text()}```\n'
+
+    text = f"# Python interface\n{PROMISE}"
+    for part in INTERFACE:
+        text += f"\n## {part.title}\n\n`{part.key}: package.module:Name`. {part.contract}\n{file(part.example)}"
+        text += "".join(_name_page(name) for name in part.names)
+    return f"{text}\n## The recipe\n{file('recipe.yaml')}\n## The tests\n{file('test_my_flow.py')}"
+
+
+def _name_page(name: "Name") -> str:
+    from deploy.flow.signatures import described
+
+    one = described(name)
+    module, _, short = name.path.partition(":")
+    signature = "" if one.signature == short else f"```python\n{one.signature}\n```\n\n"
+    text = f"\n### {short}\n\n`from {module} import {short}`\n\n{signature}{one.doc}\n"
+    return text + "".join(f"\n`{member.signature}`\n:   {_indented(member.doc)}\n" for member in one.members)
+
+
+def _indented(doc: str) -> str:
+    return doc.replace("\n", "\n    ")
 
 
 def wire() -> str:

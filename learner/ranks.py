@@ -26,6 +26,14 @@ class Ranks:
     Several ranks may hold one replica of the model together. They get the same batches, so sums count it once.
     """
 
+    rank: int
+    world_size: int
+    """The number of ranks."""
+    replica: int
+    """The index of the replica that this rank holds, or a part of."""
+    replicas: int
+    """The number of replicas that share a step's batches."""
+
     def __init__(self, rank: int, world_size: int, replica: int, replicas: int, is_lead: bool) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -40,6 +48,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is rank 0, which alone talks to the broker and writes what all ranks know."""
         return self.rank == 0
 
     def share_bytes(self, payload: bytes) -> bytes:

@@ -13,7 +13,7 @@ from broker.errors import HeadwayError, UntrainableBatchError
 from deploy.printing import complain, log_to_stderr, paragraph
 from learner.checkpoints.disk import FULL
 
-from .commands import data, launch, models, pages, ray, roles, run, runs, tools
+from .commands import data, launch, models, new, pages, ray, roles, run, runs, tools
 from .ending import Ending
 
 BUG_EXIT, INTERRUPT_EXIT = 70, 130
@@ -117,6 +117,7 @@ for command in (
     pages.compare,
     pages.dashboard,
     data.data,
+    new.new,
     tools.acl,
     tools.algorithms,
     tools.plan_memory,

@@ -18,6 +18,7 @@ class StepEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One step was trained, and its weights are on their way."""
 
     metrics: StepMetrics
+    """The fields of a line of metrics.jsonl."""
     tids: tuple[str, ...]
     """The trajectories that it trained, as `group:round:sample`."""
 
@@ -32,7 +33,9 @@ class EvaluationEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     also a line of evaluations.jsonl. None: an older version of Headway measured no more than the pass rate."""
 
     incarnation: int
+    """The incarnation of the learner that published the weights."""
     step: int
+    """The steps that had trained them."""
     pass_rate: float
     """The share of samples that passed (pass@1)."""
     pass_at_k: float | None = None
@@ -40,8 +43,11 @@ class EvaluationEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     samples: int | None = None
     """The samples of each prompt: k."""
     prompts: int | None = None
+    """The held-out prompts."""
     reward_mean: float | None = None
+    """The mean reward of the samples."""
     response_tokens_mean: float | None = None
+    """The mean number of sampled tokens."""
     known_at_step: int | None = None
     """The step of the weights that the learner had when all samples were in: workers evaluate beside training."""
 
@@ -50,12 +56,15 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
     """The pool of workers and the queues, as the learner saw them after `step`, or before its first one."""
 
     incarnation: int
+    """The incarnation of the learner."""
     step: int
+    """The step that it trained last, or its first one before that."""
     time_s: float
     """Seconds since this learner began its loop."""
     workers: tuple[WorkerInfo, ...]
     """The last heartbeat of each living worker."""
     queues: QueueDepths
+    """How many groups and samples wait, are generated, ready or taken."""
     ages: QueueAges = QueueAges()
     tallies: Tallies = Tallies()
     announced: WeightVersion | None = None
@@ -85,3 +94,4 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Event = StepEvent | EvaluationEvent | HeartbeatEvent
+"""What a sink is given."""

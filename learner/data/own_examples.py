@@ -20,7 +20,9 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     """A question, and the answer that the model learns to give."""
 
     query: str
+    """The text that the model reads; the chat template renders it."""
     response: str
+    """The text that is trained, without the token that ends it."""
 
 
 def own_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:

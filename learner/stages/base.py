@@ -53,8 +53,11 @@ class Progress:
     part: str
     """The part of the stage, such as `warm-up 1/2`; each part has a bar of its own."""
     step: int
+    """The number of the step in its part, from 1."""
     max_steps: int
+    """The steps of the part, if nothing ends it before."""
     loss: float
+    """The loss of the step."""
     pass_rate: float | None = None
     """The pass rate as it was measured last."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -68,13 +71,19 @@ class StageParts:
     backend: Backend
     """The model that the stage starts from, with a fresh optimizer."""
     ranks: Ranks
+    """The learner's ranks, for sums and votes over them."""
     tokenizer: PreTrainedTokenizerBase
+    """The model's tokenizer."""
     renderer: Renderer
+    """Puts text into the model's chat template, where it has one."""
     checkpoints: StageCheckpoints
     """The stage's checkpoints, from which it goes on, and the directory in which it leaves its model."""
     seed: int
+    """The run's seed."""
     micro_batch_tokens: int
+    """The most tokens of a micro-batch."""
     gate: Gate
+    """Called with named tensors and a number of prompts: the pass rate on so many held-out prompts. Collective."""
     report: Callable[[Progress], None]
     """The stage calls it after every step."""
     should_stop: Callable[[], bool]

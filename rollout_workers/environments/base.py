@@ -12,6 +12,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     """An episode up to the end of a turn."""
 
     prompt: Prompt
+    """The task, with the fields of its row."""
     answers: tuple[str, ...]
     """The model's answers, turn by turn, without the tokens that ended the turns. The last one is to be answered."""
     rewards: tuple[float, ...] = ()

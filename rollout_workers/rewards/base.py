@@ -1,7 +1,7 @@
 """The seam between a worker and the functions that judge responses."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -37,4 +37,16 @@ class Scorer(Protocol):
 
     async def close(self) -> None:
         """Free threads and processes. Idempotent."""
+        ...
+
+
+class RewardFunction(Protocol):
+    """A user's own reward by an import path, in verl's signature; it may be a coroutine function. The names of the
+    parameters are part of it."""
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+    ) -> float | dict[str, float]:
+        """Return the score of the response `solution_str`: a finite number, or a mapping with `score` and further
+        measures, for people to read. The other arguments are the fields of the prompt's row."""
         ...

@@ -48,6 +48,7 @@ COMMANDS = [
     "compare",
     "dashboard",
     "data",
+    "new",
     "acl",
     "algorithms",
     "doctor",

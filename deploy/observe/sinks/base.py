@@ -12,6 +12,7 @@ class SinkRun:
     """The run whose events a sink is given."""
 
     name: str
+    """`run.name`."""
     identity: str
     """16 hexadecimal digits that no two runs share; empty for a replay, which is no run of its own."""
     directory: Path

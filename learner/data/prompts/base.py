@@ -17,7 +17,9 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     content: str | list[Message]
     """A text that the model continues, or a conversation that it answers."""
     ground_truth: str
+    """The right answer, as reward functions read it."""
     data_source: str
+    """The data set that it comes from, for reward functions that judge several."""
     extra_info: dict[str, Any] = {}
     """Further facts for reward functions, of types that JSON has."""
     place: str = ""
