@@ -1,11 +1,13 @@
 """The learner's benchmarks run, train the same thing in every case, and survive a case that dies."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,6 +16,10 @@ from benchmarks.grouped_experts import routed_counts
 from benchmarks.peer_losses.__main__ import difference
 from benchmarks.peer_losses.ours import composed
 from benchmarks.peer_losses.sample import draw
+from benchmarks.stage_throughput.data import write as write_records
+from benchmarks.stage_throughput.order import Order as StageOrder
+from benchmarks.stage_throughput.order import Task
+from benchmarks.stage_throughput.ours import measure_ordered as measure_stage
 from benchmarks.throughput import checkpoint, isolated
 from benchmarks.throughput.case import Case
 from benchmarks.throughput.leaks import leak_of
@@ -213,3 +219,28 @@ def test_where_no_peer_is_installed_the_comparison_says_how_to() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "`make peer-losses` installs verl and TRL" in done.stderr
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_a_stages_speed_is_of_all_tokens_that_it_trains(models: Path, tmp_path: Path, task: Task) -> None:
+    path, output = tmp_path / "records.jsonl", checkpoint.folder(models, "toy", SHAPES["toy"])
+    mean = write_records(path, task, count=8, median=1 << 20, longest=64)  # all equally long
+    order = StageOrder(
+        name="headway",
+        task=task,
+        model=str(output),
+        data=str(path),
+        records_per_step=4,
+        longest_tokens=64,
+        mean_tokens=mean,
+        micro_batch_tokens=128,
+        steps=1,
+        warm_up_steps=1,
+        device="cpu",
+    )
+    figures = measure_stage(msgspec.to_builtins(order))
+    assert figures["tokens_per_step"] == pytest.approx(4 * mean, rel=0 if task == "sft" else 0.2)
+    assert figures["tokens_per_s"] * figures["step_s"] == pytest.approx(figures["tokens_per_step"], rel=0.01)
+    assert figures["first_loss"] == pytest.approx(
+        {"sft": math.log(SHAPES["toy"].vocabulary), "dpo": math.log(2)}[task], rel=0.01
+    )
