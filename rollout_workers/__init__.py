@@ -17,6 +17,7 @@
     health/         whether this worker is fit to generate
     engines/        turn prompts into tokens; `engines/base.py` is the seam
     rewards/        score responses; `rewards/base.py` is the seam
+    scorers/        models in processes of their own that score responses: reward models and teachers
     environments/   end an episode after a turn, or say what the model reads next; `environments/base.py` is the seam
     outages.py, run_end.py      a worker while the broker is away, and when its run has ended
     config.py, model_files.py, decoding.py   the user's settings; the model without its weights; tokens as text

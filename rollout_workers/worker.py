@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Literal
 
+import msgspec
+
 from broker.client.broker import Broker
 from broker.client.leases import AppendOutcome, AppendReply, SubmitOutcome
 from broker.errors import BrokerError, FrameError, SickWorkerError
@@ -36,6 +38,7 @@ from .samples.generation import EngineFailedError, generate, room
 from .samples.held_leases import HeldLeases
 from .samples.recorder import Recorder
 from .samples.segments import SegmentLog
+from .samples.taught import Teacher
 from .samples.throughput import Throughput
 from .samples.tracing import UNTRACED, SampleTrace, SampleTracer
 from .swaps.colocation import BorrowedDevice
@@ -69,6 +72,7 @@ class Worker:
         subscriber: Subscriber,
         scorer: Scorer,
         environment: Environment | None = None,
+        teacher: Teacher | None = None,
         decoding: Decoding,
         sampling: SamplingConfig,
         config: WorkersConfig,
@@ -82,16 +86,17 @@ class Worker:
         tracer: SampleTracer = UNTRACED,
         on_sick: Callable[[], object] = lambda: None,
     ) -> None:
-        """`environment` answers turns; without one an episode has one turn. With `records_experts` trajectories carry
-        the experts that their tokens were given. With `is_colocated` the engine shares its device with the learner, in
-        turns. `evaluation` says how held-out prompts are sampled; by default this worker samples none. `tracer` follows
-        every sample that may be trained. `on_sick` is called once, when the worker finds itself unfit and begins to
-        hand its work back."""
+        """`environment` answers turns; without one an episode has one turn. `teacher` gives trajectories its logprobs
+        of their tokens. With `records_experts` trajectories carry the experts that their tokens were given. With
+        `is_colocated` the engine shares its device with the learner, in turns. `evaluation` says how held-out prompts
+        are sampled; by default this worker samples none. `tracer` follows every sample that may be trained. `on_sick`
+        is called once, when the worker finds itself unfit and begins to hand its work back."""
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
         self._decoding = decoding
         self._episodes = Episodes(environment or SingleTurn(), scorer, decoding)
+        self._teacher = teacher
         self._sampling = sampling
         self._config = config
         self._lease_ttl_s = lease_ttl_s
@@ -199,6 +204,7 @@ class Worker:
         with self._tracer.sample(lease, recorder) as trace:
             try:
                 judged = await self._judged(lease, recorder, segments, trace)
+                taught = None if self._teacher is None else await self._teacher.logprobs(lease.prompt, recorder)
             except EngineFailedError:
                 await self._outages.ride_out(lambda: self._held.hand_back(lease))
             except UnscoredError as error:
@@ -206,6 +212,7 @@ class Worker:
                 await self._give_up(lease, str(error))
             else:
                 trajectory = recorder.to_trajectory(lease, judged.components, judged.reward, self._worker)
+                trajectory = msgspec.structs.replace(trajectory, teacher_logprobs=taught)
                 trace.submitted(trajectory, await self._submit(lease, trajectory))
         self._held.forget(lease)
         self._wake.set()
@@ -448,8 +455,9 @@ class Worker:
 
     async def _leave(self) -> None:
         async with AsyncExitStack() as closing:
-            for part in (self._episodes, self._subscriber):
-                closing.push_async_callback(part.close)
+            for part in (self._episodes, self._teacher, self._subscriber):
+                if part is not None:
+                    closing.push_async_callback(part.close)
             if self._device is not None:
                 closing.push_async_callback(self._device.leave)
             closing.push_async_callback(self._engine.close)  # closed first: a colocated learner waits for its memory

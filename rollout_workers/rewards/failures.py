@@ -2,7 +2,7 @@
 
 import time
 
-from broker.errors import UserCodeError
+from broker.errors import HeadwayError, UserCodeError
 from broker.schema import Prompt
 
 from .base import RewardError, UnscoredError
@@ -14,9 +14,10 @@ UNSCORED_IN_A_ROW = 3
 class Failures:
     """Counts the failed calls of one function."""
 
-    def __init__(self, of: str, remedy: str, deadline_s: float) -> None:
-        """`of`: the users' name of the function; `remedy`: what it must do."""
+    def __init__(self, of: str, remedy: str, deadline_s: float, *, tried: str = "failed twice") -> None:
+        """`of`: the users' name of the function; `remedy`: what it must do; `tried`: how its calls failed."""
         self._of = of
+        self._tried = tried
         self._remedy = remedy
         self._deadline_s = deadline_s
         self._in_a_row = 0
@@ -27,11 +28,12 @@ class Failures:
         """Note that the function has answered a call."""
         self._in_a_row, self._worked_at = 0, time.monotonic()
 
-    def note(self, prompt: Prompt, error: UserCodeError) -> RewardError:
+    def note(self, prompt: Prompt, error: HeadwayError) -> RewardError:
         """Return the error to raise for a failed call: UnscoredError, or RewardError if the function fails again and
         again."""
         self._in_a_row += 1
-        told = f"{self._of} failed twice on prompt {prompt.group!r} ({prompt.text[:80]!r}): it {error}."
+        said = f"it {error}" if isinstance(error, UserCodeError) else str(error).removesuffix(".")
+        told = f"{self._of} {self._tried} on prompt {prompt.group!r} ({prompt.text[:80]!r}): {said}."
         if not self._has_failed():
             return UnscoredError(f"{told} The sample is handed back, because a 0 in its place would be trained on.")
         return RewardError(

@@ -18,6 +18,7 @@ from rollout_workers.decoding import Decoding
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import NamedTensors
 from rollout_workers.rewards.base import Score
+from rollout_workers.samples.taught import Teacher
 from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig
 from weightsync.tensors.fingerprint import fingerprint
@@ -217,6 +218,7 @@ def make_worker(
     is_colocated: bool = False,
     weights: WeightsConfig | None = None,
     evaluation: EvalConfig | None = None,
+    teacher: Teacher | None = None,
 ) -> Worker:
     """No stop tokens: every response has exactly `max_new_tokens`."""
     return Worker(
@@ -225,6 +227,7 @@ def make_worker(
         subscriber=subscriber,
         scorer=scorer or OneScorer(),
         environment=environment,
+        teacher=teacher,
         decoding=decoding(stop_token_ids),
         sampling=SamplingConfig(max_new_tokens=max_new_tokens),
         config=WorkersConfig(

@@ -1,0 +1,35 @@
+"""A scorer in the caller's own process, for commands that have no broker."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from broker.client.scoring import Scores
+from broker.schema import ScoreRequest
+
+from .base import Runner
+
+
+class OwnScorer:
+    """Scores with a model that this process holds, one request at a time, in a thread."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._alone = asyncio.Lock()
+
+    async def score(
+        self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1.0
+    ) -> Scores:
+        """Return the scores of a response."""
+        request = ScoreRequest(
+            prompt_tokens=np.asarray(prompt_tokens, np.int32),
+            response_tokens=np.asarray(response_tokens, np.int32),
+            temperature=temperature,
+        )
+        async with self._alone:
+            (scores,) = await asyncio.to_thread(self._runner.score, [request])
+        return scores
+
+    async def close(self) -> None:
+        """Do nothing: the model goes with the process."""
