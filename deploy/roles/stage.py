@@ -23,7 +23,7 @@ from learner.data.prompts.rendering import Renderer
 from learner.models.model import load_config, load_tokenizer, model_files
 from learner.objective.composition import check_algorithm
 from learner.ranks import Ranks
-from learner.stages import base, open_stage
+from learner.stages import base, check_stages, open_stage
 from learner.stages.base import Gate, Stage, StageError, StageParts
 from learner.stages.kinds import leaves_policy
 from learner.stages.stage_checkpoints import StageCheckpoints
@@ -50,7 +50,8 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
     The model goes to the directory `output`. A stopped stage continues where it was. Raises StageError when it is
     stopped.
     """
-    check_algorithm(recipe.algorithm)  # the learner must not fail later for a misspelt option
+    check_algorithm(recipe.algorithm)  # a later role must not fail for a misspelt option when this one is done
+    check_stages(recipe.plan)
     identity = stage_identity(recipe, number)
     recipe = starting_at(recipe, number)
     config = recipe.plan[number]

@@ -15,6 +15,7 @@
 The invariant: a stage that was stopped or killed, and is opened again, ends with the weights that it would have had.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -48,6 +49,20 @@ def open_stage(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
             return _open_own(config, parts, where)
         case unknown:
             raise unknown_kind(unknown, STAGES, f"{where}.kind")
+
+
+def check_stages(plan: Sequence[StageConfig]) -> None:
+    """Raise ConfigError for the first wrong option of a stage without workers, before any of them runs. A stage of the
+    user's own declares its options; its module is imported."""
+    from broker.user_code.roots import load
+
+    for number, config in enumerate(plan):
+        where, known = f"stages[{number}]", KNOWN.get(config.kind)
+        if known is not None and config.is_over_records:
+            stage = load(known.path, f"{where}.kind")
+            stage.check(typed_options(config.options, known.options, f"{where}.options"), f"{where}.options")
+        elif ":" in config.kind:
+            _options_of(load(config.kind, f"{where}.kind"), config, where)
 
 
 def _open_own(config: StageConfig, parts: "StageParts", where: str) -> "Stage":

@@ -63,10 +63,11 @@ class StageCheckpoints:
         `leave` remove it."""
         return self._root
 
-    def prefer(self, metric: str, mode: Literal["max", "min"]) -> None:
-        """Keeps the best of the checkpoints of `keep_measured`, too. Called before `load`."""
-        self._best = Best(self._root, metric, mode)
-        self._store = CheckpointStore(self._root, keep=1, best=self._best)
+    def prefer(self, best: tuple[str, Literal["max", "min"]] | None, keep_last: int = 1) -> None:
+        """Keeps the newest `keep_last` checkpoints, and the best of those of `keep_measured` by (metric, mode). Called
+        before `load`."""
+        self._best = Best(self._root, *best) if best is not None else None
+        self._store = CheckpointStore(self._root, keep=keep_last, best=self._best)
         self._writer = CheckpointWriter(self._store, self._ranks, asynchronous=False)
 
     def load(self) -> dict[str, Any]:

@@ -272,7 +272,8 @@ def test_a_wrong_option_of_ones_own_stage_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_stages.py").write_text(OWN_STAGE)
-    recipe = load(tmp_path, stages=[{"kind": "own_stages:Repeat", "options": {"txt": "2"}}])
+    recipe = load(tmp_path, stages=[SFT, {"kind": "own_stages:Repeat", "options": {"txt": "2"}}])
     with pytest.raises(HeadwayError, match="its error stands above"):
         Local(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run()
-    assert "stages[0].options.txt: no such option; did you mean 'text'?" in capfd.readouterr().err.replace("\n", " ")
+    assert "stages[1].options.txt: no such option; did you mean 'text'?" in capfd.readouterr().err.replace("\n", " ")
+    assert not (recipe.run_directory / "sft").exists(), "it is told before the first stage runs"

@@ -11,14 +11,16 @@ import torch
 
 import tests.learner.preference_rank as preference_rank
 from algorithms.supervised.preferences import dpo
+from broker.errors import ConfigError
 from learner.config import RecordsConfig, StageConfig
 from learner.data.own_examples import Example
 from learner.rows.packing import concatenate
 from learner.rows.units import pack_units
-from learner.stages import open_stage
+from learner.stages import check_stages, open_stage
 from learner.stages.base import Progress, StageError
 from learner.stages.sft import tokenize
-from learner.stages.supervised.options import PreferenceOptions
+from learner.stages.supervised.options import BestOptions, PreferenceOptions
+from learner.stages.supervised.preferences import PreferenceStage
 from learner.stages.supervised.schedule import Order, learning_rate
 
 from .preferences import opened, pairs, parts_of
@@ -44,7 +46,7 @@ def test_a_first_step_has_the_loss_of_its_pairs_one_by_one(tmp_path: Path) -> No
         dpo(values, values, row.loss_mask_T, row.cu_seqlens, beta=0.5)[0]
         for row, values in zip(rows, reference, strict=True)
     ]
-    chosen = Order(7, batch_size=3, epochs=1, max_steps=0, seed=1).batch(0)
+    chosen = Order([1] * 7, batch_size=3, epochs=1, max_steps=0, seed=1).batch(0)
     assert stage.run()
     assert seen[0].loss == pytest.approx(torch.cat([losses[index] for index in chosen]).mean().item(), abs=1e-6)
     assert seen[0].loss == pytest.approx(np.log(2), abs=1e-6)  # the model is its own reference before the first step
@@ -91,24 +93,72 @@ def test_pairs_stay_whole_and_are_packed_once() -> None:
         assert row.batch.num_sequences == 2 * len(row.units)
 
 
-def test_the_best_model_is_left_if_that_is_asked_for(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+@pytest.mark.parametrize("metric", ["held_out/loss", "held_out/reward_margin"])
+def test_the_best_model_is_left_if_that_is_asked_for(metric: str, tmp_path: Path) -> None:
+    seen: list[tuple[Progress, dict[str, torch.Tensor]]] = []
     options = PreferenceOptions(
         data=RecordsConfig(),
+        held_out_records=1,
         batch_size=7,
         epochs=5,
         learning_rate=0.3,
         warmup_steps=0,
         evaluate_every_steps=1,
         keep="best",
+        best=None if metric == "held_out/loss" else BestOptions(metric=metric, mode="max"),
     )
-    stage, backend = opened(tmp_path, options, report=seen.append)
+
+    def report(progress: Progress) -> None:
+        seen.append((progress, {name: tensor.clone() for name, tensor in backend.named_tensors()}))
+
+    PreferenceStage.check(options, "stages[0].options")
+    stage, backend = opened(tmp_path, options, report=report)
     assert stage.run()
-    losses = [progress.metrics["held_out/loss"] for progress in seen]
-    assert min(losses) < losses[-1], "the learning rate is so high that later steps are worse"
-    last = {name: tensor.clone() for name, tensor in backend.named_tensors()}
+    sign = 1 if options.best is None else -1
+    best = min(seen, key=lambda each: sign * each[0].metrics[metric])
+    assert best is not seen[-1], "the learning rate is so high that later steps are worse"
     stage.save()
-    assert any(not torch.equal(tensor, last[name]) for name, tensor in backend.named_tensors())
+    assert all(torch.equal(tensor, best[1][name]) for name, tensor in backend.named_tensors())
+
+
+HELD_OUT = {"data": {"kind": "arithmetic"}, "held_out_records": 4}
+
+
+@pytest.mark.parametrize(
+    ("stage", "told"),
+    [
+        ({"kind": "dpo", "options": {**HELD_OUT, "loss": {"kind": "dpp"}}}, r"options\.loss\.kind: there is no 'dpp'"),
+        ({"kind": "dpo", "options": {**HELD_OUT, "loss": {"options": {"bta": 1}}}}, r"options\.loss.*bta.*Known: beta"),
+        (
+            {"kind": "sft", "options": {**HELD_OUT, "keep": "best", "best": {"metric": "held_out/los"}}},
+            r"options\.best\.metric: there is no 'held_out/los'; did you mean 'held_out/loss'\?",
+        ),
+        ({"kind": "kto", "options": {**HELD_OUT, "best": {}}}, r"options\.best .* only `keep: best` leaves"),
+        ({"kind": "kto", "options": {"data": {}, "keep": "best"}}, r"options\.keep is best, which held-out records"),
+    ],
+)
+def test_options_are_checked_before_any_stage_runs(stage: dict[str, Any], told: str) -> None:
+    first = StageConfig(kind="sft", options=HELD_OUT)
+    check_stages([first])
+    with pytest.raises(ConfigError, match=rf"stages\[1\]\.{told}"):
+        check_stages([first, msgspec.convert(stage, StageConfig)])
+
+
+def test_a_stage_whose_files_have_changed_does_not_go_on(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [json.dumps({"prompt": f"{number}+1=", "completion": f"{number + 1}"}) for number in range(8)]
+    config = StageConfig(kind="sft", options={"data": {"path": str(file)}, "batch_size": 2, "keep_last": 2})
+    file.write_text("\n".join(rows))
+    seen: list[Progress] = []
+    parts = parts_of(tmp_path, every_s=0.0, report=seen.append, should_stop=lambda: len(seen) == 3)
+    assert not open_stage(config, parts, "stages[0]").run()
+    assert len(list(parts.checkpoints.beside.glob("*/step_*"))) == 2
+    file.write_text("\n".join(reversed(rows)))
+    with pytest.raises(ConfigError, match=r"stage sft have changed since it began, 3 steps ago.*remove .*checkpoints"):
+        open_stage(config, parts_of(tmp_path), "stages[0]")
+    file.write_text("\n".join(rows))
+    assert open_stage(config, parts_of(tmp_path, report=seen.append), "stages[0]").run()
+    assert [progress.step for progress in seen] == [1, 2, 3, 4]
 
 
 def test_a_reference_that_is_gone_is_told(tmp_path: Path) -> None:
@@ -146,7 +196,7 @@ def test_sft_trains_the_conversations_of_a_file(tmp_path: Path, caplog: pytest.L
     seen: list[Progress] = []
     parts = parts_of(tmp_path, report=seen.append)
     stage = open_stage(StageConfig(kind="sft", options=options), parts, "stages[0]")
-    chosen = Order(7, batch_size=3, epochs=4, max_steps=0, seed=1).batch(0)
+    chosen = Order([1] * 7, batch_size=3, epochs=4, max_steps=0, seed=1).batch(0)
     examples = [Example(query=f"{number}+1=", response=f"{number + 1}") for number in chosen]
     batch = concatenate([tokenize(example, parts.tokenizer, parts.renderer) for example in examples])
     (logprobs_T,) = parts.backend.logprobs([batch], 1.0)
@@ -174,13 +224,24 @@ def test_kto_learns_judgements_however_they_are_packed(micro_batch_tokens: int, 
 
 
 def test_each_epoch_holds_every_record_once_in_an_order_of_its_own() -> None:
-    order = Order(10, batch_size=4, epochs=2, max_steps=0, seed=1)
+    order = Order([1] * 10, batch_size=4, epochs=2, max_steps=0, seed=1)
     trained = [index for step in range(order.steps) for index in order.batch(step)]
     assert (order.steps, len(trained)) == (5, 20)
     assert sorted(trained[:10]) == sorted(trained[10:]) == list(range(10))
     assert trained[:10] != trained[10:]
-    assert Order(10, batch_size=4, epochs=2, max_steps=3, seed=1).steps == 3
-    assert Order(10, batch_size=4, epochs=0.01, max_steps=0, seed=1).batch(0) == trained[:1]
+    assert Order([1] * 10, batch_size=4, epochs=2, max_steps=3, seed=1).steps == 3
+    assert Order([1] * 10, batch_size=4, epochs=0.01, max_steps=0, seed=1).batch(0) == trained[:1]
+
+
+def test_a_step_of_tokens_has_as_many_records_as_fit() -> None:
+    lengths = [3, 9, 4, 2, 5, 1, 30, 6, 7, 8]
+    order = Order(lengths, batch_size=1, epochs=2, max_steps=0, seed=1, batch_tokens=16)
+    steps = [order.batch(step) for step in range(order.steps)]
+    assert sorted(index for step in steps for index in step) == sorted([*range(10)] * 2)
+    tokens = [sum(lengths[index] for index in step) for step in steps]
+    assert [count for count in tokens if count > 16] == [30, 30]
+    for count, step in zip(tokens, steps[1:], strict=False):
+        assert count + lengths[step[0]] > 16, "a record that fits is in the step"
 
 
 @pytest.mark.parametrize(("shape", "last"), [("constant", 1.0), ("linear", 0.125), ("cosine", 0.0380602)])

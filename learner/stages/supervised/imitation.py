@@ -18,7 +18,7 @@ from learner.stages.base import StageParts
 
 from .options import ImitationOptions
 from .reading import read_units
-from .stage import TaskStage
+from .stage import TaskStage, names_of
 
 WHERE = "stages.sft.options"
 
@@ -50,6 +50,12 @@ class ImitationStage(TaskStage):
     """Supervised fine-tuning on records; the phases of `learner.stages.sft` are its form with generators and gates."""
 
     Options = ImitationOptions
+
+    @classmethod
+    def measured(cls, options: ImitationOptions, where: str) -> set[str]:
+        """Return the names of the metrics of a step."""
+        nothing = torch.zeros(0)
+        return names_of(masked_mean("cross_entropy", nothing, nothing))
 
     def __init__(self, parts: StageParts, options: ImitationOptions) -> None:
         """Raises ConfigError for conversations that cannot be read or tokenized."""

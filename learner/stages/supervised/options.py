@@ -9,6 +9,18 @@ from learner.config import RecordsConfig
 
 from .schedule import Shape
 
+HELD_OUT = "held_out/"
+"""How the names of metrics of held-out records begin."""
+
+
+class BestOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The measurement of the held-out records after which the model is the best one."""
+
+    metric: str = f"{HELD_OUT}loss"
+    """One of the metrics of held-out records that the stage reports."""
+    mode: Literal["max", "min"] = "min"
+    """Whether its largest or its smallest value is best."""
+
 
 class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options that all stages over records share."""
@@ -29,6 +41,9 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The number of steps at which the stage ends before its epochs do; 0: it does not."""
     batch_size: Annotated[int, Meta(ge=1)] = 64
     """Records in one step."""
+    batch_tokens: Annotated[int, Meta(ge=0)] = 0
+    """The most tokens of a step, prompts included, in place of `batch_size`: a step has as many records as fit, at
+    least one. 0: it has `batch_size` records."""
     learning_rate: Annotated[float, Meta(gt=0)] = 1e-6
     """The highest learning rate."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 10
@@ -38,7 +53,12 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     evaluate_every_steps: Annotated[int, Meta(ge=0)] = 0
     """Steps between two measurements of the held-out records; 0: only after the last step."""
     keep: Literal["last", "best"] = "last"
-    """The model that the stage leaves: of the last step, or of the measurement with the lowest held-out loss."""
+    """The model that the stage leaves: of the last step, or of the best measurement."""
+    best: BestOptions | None = None
+    """Which measurement is the best, with `keep: best`; null: that of the lowest held-out loss."""
+    keep_last: Annotated[int, Meta(ge=1)] = 1
+    """The newest checkpoints that a running stage has on disk, besides the best one. One that is damaged is passed over
+    for the one before it."""
 
 
 class ImitationOptions(TrainingOptions, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from learner.stages.base import StageParts
 from .options import PreferenceOptions
 from .reading import read_units
 from .reference import Values, reference_logprobs
-from .stage import TaskStage
+from .stage import TaskStage, names_of
 
 WHERE = "stages.dpo.options"
 
@@ -79,6 +79,14 @@ class PreferenceStage(TaskStage):
     """Direct preference optimization and its kin."""
 
     Options = PreferenceOptions
+
+    @classmethod
+    def measured(cls, options: PreferenceOptions, where: str) -> set[str]:
+        """Return the names of the metrics of a step. Raises ConfigError for a loss or an option that does not exist."""
+        loss = open_part(options.loss, PREFERENCES, f"{where}.loss")
+        nothing, no_pairs = torch.zeros(0), torch.zeros(1, dtype=torch.int32)
+        _, metrics = loss(nothing, None if options.loss.kind in REFERENCE_FREE else nothing, nothing, no_pairs)
+        return names_of(metrics)
 
     def __init__(self, parts: StageParts, options: PreferenceOptions) -> None:
         """Raises ConfigError for pairs that cannot be read or tokenized."""

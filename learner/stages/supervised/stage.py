@@ -6,21 +6,24 @@ now and then:   the same loss and metrics on held-out units, and a checkpoint, o
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
+from algorithms.metrics import Metrics, read, summarize
+from broker.errors import ConfigError
+from broker.user_code.kinds import unknown_kind
 from learner.backends.base import TokenLoss
+from learner.data.sources import digest_of
 from learner.objective.objective import Objective
 from learner.rows.packing import concatenate
 from learner.rows.units import Row, Unit, pack_units
 from learner.stages.base import Progress, StageMetrics, StageParts
 
-from .options import TrainingOptions
+from .options import HELD_OUT, BestOptions, TrainingOptions
 from .schedule import Order, learning_rate
 
-BEST_BY = "held_out/loss"
 EMPTY = Row(batch=concatenate([]), units=())
 
 
@@ -50,6 +53,8 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     metrics: dict[str, float] = {}
     """The metrics of the last step, and of the held-out records as they were measured last."""
+    data: str = ""
+    """The digest of the files of records with which the stage began; empty: an older version did not note it."""
 
 
 class TaskStage:
@@ -62,15 +67,36 @@ class TaskStage:
         self._task = task
         self._part = part
         self._order = Order(
-            len(task.units),
+            [sum(len(sequence.token_ids) for sequence in unit) for unit in task.units],
             batch_size=options.batch_size,
+            batch_tokens=options.batch_tokens,
             epochs=options.epochs,
             max_steps=options.max_steps,
             seed=parts.seed,
         )
-        if options.keep == "best":
-            parts.checkpoints.prefer(BEST_BY, "min")
-        self._progress = msgspec.convert(parts.checkpoints.load(), TaskProgress)
+        best = options.best or BestOptions()
+        parts.checkpoints.prefer((best.metric, best.mode) if options.keep == "best" else None, options.keep_last)
+        self._progress = self._begun()
+
+    @classmethod
+    def measured(cls, options: Any, where: str) -> set[str]:
+        """Return the names of the metrics that the task reports of trained and held-out records. A kind adds its own.
+        Raises ConfigError for options of a loss that it does not have; `where` is their key in the recipe."""
+        return {"loss"}
+
+    @classmethod
+    def check(cls, options: Any, where: str) -> None:
+        """Raise ConfigError for options that are wrong together, before any stage runs."""
+        known = {f"{HELD_OUT}{name}" for name in cls.measured(options, where)}
+        if options.best is not None and options.best.metric not in known:
+            raise unknown_kind(options.best.metric, sorted(known), f"{where}.best.metric")
+        if options.best is not None and options.keep != "best":
+            raise ConfigError(f"{where}.best says which model is the best one, which only `keep: best` leaves.")
+        if options.keep == "best" and not (options.held_out or options.held_out_records):
+            raise ConfigError(
+                f"{where}.keep is best, which held-out records decide, and there are none. Give held_out, or"
+                " held_out_records."
+            )
 
     @property
     def metrics(self) -> StageMetrics:
@@ -98,6 +124,19 @@ class TaskStage:
             self._parts.checkpoints.load_best()
         return self._parts.checkpoints.leave(self._progress.steps, self._place)
 
+    def _begun(self) -> TaskProgress:
+        """Return the progress to go on from. Raises ConfigError if the files of records have changed since."""
+        parts, sources = self._parts, (self._options.data, self._options.held_out)
+        digest = parts.ranks.share_bytes(digest_of(*sources) if parts.ranks.is_first else b"").hex()
+        progress = msgspec.convert(parts.checkpoints.load(), TaskProgress)
+        if progress.steps and progress.data not in ("", digest):
+            raise ConfigError(
+                f"The files of records of stage {self._part} have changed since it began, {progress.steps} steps ago:"
+                " the records that are left to train would be others. Bring the files back, or let the stage begin"
+                f" anew: remove {parts.checkpoints.beside}."
+            )
+        return msgspec.structs.replace(progress, data=digest)
+
     @property
     def _place(self) -> dict[str, object]:
         place: dict[str, object] = msgspec.to_builtins(self._progress)
@@ -117,7 +156,8 @@ class TaskStage:
         done = step + 1
         is_measured = self._is_due(done)
         held_out = self._measure() if is_measured else _held_out_of(self._progress.metrics)
-        self._progress = TaskProgress(steps=done, loss=loss, metrics={**metrics, **held_out, "learning_rate": rate})
+        metrics = {**metrics, **held_out, "learning_rate": rate}
+        self._progress = msgspec.structs.replace(self._progress, steps=done, loss=loss, metrics=metrics)
         self._parts.report(
             Progress(part=self._part, step=done, max_steps=self._order.steps, loss=loss, metrics=self._progress.metrics)
         )
@@ -145,7 +185,7 @@ class TaskStage:
         shares = [token_loss(index, logprobs_T) for index, logprobs_T in enumerate(logprobs)]
         (total,) = self._parts.ranks.sum([sum(float(share) for share, _ in shares)])
         measured = {"loss": total, **self._combined([report for _, report in shares], token_loss, len(rows))}
-        return {f"held_out/{name}": value for name, value in measured.items()}
+        return {f"{HELD_OUT}{name}": value for name, value in measured.items()}
 
     def _packed(self, units: Sequence[Unit]) -> list[Row]:
         parts = self._parts
@@ -164,4 +204,9 @@ class TaskStage:
 
 
 def _held_out_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if name.startswith("held_out/")}
+    return {name: value for name, value in metrics.items() if name.startswith(HELD_OUT)}
+
+
+def names_of(metrics: Metrics) -> set[str]:
+    """Return the names under which a loss's metrics are reported, and that of the loss."""
+    return {"loss", *summarize(read(metrics))}

@@ -21,7 +21,7 @@ from learner.stages.base import StageParts
 from .options import UnpairedOptions
 from .reading import Units, read_units
 from .reference import Values, reference_logprobs
-from .stage import TaskStage
+from .stage import TaskStage, names_of
 
 WHERE = "stages.kto.options"
 
@@ -103,6 +103,13 @@ class UnpairedStage(TaskStage):
     """Kahneman-Tversky optimization."""
 
     Options = UnpairedOptions
+
+    @classmethod
+    def measured(cls, options: UnpairedOptions, where: str) -> set[str]:
+        """Return the names of the metrics of a step."""
+        nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+        _, metrics = kto(nothing, nothing, nothing, torch.zeros(1, dtype=torch.int32), none, 0.0)
+        return names_of(metrics)
 
     def __init__(self, parts: StageParts, options: UnpairedOptions) -> None:
         """Raises ConfigError for responses that cannot be read or tokenized."""
