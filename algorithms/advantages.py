@@ -84,6 +84,22 @@ def group_mean_global_std(
     return centered_S * (variance + epsilon).rsqrt(), metrics
 
 
+def best_against_worst(rewards_S: torch.Tensor, group_S: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    """A_i = 1 for the sample of i's group with the largest reward, -1 for the one with the smallest, 0 for the others.
+
+    The first of several that are equal counts; where all rewards of a group are equal, every sample has 0. Losses of
+    pairs (`supervised.preferences`) take the two as chosen and rejected, and no other sample. Other objectives learn
+    from the two alone.
+
+    Source: the pair of online DPO, Guo et al. 2024 (arXiv:2402.04792), for more than two samples: the best and the
+    worst, as in West-of-N, Pace et al. 2024 (arXiv:2401.12086), and asynchronously Noukhovitch et al. 2024
+    (arXiv:2410.18252).
+    """
+    best_S = _is_first_of_extreme(rewards_S, group_S)
+    worst_S = _is_first_of_extreme(-rewards_S, group_S)
+    return best_S.to(rewards_S.dtype) - worst_S.to(rewards_S.dtype), _signal(rewards_S, group_S)
+
+
 def informative_groups(rewards_S: torch.Tensor, group_S: torch.Tensor, *, tolerance: float = 0.0) -> torch.Tensor:
     """is_informative_g = max(r) - min(r) > tolerance, over the samples of group g; [num_groups] bool.
 
@@ -105,6 +121,16 @@ def _group_sum(values_S: torch.Tensor, group_S: torch.Tensor) -> torch.Tensor:
     return values_S.new_zeros(num_groups).index_add(0, group_S, values_S)[group_S]
 
 
+def _is_first_of_extreme(values_S: torch.Tensor, group_S: torch.Tensor) -> torch.Tensor:
+    """[S] True for the first sample of each group with the group's largest value."""
+    num_samples, num_groups = values_S.numel(), int(group_S.max()) + 1 if group_S.numel() else 0
+    place_S = torch.arange(num_samples, device=values_S.device)
+    largest_G = values_S.new_zeros(num_groups).scatter_reduce(0, group_S, values_S, "amax", include_self=False)
+    candidate_S = torch.where(values_S == largest_G[group_S], place_S, num_samples)
+    first_G = place_S.new_full((num_groups,), num_samples).scatter_reduce(0, group_S, candidate_S, "amin")
+    return place_S == first_G[group_S]
+
+
 def _sizes(group_S: torch.Tensor) -> torch.Tensor:
     return _group_sum(torch.ones_like(group_S), group_S)
 
@@ -121,4 +147,5 @@ ADVANTAGES: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
     "leave_one_out": leave_one_out,
     "global_mean_std": global_mean_std,
     "group_mean_global_std": group_mean_global_std,
+    "best_against_worst": best_against_worst,
 }

@@ -1,7 +1,8 @@
 """Aggregations turn token losses into the batch's loss by shares_T: loss = sum_t(shares_t * losses_t).
 
 The denominators count the whole batch, over all micro-batches and ranks. The sum over one micro-batch is its part of
-the loss, and all parts add up to the loss, however the batch was cut. All functions return [T] and have one signature:
+the loss, and all parts add up to the loss, however the batch was cut. All functions of `AGGREGATIONS` return [T] and
+have one signature; losses of pairs, which have no loss of a token, take `pair_mean`:
 
     f(loss_mask_T, cu_seqlens, *, tokens, sequences, **options) -> shares_T
 
@@ -67,6 +68,16 @@ def fixed_denominator(
     max_completion_length. No default: the constant is the recipe's.
     """
     return loss_mask_T / (max(sequences, 1.0) * length)
+
+
+def pair_mean(losses_P: torch.Tensor, weights_P: torch.Tensor, *, pairs: float) -> torch.Tensor:
+    """loss = sum_p(w_p * loss_p) / pairs.
+
+    `pairs`: those of the whole batch. For losses of pairs alone, which have one loss for both responses.
+
+    Source: DPO, Rafailov et al. 2023 (arXiv:2305.18290), equation 7.
+    """
+    return (losses_P * weights_P).sum() / max(pairs, 1.0)
 
 
 def trained_sequences(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

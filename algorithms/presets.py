@@ -36,6 +36,10 @@ def _of(
     }
 
 
+def _of_pairs(loss: str) -> dict[str, Any]:
+    return _of("best_against_worst", loss, anchor="reference", aggregation="pair_mean")
+
+
 _NO_KL = "Without the KL term, which needs a second model: set kl.coefficient for it"
 
 PRESETS: dict[str, Preset] = {
@@ -135,5 +139,18 @@ PRESETS: dict[str, Preset] = {
         'M2PO, Zheng et al. 2025, "Prosperity before collapse" (arXiv:2510.01161)',
         _of("group_mean_std", "unclipped", corrections=("m2po",)),
         "Takes a forward pass before each update, which the mask of the whole batch needs.",
+    ),
+    "online_dpo": Preset(
+        "Online DPO, Guo et al. 2024 (OAIF, arXiv:2402.04792); asynchronously Noukhovitch et al. 2024 "
+        "(arXiv:2410.18252)",
+        _of_pairs("dpo"),
+        "The pair is the best and the worst response of a group by reward; the others, and groups whose rewards are "
+        "all equal, are not trained. Lag is not corrected, as in the second paper; the correction pair_truncated_is "
+        "weighs each pair. The reference is the first policy, or with kl.ema_decay a moving average of the policy.",
+    ),
+    "online_ipo": Preset(
+        "Online IPO, Calandriello et al. 2024 (arXiv:2403.08635)",
+        _of_pairs("ipo"),
+        "online_dpo with the loss of IPO: its margin has a target. A response counts by the mean over its tokens.",
     ),
 }

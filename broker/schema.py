@@ -417,7 +417,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float
     """The time since this learner started its loop."""
     reward_mean: float
-    """The mean reward of the trained trajectories."""
+    """The mean reward of all trajectories of the step's groups."""
     reward_std: float
     """The standard deviation of the same rewards."""
     response_tokens_mean: float
@@ -437,6 +437,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that the step trained."""
     trajectories: int
     """Samples that the step trained."""
+    untrained_trajectories: int = 0
+    """Further samples of the step's groups, which a loss of pairs leaves out."""
     mixed_version_trajectories: int
     """Trained samples that weights of several versions sampled."""
     trained_tokens: int

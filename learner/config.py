@@ -66,8 +66,8 @@ class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     kind: Annotated[
         str,
         Meta(
-            description="group_mean_std, group_mean, leave_one_out, global_mean_std, group_mean_global_std, gae (with "
-            "a critic), or your own as package.module:function"
+            description="group_mean_std, group_mean, leave_one_out, global_mean_std, group_mean_global_std, "
+            "best_against_worst (pairs), gae (with a critic), or your own as package.module:function"
         ),
     ] = "group_mean_std"
     options: Annotated[dict[str, Any], Meta(description="keyword arguments of the advantage function")] = {}
@@ -78,11 +78,17 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     kind: Annotated[
         str,
-        Meta(description="ppo_clip, gspo, cispo, ... (`headway algorithms`), or your own as package.module:function"),
+        Meta(
+            description="ppo_clip, gspo, cispo, ..., or a loss of pairs: dpo, ipo, ... (`headway algorithms`); or your "
+            "own as package.module:function"
+        ),
     ] = "ppo_clip"
     anchor: Annotated[
-        Literal["behavior", "proximal"],
-        Meta(description="policy in the ratio's denominator: the one that sampled, or the learner's before the step"),
+        Literal["behavior", "proximal", "reference"],
+        Meta(
+            description="policy in the ratio's denominator: the one that sampled, the learner's before the step, or, "
+            "for losses of pairs, the reference"
+        ),
     ] = "behavior"
     options: Annotated[dict[str, Any], Meta(description="keyword arguments of the objective, such as clip_high")] = {}
 
@@ -101,7 +107,7 @@ class AggregationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The way in which the losses of tokens become the loss of a batch."""
 
     kind: Annotated[
-        Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_denominator"],
+        Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_denominator", "pair_mean"],
         Meta(description="unit over which token losses are averaged (`headway algorithms`)"),
     ] = "token_mean"
     options: Annotated[dict[str, Any], Meta(description="keyword arguments of the aggregation")] = {}
@@ -125,7 +131,8 @@ class KlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(
             ge=0,
             le=1,
-            description="share of itself that the reference keeps in a step; the rest is the policy's. 1: no change",
+            description="share of itself that the reference, also that of a loss of pairs, keeps in a step; the rest "
+            "is the policy's. 1: no change",
         ),
     ] = 1.0
 

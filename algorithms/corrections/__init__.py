@@ -29,6 +29,7 @@ from .importance import (
     decoupled,
     geometric_truncated_is,
     icepop,
+    pair_truncated_is,
     self_normalized_is,
     sequence_truncated_is,
     truncated_is,
@@ -51,6 +52,8 @@ CORRECTIONS: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
     "m2po": m2po,
     "age_weight": age_weight,
 }
+PAIR_CORRECTIONS: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {"pair_truncated_is": pair_truncated_is}
+"""The corrections of losses of pairs. Each is policy / behavior of the whole pair, at all tokens of both responses."""
 
 WEIGHTS = frozenset(
     {

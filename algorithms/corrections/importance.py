@@ -3,8 +3,8 @@
 import torch
 
 from algorithms.metrics import Metrics, masked_mean
-from algorithms.ratios import geometric_sequence_ratio, sequence_ratio, token_ratio
-from algorithms.segments import spread
+from algorithms.ratios import MAX_LOG_RATIO, geometric_sequence_ratio, log_difference, sequence_ratio, token_ratio
+from algorithms.segments import segment_sum, spread
 from algorithms.tokens import Tokens
 
 
@@ -58,6 +58,27 @@ def geometric_truncated_is(
         policy_logprobs_T, tokens.behavior_logprobs_T, tokens.loss_mask_T, tokens.cu_seqlens
     )
     return _truncated(spread(ratio_S, tokens.cu_seqlens), tokens, cap)
+
+
+def pair_truncated_is(
+    policy_logprobs_T: torch.Tensor,
+    tokens: Tokens,
+    *,
+    cap: float = 2.0,
+) -> tuple[torch.Tensor, Metrics]:
+    """w_p = min(product of pi(y_t) / mu(y_t) over both responses of the pair, cap), at each of their tokens.
+
+    For losses of pairs alone: sequences 2p and 2p + 1 of the row are a pair. Anchored to the behavior policy. A loss of
+    pairs is an expectation over pairs of the current policy, and this corrects for pairs of older weights; the cap
+    biases it, and the variance grows with the length of both responses.
+
+    Source: importance sampling of the pair as one action, truncated as in Ionides 2008. Asynchronous online DPO,
+    Noukhovitch et al. 2024 (arXiv:2410.18252), uses no weight. Cap 2 is that of the others.
+    """
+    difference_T = log_difference(policy_logprobs_T, tokens.behavior_logprobs_T, tokens.loss_mask_T)
+    sums_S = segment_sum(difference_T, tokens.cu_seqlens)
+    ratio_P = (sums_S[0::2] + sums_S[1::2]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return _truncated(spread(ratio_P.repeat_interleave(2), tokens.cu_seqlens), tokens, cap)
 
 
 def self_normalized_is(

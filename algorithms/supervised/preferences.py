@@ -4,6 +4,11 @@ All have one signature, so that a caller can choose among `PREFERENCES` by name;
 
     f(current_logprobs_T, reference_logprobs_T, loss_mask_T, cu_seqlens, **options) -> (losses_P, metrics)
 
+The stage `dpo` trains them on pairs of files, the stage `rl` (`algorithm.preset: online_dpo`) on the best and the worst
+response of each group that workers sample. The losses do not look at the policy that sampled a pair, so they do not
+correct for its age: pairs of older weights are trained like new ones. A recipe may weigh each pair by
+`corrections.importance.pair_truncated_is`, the truncated ratio of the current policy to the one that sampled it.
+
 The losses in `REFERENCE_FREE` never look at `reference_logprobs_T`, which may be None there. The batch's loss is
 sum(losses_P) / pairs, over the pairs of the whole batch.
 

@@ -14,7 +14,7 @@ from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 
 from .of_verl import Setting
-from .ours import Side, centered_scores, differentiated, judged, logprobs, preferred, response_scores
+from .ours import Side, centered_scores, differentiated, judged, logprobs, online, preferred, response_scores
 from .sample import Outcome, Sample
 
 MATCHED, MISMATCHED = 0, 1
@@ -43,6 +43,8 @@ def settings() -> Iterator[Setting]:
     for beta in (0.1, 0.7):
         options: dict[str, Any] = {"beta": beta}
         yield f"dpo {beta}", preferred("dpo", **options), dpo("sigmoid", **options)
+        yield f"online dpo {beta}", online("dpo", **options), dpo("sigmoid", **options)
+        yield f"online ipo {beta}", online("ipo", **options), dpo("ipo", **options)
         yield f"dpo ipo {beta}", preferred("ipo", **options), dpo("ipo", **options)
         yield f"dpo hinge {beta}", preferred("hinge", **options), dpo("hinge", **options)
         smoothed = {**options, "label_smoothing": 0.2}

@@ -10,6 +10,7 @@ from algorithms.advantages import ADVANTAGES
 from algorithms.corrections import CORRECTIONS
 from algorithms.kl import ESTIMATORS
 from algorithms.metrics import Metrics, summarize
+from algorithms.presets import PRESETS
 from algorithms.returns import gae, returns_to_go, whiten, whitening_sums
 from algorithms.segments import segment_sum
 from algorithms.supervised.preferences import PREFERENCES
@@ -51,6 +52,18 @@ def composed(
             current_logprobs=[sample.current_T],
         )
         return differentiated(sample, lambda current_T: token_loss(0, current_T)[0])
+
+    return side
+
+
+def online(kind: str, **options: Any) -> Side:
+    """The loss of algorithm.preset=online_dpo with this loss of pairs, and its gradient by token."""
+    raw = {**PRESETS["online_dpo"].algorithm, "objective": {"kind": kind, "anchor": "reference", "options": options}}
+
+    def side(sample: Sample) -> Outcome:
+        learner = Objective(msgspec.convert(raw, AlgorithmConfig))
+        token_loss = learner.token_loss([sample.batch()], reference_logprobs=[sample.reference_T])
+        return differentiated(sample, lambda current_T: token_loss(0, logprobs(current_T))[0])
 
     return side
 

@@ -19,7 +19,8 @@ def overview() -> RenderableType:
 
 FOOTER = """
 `headway algorithms NAME` shows one in full. In a recipe: algorithm.preset=NAME, or any part of it:
-algorithm.objective.kind=cispo, algorithm.objective.options.clip_high=0.3. Your own: package.module:function."""
+algorithm.objective.kind=cispo, algorithm.objective.options.clip_high=0.3. Your own: package.module:function.
+Preferences: `loss` of a stage dpo, or algorithm.objective.kind beneath algorithm.preset=online_dpo."""
 
 
 def page(one: Function | Composition) -> RenderableType:
@@ -38,7 +39,8 @@ def page(one: Function | Composition) -> RenderableType:
 def _named_by(algorithm: Mapping[str, Any]) -> set[tuple[str, str]]:
     corrections = {("correction", correction["kind"]) for correction in algorithm["corrections"]}
     others = {(part, algorithm[part]["kind"]) for part in ("advantage", "objective", "aggregation")}
-    return corrections | others | {("proximal", algorithm.get("proximal", ""))}
+    of_pairs = ("preference", algorithm["objective"]["kind"])
+    return corrections | others | {of_pairs, ("proximal", algorithm.get("proximal", ""))}
 
 
 def _presets_table() -> Table:

@@ -27,7 +27,7 @@ from .sinks import check_sinks
 from .stage_graph import impossible_names, impossible_references, impossible_starts
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
-GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out")
+GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out", "best_against_worst")
 
 
 def check_values(recipe: Recipe, source: str) -> None:

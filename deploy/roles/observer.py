@@ -170,9 +170,8 @@ class RunObserver:
 def step_event(step: TrainedStep, total_steps: int, time_s: float) -> StepEvent:
     """Return the event of one step of a run or of a replay, with what it trained; `time_s` in seconds since its loop
     began."""
-    trajectories = [trajectory for group in step.groups for trajectory in group.trajectories]
-    metrics = _metrics(step, trajectories, total_steps, time_s)
-    return StepEvent(metrics=metrics, tids=tuple(str(trajectory.tid) for trajectory in trajectories))
+    metrics = _metrics(step, step.judged.trajectories, total_steps, time_s)
+    return StepEvent(metrics=metrics, tids=tuple(str(trajectory.tid) for trajectory in step.judged.trajectories))
 
 
 def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps: int, time_s: float) -> StepMetrics:
@@ -180,6 +179,7 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
     lags = [lag_of_sequence(sequence) for sequence in sequences]
     packed_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     responses = [len(t.response_tokens) for t in trajectories]
+    figures = {**step.update.algorithm, **step.judged.figures}
     seconds = seconds_by_phase(step.laps)
     train_s = seconds["pack"] + seconds["train"]
     return StepMetrics(
@@ -189,14 +189,15 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         time_s=time_s,
         reward_mean=step.judged.rewards.mean,
         reward_std=step.judged.rewards.std,
-        response_tokens_mean=sum(responses) / len(responses),
-        lag_mean=sum(lags) / len(lags),
-        lag_max=max(lags),
+        response_tokens_mean=fmean(responses or (0,)),
+        lag_mean=fmean(lags or (0,)),
+        lag_max=max(lags, default=0),
         lag_histogram=dict(sorted(Counter(lags).items())),
         token_lag_histogram=tokens_by_lag(sequences),
         by_lag=figures_by_lag(sequences, [t.reward for t in trajectories], step.update.by_lag),
         groups=len(step.groups),
         trajectories=len(trajectories),
+        untrained_trajectories=sum(len(group.trajectories) for group in step.groups) - len(trajectories),
         mixed_version_trajectories=sum(len({s.version for s in t.spans}) > 1 for t in trajectories),
         trained_tokens=sum(int(s.loss_mask.sum()) for s in sequences),
         packed_tokens=packed_tokens,
@@ -205,7 +206,7 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         loss=_finite(step.update.loss),
         grad_norm=_finite(step.update.grad_norm),
         learning_rate=step.update.learning_rate,
-        algorithm={name: value for name, value in step.update.algorithm.items() if math.isfinite(value)},
+        algorithm={name: value for name, value in figures.items() if math.isfinite(value)},
         take_s=seconds["take"],
         train_s=train_s,
         publish_s=seconds["publish"],

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from algorithms.advantages import ADVANTAGES
-from algorithms.aggregation import AGGREGATIONS
-from algorithms.corrections import CORRECTIONS, WEIGHTS
+from algorithms.aggregation import AGGREGATIONS, pair_mean
+from algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS, WEIGHTS
 from algorithms.kl import ESTIMATORS
 from algorithms.objectives import OBJECTIVES
 from algorithms.presets import PRESETS, Preset
@@ -19,13 +19,14 @@ from broker.errors import HeadwayError
 from broker.user_code.kinds import did_you_mean
 
 from .composition import GAE, options_of
+from .pairs import PAIR_MEAN
 
 PARTS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "advantage": {**ADVANTAGES, GAE: gae},
     "objective": OBJECTIVES,
-    "correction": CORRECTIONS,
+    "correction": {**CORRECTIONS, **PAIR_CORRECTIONS},
     "proximal": PROXIMAL,
-    "aggregation": AGGREGATIONS,
+    "aggregation": {**AGGREGATIONS, PAIR_MEAN: pair_mean},
     "kl": ESTIMATORS,
     "preference": PREFERENCES,
 }
@@ -91,7 +92,7 @@ def _function(name: str, part: str, function: Callable[..., Any]) -> Function:
         notes="\n".join(notes),
         source=" ".join(sources),
         defaults={option: None if value is inspect.Parameter.empty else value for option, value in defaults.items()},
-        is_weight=name in WEIGHTS,
+        is_weight=name in WEIGHTS | PAIR_CORRECTIONS.keys(),
     )
 
 

@@ -9,15 +9,17 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec import structs
 
 from algorithms.advantages import ADVANTAGES
-from algorithms.aggregation import AGGREGATIONS
-from algorithms.corrections import CORRECTIONS, TRUST_REGIONS, WEIGHTS
+from algorithms.aggregation import AGGREGATIONS, pair_mean
+from algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS, TRUST_REGIONS, WEIGHTS
 from algorithms.corrections.of_batch import OF_BATCH
 from algorithms.metrics import Metrics
 from algorithms.objectives import IGNORES_ANCHOR, OBJECTIVES
 from algorithms.proximal import PROXIMAL
 from algorithms.returns import gae
+from algorithms.supervised.preferences import PREFERENCES
 from algorithms.tokens import Tokens
 from broker.errors import ConfigError
 from broker.user_code.kinds import unknown_kind
@@ -25,23 +27,26 @@ from broker.user_code.options import unknown_option
 from broker.user_code.roots import load
 from learner.config import AlgorithmConfig
 
+from .pairs import PAIR_MEAN, check_pairs, compares_with_reference
+
 log = logging.getLogger(__name__)
 
 Surrogate = Callable[..., tuple[torch.Tensor, Metrics]]
-"""The signature of objectives, users' own too; `algorithms.objectives` describes it."""
+"""The signature of objectives, users' own too; `algorithms.objectives` describes it. A loss of pairs has that of
+`algorithms.supervised.preferences`."""
 Correction = Callable[..., tuple[torch.Tensor, Metrics]]
 """The signature of corrections; `algorithms.corrections` describes it."""
 Advantage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Metrics]]
 """(rewards_S, group_S) -> (advantages_S, metrics); see `algorithms.advantages`."""
 Aggregation = Callable[..., torch.Tensor]
-"""The signature of aggregations; `algorithms.aggregation` describes it."""
+"""The signature of aggregations, and of `pair_mean`; `algorithms.aggregation` describes them."""
 
 GAE = "gae"
 """The kind of advantages by a critic, which are no function of rewards alone."""
-GIVEN = {"tokens", "sequences", "mean_weight", "limit", "nll_length"}
+GIVEN = {"tokens", "sequences", "pairs", "mean_weight", "limit", "nll_length"}
 """Keyword arguments that the learner gives; a recipe cannot set them."""
 
-POSITIVE = {"cap", "threshold", "budget", "length", "high", "tau_positive", "tau_negative"}
+POSITIVE = {"cap", "threshold", "budget", "length", "high", "tau_positive", "tau_negative", "beta"}
 """Options that make no sense at 0."""
 
 OverRanks = Callable[[Sequence[float]], Sequence[float]]
@@ -96,7 +101,7 @@ def uses_proximal(config: AlgorithmConfig) -> bool:
 
 def needs_reference(config: AlgorithmConfig) -> bool:
     """True where a reference model's logprobs enter the loss or the rewards."""
-    return config.kl.coefficient > 0
+    return config.kl.coefficient > 0 or compares_with_reference(config)
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
@@ -108,6 +113,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     open_surrogate(config)
     open_corrections(config)
     open_aggregation(config)
+    check_pairs(config)
     _check_corrections(config)
     of_batch = [correction.kind for correction in config.corrections if correction.kind in OF_BATCH]
     if config.proximal != "recompute" and of_batch:
@@ -177,24 +183,27 @@ def gae_options(config: AlgorithmConfig) -> dict[str, float]:
 
 
 def open_surrogate(config: AlgorithmConfig) -> Surrogate:
-    """Returns the objective with its options bound."""
-    surrogate: Surrogate = open_part(config.objective, OBJECTIVES, "algorithm.objective")
+    """Returns the objective, or the loss of pairs, with its options bound."""
+    surrogate: Surrogate = open_part(config.objective, {**OBJECTIVES, **PREFERENCES}, "algorithm.objective")
     return surrogate
 
 
 def open_corrections(config: AlgorithmConfig) -> list[BoundCorrection]:
     """Returns the corrections in order, with their options bound."""
+    known = {**CORRECTIONS, **PAIR_CORRECTIONS}
     return [
-        BoundCorrection(open_part(correction, CORRECTIONS, "algorithm.corrections"), correction.kind)
+        BoundCorrection(open_part(correction, known, "algorithm.corrections"), correction.kind)
         for correction in config.corrections
     ]
 
 
 def open_aggregation(config: AlgorithmConfig, max_new_tokens: int | None = None) -> Aggregation:
     """Returns the aggregation with its options bound; `max_new_tokens` is the default length of a fixed denominator."""
-    aggregation: Aggregation = open_part(config.aggregation, AGGREGATIONS, "algorithm.aggregation")
-    if config.aggregation.kind == "fixed_denominator" and "length" not in config.aggregation.options:
-        return functools.partial(aggregation, length=max_new_tokens or 1)
+    chosen = config.aggregation
+    if chosen.kind == "fixed_denominator":
+        chosen = structs.replace(chosen, options={"length": max_new_tokens or 1, **chosen.options})
+    known = {**AGGREGATIONS, PAIR_MEAN: pair_mean}
+    aggregation: Aggregation = open_part(chosen, known, "algorithm.aggregation")
     return aggregation
 
 
@@ -223,6 +232,9 @@ def open_part(part: Any, known: Mapping[str, Any], where: str, also: tuple[str, 
     options = _renamed(part.kind, part.options, f"{where}.options")
     for name, value in options.items():
         _check_option(part.kind, name, value, possible, f"{where}.options")
+    lacking = [name for name, one in possible.items() if one.default is inspect.Parameter.empty and name not in options]
+    if lacking:
+        raise ConfigError(f"{where}.options: {part.kind} needs {' and '.join(lacking)}, which has no default; set it.")
     return functools.partial(function, **options)
 
 
@@ -254,5 +266,9 @@ def _check_option(kind: str, name: str, value: Any, possible: Mapping[str, inspe
         raise ConfigError(f"{where}.{name} of {kind} is {value}; it is 0 or more.")
     if name in POSITIVE and not value > 0:
         raise ConfigError(f"{where}.{name} of {kind} is {value}; it must be above 0.")
+    if name == "label_smoothing" and value >= 0.5:
+        raise ConfigError(
+            f"{where}.label_smoothing of {kind} is {value}; it must be below 0.5, or labels mean nothing."
+        )
     if name == "dual_clip" and 0 < value <= 1:
         raise ConfigError(f"{where}.dual_clip of {kind} is {value}; it must be above 1, as the ratio is where it acts.")

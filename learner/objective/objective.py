@@ -3,8 +3,12 @@
     share = sum_t shares_t * (objective_t * weights_t + kl.coefficient * kl_t)
 
 objective_t is the surrogate with its ratio against the anchor, weights_t the product of the corrections for lag,
-shares_t the aggregation over the whole batch. The KL penalty is not weighted. `composition` lists the names, and which
-of them fit together.
+shares_t the aggregation over the whole batch. The KL penalty is not weighted. A loss of pairs has one loss and one
+weight for both responses of a pair:
+
+    share = sum_p weights_p * loss_p / pairs
+
+`composition` lists the names, and which of them fit together.
 """
 
 from collections.abc import Sequence
@@ -25,12 +29,12 @@ from .composition import (
     OverRanks,
     check_algorithm,
     needs_proximal,
-    needs_reference,
     open_aggregation,
     open_corrections,
     open_proximal,
     open_surrogate,
 )
+from .pairs import compares_with_reference, is_of_pairs
 
 
 class Denominators(NamedTuple):
@@ -40,6 +44,8 @@ class Denominators(NamedTuple):
     """The tokens with mask 1."""
     sequences: float
     """The sequences with at least one such token."""
+    pairs: float
+    """Half of all sequences: for losses of pairs."""
 
 
 def local(values: Sequence[float]) -> Sequence[float]:
@@ -51,7 +57,8 @@ def denominators(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = loc
     """Returns the counts of the whole update. Collective if `sum_over_ranks` is."""
     tokens = sum(float(batch.loss_mask_T.sum()) for batch in batches)
     sequences = sum(float(aggregation.trained_sequences(batch.loss_mask_T, batch.cu_seqlens)) for batch in batches)
-    return Denominators(*sum_over_ranks([tokens, sequences]))
+    pairs = sum(batch.num_sequences / 2 for batch in batches)
+    return Denominators(*sum_over_ranks([tokens, sequences, pairs]))
 
 
 class Objective:
@@ -65,8 +72,11 @@ class Objective:
         denominator.
         """
         check_algorithm(config)
+        self.is_of_pairs = is_of_pairs(config)
+        """True where sequences 2p and 2p + 1 of every micro-batch are the chosen and the rejected one of a pair."""
         self.needs_proximal = needs_proximal(config) and not is_one_update
-        self.needs_reference = needs_reference(config) and config.kl.place == "loss"
+        has_penalty = config.kl.coefficient > 0 and config.kl.place == "loss"
+        self.needs_reference = has_penalty or compares_with_reference(config)
         self._anchor = config.objective.anchor
         self._surrogate = open_surrogate(config)
         self._corrections = open_corrections(config)
@@ -143,26 +153,45 @@ class Objective:
         proximal_T: torch.Tensor,
         reference_T: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Metrics]:
-        mask_T, cu_seqlens = batch.loss_mask_T, batch.cu_seqlens
+        weights_T, of_weights = self._weights(batch, corrections, current_T, proximal_T)
+        metrics = {**policy_gap(proximal_T, batch.tokens), **of_weights}
+        if self.is_of_pairs:
+            losses_P, of_pairs = self._surrogate(current_T, reference_T, batch.loss_mask_T, batch.cu_seqlens)
+            weights_P = weights_T[batch.cu_seqlens[:-1:2].long()]  # all tokens of a pair have the same
+            return self._aggregate(losses_P, weights_P, pairs=whole.pairs), {**metrics, **of_pairs}
         anchor_T = batch.behavior_logprobs_T if self._anchor == "behavior" else proximal_T
-        losses_T, metrics = self._surrogate(current_T, anchor_T, batch.tokens)
-        metrics = {**policy_gap(proximal_T, batch.tokens), **metrics}
-        weights_T = torch.ones_like(mask_T)
+        losses_T, of_tokens = self._surrogate(current_T, anchor_T, batch.tokens)
+        losses_T, of_penalty = self._penalized(losses_T * weights_T, batch, current_T, reference_T)
+        shares_T = self._aggregate(batch.loss_mask_T, batch.cu_seqlens, tokens=whole.tokens, sequences=whole.sequences)
+        return (losses_T * shares_T).sum(), {**metrics, **of_tokens, **of_penalty}
+
+    def _weights(
+        self,
+        batch: PackedBatch,
+        corrections: Sequence[BoundCorrection],
+        current_T: torch.Tensor,
+        proximal_T: torch.Tensor,
+    ) -> tuple[torch.Tensor, Metrics]:
+        """[T] the product of the corrections' weights, and what is left by them."""
+        weights_T, metrics = torch.ones_like(batch.loss_mask_T), Metrics()
         for correction in corrections:
             policy_T = current_T.detach() if correction.is_trust_region else proximal_T
             factors_T, reported = correction.function(policy_T, batch.tokens)
             weights_T = weights_T * factors_T
             metrics |= reported
-        losses_T = losses_T * weights_T
         metrics |= share("mask_fraction", weights_T == 0, batch.tokens)
         if corrections:
             metrics |= survival(weights_T, batch.tokens)
-        if reference_T is not None:
-            penalty_T = self._penalty(current_T, reference_T, mask_T)
-            losses_T = losses_T + self._kl_coefficient * penalty_T
-            metrics |= masked_mean("kl_reference", penalty_T, mask_T)
-        shares_T = self._aggregate(mask_T, cu_seqlens, tokens=whole.tokens, sequences=whole.sequences)
-        return (losses_T * shares_T).sum(), metrics
+        return weights_T, metrics
+
+    def _penalized(
+        self, losses_T: torch.Tensor, batch: PackedBatch, current_T: torch.Tensor, reference_T: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Metrics]:
+        """[T] the losses with the KL penalty, if there is one."""
+        if reference_T is None:
+            return losses_T, {}
+        penalty_T = self._penalty(current_T, reference_T, batch.loss_mask_T)
+        return losses_T + self._kl_coefficient * penalty_T, masked_mean("kl_reference", penalty_T, batch.loss_mask_T)
 
 
 def whole_report(

@@ -3,10 +3,11 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -14,21 +15,24 @@ import torch
 from algorithms.kl import ESTIMATORS
 from algorithms.metrics import summarize, summarize_by_lag
 from algorithms.rewards import kl_shaped
-from broker.schema import Group
+from broker.schema import Group, Trajectory
 from learner.backends.base import Backend, Stored, Trained
 from learner.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch
 from learner.rows.cost import DEFAULT_COST, CostModel
-from learner.rows.packing import PackableSequence, concatenate, from_trajectory, pack, plan
+from learner.rows.packing import PackableSequence, concatenate, from_trajectory, plan
 from learner.rows.routing import Routing
+from learner.rows.units import Unit, pack_units
 
 from .composition import open_advantage
 from .critic import Critic, outcome_rewards
 from .objective import Objective, whole_report
+from .pairs import pairs_of
 from .shaping import RewardStats, compared, reward_stats, shaped_rewards, trajectories_of
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,13 @@ class JudgedBatch:
     """A batch with its advantages, the same on every rank; for a critic the rewards are in their place."""
 
     sequences: tuple[PackableSequence, ...]
+    """The sequences that the step trains; for a loss of pairs each chosen one before its rejected one."""
+    trajectories: tuple[Trajectory, ...]
+    """The trajectory of each sequence. A loss of pairs leaves out all others of the step's groups."""
     rewards: RewardStats
+    """Of all trajectories of the step's groups."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """How many pairs the step trains, and how many groups gave none; empty for other losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +82,9 @@ class _Part:
 class Updater:
     """Turns batches into optimizer updates. Collective over the ranks.
 
-    `reference` is needed for a KL penalty, `critic` for advantages by generalized estimation. `cost` balances replicas
-    and is the same on every rank. `routing` describes a model whose routers replay the engine's choices.
+    `reference` is needed for a KL penalty and for most losses of pairs, `critic` for advantages by generalized
+    estimation. `cost` balances replicas and is the same on every rank. `routing` describes a model whose routers replay
+    the engine's choices.
     """
 
     def __init__(
@@ -101,7 +112,8 @@ class Updater:
         self._advantage = None if critic else open_advantage(algorithm)
         self._shaping = algorithm.reward
         self._kl = algorithm.kl
-        self._reward_kl = ESTIMATORS[algorithm.kl.kind] if reference and algorithm.kl.place == "reward" else None
+        is_in_reward = algorithm.kl.coefficient > 0 and algorithm.kl.place == "reward"
+        self._reward_kl = ESTIMATORS[algorithm.kl.kind] if reference and is_in_reward else None
         self._learner = learner
         self._optimizer = optimizer
         self._temperature = temperature
@@ -136,7 +148,8 @@ class Updater:
                 log.warning("%s has no %s: it starts from the first weights", checkpoint, name)
 
     def judge(self, groups: Sequence[Group], step: int) -> JudgedBatch:
-        """Computes advantages within each group; tokens over the staleness bound become context."""
+        """Computes advantages within each group, and for a loss of pairs chooses them; tokens over the staleness bound
+        become context."""
         rewards_S = shaped_rewards(groups, self._shaping, self._max_new_tokens)
         if self._advantage is None:
             advantages = rewards_S.tolist()
@@ -144,11 +157,22 @@ class Updater:
             if self._reward_kl is not None:
                 rewards_S = self._less_kl(rewards_S, self._sequences(groups, [0.0] * len(rewards_S), step))
             advantages = compared(groups, rewards_S, self._advantage)
-        return JudgedBatch(sequences=self._sequences(groups, advantages, step), rewards=reward_stats(groups))
+        sequences, trajectories = self._sequences(groups, advantages, step), trajectories_of(groups)
+        if not self._objective.is_of_pairs:
+            return JudgedBatch(sequences=sequences, trajectories=tuple(trajectories), rewards=reward_stats(groups))
+        pairs = pairs_of(groups, advantages, sequences)
+        return JudgedBatch(
+            sequences=tuple(sequences[index] for pair in pairs for index in pair),
+            trajectories=tuple(trajectories[index] for pair in pairs for index in pair),
+            rewards=reward_stats(groups),
+            figures={"pairs": len(pairs), "groups_without_pair": len(groups) - len(pairs)},
+        )
 
     def pack(self, sequences: Sequence[PackableSequence]) -> list[list[PackedBatch]]:
-        """Returns this rank's micro-batches of each of the step's `updates_per_step` updates."""
-        return [self._pack(part) for part in split(sequences, self._learner.updates_per_step)]
+        """Returns this rank's micro-batches of each of the step's `updates_per_step` updates; pairs stay whole."""
+        size = 2 if self._objective.is_of_pairs else 1
+        units = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+        return [self._pack(part) for part in split(units, self._learner.updates_per_step)]
 
     def update(self, packed: Sequence[list[PackedBatch]], step: int) -> Update:
         """Makes an optimizer update of each part of a packed step; proximal logprobs are those before the first of
@@ -262,8 +286,15 @@ class Updater:
         assert self._reward_kl is not None
         return self._reward_kl(batch.behavior_logprobs_T, reference_T.to(batch.loss_mask_T.device), batch.loss_mask_T)
 
-    def _pack(self, sequences: Sequence[PackableSequence]) -> list[PackedBatch]:
-        return pack(sequences, self._ranks.replica, self._ranks.replicas, self._learner.micro_batch_tokens, self._cost)
+    def _pack(self, units: Sequence[Unit]) -> list[PackedBatch]:
+        rows = pack_units(
+            units,
+            replica=self._ranks.replica,
+            replicas=self._ranks.replicas,
+            micro_batch_tokens=self._learner.micro_batch_tokens,
+            cost=self._cost,
+        )
+        return [row.batch for row in rows]
 
     def _logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Returns logprobs under the present weights."""
@@ -281,8 +312,9 @@ def _means(reports: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(report[name] for report in reports) / len(reports) for name in (reports[0] if reports else ())}
 
 
-def split(sequences: Sequence[PackableSequence], parts: int) -> list[Sequence[PackableSequence]]:
-    """Splits into nearly equal runs in order, none empty; groups stay together as far as the numbers allow."""
-    parts = min(parts, len(sequences))
-    bounds = [len(sequences) * part // parts for part in range(parts + 1)]
-    return [sequences[start:end] for start, end in pairwise(bounds)]
+def split(units: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """Splits into nearly equal runs in order, none empty unless there are no units; groups stay together as far as the
+    numbers allow."""
+    parts = max(1, min(parts, len(units)))
+    bounds = [len(units) * part // parts for part in range(parts + 1)]
+    return [units[start:end] for start, end in pairwise(bounds)]

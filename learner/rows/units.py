@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from .batch import PackedBatch
+from .cost import DEFAULT_COST, CostModel
 from .packing import PackableSequence, concatenate, plan
 
 Unit = Sequence[PackableSequence]
@@ -27,13 +28,15 @@ class Row:
     """The indices of its units among those that were packed, in the row's order."""
 
 
-def pack_units(units: Sequence[Unit], *, replica: int, replicas: int, micro_batch_tokens: int) -> list[Row]:
+def pack_units(
+    units: Sequence[Unit], *, replica: int, replicas: int, micro_batch_tokens: int, cost: CostModel = DEFAULT_COST
+) -> list[Row]:
     """Returns this replica's rows, at least one, some perhaps empty. All ranks call it with the same units in the same
     order. A unit that is longer than `micro_batch_tokens` gets a row of its own."""
     lengths = [sum(len(sequence.token_ids) for sequence in unit) for unit in units]
     return [
         Row(batch=concatenate([sequence for index in chosen for sequence in units[index]]), units=tuple(chosen))
-        for chosen in plan(lengths, replicas, micro_batch_tokens)[replica]
+        for chosen in plan(lengths, replicas, micro_batch_tokens, cost)[replica]
     ]
 
 

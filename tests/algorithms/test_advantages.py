@@ -7,6 +7,7 @@ import torch
 
 from algorithms.advantages import (
     ADVANTAGES,
+    best_against_worst,
     global_mean_std,
     group_mean,
     group_mean_global_std,
@@ -47,12 +48,17 @@ def mean_batch_std(own: float, group: list[float], batch: Rewards) -> float:
     return (own - statistics.mean(group)) / (variance + 1e-8) ** 0.5
 
 
+def best_or_worst(own: float, group: list[float], batch: Rewards) -> float:
+    return float(own == max(group)) - float(own == min(group))
+
+
 EQUATIONS = {
     group_mean_std: mean_std,
     group_mean: mean_only,
     leave_one_out: others,
     global_mean_std: batch_mean_std,
     group_mean_global_std: mean_batch_std,
+    best_against_worst: best_or_worst,
 }
 
 
@@ -128,6 +134,12 @@ def test_groups_are_informative_where_their_rewards_differ(sizes: list[int], tol
     is_informative_G = informative_groups(rewards_S, group_S, tolerance=tolerance)
     assert is_informative_G.dtype == torch.bool
     assert is_informative_G.tolist() == [max(group) - min(group) > tolerance for group in rewards]
+
+
+def test_of_several_best_and_worst_samples_the_first_make_the_pair() -> None:
+    rewards_S, group_S = torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1, 0, 0, 1])
+    advantages_S, _ = best_against_worst(rewards_S, group_S)
+    assert advantages_S.tolist() == [-1, 1, -1, 1, 0, 0, 0]
 
 
 def test_an_empty_batch_has_no_groups() -> None:

@@ -4,6 +4,7 @@ import torch
 from algorithms.aggregation import (
     AGGREGATIONS,
     fixed_denominator,
+    pair_mean,
     sequence_mean,
     sequence_sum,
     token_mean,
@@ -48,6 +49,12 @@ def test_fixed_denominator(case: str, length: int) -> None:
     shares_T = fixed_denominator(batch.mask_T, batch.cu_seqlens, tokens=0, sequences=len(sums), length=length)
     expected = sum(sums) / (max(len(sums), 1) * length)
     assert float((losses_T * shares_T).sum()) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_the_mean_over_pairs_counts_those_of_other_micro_batches() -> None:
+    losses_P, weights_P = torch.tensor([1.0, 4.0, 2.0]), torch.tensor([1.0, 0.5, 0.0])
+    assert float(pair_mean(losses_P, weights_P, pairs=6)) == pytest.approx(3 / 6)
+    assert float(pair_mean(losses_P[:0], weights_P[:0], pairs=0)) == 0
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)

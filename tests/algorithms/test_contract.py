@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from algorithms.advantages import ADVANTAGES
-from algorithms.aggregation import AGGREGATIONS
-from algorithms.corrections import CORRECTIONS
+from algorithms.aggregation import AGGREGATIONS, pair_mean
+from algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS
 from algorithms.corrections.of_batch import OF_BATCH
 from algorithms.kl import ESTIMATORS
 from algorithms.metrics import masked_mean, policy_gap, share, survival
@@ -98,6 +98,10 @@ CALLS: dict[str, Call] = {
         f"correction age_weight {kind}": lambda g, k=kind: CORRECTIONS["age_weight"](g.current_T, g.tokens, kind=k)
         for kind in ("power", "exponential", "linear")
     },
+    **{
+        f"correction {name}": lambda g, f=function: f(g.current_T, g.tokens, cap=1.1)
+        for name, function in PAIR_CORRECTIONS.items()
+    },
     "correction m2po alone": lambda g: CORRECTIONS["m2po"](g.current_T, g.tokens, budget=0.01),
     **{f"of batch {name}": lambda g, f=one.sums: f(g.current_T, g.tokens) for name, one in OF_BATCH.items()},
     **{f"proximal {name}": lambda g, f=function: f(g.current_T, g.tokens) for name, function in PROXIMAL.items()},
@@ -107,6 +111,7 @@ CALLS: dict[str, Call] = {
         for name, function in AGGREGATIONS.items()
         for options in [{"length": 16} if name == "fixed_denominator" else {}]
     },
+    "aggregation pair_mean": lambda g: pair_mean(g.rewards_S[:3], g.rewards_S[3:], pairs=5.0),
     **{f"advantage {name}": lambda g, f=function: f(g.rewards_S, g.group_S) for name, function in ADVANTAGES.items()},
     **{f"ratio {f.__name__}": lambda g, f=f: f(g.current_T, g.anchor_T, g.mask) for f in OF_POLICIES},
     **{f"ratio {f.__name__}": lambda g, f=f: f(g.current_T, g.anchor_T, g.mask, g.cu_seqlens) for f in OF_SEQUENCES},

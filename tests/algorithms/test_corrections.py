@@ -1,4 +1,5 @@
 # mypy: disable-error-code="index"
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from algorithms.corrections.importance import (
     decoupled,
     geometric_truncated_is,
     icepop,
+    pair_truncated_is,
     self_normalized_is,
     sequence_truncated_is,
     truncated_is,
@@ -260,6 +262,21 @@ def test_age_weight_is_one_when_fresh_and_falls_with_age(kind: Any) -> None:
     weights_T, _ = age_weight(torch.zeros(20), tokens, kind=kind, rate=0.01)
     assert float(weights_T[0]) == 1
     assert (weights_T.diff() < 0).all()
+
+
+@pytest.mark.parametrize("case", ["ragged", "some_masked", "one_token", "extreme", "all_masked"])
+def test_a_pair_is_weighed_by_the_product_over_both_responses(case: str) -> None:
+    batch = make(case, ACTIVE_SEED).double()
+    bounds = [*batch.cu_seqlens.tolist()]
+    bounds = bounds if len(bounds) % 2 else [*bounds, bounds[-1]]  # an empty response makes the last pair
+    tokens = batch.tokens._replace(cu_seqlens=torch.tensor(bounds))
+    weights_T, metrics = pair_truncated_is(batch.current_T, tokens, cap=1.5)
+    for first, end in zip(bounds[0:-2:2], bounds[2::2], strict=True):
+        trained = [t for t in range(first, end) if batch.mask_T[t] > 0]
+        total = sum(float(batch.current_T[t] - batch.anchor_T[t]) for t in trained)
+        expected = min(math.exp(min(max(total, -20.0), 20.0)), 1.5)
+        assert weights_T[first:end].tolist() == pytest.approx([expected] * (end - first))
+    assert summarize(_floats(metrics)).keys() == {"capped_fraction"}
 
 
 def test_every_correction_is_active_in_these_tests_and_reports_its_fraction() -> None:

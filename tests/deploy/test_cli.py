@@ -440,6 +440,15 @@ def test_one_algorithm_in_full(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     for text in ("preset gspo", "objective gspo", "clip_low 0.0003", "aggregation sequence_mean", "arXiv:2507.18071"):
         assert text in answer.stdout
+    of_pairs = headway("algorithms", "online_dpo", cwd=tmp_path).stdout
+    for text in (
+        "preset online_dpo",
+        "preference dpo",
+        "advantage best_against_worst",
+        "aggregation pair_mean",
+        "beta",
+    ):
+        assert text in of_pairs
     wrong = headway("algorithms", "gsop", cwd=tmp_path)
     assert wrong.returncode == 1
     assert "did you mean 'gspo'? `headway algorithms`" in wrong.stderr

@@ -6,14 +6,21 @@ from unittest.mock import Mock
 
 import pytest
 
-from broker.schema import RunStatus
+from broker.schema import RunStatus, WeightVersion
 from deploy.observe.sinks.delivery import Sinks
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import load_recipe
 from deploy.roles import observer as observing
 from deploy.roles.observer import RunObserver
+from deploy.roles.observer import step_event as event_of
 from deploy.run.events import Event, HeartbeatEvent
 from learner.experience.stream import Experience
+from learner.objective.shaping import reward_stats
+from learner.objective.update import JudgedBatch, Update
+from learner.rows.packing import from_trajectory
+from learner.stages.loop import TrainedStep
+from learner.stages.stopwatch import Stopwatch
+from tests.learner.batches import group
 
 from .runs import run_status, sink_run, step_event
 
@@ -91,3 +98,26 @@ def test_looks_between_steps_are_told_to_the_sinks_that_want_them(tmp_path: Path
     beats = [event for event in other.told if isinstance(event, HeartbeatEvent)]
     assert [(beat.step, beat.workers) for beat in beats] == [(0, status.workers)] * 2, "a step's look is new enough"
     assert len([event for event in record.told if isinstance(event, HeartbeatEvent)]) == 1, "a record has one thread"
+
+
+@pytest.mark.parametrize("chosen", [(2, 0), ()])
+def test_a_sample_that_was_left_out_counts_as_taken_and_not_as_trained(chosen: tuple[int, ...]) -> None:
+    taken, laps = group(0), Stopwatch()
+    for phase in ("checkpoint", "take", "pack", "train", "publish"):
+        laps.lap(phase)
+    trajectories = tuple(taken.trajectories[index] for index in chosen)
+    sequences = tuple(from_trajectory(one, advantages=1.0, step=0, max_lag=0) for one in trajectories)
+    figures = {"pairs": len(chosen) // 2, "groups_without_pair": 1 - len(chosen) // 2}
+    update = Update(
+        loss=0.5, grad_norm=1.0, learning_rate=0.1, micro_batches=1, budget_tokens=64, algorithm={"ess": 1.0}, by_lag={}
+    )
+    judged = JudgedBatch(sequences=sequences, trajectories=trajectories, rewards=reward_stats([taken]), figures=figures)
+    step = TrainedStep(version=WeightVersion(1, 0), groups=[taken], judged=judged, update=update, laps=laps.laps)
+    event = event_of(step, 1, 0.0)
+    metrics = event.metrics
+    assert event.tids == tuple(f"{taken.prompt.group}:0:{index}" for index in chosen)
+    assert (metrics.groups, metrics.trajectories, metrics.untrained_trajectories) == (1, len(chosen), 3 - len(chosen))
+    assert sum(metrics.lag_histogram.values()) == len(chosen)
+    assert metrics.trained_tokens == sum(int(one.loss_mask.sum()) for one in trajectories)
+    assert metrics.reward_mean == pytest.approx(sum(one.reward for one in taken.trajectories) / 3)
+    assert metrics.algorithm == {"ess": 1.0, **figures}

@@ -16,6 +16,7 @@ class Token(NamedTuple):
     behavior: float
     advantage: float
     lag: int
+    reference: float = 0.0
 
 
 Response = Sequence[Token]
@@ -25,6 +26,9 @@ MAX_NEW_TOKENS = 16
 def loss_of(name: str, responses: Sequence[Response]) -> torch.Tensor:
     """Of all responses of the update; those without a trained token do not count."""
     responses = [response for response in responses if response]
+    if name in OF_PAIRS:
+        pairs = list(zip(responses[0::2], responses[1::2], strict=True))
+        return torch.stack([OF_PAIRS[name](*pair) for pair in pairs]).mean()
     surrogate, aggregate = LOSSES[name]
     losses = [surrogate(response) for response in responses]
     if name in WHOLE:
@@ -189,3 +193,27 @@ WHOLE = {
     "clipped_m2po": within_second_moment,
 }
 """What is done to the losses of all tokens of an update together."""
+
+
+Pair = Callable[[Response, Response], torch.Tensor]
+
+
+def dpo(chosen: Response, rejected: Response, beta: float = 0.1) -> torch.Tensor:
+    """Rafailov et al. 2023, equation 7."""
+    rewards = [beta * sum((t.current - t.reference for t in one), torch.zeros(())) for one in (chosen, rejected)]
+    return -torch.log(1 / (1 + torch.exp(rewards[1] - rewards[0])))
+
+
+def ipo(chosen: Response, rejected: Response, beta: float = 0.1) -> torch.Tensor:
+    """Azar et al. 2023, equation 17, with the mean over the tokens of a response."""
+    means = [sum((t.current - t.reference for t in one), torch.zeros(())) / len(one) for one in (chosen, rejected)]
+    return (means[0] - means[1] - 1 / (2 * beta)) ** 2
+
+
+def weighed_dpo(chosen: Response, rejected: Response) -> torch.Tensor:
+    ratio = math.exp(sum(float(t.current.detach()) - t.behavior for t in (*chosen, *rejected)))
+    return min(ratio, 2.0) * dpo(chosen, rejected)
+
+
+OF_PAIRS: dict[str, Pair] = {"online_dpo": dpo, "online_ipo": ipo, "weighed_online_dpo": weighed_dpo}
+"""The losses of one pair."""

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="return-value"
 """With several updates a step, each is the published loss of the weights that it begins with, for every preset."""
 
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,12 +14,13 @@ from algorithms.presets import PRESETS
 from learner.backends import open_backend
 from learner.backends.base import Backend, TokenLoss
 from learner.config import AlgorithmConfig, LearnerConfig
+from learner.objective.composition import needs_reference
 from learner.objective.critic import Critic
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
 from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch
-from tests.learner.preset_oracles import LOSSES, MAX_NEW_TOKENS, Response, Token, loss_of
+from tests.learner.preset_oracles import LOSSES, MAX_NEW_TOKENS, OF_PAIRS, Response, Token, loss_of
 from tests.learner.test_presets import sampled
 from tests.learner.tiny import OPTIMIZER, model_config
 
@@ -28,10 +30,17 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "clipped_self_normalized": {**PRESETS["tis"].algorithm, "corrections": [{"kind": "self_normalized_is"}]},
     "decoupled_m2po": {**PRESETS["decoupled_ppo"].algorithm, "corrections": [{"kind": "decoupled"}, {"kind": "m2po"}]},
     "clipped_m2po": {"corrections": [{"kind": "m2po"}]},
+    "weighed_online_dpo": {**PRESETS["online_dpo"].algorithm, "corrections": [{"kind": "pair_truncated_is"}]},
 }
 MODEL = model_config("qwen3")
 FAST = msgspec.structs.replace(OPTIMIZER, learning_rate=0.02, max_grad_norm=10.0)
 """So fast that the first update takes many tokens out of every trust region."""
+
+
+@functools.cache
+def reference() -> Backend:
+    """The model that losses of pairs compare with; it is never trained."""
+    return open_backend("fsdp", MODEL, FAST, seed=4)
 
 
 class Seen(NamedTuple):
@@ -70,8 +79,9 @@ def watch(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> list[list[Seen]]
 def responses_of(seen: Sequence[Seen], proximal: Backend) -> tuple[list[Response], list[torch.Tensor]]:
     """The trained tokens of each sequence, and where their gradient will be: [T] of each micro-batch."""
     responses, places = [], []
-    logprobs = proximal.logprobs([one.batch for one in seen], 1.0)
-    for one, proximal_T in zip(seen, logprobs, strict=True):
+    batches = [one.batch for one in seen]
+    logprobs, of_reference = proximal.logprobs(batches, 1.0), reference().logprobs(batches, 1.0)
+    for one, proximal_T, reference_T in zip(seen, logprobs, of_reference, strict=True):
         batch, current_T = one.batch, one.current_T.double().requires_grad_()
         places.append(current_T)
         bounds = batch.cu_seqlens.tolist()
@@ -84,6 +94,7 @@ def responses_of(seen: Sequence[Seen], proximal: Backend) -> tuple[list[Response
                         float(batch.behavior_logprobs_T[t]),
                         float(batch.advantages_T[t]),
                         int(batch.lags_T[t]),
+                        float(reference_T[t]),
                     )
                     for t in range(start, end)
                     if batch.loss_mask_T[t] > 0
@@ -104,7 +115,7 @@ def train(name: str, updates_per_step: int, monkeypatch: pytest.MonkeyPatch) -> 
         backend,
         ranks,
         Objective(config, is_one_update=updates_per_step == 1, max_new_tokens=MAX_NEW_TOKENS),
-        None,
+        reference() if needs_reference(config) else None,
         critic,
         algorithm=config,
         learner=LearnerConfig(micro_batch_tokens=40, updates_per_step=updates_per_step),
@@ -120,7 +131,7 @@ def train(name: str, updates_per_step: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_there_is_an_oracle_for_each() -> None:
-    assert LOSSES.keys() == ALGORITHMS.keys()
+    assert LOSSES.keys() | OF_PAIRS.keys() == ALGORITHMS.keys()
 
 
 @pytest.mark.parametrize("updates_per_step", [1, 2, 3, 4])

@@ -33,12 +33,17 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
         "objective": {"kind": "ppo_clip", "anchor": "proximal"},
         "corrections": [{"kind": "self_normalized_is"}, {"kind": "age_weight"}, {"kind": "veto"}],
     },
+    "weighed_online_dpo": {
+        **PRESETS["online_dpo"].algorithm,
+        "corrections": [{"kind": "pair_truncated_is", "options": {"cap": 1.2}}],
+    },
     "own": {
         "objective": {"kind": f"{__name__}:own_objective", "options": {"scale": 2.0}},
         "corrections": [{"kind": f"{__name__}:own_mask"}],
     },
 }
 every_composition = pytest.mark.parametrize("name", COMPOSITIONS)
+Split = Sequence[Sequence[int]]
 
 
 def own_objective(current_T, anchor_T, tokens, *, scale):  # type: ignore[no-untyped-def]
@@ -56,6 +61,13 @@ def own_advantage(rewards_S, group_S):  # type: ignore[no-untyped-def]
 
 def algorithm(raw: dict[str, object]) -> AlgorithmConfig:
     return msgspec.convert(raw, AlgorithmConfig)
+
+
+def cut(objective: Objective, split: Split) -> Split:
+    """The split, or for a loss of pairs one of whole pairs: each lies where its chosen response was."""
+    if not objective.is_of_pairs:
+        return split
+    return [[s for chosen in part if chosen % 2 == 0 for s in (chosen, chosen + 1)] for part in split]
 
 
 class Whole:
@@ -98,7 +110,7 @@ class Whole:
 
     def reports(self, objective: Objective, split: Sequence[Sequence[int]]) -> list[dict[str, float]]:
         """What each micro-batch reports."""
-        parts = [self.part(sequences) for sequences in split]
+        parts = [self.part(sequences) for sequences in cut(objective, split)]
         logprobs = [[policy_T[i] for _, i in parts] for policy_T in (self.proximal_T, self.reference_T, self.current_T)]
         proximal, reference, current = logprobs
         loss = objective.token_loss(
@@ -114,7 +126,7 @@ class Whole:
     ) -> tuple[float, torch.Tensor, dict[str, float]]:
         """(loss, gradient by token of the whole, metrics) of one update cut into micro-batches by `split`."""
         current_T = self.current_T.clone().requires_grad_()
-        parts = [self.part(sequences) for sequences in split]
+        parts = [self.part(sequences) for sequences in cut(objective, split)]
         loss = objective.token_loss(
             [batch for batch, _ in parts],
             proximal_logprobs=[self.proximal_T[i] for _, i in parts] if objective.needs_proximal else None,
@@ -137,7 +149,7 @@ def test_any_split_gives_the_same_loss_gradient_and_metrics(name: str, split: li
     whole, objective = Whole(), Objective(algorithm(COMPOSITIONS[name]))
     loss, gradient_T, metrics = whole.train(objective, [range(len(LENGTHS))])
     split_loss, split_gradient_T, split_metrics = whole.train(objective, split)
-    assert split_loss == pytest.approx(loss, abs=1e-6)
+    assert split_loss == pytest.approx(loss, rel=1e-6, abs=1e-6)
     torch.testing.assert_close(split_gradient_T, gradient_T, rtol=1e-6, atol=1e-6)
     assert split_metrics == pytest.approx(metrics, rel=1e-5)
     assert gradient_T.abs().sum() > 0
@@ -179,7 +191,7 @@ def test_sums_by_lag_are_those_over_all_tokens_however_they_are_split(name: str)
 def test_two_ranks_give_what_one_gives(name: str) -> None:
     whole, objective = Whole(), Objective(algorithm(COMPOSITIONS[name]))
     loss, gradient_T, metrics = whole.train(objective, [range(len(LENGTHS))])
-    ranks = [whole.part([0, 1, 2]), whole.part([3, 4, 5])]
+    ranks = [whole.part(sequences) for sequences in cut(objective, [[0, 1, 2], [3, 4, 5]])]
     asked: list[list[Sequence[float]]] = [[], []]  # what each rank has to add up, in order
     for mine, (batch, i) in zip(asked, ranks, strict=True):
         objective.token_loss(
@@ -321,6 +333,8 @@ def test_supervised_loss_is_the_mean_cross_entropy() -> None:
     assert Objective.combine_reports(reports) == pytest.approx({"cross_entropy": expected}, abs=1e-6)
 
 
+ONLINE = PRESETS["online_dpo"].algorithm
+PAIRS = ONLINE["objective"]
 BEHAVIOR_PPO = {"objective": {"kind": "ppo_clip", "anchor": "behavior"}}
 REFUSED = [
     ({"advantage": {"kind": "group_mean_sdt"}}, r"algorithm\.advantage\.kind: .*did you mean 'group_mean_std'"),
@@ -371,6 +385,33 @@ REFUSED = [
     ),
     ({"advantage": {"kind": "gae"}, "dynamic_sampling": 3}, "a critic .* learns from each of them"),
     ({"advantage": {"kind": "gae", "options": {"lambda": 1}}}, "gae has no such option.*Known: gamma, lam"),
+    ({**ONLINE, "objective": {**PAIRS, "options": {"bta": 1}}}, "dpo has no such option; did you mean 'beta'"),
+    ({**ONLINE, "objective": {**PAIRS, "options": {"beta": "x"}}}, "beta of dpo: Expected `float`, got `str`"),
+    ({**ONLINE, "objective": {**PAIRS, "options": {"beta": 0.0}}}, "beta of dpo is 0.0; it must be above 0"),
+    ({**ONLINE, "objective": {**PAIRS, "options": {"label_smoothing": 0.5}}}, "must be below 0.5"),
+    ({**ONLINE, "objective": {**PAIRS, "kind": "length_desensitized_dpo"}}, "needs alpha, which has no default"),
+    (
+        {**ONLINE, "advantage": {"kind": "gae"}},
+        r"advantage\.kind=gae does not fit .*kind=dpo, which takes the best and the worst.*kind=best_against_worst",
+    ),
+    ({**ONLINE, "advantage": {"kind": "group_mean"}}, r"advantage\.kind=group_mean does not fit"),
+    ({**ONLINE, "objective": {"kind": "dpo"}}, r"anchor=behavior does not fit.*set algorithm\.objective\.anchor=ref"),
+    (
+        {**ONLINE, "aggregation": {"kind": "token_mean"}},
+        r"one loss for both.*set algorithm\.aggregation\.kind=pair_mean",
+    ),
+    ({**ONLINE, "proximal": "linear"}, r"proximal=linear does not fit.*set algorithm\.proximal=recompute"),
+    (
+        {**ONLINE, "corrections": [{"kind": "truncated_is"}, {"kind": "veto"}]},
+        "truncated_is and veto would weigh single",
+    ),
+    ({**ONLINE, **KL}, r"kl\.coefficient=0\.1 does not fit .*set it to 0.*options\.beta"),
+    ({"objective": {"anchor": "reference"}}, "anchor=reference is for losses of pairs .dpo, ipo.* ppo_clip is none"),
+    ({"aggregation": {"kind": "pair_mean"}}, "pair_mean is for losses of pairs.*set it to token_mean"),
+    (
+        {"objective": {"kind": "policy_gradient"}, "corrections": [{"kind": "pair_truncated_is"}]},
+        "weighs pairs, which policy_gradient does not have; take sequence_truncated_is",
+    ),
     ({"kl": {"ema_decay": 0.9}}, "ema_decay moves a reference that kl.coefficient=0 does not use"),
     ({"objective": {"kind": "no_such_module:f"}}, "cannot import 'no_such_module'.*PYTHONPATH"),
     ({"objective": {"kind": "math:no_such"}}, "module 'math' has no 'no_such'"),

@@ -13,6 +13,7 @@ from broker.schema import Group
 from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.config import AlgorithmConfig, KlConfig, LearnerConfig
+from learner.objective.composition import needs_reference
 from learner.objective.critic import Critic
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
@@ -76,7 +77,8 @@ def weights(backend: Backend) -> torch.Tensor:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_trains(preset: str) -> None:
-    updater, backend = build(configured(preset))
+    config = configured(preset)
+    updater, backend = build(config, has_reference=needs_reference(config))
     before = weights(backend)
     for step in range(STEPS):
         judged = updater.judge(sampled(backend, range(3 * step, 3 * step + 3)), step)
@@ -111,8 +113,11 @@ def test_kl_in_the_reward_is_taken_from_each_response(preset: str) -> None:
     assert [one.advantages[0] for one in judged.sequences] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_a_moving_reference_follows_and_is_part_of_the_checkpoint(tmp_path: Path) -> None:
-    config = configured("grpo", kl=msgspec.to_builtins(KlConfig(coefficient=0.1, ema_decay=0.75)))
+@pytest.mark.parametrize(("preset", "coefficient"), [("grpo", 0.1), ("online_dpo", 0.0)])
+def test_a_moving_reference_follows_and_is_part_of_the_checkpoint(
+    preset: str, coefficient: float, tmp_path: Path
+) -> None:
+    config = configured(preset, kl=msgspec.to_builtins(KlConfig(coefficient=coefficient, ema_decay=0.75)))
     updater, backend = build(config, has_reference=True)
     assert updater._reference is not None
     start = weights(updater._reference)

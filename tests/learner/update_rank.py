@@ -4,6 +4,7 @@ python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.update_rank 
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,25 +19,35 @@ from learner.objective.update import Updater
 from learner.ranks import Ranks
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
 
+MODEL = model_config("qwen3")
 SIZES = (6, 1)
-"""Sequences of each batch: the last one leaves a rank with none."""
-PRESETS_TRIED = (("grpo", 1), ("m2po", 2))
+"""Sequences of each batch, or pairs: the last one leaves a rank with none."""
+PRESETS_TRIED = (("grpo", 1), ("m2po", 2), ("online_dpo", 2))
 """With so many updates a step; the mask of m2po is one of all ranks, anew in each."""
+OF_PAIRS = ("online_dpo", 2)
+"""What another backend trains, too; its last batch has no pair at all."""
 
 
 def all_updates() -> list[dict[str, float]]:
     return [update for preset, count in PRESETS_TRIED for update in updates(preset, count)]
 
 
-def updates(preset: str, updates_per_step: int) -> list[dict[str, float]]:
+def updates_of_pairs(backend_kind: str) -> list[dict[str, float]]:
+    return updates(*OF_PAIRS, backend_kind, sizes=(*SIZES, 0))
+
+
+def updates(
+    preset: str, updates_per_step: int, backend_kind: str = "fsdp", sizes: Sequence[int] = SIZES
+) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     algorithm = msgspec.convert(PRESETS[preset].algorithm, AlgorithmConfig)
-    backend = open_backend("fsdp", model_config("qwen3"), OPTIMIZER, seed=3)
+    backend = open_backend(backend_kind, MODEL, OPTIMIZER, seed=3)
+    objective = Objective(algorithm, is_one_update=updates_per_step == 1)
     updater = Updater(
         backend,
         Ranks.of(backend),
-        Objective(algorithm, is_one_update=updates_per_step == 1),
-        None,
+        objective,
+        open_backend(backend_kind, MODEL, OPTIMIZER, seed=4) if objective.needs_reference else None,
         algorithm=algorithm,
         learner=LearnerConfig(micro_batch_tokens=40, updates_per_step=updates_per_step),
         optimizer=OPTIMIZER,
@@ -44,7 +55,8 @@ def updates(preset: str, updates_per_step: int) -> list[dict[str, float]]:
         max_new_tokens=32,
         max_lag=2,
     )
-    done = [updater.update(updater.pack(sequences([12] * size, seed=size)), step) for step, size in enumerate(SIZES)]
+    lengths = [[12] * size * (1 + objective.is_of_pairs) for size in sizes]
+    done = [updater.update(updater.pack(sequences(one, seed=len(one))), step) for step, one in enumerate(lengths)]
     return [
         {
             "loss": update.loss,
@@ -57,6 +69,6 @@ def updates(preset: str, updates_per_step: int) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    results = all_updates()
+    results = {"fsdp": all_updates(), "megatron": updates_of_pairs("megatron")}
     Path(sys.argv[1], f"updates_{dist.get_rank()}.json").write_bytes(msgspec.json.encode(results))
     dist.destroy_process_group()
