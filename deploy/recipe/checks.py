@@ -10,7 +10,7 @@ from broker.user_code.options import unknown_option
 from learner.backends import abilities_of as backend_abilities
 from learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
 from learner.models.layout import check_ranks, check_splits
-from learner.stages.kinds import options_of
+from learner.stages.kinds import leaves_policy, options_of
 from rollout_workers.config import REWARDS, EngineConfig
 from rollout_workers.engines import ENGINES, abilities_of
 from rollout_workers.engines.gpus import shares
@@ -300,6 +300,8 @@ def _missing_abilities(recipe: Recipe) -> Iterator[str]:
             f"algorithm.advantage.kind=gae needs a critic, and learner.backend={learner.backend} holds none. Set"
             " learner.backend=fsdp, or take an advantage that compares the samples of a group."
         )
+    if any(not leaves_policy(stage) for stage in recipe.stages) and not abilities.holds_critic:
+        yield f"A reward_model stage needs learner.backend=fsdp: {learner.backend} holds no model of scores."
 
 
 def _shown(url: str) -> str:

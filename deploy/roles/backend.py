@@ -2,7 +2,7 @@
 
 from deploy.recipe.recipe import Recipe
 from learner.backends import open_backend
-from learner.backends.base import Backend
+from learner.backends.base import Backend, ScoreBackend
 from learner.models.model import load_config
 from learner.objective.composition import gae_options
 from learner.objective.critic import Critic
@@ -21,6 +21,20 @@ def recipe_backend(recipe: Recipe) -> Backend:
         seed=recipe.run.seed,
         layout=recipe.learner.layout,
         compute=recipe.learner.compute,
+    )
+
+
+def recipe_scores(recipe: Recipe) -> ScoreBackend:
+    """Open the backend of a reward model. Collective over the ranks. Equal recipes give equal weights."""
+    return open_backend(
+        recipe.learner.backend,
+        recipe.model,
+        recipe.optimizer,
+        device=recipe.learner.device,
+        seed=recipe.run.seed,
+        layout=recipe.learner.layout,
+        compute=recipe.learner.compute,
+        head="score",
     )
 
 

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 import msgspec
 import torch
@@ -17,6 +17,7 @@ from deploy.recipe.recipe import Recipe
 from deploy.run.stage_output import origin, starting_at
 from deploy.run.stage_record import StageLine, StageRecord, record_of
 from deploy.terminal import Terminal
+from learner.backends.base import Backend
 from learner.config import StageConfig
 from learner.data.prompts import open_prompts
 from learner.data.prompts.rendering import Renderer
@@ -28,7 +29,7 @@ from learner.stages.base import Gate, Stage, StageError, StageParts
 from learner.stages.kinds import leaves_policy
 from learner.stages.stage_checkpoints import StageCheckpoints
 
-from .backend import recipe_backend
+from .backend import recipe_backend, recipe_scores
 from .evaluation import Evaluator
 from .stop_request import StopRequest
 
@@ -55,7 +56,8 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
     identity = stage_identity(recipe, number)
     recipe = starting_at(recipe, number)
     config = recipe.plan[number]
-    backend = recipe_backend(recipe)
+    # A stage takes the kind of model that it names, whatever the type of `parts.backend`.
+    backend = recipe_backend(recipe) if leaves_policy(config) else cast(Backend, recipe_scores(recipe))
     ranks = Ranks.of(backend)
     tokenizer = load_tokenizer(recipe.model)
     held_out = _held_out(recipe, config, tokenizer)

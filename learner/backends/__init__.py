@@ -4,12 +4,14 @@
     megatron/  Megatron Core: tensor, pipeline, context, expert parallelism
     token_logprobs.py   hidden states ─► logprobs, for both
     expert_rows.py      experts over rows sorted by expert, for both
+    score_head.py       the first weights of a critic's or reward model's head
 
     open_backend("fsdp", ...) ── logprobs, step ──► loss and gradients, summed over micro-batches and ranks
                               ├─ named_tensors ───► weightsync, by Hugging Face name
                               └─ save, load ──────► checkpoints
 
     open_backend("fsdp", ..., head="value") ── values, step, save, load: a critic, which is never published
+    open_backend("fsdp", ..., head="score") ── the same of a reward model, saved as transformers' sequence classifier
 
 Ranks that hold one replica of the model together get the same batches. The invariant: how sequences were packed, split
 into micro-batches or spread over ranks, and how the model is laid out over them, changes no result but by rounding.
@@ -18,7 +20,7 @@ into micro-batches or spread over ranks, and how the model is laid out over them
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, overload
 
 from broker.errors import ConfigError
 from broker.installation import is_installed
@@ -30,7 +32,10 @@ from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerCo
 from .abilities import BACKENDS, BackendAbilities
 
 if TYPE_CHECKING:
-    from .base import Backend, ValueBackend
+    from .base import Backend, ScoreBackend, ValueBackend
+
+Head = Literal["policy", "value", "score"]
+Opened: TypeAlias = "Backend | ValueBackend | ScoreBackend"
 
 
 @overload
@@ -61,6 +66,7 @@ def open_backend(
 ) -> "ValueBackend": ...
 
 
+@overload
 def open_backend(
     kind: str,
     model: ModelConfig,
@@ -70,30 +76,43 @@ def open_backend(
     seed: int = 0,
     layout: LayoutConfig = LayoutConfig(),
     compute: ComputeConfig = ComputeConfig(),
-    head: Literal["policy", "value"] = "policy",
-) -> "Backend | ValueBackend":
+    head: Literal["score"],
+) -> "ScoreBackend": ...
+
+
+def open_backend(
+    kind: str,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    layout: LayoutConfig = LayoutConfig(),
+    compute: ComputeConfig = ComputeConfig(),
+    head: Head = "policy",
+) -> Opened:
     """Return the backend `kind` with its model and a fresh optimizer. Under torchrun every rank calls it.
 
-    `head`: the model's own, or one of a single output, for a critic that starts from the same body.
+    `head`: the model's own, or one of a single output, for a critic or a reward model with the same body. Raises
+    ConfigError for a reward model in the place of a policy.
     """
+    if head == "policy":
+        from .score_head import check_is_policy
 
-    def opened(opener: Callable[..., Any]) -> "Backend | ValueBackend":
-        backend: Backend | ValueBackend = opener(
-            model, optimizer, device=device, seed=seed, layout=layout, compute=compute
-        )
+        check_is_policy(model)
+
+    def opened(opener: Callable[..., Any]) -> Opened:
+        backend: Opened = opener(model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
         return backend
 
     if kind in BACKENDS:
         return opened(_class(kind, head))
     if ":" not in kind:
         raise unknown_kind(kind, BACKENDS, "learner.backend")
-    from .base import Backend as PolicySeam
-    from .base import ValueBackend as ValueSeam
+    from . import base
 
-    seam = PolicySeam if head == "policy" else ValueSeam
-    own: Backend | ValueBackend = make_own(
-        kind, seam, "learner.backend", lambda found: opened(_told(kind, found, head))
-    )
+    seam = {"policy": base.Backend, "value": base.ValueBackend, "score": base.ScoreBackend}[head]
+    own: Opened = make_own(kind, seam, "learner.backend", lambda found: opened(_told(kind, found, head)))
     return own
 
 
@@ -109,17 +128,17 @@ def check_installed(kind: str) -> None:
         raise ConfigError(f"learner.backend={kind} needs {known.package[1]}, which is not installed. {known.remedy}")
 
 
-def _class(kind: str, head: str) -> Callable[..., Any]:
+def _class(kind: str, head: Head) -> Callable[..., Any]:
     """The class of a backend that comes with Headway."""
     check_installed(kind)
     known = BACKENDS[kind]
-    path = known.policy if head == "policy" else known.critic
+    path = {"policy": known.policy, "value": known.critic, "score": known.scores}[head]
     found: Callable[..., Any] = load(path, "learner.backend") if path else _no_critic(kind)
     return found
 
 
-def _told(kind: str, own: Callable[..., Any], head: str) -> Callable[..., Any]:
-    """A class of the user's own, which is told by `head` that it is to hold a critic."""
+def _told(kind: str, own: Callable[..., Any], head: Head) -> Callable[..., Any]:
+    """A class of the user's own, which is told by `head` that it is to hold a critic or a reward model."""
     if head == "policy":
         return own
     takes_head = "head" in inspect.signature(own).parameters
@@ -128,6 +147,7 @@ def _told(kind: str, own: Callable[..., Any], head: str) -> Callable[..., Any]:
 
 def _no_critic(kind: str) -> NoReturn:
     raise ConfigError(
-        f"learner.backend: {kind} holds no critic, which algorithm.advantage.kind=gae needs; use learner.backend=fsdp,"
-        " an advantage that compares the samples of a group, or let your own class take `head`."
+        f"learner.backend: {kind} holds neither a critic, which algorithm.advantage.kind=gae needs, nor a reward model;"
+        " use learner.backend=fsdp, an advantage that compares the samples of a group, or let your own class take"
+        " `head`."
     )

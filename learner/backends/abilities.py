@@ -12,7 +12,7 @@ class BackendAbilities:
     """The abilities of a backend. A class of the user's own is taken to lack nothing until it is opened."""
 
     holds_critic: bool = True
-    """True if it can hold a model of a single output, which `algorithm.advantage.kind=gae` needs."""
+    """True if it can hold a model of a single output: a critic, or a reward model."""
     splits: tuple[str, ...] = LayoutConfig.__struct_fields__
     """Keys of `learner.layout` that it can split a model by."""
     lacks: Mapping[str, str] = field(default_factory=dict)
@@ -27,6 +27,8 @@ class KnownBackend:
     """Import path of the class for a policy."""
     critic: str = ""
     """Import path of the class for a critic; empty if it holds none."""
+    scores: str = ""
+    """Import path of the class for a reward model; empty if it holds none."""
     plan: str
     """Import path of the function that estimates each rank's memory, `plan(PlannedModel) -> list[RankMemory]`."""
     abilities: BackendAbilities
@@ -53,6 +55,7 @@ BACKENDS: dict[str, KnownBackend] = {
     "fsdp": KnownBackend(
         policy="learner.backends.fsdp.backend:FsdpBackend",
         critic="learner.backends.fsdp.backend:FsdpValueBackend",
+        scores="learner.backends.fsdp.backend:FsdpScoreBackend",
         plan="learner.planning.fsdp:plan",
         abilities=BackendAbilities(splits=("context",)),
         remedy="A torch>=2.11 built with torch.distributed is needed.",

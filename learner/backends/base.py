@@ -106,7 +106,7 @@ class Backend(Trained, Protocol):
 
 
 class ValueBackend(Trained, Protocol):
-    """A critic: the policy's architecture with a head of one output, which is 0 before the first step."""
+    """A critic: a model with a head of one output. It starts from a reward model, or else its head is 0."""
 
     def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """[T] fp32 values, without gradient: V(s_t) of the state in which token t is chosen, computed from the tokens
@@ -117,4 +117,15 @@ class ValueBackend(Trained, Protocol):
         self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float
     ) -> tuple[float, float, list[dict[str, float]]]:
         """Make one update over `batches`; return (loss summed over replicas, gradient norm, this replica's reports)."""
+        ...
+
+
+class ScoreBackend(ValueBackend, Protocol):
+    """A reward model. Its head has no bias, and is random at first unless the model was a reward model before.
+
+    A score is the value of the state behind the last token. A sequence classifier for transformers is saved with it.
+    """
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield full parameters by their names in the classifier's files on every rank, gathered one at a time."""
         ...

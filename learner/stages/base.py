@@ -69,7 +69,8 @@ class StageParts:
     """The arguments with which every rank opens a stage that trains without workers."""
 
     backend: Backend
-    """The model that the stage starts from, with a fresh optimizer."""
+    """The model that the stage starts from, with a fresh optimizer; for a `reward_model` stage it is a
+    `ScoreBackend`."""
     ranks: Ranks
     """The learner's ranks, for sums and votes over them."""
     tokenizer: PreTrainedTokenizerBase

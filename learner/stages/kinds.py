@@ -7,7 +7,13 @@ from broker.user_code.options import typed_options
 from learner.config import RecordsConfig, StageConfig
 from learner.data.sources import open_conversations, open_labelled, open_pairs
 
-from .supervised.options import ImitationOptions, PreferenceOptions, TrainingOptions, UnpairedOptions
+from .supervised.options import (
+    ImitationOptions,
+    PreferenceOptions,
+    RewardModelOptions,
+    TrainingOptions,
+    UnpairedOptions,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +38,12 @@ KNOWN: dict[str, KnownStage] = {
     ),
     "kto": KnownStage(
         path="learner.stages.supervised.unpaired:UnpairedStage", options=UnpairedOptions, read=open_labelled
+    ),
+    "reward_model": KnownStage(
+        path="learner.stages.supervised.reward_model:RewardModelStage",
+        options=RewardModelOptions,
+        read=open_pairs,
+        leaves_policy=False,
     ),
 }
 

@@ -1,33 +1,39 @@
-"""One rank of stages on pairs, run by torchrun: both backends in turn, each step's metrics into a file of the rank.
+"""One rank of stages on pairs, run by torchrun, one after another: each step's metrics into a file of the rank.
 
 python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.preference_rank DIRECTORY
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from .preferences import OPTIONS, opened
+from .preferences import arithmetic, opened, opened_scores
 
-BACKENDS = ("fsdp", "megatron")
+STAGES = ("dpo fsdp", "dpo megatron", "reward_model fsdp")
+"""Each stage's kind and backend."""
 UNITS = 4
 """Pairs: the second step has one, which leaves a rank with none."""
 
 
-def metrics(backend_kind: str, directory: Path) -> list[dict[str, float]]:
+def metrics(name: str, directory: Path) -> list[dict[str, float]]:
     """Of each step of the stage."""
     torch.set_num_threads(1)
     seen: list[dict[str, float]] = []
-    stage, _ = opened(
-        directory,
-        OPTIONS,
-        units=UNITS,
-        micro_batch_tokens=40,
-        backend_kind=backend_kind,
-        report=lambda progress: seen.append({"loss": progress.loss, **progress.metrics}),
+    kind, backend_kind = name.split()
+    given: dict[str, Any] = {
+        "micro_batch_tokens": 40,
+        "backend_kind": backend_kind,
+        "report": lambda progress: seen.append({"loss": progress.loss, **progress.metrics}),
+    }
+    of_units = {"held_out_records": 4, "data": arithmetic(UNITS + 4)}
+    stage, _ = (
+        opened(directory, units=UNITS, **given)
+        if kind == "dpo"
+        else opened_scores(directory, options=of_units, **given)
     )
     assert stage.run()
     return seen
@@ -35,6 +41,6 @@ def metrics(backend_kind: str, directory: Path) -> list[dict[str, float]]:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    found = {kind: metrics(kind, directory / kind) for kind in BACKENDS}
+    found = {name: metrics(name, directory / name) for name in STAGES}
     (directory / f"rank_{dist.get_rank()}.json").write_bytes(msgspec.json.encode(found))
     dist.destroy_process_group()

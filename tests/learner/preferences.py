@@ -2,20 +2,21 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from learner.backends import open_backend
 from learner.backends.base import Backend
-from learner.config import RecordsConfig
+from learner.config import RecordsConfig, StageConfig
 from learner.data.prompts.rendering import Renderer
 from learner.models.model import load_tokenizer
 from learner.ranks import Ranks
 from learner.rows.packing import PackableSequence, labelled
 from learner.rows.units import Unit
-from learner.stages.base import Progress, StageParts
+from learner.stages import open_stage
+from learner.stages.base import Progress, Stage, StageParts
 from learner.stages.stage_checkpoints import StageCheckpoints
 from learner.stages.supervised.options import LossConfig, PreferenceOptions
 from learner.stages.supervised.preferences import PreferenceTask
@@ -31,6 +32,24 @@ OPTIONS = PreferenceOptions(
     loss=LossConfig(options={"beta": 0.5}),
     evaluate_every_steps=2,
 )
+
+
+def arithmetic(records: int, max_operations: int = 2) -> dict[str, Any]:
+    """The source of so many pairs of responses that end with the stop token."""
+    options = {"records": records, "min_operations": 1, "max_operations": max_operations}
+    return {"kind": "arithmetic", "options": options}
+
+
+SCORED = {
+    "data": arithmetic(11),
+    "held_out_records": 4,
+    "batch_size": 3,
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+    "centering": 0.01,
+    "evaluate_every_steps": 2,
+}
+"""Options of a reward model's stage."""
 
 
 def pairs(count: int, seed: int = 0) -> list[Unit]:
@@ -62,9 +81,17 @@ def opened(
     return TaskStage(parts, options, task, part="dpo"), parts.backend
 
 
+def opened_scores(directory: Path, *, options: dict[str, Any] | None = None, **given: Any) -> tuple[Stage, Backend]:
+    """A stage that trains a reward model; `given` goes to `parts_of`."""
+    parts = parts_of(directory, head="score", **given)
+    config = StageConfig(kind="reward_model", options=SCORED | (options or {}))
+    return open_stage(config, parts, "stages[0]"), parts.backend
+
+
 def parts_of(
     directory: Path,
     *,
+    head: Literal["policy", "score"] = "policy",
     micro_batch_tokens: int = 64,
     every_s: float = 60.0,
     backend_kind: str = "fsdp",
@@ -72,7 +99,7 @@ def parts_of(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> StageParts:
     """What a stage is opened with, and a model of its own."""
-    backend = open_backend(backend_kind, MODEL, OPTIMIZER, seed=3)
+    backend: Any = open_backend(backend_kind, MODEL, OPTIMIZER, seed=3, head=head)
     ranks, tokenizer = Ranks.of(backend), load_tokenizer(MODEL)
     return StageParts(
         backend=backend,

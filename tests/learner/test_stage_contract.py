@@ -10,18 +10,20 @@ from typing import Protocol, cast
 import msgspec
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from broker.client.batches import TakenBatch
 from broker.schema import WeightVersion
 from learner.backends import open_backend
 from learner.backends.base import Backend
+from learner.backends.score_head import has_score_head
 from learner.checkpoints.checkpoint import CheckpointStore
 from learner.checkpoints.weights_digest import saved_tensors, weights_digest
 from learner.config import AlgorithmConfig, LearnerConfig, ModelConfig, RecordsConfig, SftPhaseConfig, StageConfig
 from learner.data.prompts.cursor import PromptCursor
 from learner.data.prompts.rendering import Renderer
 from learner.experience.stream import Experience
-from learner.models.model import load_model, load_tokenizer
+from learner.models.model import load_tokenizer
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
 from learner.ranks import Ranks
@@ -33,7 +35,7 @@ from learner.stages.rl import RlStage
 from learner.stages.stage_checkpoints import StageCheckpoints
 from learner.stages.supervised.options import PreferenceOptions
 from tests.learner.batches import batch
-from tests.learner.preferences import opened
+from tests.learner.preferences import opened, opened_scores
 from tests.learner.tiny import OPTIMIZER, model_config
 
 STEPS = 6
@@ -164,7 +166,19 @@ def open_dpo(directory: Path, watcher: Watcher) -> tuple[Stage, Backend]:
     )
 
 
-STAGES = pytest.mark.parametrize("open_one", [open_sft, open_dpo, open_rl], ids=["sft", "dpo", "rl"])
+def open_reward_model(directory: Path, watcher: Watcher) -> tuple[Stage, Backend]:
+    return opened_scores(
+        directory,
+        options={"max_steps": STEPS, "epochs": STEPS, "evaluate_every_steps": 4},
+        every_s=0.0,
+        report=lambda progress: watcher.saw(progress.loss),
+        should_stop=watcher.should_stop,
+    )
+
+
+STAGES = pytest.mark.parametrize(
+    "open_one", [open_sft, open_dpo, open_reward_model, open_rl], ids=["sft", "dpo", "reward_model", "rl"]
+)
 
 
 @STAGES
@@ -173,7 +187,11 @@ def test_it_leaves_a_model_that_the_next_stage_loads(open_one: Open, tmp_path: P
     before = weights_digest(backend.named_tensors())
     assert stage.run()
     trained = dict(backend.named_tensors())
-    left = load_model(ModelConfig(path=str(stage.save()))).state_dict()
+    directory = stage.save()
+    is_reward_model = has_score_head(ModelConfig(path=str(directory)))
+    assert is_reward_model == (open_one is open_reward_model)
+    kind = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
+    left = kind.from_pretrained(directory).state_dict()
     assert all(torch.equal(left[name], tensor) for name, tensor in trained.items())
     assert weights_digest(trained.items()) != before
 

@@ -1,6 +1,7 @@
 """Stages over records: packing and ranks change no loss, and the reference is the model that the stage started from."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,19 @@ import torch
 import tests.learner.preference_rank as preference_rank
 from algorithms.supervised.preferences import dpo
 from broker.errors import ConfigError
+from learner.backends.base import Backend
 from learner.config import RecordsConfig, StageConfig
 from learner.data.own_examples import Example
 from learner.rows.packing import concatenate
 from learner.rows.units import pack_units
 from learner.stages import check_stages, open_stage
-from learner.stages.base import Progress, StageError
+from learner.stages.base import Progress, Stage, StageError
 from learner.stages.sft import tokenize
 from learner.stages.supervised.options import BestOptions, PreferenceOptions
 from learner.stages.supervised.preferences import PreferenceStage
 from learner.stages.supervised.schedule import Order, learning_rate
 
-from .preferences import opened, pairs, parts_of
+from .preferences import opened, opened_scores, pairs, parts_of
 from .torchrun import run_ranks
 
 JUDGED = {
@@ -54,29 +56,32 @@ def test_a_first_step_has_the_loss_of_its_pairs_one_by_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 4096])
-def test_packing_changes_no_metric(micro_batch_tokens: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
+def test_packing_changes_no_metric(kind: str, micro_batch_tokens: int, tmp_path: Path) -> None:
     seen: dict[int, list[Progress]] = {64: [], micro_batch_tokens: []}
+    open_one: Callable[..., tuple[Stage, Backend]] = opened if kind == "dpo" else opened_scores
     for tokens, found in seen.items():
-        stage, _ = opened(tmp_path / str(tokens), micro_batch_tokens=tokens, report=found.append)
+        stage, _ = open_one(tmp_path / str(tokens), micro_batch_tokens=tokens, report=found.append)
         assert stage.run()
     for one, other in zip(*seen.values(), strict=True):
         if one.step > 1:  # before the first step all rewards are 0 but for rounding, whose sign decides the accuracy
             assert other.metrics == pytest.approx(one.metrics, rel=2e-3, abs=1e-5)
-    assert {"reward_margin", "held_out/loss", "held_out/reward_accuracy", "grad_norm"} <= set(one.metrics)
+    what = "reward" if kind == "dpo" else "score"
+    assert {f"{what}_margin", "held_out/loss", f"held_out/{what}_accuracy", "grad_norm"} <= set(one.metrics)
 
 
-@pytest.mark.parametrize("kind", preference_rank.BACKENDS)
-def test_two_ranks_equal_one(kind: str, of_two_ranks: list[Any], tmp_path: Path) -> None:
-    one = preference_rank.metrics("fsdp", tmp_path)
+@pytest.mark.parametrize("name", preference_rank.STAGES)
+def test_two_ranks_equal_one(name: str, of_two_ranks: list[Any], tmp_path: Path) -> None:
+    one = preference_rank.metrics(f"{name.split()[0]} fsdp", tmp_path)
     assert of_two_ranks[0] == of_two_ranks[1]
-    for number, (step, expected) in enumerate(zip(of_two_ranks[0][kind], one, strict=True)):
+    for number, (step, expected) in enumerate(zip(of_two_ranks[0][name], one, strict=True)):
         if number:  # before the first step all rewards are 0 but for rounding, whose sign decides the accuracy
             assert step == pytest.approx(expected, rel=2e-3, abs=1e-5)
 
 
 @pytest.fixture(scope="module")
 def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank saw, by backend."""
+    """What each rank saw, by stage."""
     directory = tmp_path_factory.mktemp("ranks")
     run_ranks(preference_rank.__name__, 2, directory, timeout_s=200)
     return [msgspec.json.decode((directory / f"rank_{rank}.json").read_bytes()) for rank in range(2)]

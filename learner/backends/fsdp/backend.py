@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,14 +11,17 @@ from learner.backends.base import Backend, TokenLoss
 from learner.backends.hugging_face_files import write_tensors
 from learner.backends.rng import load_rng, snapshot_rng
 from learner.backends.saving import NamedTensors, snapshot_gathered
+from learner.backends.score_head import SCORE_WEIGHT, first_head
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.models.classifier import check_classifier, write_classifier_files
 from learner.models.model import load_tokenizer
 from learner.rows.batch import PackedBatch
 
 from .export import HuggingFaceExport
-from .policy import Policy, ValueModel
+from .policy import Policy, ScoreModel, ValueModel
 from .sharded_model import Reports, ShardedModel
-from .sharding import gathering, local
+from .sharding import gathering, local, whole
+from .streaming import copy_rows
 
 
 class FsdpBackend(ShardedModel):
@@ -94,7 +98,10 @@ class FsdpBackend(ShardedModel):
 
 
 class FsdpValueBackend(ShardedModel):
-    """A `ValueBackend` (see `learner/backends/base.py`): it starts from the policy's body, with its own value head."""
+    """A `ValueBackend` (see `learner/backends/base.py`)."""
+
+    kind: type[ValueModel] = ValueModel
+    has_random_head = False
 
     def __init__(
         self,
@@ -106,7 +113,11 @@ class FsdpValueBackend(ShardedModel):
         layout: LayoutConfig = LayoutConfig(),
         compute: ComputeConfig = ComputeConfig(),
     ) -> None:
-        super().__init__(ValueModel, model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
+        super().__init__(self.kind, model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
+        assert isinstance(self._module, ValueModel)
+        self._head = self._module.head
+        first = first_head(model, self._head.in_features, seed if self.has_random_head else None)
+        copy_rows(first, self._head.weight)
 
     def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """[T] fp32 values for every micro-batch; [0] for an empty one."""
@@ -117,3 +128,36 @@ class FsdpValueBackend(ShardedModel):
     ) -> tuple[float, float, Reports]:
         """Make one update. Empty micro-batches report {}. The weights stay if the norm is not finite."""
         return self._update(batches, loss, learning_rate)
+
+
+class FsdpScoreBackend(FsdpValueBackend):
+    """A `ScoreBackend` (see `learner/backends/base.py`)."""
+
+    kind = ScoreModel
+    has_random_head = True
+
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **options: Any) -> None:
+        """Raises ConfigError for a model that transformers could not load as a classifier."""
+        check_classifier(model)
+        super().__init__(model, optimizer, **options)
+        self._model = model
+        self._body = self._module.model
+        self._export = HuggingFaceExport(self._body, self._dtype)
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the body's tensors in `model.dtype`, and the head in fp32.
+
+        A tensor may share memory with the weights: copy it before the next `step`.
+        """
+        for name, tensor in self._export.tensors():
+            yield f"{self._body.base_model_prefix}.{name}", tensor
+        yield SCORE_WEIGHT, whole([self._head.weight.detach()], torch.float32)[0]
+
+    def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
+        """Return the writer of a sequence classifier, on rank 0."""
+        write = functools.partial(self._write_classifier, directory) if self.rank == 0 else None
+        return (snapshot_gathered(self.named_tensors(), write, is_copied=is_copied),)
+
+    def _write_classifier(self, directory: Path, tensors: NamedTensors) -> None:
+        write_tensors(tensors, directory)
+        write_classifier_files(self._model, directory)

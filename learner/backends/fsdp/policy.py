@@ -122,12 +122,14 @@ class Policy(PackedModel):
 class ValueModel(PackedModel):
     """A model whose head is replaced by a linear one of one output, in fp32 and zero at first."""
 
+    has_bias = True
+
     def __init__(self, model: "PreTrainedModel", **options: Any) -> None:
         super().__init__(model.base_model, **options)
         with torch.random.fork_rng(devices=[]):  # the process's own generator goes on as it would without a critic
-            self.head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+            self.head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, bias=self.has_bias)
+        for parameter in self.head.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """[T] fp32 values of the states in which the tokens are chosen, 0 for the first token of every sequence.
@@ -137,3 +139,9 @@ class ValueModel(PackedModel):
         row = self.row(dataclasses.replace(batch, experts_TLK=None))
         values_N = self.head(self.hidden(row).float())[:, 0]
         return row.at_next_token(self.context.gathered(values_N))
+
+
+class ScoreModel(ValueModel):
+    """A value model as transformers' sequence classifiers are: without a bias."""
+
+    has_bias = False

@@ -85,11 +85,16 @@ def fill_shards(model: "PreTrainedModel", path: str) -> None:
 
 
 def _copy(path: str, name: str, weight: torch.Tensor, shard: torch.Tensor) -> None:
-    """Copy this rank's rows of a weight, in the shard's number format."""
     if weight.shape != shard.shape:
         raise ConfigError(
             f"model.path: {path} has {name} of shape {list(weight.shape)}, config.json says {list(shard.shape)}."
         )
+    copy_rows(weight, shard)
+
+
+@torch.no_grad()
+def copy_rows(weight: torch.Tensor, shard: torch.Tensor) -> None:
+    """Copy this rank's rows of a weight, in the shard's number format."""
     if not isinstance(shard, DTensor):
         shard.copy_(weight)
         return

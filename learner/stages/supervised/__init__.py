@@ -7,6 +7,7 @@
     imitation.py   the task of conversations: supervised fine-tuning
     preferences.py the task of pairs: DPO and its kin
     unpaired.py    the task of responses that are desirable or not: KTO
+    reward_model.py the task of pairs for a model of scores: a reward model
     reference.py   logprobs of the model that the stage starts from, computed once and kept
 
 A task turns records into units of sequences and gives the loss of rows of whole units. The invariant: neither packing

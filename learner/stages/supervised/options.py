@@ -84,6 +84,21 @@ class PreferenceOptions(TrainingOptions, frozen=True, kw_only=True):
     """The loss of a pair."""
 
 
+class RewardModelOptions(TrainingOptions, frozen=True, kw_only=True):
+    """The pairs, and the options of their Bradley-Terry loss (`algorithms.supervised.scores.bradley_terry`)."""
+
+    too_long: Literal["refuse", "drop", "cut_prompt"] = "refuse"
+    """A pair with a longer sequence is an error, is left out, or loses the first tokens of its prompt: a score stands
+    at the end of a response."""
+    learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
+    """The highest learning rate."""
+    margins: bool = False
+    """Whether the score of a chosen response is to exceed the other one's by the margin that the record gives, or by
+    the gap between the scores of its responses, in the units of the file."""
+    centering: Annotated[float, Meta(ge=0)] = 0.0
+    """The weight of the squared sum of a pair's scores, which keeps scores near 0 on average; 0.01 is usual."""
+
+
 class UnpairedOptions(TrainingOptions, frozen=True, kw_only=True):
     """The responses with their judgements, and the options of KTO (`algorithms.supervised.unpaired.kto`)."""
 

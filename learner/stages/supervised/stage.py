@@ -17,6 +17,7 @@ from broker.user_code.kinds import unknown_kind
 from learner.backends.base import TokenLoss
 from learner.data.sources import digest_of
 from learner.objective.objective import Objective
+from learner.rows.batch import PackedBatch
 from learner.rows.packing import concatenate
 from learner.rows.units import Row, Unit, pack_units
 from learner.stages.base import Progress, StageMetrics, StageParts
@@ -171,9 +172,7 @@ class TaskStage:
     def _update(self, chosen: Sequence[int], rate: float) -> tuple[float, dict[str, float]]:
         rows = self._packed([self._task.units[index] for index in chosen])
         token_loss = self._task.loss([*rows, EMPTY], chosen, held_out=False)
-        loss, norm, reports = self._parts.backend.step(
-            [row.batch for row in rows], token_loss, temperature=1.0, learning_rate=rate
-        )
+        loss, norm, reports = self._step([row.batch for row in rows], token_loss, rate)
         return loss, {**self._combined(reports, token_loss, len(rows)), "grad_norm": norm}
 
     @torch.no_grad()
@@ -181,11 +180,21 @@ class TaskStage:
         """Return loss and metrics of the held-out units under the present weights."""
         rows = self._packed(self._task.held_out)
         token_loss = self._task.loss([*rows, EMPTY], range(len(self._task.held_out)), held_out=True)
-        logprobs = self._parts.backend.logprobs([row.batch for row in rows], 1.0)
-        shares = [token_loss(index, logprobs_T) for index, logprobs_T in enumerate(logprobs)]
+        outputs = self._outputs([row.batch for row in rows])
+        shares = [token_loss(index, outputs_T) for index, outputs_T in enumerate(outputs)]
         (total,) = self._parts.ranks.sum([sum(float(share) for share, _ in shares)])
         measured = {"loss": total, **self._combined([report for _, report in shares], token_loss, len(rows))}
         return {f"{HELD_OUT}{name}": value for name, value in measured.items()}
+
+    def _outputs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """Return what the loss takes of each row: logprobs [T], unless the stage's model is no policy."""
+        return self._parts.backend.logprobs(batches, 1.0)
+
+    def _step(
+        self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float
+    ) -> tuple[float, float, list[dict[str, float]]]:
+        """Make one update; return what the backend's `step` does."""
+        return self._parts.backend.step(batches, loss, temperature=1.0, learning_rate=learning_rate)
 
     def _packed(self, units: Sequence[Unit]) -> list[Row]:
         parts = self._parts
