@@ -153,8 +153,15 @@ class RewardShapingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The value model of advantage.kind=gae: the policy's first weights with a head of one output."""
+    """The value model of advantage.kind=gae."""
 
+    path: Annotated[
+        str,
+        Meta(
+            description="directory of the reward model, or stage:NAME, that the critic starts from; empty: the policy's"
+            " first weights with a new head"
+        ),
+    ] = ""
     learning_rate: Annotated[float, Meta(gt=0, description="constant learning rate of the critic")] = 1e-5
     clip: Annotated[
         float,

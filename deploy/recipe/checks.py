@@ -300,6 +300,11 @@ def _missing_abilities(recipe: Recipe) -> Iterator[str]:
             f"algorithm.advantage.kind=gae needs a critic, and learner.backend={learner.backend} holds none. Set"
             " learner.backend=fsdp, or take an advantage that compares the samples of a group."
         )
+    if recipe.algorithm.critic.path and recipe.algorithm.advantage.kind != "gae":
+        yield (
+            "algorithm.critic.path names the model that a critic starts from, and only algorithm.advantage.kind=gae"
+            f" has one; it is {recipe.algorithm.advantage.kind}. Set algorithm.preset=ppo, or leave the path out."
+        )
     if any(not leaves_policy(stage) for stage in recipe.stages) and not abilities.holds_critic:
         yield f"A reward_model stage needs learner.backend=fsdp: {learner.backend} holds no model of scores."
 

@@ -1,8 +1,12 @@
 """The backends that a recipe asks for, with their models and fresh optimizers."""
 
+import msgspec
+
 from deploy.recipe.recipe import Recipe
 from learner.backends import open_backend
 from learner.backends.base import Backend, ScoreBackend
+from learner.backends.score_head import check_critic
+from learner.config import ModelConfig
 from learner.models.model import load_config
 from learner.objective.composition import gae_options
 from learner.objective.critic import Critic
@@ -44,12 +48,13 @@ def recipe_routing(recipe: Recipe) -> Routing | None:
 
 
 def recipe_critic(recipe: Recipe, ranks: Ranks) -> Critic:
-    """Open the critic of advantage.kind=gae, which starts from the same weights. Collective over the ranks."""
+    """Open the critic of advantage.kind=gae: the reward model that it names, or else the policy's first weights with a
+    new head. Collective over the ranks. Raises ConfigError for a reward model that does not fit."""
     algorithm = recipe.algorithm
     return Critic(
         open_backend(
             recipe.learner.backend,
-            recipe.model,
+            _critic_model(recipe),
             recipe.optimizer,
             device=recipe.learner.device,
             seed=recipe.run.seed,
@@ -62,3 +67,12 @@ def recipe_critic(recipe: Recipe, ranks: Ranks) -> Critic:
         learning_rate=algorithm.critic.learning_rate,
         **gae_options(algorithm),
     )
+
+
+def _critic_model(recipe: Recipe) -> ModelConfig:
+    path = recipe.algorithm.critic.path
+    if not path:
+        return recipe.model
+    model = msgspec.structs.replace(recipe.model, path=path, random=None)
+    check_critic(model, recipe.model)
+    return model

@@ -4,6 +4,7 @@ import torch
 
 from broker.errors import ConfigError
 from learner.config import ModelConfig
+from learner.models.model import load_config, load_tokenizer
 
 from .hugging_face_files import TensorFiles, weight_files
 
@@ -31,6 +32,27 @@ def first_head(model: ModelConfig, width: int, seed: int | None) -> torch.Tensor
     if seed is not None:
         head.normal_(std=(width + 1) ** -0.5, generator=torch.Generator().manual_seed(seed))
     return head
+
+
+def check_critic(model: ModelConfig, policy: ModelConfig) -> None:
+    """Raise ConfigError unless `model` is a reward model to which tokens mean what they mean to the policy.
+
+    Its size and its architecture may be others.
+    """
+    where = f"algorithm.critic.path: {model.path}"
+    if not has_score_head(model):
+        raise ConfigError(
+            f"{where} is no reward model: it has no tensor {SCORE_WEIGHT}. Give what a reward_model stage has left, or"
+            " leave the path out: the critic then starts from the policy's first weights, with a new head."
+        )
+    theirs, ours = load_tokenizer(model).get_vocab(), load_tokenizer(policy).get_vocab()
+    rows = load_config(model).get_text_config().vocab_size
+    if theirs != ours or rows <= max(ours.values()):
+        raise ConfigError(
+            f"{where} has another vocabulary ({len(theirs)} tokens, {rows} embeddings) than the policy"
+            f" ({len(ours)} tokens), so tokens mean something else to it. Train a reward model from a model of the"
+            " policy's family."
+        )
 
 
 def check_is_policy(model: ModelConfig) -> None:

@@ -68,7 +68,14 @@ def recipes(guide: str, directory: Path) -> list[Recipe]:
 def test_the_overrides_of_a_stage_are_taken(tmp_path: Path) -> None:
     recipe, *others = recipes("stages.md", tmp_path)
     names = [[stage.name for stage in other.plan] for other in others]
-    assert names == [["sft"], ["dpo"], ["kto"], ["reward_model"], ["warm-up", "teacher", "student"]]
+    assert names == [
+        ["sft"],
+        ["dpo"],
+        ["kto"],
+        ["reward_model"],
+        ["reward_model", "rl"],
+        ["warm-up", "teacher", "student"],
+    ]
     assert [stage.kind for stage in recipe.plan] == ["sft", "rl"]
     lines = (GUIDES / "stages.md").read_text().splitlines()
     overrides = [

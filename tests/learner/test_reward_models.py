@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from algorithms.supervised.scores import bradley_terry
 from broker.errors import ConfigError
 from learner.backends import open_backend
-from learner.backends.base import ScoreBackend, ValueBackend
+from learner.backends.base import ScoreBackend
 from learner.config import ModelConfig
 from learner.models.classifier import check_classifier
 from learner.models.model import load_tokenizer
@@ -23,33 +21,10 @@ from learner.stages.supervised.reward_model import completed, with_state_behind
 from learner.stages.supervised.schedule import Order
 
 from .preferences import MODEL, arithmetic, opened_scores
-from .tiny import OPTIMIZER, model_config, sequences
+from .scoring import STOP, by_transformers, responses, scores
+from .tiny import OPTIMIZER, model_config
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
-STOP = load_tokenizer(MODEL).eos_token_id
-
-
-def responses(*lengths: int) -> list[NDArray[np.int32]]:
-    """Tokens that end with the stop token, and with which no padding token is among them."""
-    texts = [sequence.token_ids % 17 for sequence in sequences(list(lengths))]
-    return [np.append(tokens, np.int32(STOP)) for tokens in texts]
-
-
-def scores(backend: ValueBackend, texts: list[NDArray[np.int32]]) -> torch.Tensor:
-    """[S] of whole texts, in one row."""
-    row = concatenate([with_state_behind(tokens) for tokens in texts])
-    return backend.values([row])[0][row.loss_mask_T > 0]
-
-
-def by_transformers(directory: Path, texts: list[NDArray[np.int32]]) -> torch.Tensor:
-    """[S] of the texts as one batch, padded as the saved tokenizer pads."""
-    model = AutoModelForSequenceClassification.from_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    batch = tokenizer.pad({"input_ids": [tokens.tolist() for tokens in texts]}, return_tensors="pt")
-    assert (batch["attention_mask"] == 0).any()
-    with torch.no_grad():
-        logits_S1: torch.Tensor = model(**batch).logits
-    return logits_S1[:, 0]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
