@@ -102,6 +102,7 @@ def _record_of(status: RunStatus, settings: dict[str, Any]) -> Record:
         directory=Path(status.run),
         steps=steps,
         evaluations=[],
+        stages={},
         summary={**learned(lineage(steps)), **spent(steps)},
         settings=settings,
         is_running=status.state not in RUN_OVER,

@@ -1,8 +1,9 @@
 """The role of a stage without workers. It gives the stage pass rates that the workers' engine and rewards measure."""
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self, cast
 
@@ -13,9 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from broker.errors import ConfigError
 from broker.schema import Prompt
+from deploy.observe.sinks import open_sinks
+from deploy.observe.sinks.base import SinkRun
+from deploy.observe.sinks.delivery import Sinks
 from deploy.recipe.recipe import Recipe
+from deploy.run.events import StageEvent
 from deploy.run.stage_output import origin, starting_at
-from deploy.run.stage_record import StageLine, StageRecord, record_of
+from deploy.run.stage_record import record_of, tracker_identity
 from deploy.terminal import Terminal
 from learner.backends.base import Backend
 from learner.config import StageConfig
@@ -61,8 +66,8 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
     ranks = Ranks.of(backend)
     tokenizer = load_tokenizer(recipe.model)
     held_out = _held_out(recipe, config, tokenizer)
-    with _gate(recipe, held_out, ranks) as gate, ProgressBars(console) as bars:
-        report = _Report(bars, record_of(output) if ranks.is_first else None)
+    run = _sink_run(recipe, config, output, identity) if ranks.is_first else None
+    with _gate(recipe, held_out, ranks) as gate, _reported(recipe, run, console) as report:
         parts = StageParts(
             backend=backend,
             ranks=ranks,
@@ -76,7 +81,7 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
             should_stop=StopRequest(),
         )
         stage = open_stage(config, parts, f"stages[{number}]")
-        report.begin(stage)
+        report.stage = stage
         if not stage.run():
             raise StageError(f"Stage {config.name} was stopped before its end; it goes on from here next time.")
         pass_rate = gate(backend.named_tensors(), len(held_out)) if held_out else None
@@ -102,33 +107,54 @@ def _held_out(recipe: Recipe, stage: StageConfig, tokenizer: PreTrainedTokenizer
     return prompts.held_out(max([recipe.evaluation.prompts, *gates]))
 
 
+def _sink_run(recipe: Recipe, stage: StageConfig, output: Path, identity: str) -> SinkRun:
+    """Return the stage as a run of its own, whose steps count for themselves."""
+    return SinkRun(
+        name=f"{recipe.run.name}-{stage.name}",
+        identity=tracker_identity(output, identity),
+        directory=recipe.run_directory,
+        stage=output.name,
+        record=record_of(output),
+    )
+
+
+@contextmanager
+def _reported(recipe: Recipe, run: SinkRun | None, console: Terminal) -> Iterator["_Report"]:
+    """Yield what shows each step of the stage, and gives it to the recipe's sinks if `run` is given."""
+    with ProgressBars(console) as bars, ExitStack() as stack:
+        sinks = stack.enter_context(open_sinks(recipe.metrics, run)) if run is not None else None
+        yield _Report(bars, sinks)
+
+
 class _Report:
-    """Shows each step of a stage, and writes it into the stage's record, if this rank keeps it."""
+    """Shows each step of a stage, and gives it to sinks, if this rank has them."""
 
-    def __init__(self, bars: "ProgressBars", path: Path | None) -> None:
+    def __init__(self, bars: "ProgressBars", sinks: Sinks | None) -> None:
         self._bars = bars
-        self._path = path
-        self._record: tuple[Stage, StageRecord] | None = None
-
-    def begin(self, stage: Stage) -> None:
-        """Note the opened stage, whose first step follows."""
-        if self._path is not None:
-            self._record = stage, StageRecord(self._path, stage.metrics.steps)
+        self._sinks = sinks
+        self.stage: Stage | None = None
+        """The opened stage, set before its first step."""
 
     def show(self, progress: base.Progress) -> None:
         """Called after every step."""
         self._bars.show(progress)
-        if self._record is not None:
-            stage, record = self._record
-            record.write(
-                StageLine(
-                    steps=stage.metrics.steps,
-                    part=progress.part,
-                    loss=progress.loss,
-                    pass_rate=progress.pass_rate,
-                    metrics=progress.metrics,
-                )
-            )
+        if self._sinks is not None and self.stage is not None:
+            self._sinks.write(stage_event(progress, self.stage.metrics.steps))
+
+
+def stage_event(progress: base.Progress, steps: int) -> StageEvent:
+    """Return the event of a stage's step, the last one of `steps`."""
+    return StageEvent(
+        steps=steps,
+        part=progress.part,
+        loss=_finite(progress.loss),
+        pass_rate=progress.pass_rate,
+        metrics={name: _finite(value) for name, value in progress.metrics.items()},
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""The events of a run that metric sinks are given. The learner's first rank makes each event once."""
+"""The events of a run that metric sinks are given. The first rank of the learner, or of a stage without workers, makes
+each event once."""
+
+from collections.abc import Mapping
 
 import msgspec
 
@@ -93,5 +96,21 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-Event = StepEvent | EvaluationEvent | HeartbeatEvent
+class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One step of a stage without workers; also a line of the stage's record. A stage that goes on after it was killed
+    gives the steps since its checkpoint again."""
+
+    steps: int
+    """The number of steps of the stage so far, this one included."""
+    part: str
+    """The part of the stage, such as `warm-up 1/2`."""
+    loss: float | None
+    """None: it was not finite."""
+    pass_rate: float | None = None
+    """The pass rate on held-out prompts as it was measured last."""
+    metrics: Mapping[str, float | None] = {}
+    """Further metrics of the step, and of held-out records as they were measured last (`held_out/...`)."""
+
+
+Event = StepEvent | EvaluationEvent | HeartbeatEvent | StageEvent
 """What a sink is given."""

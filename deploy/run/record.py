@@ -12,10 +12,11 @@ from deploy.recipe.files import read_yaml
 
 from . import figures
 from .directory import CONFIG, find_run, is_going_on
-from .events import EvaluationEvent
+from .events import EvaluationEvent, StageEvent
 from .report import EVALUATIONS, METRICS, SUMMARY, FileLines, lineage, read_summary, summary_of
+from .stage_record import records_in
 
-Line = TypeVar("Line", StepMetrics, EvaluationEvent)
+Line = TypeVar("Line", StepMetrics, EvaluationEvent, StageEvent)
 OF_THE_SERVER = {"dropped_stale", "max_lag_allowed", "generated_tokens", "generation_tokens_per_s", "worker_restarts"}
 """Summary figures that nobody knows before the run's end: a zero would be taken for a count."""
 FILES = (CONFIG, METRICS, EVALUATIONS, SUMMARY)
@@ -35,6 +36,8 @@ class Record:
     """All lines, those of abandoned steps too."""
     evaluations: list[EvaluationEvent]
     """Those of the lineage."""
+    stages: dict[str, list[StageEvent]]
+    """The steps of the stages without workers, by the names of the directories that they leave, in order."""
     summary: dict[str, Any]
     settings: dict[str, Any]
     """The recipe's values without passwords; empty if they are unknown."""
@@ -65,11 +68,13 @@ def read_record(run: str, *, again: bool = False) -> Record:
     notes: list[str] = []
     steps = _read_lines(directory / METRICS, StepMetrics, notes)
     evaluations = _read_lines(directory / EVALUATIONS, EvaluationEvent, notes)
+    stages = {name: _read_lines(path, StageEvent, notes) for name, path in records_in(directory).items()}
     is_running = _is_running(directory)
     return Record(
         directory=directory,
         steps=steps,
         evaluations=lineage(evaluations),
+        stages=stages,
         summary=_followed(steps, lineage(evaluations))
         if again and is_running
         else _read_summary(directory, len(lineage(steps)), notes),
@@ -93,7 +98,8 @@ def _followed(steps: list[StepMetrics], evaluations: list[EvaluationEvent]) -> d
 
 def stamp(directory: Path) -> tuple[object, ...]:
     """Return what changes whenever the run's files do, or whether it runs; reading it costs almost nothing."""
-    return (_is_running(directory), *(_size_and_time(directory / name) for name in FILES))
+    files = (*(directory / name for name in FILES), *records_in(directory).values())
+    return (_is_running(directory), *map(_size_and_time, files))
 
 
 def _size_and_time(path: Path) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from broker.errors import HeadwayError
 from broker.schema import StepMetrics
 
 from . import figures
-from .events import EvaluationEvent
+from .events import EvaluationEvent, StageEvent
 from .whole_files import replace_file
 
 log = logging.getLogger(__name__)
@@ -37,18 +37,19 @@ class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Line = TypeVar("Line", StepMetrics, TrainedLine, EvaluationEvent)
+AnyLine = TypeVar("AnyLine", StepMetrics, TrainedLine, EvaluationEvent, StageEvent)
 
 
-class FileLines(Generic[Line]):
+class FileLines(Generic[AnyLine]):
     """What a file of JSON lines held, and what of it could not be read."""
 
-    def __init__(self, path: Path, kind: type[Line]) -> None:
+    def __init__(self, path: Path, kind: type[AnyLine]) -> None:
         """Read the file; a missing one has no lines. Raises HeadwayError if the system refuses it."""
         self.is_missing = not path.exists()
         whole, torn = _split(path) if not self.is_missing else ([], b"")
         self.is_torn = bool(torn)
         """Whether the last line has no end: a crash has torn it, or its writer is not done."""
-        self.lines: list[Line] = []
+        self.lines: list[AnyLine] = []
         self.unreadable = 0
         """The damaged lines before it."""
         for number, line in enumerate(whole, start=1):

@@ -9,7 +9,7 @@ import msgspec
 from broker.schema import LagFigures, QueueAges, QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.jsonl import JsonlSink
-from deploy.run.events import EvaluationEvent, StepEvent
+from deploy.run.events import EvaluationEvent, StageEvent, StepEvent
 
 
 def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_steps: int = 60) -> StepMetrics:
@@ -75,6 +75,11 @@ def evaluation(incarnation: int, step: int, pass_rate: float) -> EvaluationEvent
 def sink_run(directory: Path, identity: str = "") -> SinkRun:
     """The run of that directory, for a sink."""
     return SinkRun(name="arithmetic", identity=identity, directory=directory)
+
+
+def stage_event(steps: int, **figures: Any) -> StageEvent:
+    """A step of a `dpo` stage."""
+    return StageEvent(**{"steps": steps, "part": "dpo", "loss": 1 / steps, **figures})
 
 
 def open_record(directory: Path, identity: str = "") -> JsonlSink:

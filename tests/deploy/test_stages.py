@@ -19,14 +19,18 @@ from deploy.recipe.loading import dump_recipe, hint_of, load_recipe, with_overri
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.stage_graph import chain_of, impossible_starts, number_of, start_of
 from deploy.run.directory import SETTINGS, prepare
+from deploy.run.record import read_record
 from deploy.run.resuming import check_resumable
-from deploy.run.stage_output import after_stages, check_made, is_of, origin, planned, starting_at
+from deploy.run.stage_output import after_stages, check_made, is_of, mark_complete, origin, planned, starting_at
+from deploy.run.stage_record import StageRecord, record_of, tracker_identity
 from deploy.terminal import Terminal
 from learner.config import ModelConfig, StageConfig
 from learner.models.model import load_model
 from learner.stages.kinds import KNOWN
+from tests.deploy.runs import stage_event
 from tests.end_to_end.recipes import TINY
 
+from .sinks.curves import curve
 from .test_cli import headway
 
 PHASE = {"kind": "arithmetic", "batch_size": 4, "max_steps": 2, "learning_rate": 1e-2}
@@ -250,7 +254,8 @@ def test_each_stage_starts_from_what_the_one_before_left(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_stages.py").write_text(OWN_STAGE)
-    recipe = load(tmp_path, stages=[{**OWN, "name": "again"}, SFT])
+    sinks = [{"kind": "jsonl"}, {"kind": "tensorboard"}]
+    recipe = load(tmp_path, stages=[{**OWN, "name": "again"}, SFT], metrics=sinks)
     assert Local(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run() == 0
     first, second = planned(recipe)
     assert [one.directory.name for one in (first, second)] == ["1-again", "2-sft"]
@@ -258,12 +263,31 @@ def test_each_stage_starts_from_what_the_one_before_left(
     assert after_stages(recipe).model.path == str(second.directory)
     assert str(second.directory.relative_to(tmp_path)) in capfd.readouterr().out.replace("\n", "")
 
+    of_stages = read_record(str(recipe.run_directory)).stages
+    for name, steps in of_stages.items():
+        assert curve(recipe.run_directory / "tensorboard" / name, "stage/loss") == {
+            step.steps: pytest.approx(step.loss) for step in steps
+        }
+    assert [(name, len(steps)) for name, steps in of_stages.items()] == [("1-again", 2), ("2-sft", 2)]
+
     outcome = json.loads((first.directory / "stage.json").read_text())
     assert (outcome["steps"], outcome["loss"] > 0) == (2, True)
     models = (recipe.model, *(ModelConfig(path=str(one.directory)) for one in (first, second)))
     begin, between, end = (load_model(model, seed=recipe.run.seed).state_dict() for model in models)
     distances = [sum(float((end[name] - start[name]).abs().sum()) for name in end) for start in (between, begin)]
     assert 0 < distances[0] < distances[1]
+
+
+def test_a_run_begins_with_the_stage_that_was_done_alone(tmp_path: Path) -> None:
+    recipe = load(tmp_path, stages=[SFT, RL])
+    (sft,) = planned(recipe)
+    sft.directory.mkdir(parents=True)
+    mark_complete(sft.directory, recipe, {})
+    identity = tracker_identity(sft.directory, "one")
+    StageRecord(record_of(sft.directory), 0).write(stage_event(1))
+    assert prepare(recipe, resume=False, overwrite=False) == recipe.run_directory
+    assert sft.is_complete
+    assert tracker_identity(sft.directory, "one") == identity != tracker_identity(sft.directory, "other")
 
 
 @pytest.mark.slow

@@ -60,6 +60,20 @@ function learning(runs) {
   return make("section", {}, make("h2", {}, "Learning"), make("div", { class: "grid" }, charts));
 }
 
+// One chart for the loss of a stage without workers, and one for each figure of held-out records or prompts.
+function stagesOf(run, prefix) {
+  return run.stages.flatMap((stage) => {
+    const line = (name, text, colour) => ({ name: text, colour, xs: stage.steps, ys: stage.curves[name].mean, low: stage.curves[name].low, high: stage.curves[name].high });
+    const losses = ["loss", "held_out/loss"].filter((name) => name in stage.curves);
+    const others = Object.keys(stage.curves).filter((name) => !losses.includes(name));
+    const note = "over steps of the stage";
+    return [
+      curves(`${prefix}${stage.name}: loss`, losses.map((name, index) => line(name, name === "loss" ? "trained" : "held out", index)), { note }),
+      ...others.map((name) => curves(`${prefix}${stage.name}: ${name}`, [line(name, name, 1)], { note })),
+    ];
+  });
+}
+
 function lagOf(run, prefix) {
   const lines = [drawn(run, "lag_mean", 2, "mean", { low: [], high: [] }), { ...drawn(run, "lag_max", 4, "largest"), ys: run.curves.lag_max.high.length ? run.curves.lag_max.high : run.curves.lag_max.mean, low: [], high: [] }];
   for (const line of lines) line.xs = line.xs.map((step) => step + 0.5);
@@ -164,6 +178,7 @@ function report(content) {
   return [
     () => (single ? heading(runs[0]) : make("div", { class: "grid" }, runs.map((run) => make("div", { class: "card" }, heading(run))))),
     () => (single ? tiles(runs[0].summary) : none()),
+    () => (runs.some((run) => run.stages.length) ? cards("Stages without workers", (run) => stagesOf(run, named(run, runs))) : none()),
     () => learning(runs),
     () => cards("Lag and time", (run) => [...lagOf(run, named(run, runs)), phasesOf(run, named(run, runs))]),
     () => cards("Events and evaluations", (run) => events(run, runs)),

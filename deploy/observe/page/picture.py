@@ -12,7 +12,7 @@ from broker.schema import StepMetrics
 from deploy.printing import visible
 from deploy.recipe.files import to_yaml
 from deploy.run.comparison import leaves
-from deploy.run.events import EvaluationEvent
+from deploy.run.events import EvaluationEvent, StageEvent
 from deploy.run.figures import moving_average, trained_per_s
 from deploy.run.history import Happening, happenings
 from deploy.run.record import Record
@@ -45,6 +45,16 @@ class PhaseSeconds(msgspec.Struct, frozen=True, kw_only=True):
     """[columns] By the names of PHASES."""
 
 
+class StagePicture(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage without workers."""
+
+    name: str
+    steps: list[int]
+    """[points] The last step behind each point of the curves; the first step is 1."""
+    curves: dict[str, Curve]
+    """The loss, and what was measured of held-out records and prompts, by name."""
+
+
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
@@ -69,6 +79,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """YAML; empty if it is unknown."""
     samples: list[Sample] = []
     """Trained samples to read."""
+    stages: list[StagePicture] = []
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +136,18 @@ def picture_of(record: Record) -> Picture:
         events=events[-SHOWN_EVENTS:],
         earlier_events=max(0, len(events) - SHOWN_EVENTS),
         recipe=to_yaml(record.settings) if record.settings else "",
+        stages=[_stage(name, steps) for name, steps in record.stages.items() if steps],
+    )
+
+
+def _stage(name: str, steps: Sequence[StageEvent]) -> StagePicture:
+    measured = sorted({name for step in steps for name in step.metrics if name.startswith("held_out/")})
+    curves = {"loss": curve([step.loss for step in steps])}
+    if any(step.pass_rate is not None for step in steps):
+        curves["pass_rate"] = curve([step.pass_rate for step in steps])
+    curves |= {visible(metric): curve([step.metrics.get(metric) for step in steps]) for metric in measured}
+    return StagePicture(
+        name=visible(name), steps=[steps[span][-1].steps for span in spans(len(steps), POINTS)], curves=curves
     )
 
 

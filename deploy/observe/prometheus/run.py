@@ -9,7 +9,7 @@ import msgspec
 from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StepEvent
+from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
 from deploy.run.figures import generated_per_s
 from learner.experience.drift import drift_of
 
@@ -162,6 +162,7 @@ class RunCollector(Collector):
         self._evaluation: EvaluationEvent | None = None
         self._heartbeat: HeartbeatEvent | None = None
         self._heartbeat_at = 0.0
+        self._stage: StageEvent | None = None
 
     def begin(self, name: str, identity: str) -> None:
         """Name the run."""
@@ -178,6 +179,8 @@ class RunCollector(Collector):
                     self._evaluation = event
                 case HeartbeatEvent():
                     self._heartbeat, self._heartbeat_at = event, time.time()
+                case StageEvent():
+                    self._stage = event
 
     def _add(self, event: StepEvent) -> None:
         self._step, self._step_at = event, time.time()
@@ -192,7 +195,7 @@ class RunCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, as of one moment."""
         with self._lock:
-            found = [*self._of_steps(), *self._of_heartbeat()]
+            found = [*self._of_steps(), *self._of_heartbeat(), *self._of_stage()]
         yield from found
 
     def _of_steps(self) -> Iterator[Metric]:
@@ -222,6 +225,13 @@ class RunCollector(Collector):
                     "headway_learner_pass_at_k", "Share of held-out prompts with a sample that passed.", {"": at_k}
                 )
             yield metric("headway_learner_pass_rate_step", "The step before which it was measured.", {"": step})
+
+    def _of_stage(self) -> Iterator[Metric]:
+        """Yield the figures of a stage without workers, in whose process there is no learner."""
+        if (stage := self._stage) is not None:
+            yield metric("headway_stage_steps", "Steps of the stage so far.", {"": stage.steps})
+            figures = {"loss": stage.loss, "pass_rate": stage.pass_rate, **stage.metrics}
+            yield metric("headway_stage_figure", "Figures of the stage's last step, by name.", figures, "figure")
 
     def _of_heartbeat(self) -> Iterator[Metric]:
         """Yield the pool and the queues. A worker that has left is not among them any more."""

@@ -9,14 +9,19 @@ from deploy.run.events import Event
 
 @dataclass(frozen=True, kw_only=True)
 class SinkRun:
-    """The run whose events a sink is given."""
+    """The run whose events a sink is given: a learner's, or that of a stage without workers, whose steps count for
+    themselves."""
 
     name: str
-    """`run.name`."""
+    """`run.name`; of a stage with the stage's name behind it."""
     identity: str
     """16 hexadecimal digits that no two runs share; empty for a replay, which is no run of its own."""
     directory: Path
     """The run's directory, where other processes may write as well."""
+    stage: str = ""
+    """The name of the directory that the stage leaves; empty: the events are the learner's."""
+    record: Path = Path()
+    """The file of the stage's record."""
 
 
 class MetricSink(Protocol):

@@ -1,11 +1,13 @@
-"""The run's own record: metrics.jsonl, trained.jsonl and evaluations.jsonl, from which all figures are computed."""
+"""The run's own record: metrics.jsonl, trained.jsonl and evaluations.jsonl, from which all figures are computed, and
+the record of each stage without workers."""
 
 from pathlib import Path
 
 import msgspec
 
-from deploy.run.events import EvaluationEvent, Event, StepEvent
+from deploy.run.events import EvaluationEvent, Event, StageEvent, StepEvent
 from deploy.run.report import EVALUATIONS, METRICS, TRAINED, TrainedLine
+from deploy.run.stage_record import StageRecord
 from deploy.run.whole_files import append_line, cut_torn_line, told
 
 from .base import SinkRun
@@ -23,23 +25,30 @@ class JsonlSink:
     def __init__(self) -> None:
         self._directory = Path()
         self._identity = ""
+        self._stage_file = Path()
+        self._stage: StageRecord | None = None
 
     def open(self, run: SinkRun) -> None:
         """Make the directory, and remove a line that a killed learner left unfinished. Raises HeadwayError."""
-        self._directory, self._identity = run.directory, run.identity
+        self._directory, self._identity, self._stage_file = run.directory, run.identity, run.record
         with told(run.directory):
             run.directory.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, TRAINED, EVALUATIONS):
             cut_torn_line(run.directory / name)
 
     def write(self, event: Event) -> None:
-        """Append a step to metrics.jsonl and to trained.jsonl, or an evaluation to evaluations.jsonl."""
+        """Append a step to metrics.jsonl and to trained.jsonl, an evaluation to evaluations.jsonl, or a stage's step to
+        the record of that stage."""
         match event:
             case StepEvent():
                 self._append(METRICS, event.metrics)
                 self._append(TRAINED, self._trained(event))
             case EvaluationEvent():
                 self._append(EVALUATIONS, event)
+            case StageEvent():
+                if self._stage is None:
+                    self._stage = StageRecord(self._stage_file, event.steps - 1)
+                self._stage.write(event)
 
     def close(self) -> None:
         """Do nothing: every line is written already."""

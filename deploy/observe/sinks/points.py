@@ -1,11 +1,12 @@
-"""The points of an event: a step's figures, pass rates and the pool of workers, all over learner steps."""
+"""The points of an event: a step's figures, pass rates and the pool of workers, all over learner steps; or a stage's
+figures over its own steps."""
 
 from collections.abc import Iterator
 
 import msgspec
 
 from broker.schema import StepMetrics
-from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StepEvent
+from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
 from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 
 NO_CURVES = {"incarnation", "step", "total_steps", "lag_histogram", "token_lag_histogram", "by_lag", "algorithm"}
@@ -13,8 +14,13 @@ NO_CURVES = {"incarnation", "step", "total_steps", "lag_histogram", "token_lag_h
 
 
 def step_of(event: Event) -> int:
-    """Return the learner step at which the event's points lie."""
-    return event.metrics.step if isinstance(event, StepEvent) else event.step
+    """Return the step of the learner, or of the stage, at which the event's points lie."""
+    match event:
+        case StepEvent():
+            return event.metrics.step
+        case StageEvent():
+            return event.steps
+    return event.step
 
 
 def points(event: Event) -> Iterator[tuple[str, float]]:
@@ -28,6 +34,10 @@ def points(event: Event) -> Iterator[tuple[str, float]]:
             for name, value in zip(("pass_at_k", "reward_mean", "response_tokens_mean"), further, strict=True):
                 if value is not None:
                     yield f"evaluation/{name}", value
+        case StageEvent():
+            for name, figure in {"loss": event.loss, "pass_rate": event.pass_rate, **event.metrics}.items():
+                if figure is not None:
+                    yield f"stage/{name}", figure
         case HeartbeatEvent():
             yield "workers/living", len(event.workers)
             yield "workers/generated_tokens_per_s", generated_per_s(event.workers)

@@ -19,8 +19,8 @@ DIRECTORY = "tensorboard"
 class TensorBoardSink:
     """Writes event files once there is something to write, and flushes them after every event.
 
-    A resumed learner trains steps anew. The sink purges what an earlier learner wrote of these and later steps, so that
-    curves show the steps that lead to the last weights.
+    A resumed learner, or stage, trains steps anew. The sink purges what an earlier process wrote of these and later
+    steps, so that curves show the steps that lead to the last weights.
     """
 
     is_record = False
@@ -32,9 +32,9 @@ class TensorBoardSink:
         self._writer: SummaryWriter | None = None
 
     def open(self, run: SinkRun) -> None:
-        """Choose the directory."""
+        """Choose the directory. Each stage has its own, since steps that come again purge all of a directory."""
         chosen = self._options.directory
-        self._directory = Path(chosen, run.name) if chosen else run.directory / DIRECTORY
+        self._directory = Path(chosen, run.name) if chosen else run.directory / DIRECTORY / run.stage
 
     def write(self, event: Event) -> None:
         """Write one point of each curve. Raises OSError if it cannot be written."""

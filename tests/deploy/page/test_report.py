@@ -13,7 +13,8 @@ from deploy.observe.page.thinning import COLUMNS, POINTS, ROWS, curve, lag_map, 
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import held
 from deploy.run.report import METRICS, TRAINED, read_summary
-from tests.deploy.runs import open_record, step_event, step_metrics
+from deploy.run.stage_record import StageRecord, record_of
+from tests.deploy.runs import open_record, stage_event, step_event, step_metrics
 
 from .pages import Elements, headway, write_run
 
@@ -40,6 +41,20 @@ def test_the_json_holds_what_the_files_say(tmp_path: Path) -> None:
     assert [(each["step"], each["pass_rate"]) for each in run["evaluations"]] == [(0, 0.25), (5, 0.875)]
     assert run["max_lag"] == load_recipe("arithmetic.yaml").staleness.max_lag
     assert "secret" not in run["recipe"]
+
+
+def test_stages_without_workers_have_curves(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    for stage, steps in (("stages/10-kto", 1), ("stages/2-dpo", 3), ("sft", 2)):
+        record = StageRecord(record_of(directory / stage), 0)
+        for step in range(1, steps + 1):
+            held_out = {"metrics": {"held_out/loss": 0.25, "norm": 2.0}} if step > 1 else {}
+            record.write(stage_event(step, pass_rate=None if stage != "sft" else 0.5, **held_out))
+    sft, dpo, kto = pictured(directory)["stages"]
+    assert [stage["name"] for stage in (sft, dpo, kto)] == ["sft", "2-dpo", "10-kto"]
+    assert (dpo["steps"], dpo["curves"]["loss"]["mean"]) == ([1, 2, 3], [1, 0.5, 1 / 3])
+    assert dpo["curves"]["held_out/loss"]["mean"] == [None, 0.25, 0.25]
+    assert [list(stage["curves"]) for stage in (sft, kto)] == [["loss", "pass_rate", "held_out/loss"], ["loss"]]
 
 
 def test_a_branch_and_a_skipped_update_are_events(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What every sink that comes with Headway keeps: events that were written are read back, after a resume as well."""
 
 import json
+from dataclasses import replace as replace_run
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +15,8 @@ from deploy.observe.sinks.tensorboard import TensorBoardSink
 from deploy.recipe.sinks import TensorBoardOptions
 from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent
 from deploy.run.report import EVALUATIONS, METRICS, lineage, read_lines
-from tests.deploy.runs import evaluation, run_status, sink_run, step_event, step_metrics
+from deploy.run.stage_record import record_of
+from tests.deploy.runs import evaluation, run_status, sink_run, stage_event, step_event, step_metrics
 
 from .curves import Figures, curve, curves
 
@@ -27,6 +29,10 @@ class Case(Protocol):
     def pass_rates(self, directory: Path) -> Figures: ...
     def workers(self, directory: Path) -> Figures | None:
         """None: it keeps no heartbeats."""
+        ...
+
+    def of_stage(self, directory: Path, figure: str) -> Figures:
+        """Of the stage `2-dpo`."""
         ...
 
 
@@ -44,6 +50,10 @@ class Jsonl:
     def workers(self, directory: Path) -> Figures | None:
         return None
 
+    def of_stage(self, directory: Path, figure: str) -> Figures:
+        lines = map(json.loads, (directory / "stages" / "2-dpo.metrics.jsonl").read_text().splitlines())
+        return {line["steps"]: {**line, **line.get("metrics", {})}[figure] for line in lines}
+
 
 class TensorBoard:
     def sink(self) -> MetricSink:
@@ -58,6 +68,9 @@ class TensorBoard:
     def workers(self, directory: Path) -> Figures | None:
         return curve(directory / "tensorboard", "workers/living")
 
+    def of_stage(self, directory: Path, figure: str) -> Figures:
+        return curve(directory / "tensorboard" / "2-dpo", f"stage/{figure}")
+
 
 @pytest.fixture(params=[Jsonl, TensorBoard])
 def case(request: pytest.FixtureRequest) -> Case:
@@ -65,10 +78,10 @@ def case(request: pytest.FixtureRequest) -> Case:
     return made
 
 
-def write(case: Case, directory: Path, *events: Event) -> None:
-    """As one learner does, from its start to its end."""
-    sink = case.sink()
-    sink.open(sink_run(directory))
+def write(case: Case, directory: Path, *events: Event, stage: str = "") -> None:
+    """As one learner, or one stage, does from its start to its end."""
+    sink, record = case.sink(), record_of(directory / "stages" / stage)
+    sink.open(replace_run(sink_run(directory), stage=stage, record=record))
     for event in events:
         sink.write(event)
     sink.close()
@@ -90,6 +103,14 @@ def test_a_resumed_run_shows_the_steps_of_its_lineage(case: Case, tmp_path: Path
     write(case, tmp_path, *(step_event(step, reward=0.25) for step in range(4)))
     write(case, tmp_path, *(step_event(step, incarnation=2, reward=0.75) for step in range(2, 3)))
     assert case.rewards(tmp_path) == {0: 0.25, 1: 0.25, 2: 0.75}
+
+
+def test_a_stage_has_curves_of_its_own_also_where_it_goes_on(case: Case, tmp_path: Path) -> None:
+    steps = [stage_event(step, metrics={"held_out/loss": step / 8, "norm": None}) for step in range(1, 5)]
+    write(case, tmp_path, *steps, stage="2-dpo")
+    write(case, tmp_path, stage_event(3, loss=None, metrics={"held_out/loss": 0.25}), stage="2-dpo")
+    assert {step: loss for step, loss in case.of_stage(tmp_path, "loss").items() if loss} == {1: 1, 2: 0.5}
+    assert case.of_stage(tmp_path, "held_out/loss") == {1: 0.125, 2: 0.25, 3: 0.25}
 
 
 def test_a_step_whose_update_was_skipped_is_written(case: Case, tmp_path: Path) -> None:

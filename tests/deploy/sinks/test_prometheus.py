@@ -22,7 +22,7 @@ from deploy.observe.sinks.prometheus import PrometheusSink
 from deploy.recipe.sinks import PrometheusOptions, SinkConfig
 from deploy.run.events import Event, HeartbeatEvent
 from learner.experience.drift import drift_of
-from tests.deploy.runs import evaluation, open_record, run_status, sink_run, step_event, step_metrics
+from tests.deploy.runs import evaluation, open_record, run_status, sink_run, stage_event, step_event, step_metrics
 
 from .scrapes import figure, scrape
 
@@ -82,6 +82,14 @@ def test_every_figure_of_the_record_is_at_the_endpoint(tmp_path: Path) -> None:
         assert figure(found, f"{histogram}_sum") == sum(lags)
         for bound in ("0.0", "2.0", "6.0", "512.0", "1000.0", "+Inf"):
             assert figure(found, f"{histogram}_bucket", le=bound) == sum(lag <= float(bound) for lag in lags)
+
+
+def test_the_endpoint_shows_the_last_step_of_a_stage() -> None:
+    with endpoint(stage_event(1), stage_event(2, pass_rate=0.5, metrics={"held_out/loss": 0.25, "norm": None})) as sink:
+        found = scrape(sink.url)
+    assert figure(found, "headway_stage_steps") == 2
+    names = ("loss", "pass_rate", "held_out/loss", "norm")
+    assert [figure(found, "headway_stage_figure", figure=name) for name in names] == [0.5, 0.5, 0.25, None]
 
 
 def test_no_figure_of_a_step_or_of_the_queues_is_left_out() -> None:
