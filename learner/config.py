@@ -33,6 +33,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: Annotated[
         Literal["float32", "bfloat16"], Meta(description="number format of the forward and backward pass")
     ] = "float32"
+    chat_template: Annotated[
+        str,
+        Meta(description="file with the Jinja template that renders messages; empty: the tokenizer has one, or none"),
+    ] = ""
 
 
 class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

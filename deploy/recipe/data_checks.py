@@ -7,6 +7,7 @@ from itertools import chain
 
 from learner.data.examples import open_examples
 from learner.data.prompts import open_source
+from learner.models.chat_template import read_chat_template
 from learner.stages.kinds import check_records
 
 from .recipe import Recipe
@@ -17,7 +18,10 @@ needed."""
 
 
 def check_data(recipe: Recipe) -> None:
-    """Raise ConfigError, with file and row, if prompts, the warm-up's examples or other records cannot be read."""
+    """Raise ConfigError, with file and row, if prompts, the warm-up's examples, other records or a chat template cannot
+    be read."""
+    if recipe.model.chat_template:
+        read_chat_template(recipe.model.chat_template)
     if recipe.prompts.kind in LOCAL:
         source = open_source(recipe.prompts, recipe.run.seed)
         if recipe.evaluation.prompts:

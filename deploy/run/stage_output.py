@@ -17,6 +17,7 @@ from broker.errors import ConfigError
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.stage_graph import chain_of, number_of, references, references_of, with_paths
 from learner.config import SftConfig, StageConfig
+from learner.models.chat_template import read_chat_template
 
 from .whole_files import replace_file
 
@@ -135,8 +136,15 @@ def origin(recipe: Recipe, number: int) -> Any:
     first = recipe.plan[chain[0]]
     is_older_form = chain == [0] and first.kind == "sft" and not first.options
     trains = {"sft": SftConfig(phases=first.phases)} if is_older_form else {"stages": [_made(recipe, n) for n in chain]}
-    parts = {"model": recipe.model, **trains, "prompts": recipe.prompts, "seed": recipe.run.seed}
+    parts = {"model": _model(recipe), **trains, "prompts": recipe.prompts, "seed": recipe.run.seed}
     return msgspec.json.decode(msgspec.json.encode(parts))
+
+
+def _model(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe's model, with the text of its chat template in place of the file."""
+    model: dict[str, Any] = msgspec.to_builtins(recipe.model)
+    file = model.pop("chat_template")
+    return {**model, "chat_template": read_chat_template(file)} if file else model
 
 
 def _made(recipe: Recipe, number: int) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from broker.errors import ConfigError
 from broker.schema import ModelFiles
 from learner.config import ModelConfig, RandomModelConfig
 
+from .chat_template import read_chat_template
+
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -66,16 +68,22 @@ def load_config(model: ModelConfig) -> "PretrainedConfig":
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
-    """Returns the tokenizer of `model.path`; for a random model one token a character, then pad and end of text."""
+    """Returns the tokenizer of `model.path`, or for a random model one token a character, then pad and end of text;
+    with `model.chat_template` in place of its own."""
+    _check_choice(model)
+    tokenizer = _character_tokenizer(model.random) if model.random is not None else _saved_tokenizer(model.path)
+    if model.chat_template:
+        tokenizer.chat_template = read_chat_template(model.chat_template)
+    return tokenizer
+
+
+def _saved_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
-    _check_choice(model)
-    if model.random is not None:
-        return _character_tokenizer(model.random)
-    with _reading(model.path):
-        tokenizer = AutoTokenizer.from_pretrained(model.path)
+    with _reading(path):
+        tokenizer = AutoTokenizer.from_pretrained(path)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
-        raise ConfigError(_no_tokenizer(model.path))
+        raise ConfigError(_no_tokenizer(path))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

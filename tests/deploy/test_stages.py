@@ -14,6 +14,7 @@ from msgspec.structs import replace as replace_struct
 from broker.errors import ConfigError, HeadwayError
 from deploy.launch.commands import stage_command
 from deploy.launch.local import Local, stop_notice
+from deploy.recipe.data_checks import check_data
 from deploy.recipe.files import shipped_recipes
 from deploy.recipe.loading import dump_recipe, hint_of, load_recipe, with_overrides
 from deploy.recipe.recipe import Recipe
@@ -25,7 +26,9 @@ from deploy.run.stage_output import after_stages, check_made, is_of, mark_comple
 from deploy.run.stage_record import StageRecord, record_of, tracker_identity
 from deploy.terminal import Terminal
 from learner.config import ModelConfig, StageConfig
-from learner.models.model import load_model
+from learner.data.prompts.base import Message
+from learner.data.prompts.rendering import Renderer
+from learner.models.model import load_model, load_tokenizer
 from learner.stages.kinds import KNOWN
 from tests.deploy.runs import stage_event
 from tests.end_to_end.recipes import TINY
@@ -288,6 +291,24 @@ def test_a_run_begins_with_the_stage_that_was_done_alone(tmp_path: Path) -> None
     assert prepare(recipe, resume=False, overwrite=False) == recipe.run_directory
     assert sft.is_complete
     assert tracker_identity(sft.directory, "one") == identity != tracker_identity(sft.directory, "other")
+
+
+def test_a_chat_template_from_a_file_takes_the_place_of_the_tokenizers(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for m in messages %}^{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}=")
+    recipe = load(tmp_path, stages=[SFT, RL], model={**TINY["model"], "chat_template": str(file)})
+    check_data(recipe)
+    messages = [Message(role="user", content="1+2"), Message(role="user", content="3")]
+    rendered, made = Renderer(load_tokenizer(recipe.model)).render(messages, "a prompt"), origin(recipe, 0)
+    assert rendered[0] == "^1+2^3="
+    file.write_text("{{ messages[0].content }}")
+    assert origin(recipe, 0) != made
+    file.write_text("{% for m in messages %}\n{{ m.content }")
+    with pytest.raises(ConfigError, match=r"model\.chat_template: .*chat\.jinja, line 2: unexpected '}'"):
+        check_data(recipe)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"model\.chat_template: .* cannot be read"):
+        check_data(recipe)
 
 
 @pytest.mark.slow
