@@ -1,10 +1,12 @@
-"""Supervised training, then direct preference optimization: the shipped recipe, on pairs of a file, and a kill."""
+"""Supervised training, then preference optimization: on pairs of a file, with a kill, and on pairs of live samples."""
 
 import json
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,17 +18,31 @@ pytestmark = pytest.mark.slow
 
 PAIRS = "stages.dpo.options.data={path: pairs.jsonl}"
 STEPS = 60
+ONLINE_STEPS = 12
+SAMPLES = 32 * 8
+"""Samples of a step of online-dpo.yaml."""
 
 
-def test_preferences_raise_the_pass_rate_and_a_killed_stage_leaves_the_same_model(terminals: Terminals) -> None:
-    """The warm-up, which takes nearly all of the time, is trained once."""
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str]) -> Iterator[Path]:
+    """The directory of a run whose warm-up is done; it takes nearly all of the time."""
+    opened = Terminals(tmp_path_factory.mktemp("warm"), machine)
+    directory = opened.directory("warm")
+    _write_pairs(directory / "pairs.jsonl")
+    opened.open("warm", "run", "dpo.yaml", PAIRS, "--until", "sft").succeeds()
+    yield directory
+    opened.close()
+
+
+def test_preferences_raise_the_pass_rate_and_a_killed_stage_leaves_the_same_model(
+    terminals: Terminals, warm: Path
+) -> None:
     whole, killed = [terminals.directory(name) for name in ("whole", "killed")]
-    _write_pairs(whole / "pairs.jsonl")
-    terminals.open("whole", "run", "dpo.yaml", PAIRS, "--until", "sft").succeeds()
-    shutil.copytree(whole, killed, dirs_exist_ok=True)
+    for directory in (whole, killed):
+        shutil.copytree(warm, directory, dirs_exist_ok=True)
     terminals.open("whole", "run", "dpo.yaml", PAIRS, "--from", "dpo").succeeds()
-    warm, tuned = whole / "runs" / "dpo" / "sft", whole / "runs" / "dpo" / "stages" / "2-dpo"
-    rates = [json.loads(path.read_text())["pass_rate"] for path in (warm / "sft.json", tuned / "stage.json")]
+    tuned = whole / "runs" / "dpo" / "stages" / "2-dpo"
+    rates = [json.loads(path.read_text())["pass_rate"] for path in (_model(warm) / "sft.json", tuned / "stage.json")]
     assert rates[1] >= rates[0] + 0.3, rates
 
     first = terminals.open("killed", "run", "dpo.yaml", PAIRS, "--resume")
@@ -43,6 +59,33 @@ def test_preferences_raise_the_pass_rate_and_a_killed_stage_leaves_the_same_mode
     assert [line["steps"] for line in steps] == list(range(1, STEPS + 1))
     assert steps == [json.loads(line) for line in tuned.with_name(record.name).read_text().splitlines()]
     assert steps[-1]["metrics"]["held_out/reward_accuracy"] > 0.9
+
+
+def test_the_best_and_the_worst_sample_of_each_group_raise_the_pass_rate(terminals: Terminals, warm: Path) -> None:
+    """The shipped recipe's rl stage, from the same warm-up."""
+    options = (f"model.path={_model(warm)}", "stages=[{kind: rl}]", f"learner.steps={ONLINE_STEPS}")
+    terminals.open("online", "run", "online-dpo.yaml", *options).succeeds()
+    run = terminals.directory("online") / "runs" / "online-dpo"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["eval_after"] >= summary["eval_before"] + 0.3, summary
+    assert (summary["trained_twice"], summary["max_lag_seen"] <= 2) == (0, True)
+    steps, trained = _lines(run / "metrics.jsonl"), _lines(run / "trained.jsonl")
+    assert len(steps) == len(trained) == ONLINE_STEPS
+    for step, line in zip(steps, trained, strict=True):
+        pairs = step["algorithm"]["pairs"]
+        assert 0 < pairs == step["groups"] - step["algorithm"]["groups_without_pair"]
+        assert len(line["tids"]) == step["trajectories"] == 2 * pairs == SAMPLES - step["untrained_trajectories"]
+    assert max(step["lag_max"] for step in steps) > 0, "some samples are of older weights"
+    assert {"1"} <= set().union(*(step["by_lag"] for step in steps))
+
+
+def _model(directory: Path) -> Path:
+    """The warm-up's model."""
+    return directory / "runs" / "dpo" / "sft"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _write_pairs(path: Path) -> None:
