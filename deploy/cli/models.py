@@ -41,7 +41,7 @@ def export(
     say(f"{done.directory} holds the model of {done.checkpoint}: {size}.")
     if (check := done.check) is not None:
         say(
-            f"The logprobs of {check.tokens} tokens differ from those of the backend {check.backend} by"
+            f"The {check.compared} of {check.tokens} tokens differ from those of the backend {check.backend} by"
             f" {check.mean_difference:.2g} on average, and by {check.largest_difference:.2g} at most."
         )
 

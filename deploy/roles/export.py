@@ -18,9 +18,11 @@ import torch
 from broker.errors import ConfigError, HeadwayError
 from deploy.run.trained import TrainedModel, is_model
 from learner.backends.hugging_face_files import TensorFiles, weight_files, write_tensors
+from learner.backends.score_head import has_score_head
 from learner.checkpoints.checkpoint import FILES_FILE, partial_path, put_in_place
 from learner.checkpoints.disk import free_mib
 from learner.config import ModelConfig
+from learner.models.classifier import write_classifier_files
 from learner.models.model import load_config, load_tokenizer
 
 from .export_check import Agreement, compare
@@ -127,6 +129,9 @@ def _write(source: Path, target: Path, dtype: Dtype | None) -> tuple[str, int]:
 def _write_configuration(source: Path, target: Path, dtype: Dtype | None) -> None:
     model = ModelConfig(path=str(source))
     config, kept = load_config(model), _own_config(source)
+    if has_score_head(model):
+        write_classifier_files(model, target, dtype or kept)
+        return
     config.dtype = dtype or kept
     config.save_pretrained(target)
     load_tokenizer(model).save_pretrained(target)
@@ -164,7 +169,7 @@ def _writing(directory: Path) -> Iterator[None]:
 
 def _disagreement(model: TrainedModel, check: Agreement) -> str:
     return (
-        f"The export of {model.path} is not kept: the logprobs of {check.tokens} tokens differ by"
+        f"The export of {model.path} is not kept: the {check.compared} of {check.tokens} tokens differ by"
         f" {check.mean_difference:.2g} on average from those of the backend {check.backend}, and {check.limit:g} is the"
         " limit. Is the checkpoint damaged? --no-check exports it as it is."
     )

@@ -1,11 +1,12 @@
-"""An exported model compared with the learner's backend: both compute the logprobs of the same tokens.
+"""An exported model compared with the learner's backend: both compute the logprobs of the same tokens, or the scores of
+the same texts if it is a reward model.
 
 transformers loads the exported files; the backend loads the checkpoint's own state, from which training would go on. So
 the comparison sees a wrong name, a wrong layout or a damaged file on either side.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
@@ -13,27 +14,32 @@ import torch
 
 from deploy.run.trained import TrainedModel
 from learner.backends import open_backend
+from learner.backends.score_head import has_score_head
 from learner.checkpoints.checkpoint import read_checkpoint
 from learner.checkpoints.digests import check_digests
 from learner.config import ModelConfig
 from learner.rows.packing import PackableSequence, concatenate
+from learner.stages.supervised.reward_model import with_state_behind
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 24
+TEXTS = 16
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Mean absolute difference of logprobs, by the coarser number format of the two. Rounding alone stays far below; a
-tensor in the place of another one changes logprobs by about 1."""
+"""Mean absolute difference, by the coarser number format of the two. Rounding alone stays far below; a tensor in the
+place of another one changes logprobs, and scores, by about 1."""
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the logprobs of two implementations of one model are apart."""
+    """How far the logprobs, or the scores, of two implementations of one model are apart."""
 
     backend: str
+    compared: Literal["logprobs", "scores"] = "logprobs"
     tokens: int
+    """The number of tokens whose logprobs, or at which scores, were compared."""
     mean_difference: float
-    """The mean of the absolute differences, in nats."""
+    """The mean of the absolute differences; of logprobs in nats."""
     largest_difference: float
     limit: float
     """The largest mean difference that rounding explains."""
@@ -51,28 +57,62 @@ def compare(model: TrainedModel, exported: Path, device: str) -> Agreement:
     assert model.recipe is not None
     read_checkpoint(model.path)
     check_digests(model.path, 0, 1)
-    sequences_BL, theirs_T, exported_dtype = _by_transformers(exported, device)
-    learner, dtype = model.recipe.learner, model.recipe.model.dtype
-    backend = open_backend(
-        learner.backend, ModelConfig(path=str(model.path), dtype=dtype), model.recipe.optimizer, device=device
-    )
-    backend.load(model.path)
-    batch = concatenate([_packable(tokens) for tokens in sequences_BL.numpy().astype(np.int32)])
-    mine_T = backend.logprobs([batch], temperature=1.0)[0].cpu()
-    difference_T = (mine_T - theirs_T).abs()
-    coarser = min(exported_dtype, getattr(torch, dtype), key=lambda one: one.itemsize)
+    source = ModelConfig(path=str(model.path), dtype=model.recipe.model.dtype)
+    is_scored = has_score_head(source)
+    mine, theirs, exported_dtype = (_scores if is_scored else _logprobs)(model, source, exported, device)
+    differences = (mine - theirs).abs()
+    coarser = min(exported_dtype, getattr(torch, source.dtype), key=lambda one: one.itemsize)
     return Agreement(
-        backend=learner.backend,
-        tokens=sequences_BL[:, 1:].numel(),
-        mean_difference=float(difference_T.sum() / sequences_BL[:, 1:].numel()),
-        largest_difference=float(difference_T.max()),
+        backend=model.recipe.learner.backend,
+        compared="scores" if is_scored else "logprobs",
+        tokens=differences.numel(),
+        mean_difference=float(differences.mean()),
+        largest_difference=float(differences.max()),
         limit=LIMITS[coarser],
     )
 
 
+def _logprobs(
+    model: TrainedModel, source: ModelConfig, exported: Path, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
+    """Return the backend's and transformers' logprobs of all tokens but first ones, and the exported number format."""
+    assert model.recipe is not None
+    sequences_BL, theirs_BL, dtype = _by_transformers(exported, device)
+    backend = open_backend(model.recipe.learner.backend, source, model.recipe.optimizer, device=device)
+    backend.load(model.path)
+    batch = concatenate([_packable(tokens) for tokens in sequences_BL.numpy().astype(np.int32)])
+    mine_T = backend.logprobs([batch], temperature=1.0)[0].cpu()
+    return mine_T.view(sequences_BL.shape)[:, 1:], theirs_BL, dtype
+
+
+@torch.no_grad()
+def _scores(
+    model: TrainedModel, source: ModelConfig, exported: Path, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
+    """Return the backend's and transformers' scores of random texts, and the exported number format."""
+    from transformers import AutoModelForSequenceClassification
+
+    assert model.recipe is not None
+    theirs = AutoModelForSequenceClassification.from_pretrained(exported, dtype="auto").to(device).eval()
+    backend = open_backend(model.recipe.learner.backend, source, model.recipe.optimizer, device=device, head="score")
+    backend.load(model.path)
+    texts_BL = _texts(theirs.config)
+    row = concatenate([with_state_behind(tokens) for tokens in texts_BL.numpy().astype(np.int32)])
+    mine_B = backend.values([row])[0][row.loss_mask_T > 0].cpu()
+    return mine_B, theirs(input_ids=texts_BL.to(device)).logits[:, 0].float().cpu(), theirs.dtype
+
+
+def _texts(config: "PretrainedConfig") -> torch.Tensor:
+    """Return random texts [B, L] without the padding token, before which transformers would read a score."""
+    draws = torch.Generator().manual_seed(0)
+    ids_BL: torch.Tensor = torch.randint(0, config.vocab_size - 1, (TEXTS, PROMPT_TOKENS + NEW_TOKENS), generator=draws)
+    ids_BL += (ids_BL >= config.pad_token_id).long()
+    return ids_BL
+
+
 @torch.no_grad()
 def _by_transformers(directory: Path, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
-    """Return sequences [B, L] that the model itself has sampled, their logprobs [B * L], which are 0 for first tokens,
+    """Return sequences [B, L] that the model itself has sampled, the logprobs [B, L - 1] of all tokens but first ones,
     and the number format of its weights."""
     from transformers import AutoModelForCausalLM
 
@@ -80,8 +120,7 @@ def _by_transformers(directory: Path, device: str) -> tuple[torch.Tensor, torch.
     sequences_BL = _sampled(model)
     logits_BLV = model(input_ids=sequences_BL).logits[:, :-1].float()
     logprobs_BL = logits_BLV.log_softmax(-1).gather(2, sequences_BL[:, 1:, None])[..., 0]
-    first_zero_BL = torch.nn.functional.pad(logprobs_BL, (1, 0))
-    return sequences_BL.cpu(), first_zero_BL.flatten().cpu(), model.dtype
+    return sequences_BL.cpu(), logprobs_BL.cpu(), model.dtype
 
 
 def _sampled(model: "PreTrainedModel") -> torch.Tensor:

@@ -35,10 +35,13 @@ def check_classifier(model: ModelConfig) -> None:
         )
 
 
-def write_classifier_files(model: ModelConfig, directory: "Path") -> None:
-    """Write config.json and the tokenizer's files, with the padding token that scores need."""
+def write_classifier_files(model: ModelConfig, directory: "Path", dtype: str = "") -> None:
+    """Write config.json and the tokenizer's files, with the padding token that scores need. `dtype`: the number format
+    of the weights beside them; by default `model.dtype`."""
     tokenizer = load_tokenizer(model)
-    _config(model, tokenizer).save_pretrained(directory)
+    config = _config(model, tokenizer)
+    config.dtype = dtype or model.dtype
+    config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

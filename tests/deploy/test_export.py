@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from deploy.cli.main import answer
 from deploy.recipe.loading import dump_recipe, load_recipe
@@ -168,3 +168,25 @@ def test_a_choice_that_names_no_model_is_refused(
 ) -> None:
     named = [argument.replace("RUN", str(run)) for argument in arguments]
     assert message in export(capsys, *named, "--out", tmp_path / "out")["error"]
+
+
+def test_a_reward_model_is_exported_with_its_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
+    backend = open_backend("fsdp", model_config("qwen3_moe"), OPTIMIZER, seed=2, head="score")
+    source = run / "stages" / "1-scores"
+    source.parent.mkdir()
+    saving = Saving(Ranks.of(backend), source, {"": backend}, None)
+    saving.finish(partial(seal, state=LearnerState(incarnation=0, step=1)))
+    said = export(capsys, source, "--out", tmp_path / "out")
+    assert (said["check"]["compared"], said["check"]["tokens"]) == ("scores", 16)
+    assert said["check"]["mean_difference"] < 1e-5
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert (exported.config.num_labels, tuple(exported.score.weight.shape)) == (1, (1, 32))
+    half = export(capsys, source, "--out", tmp_path / "half", "--dtype", "bf16")
+    assert "error" not in half, half
+    assert half["check"]["mean_difference"] < 0.1
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {"score.weight": -tensors["score.weight"]}, source / "model.safetensors", {"format": "pt"})
+    wrong = export(capsys, source, "--out", tmp_path / "wrong")["error"]
+    assert "the scores of 16 tokens differ" in wrong
+    assert not (tmp_path / "wrong").exists()

@@ -38,7 +38,9 @@ def _step(step: int | None, best: bool) -> int | str | None:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The directory to make.")
 @click.option("--dtype", type=click.Choice([*DTYPES]), help="Number format of the weights.  [default: the model's own]")
 @click.option("--force", is_flag=True, help="Replace a model that is there.")
-@click.option("--check/--no-check", default=True, help="Compare logprobs with the learner's backend.  [default: do]")
+@click.option(
+    "--check/--no-check", default=True, help="Compare logprobs (or scores) with the learner's backend.  [default: do]"
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="For the check.")
 @json_option
 def export(
