@@ -5,7 +5,7 @@
                                       ▼
     one case, in a process of its own: warm-up steps, then measured steps of the same stage over the same file
         headway, headway-compiled    `open_stage` over `open_backend`: packed rows, reference logprobs computed once
-        trl-packed-sdpa, -varlen     SFTTrainer, packing=True (best fit, without padding)
+        trl-packed-sdpa, -varlen[-compiled]  SFTTrainer, packing=True (best fit, without padding)
         trl-padded-N                 DPOTrainer, N pairs a forward pass, reference logprobs computed before training
                                       │
                                       ▼

@@ -22,7 +22,7 @@ from . import data
 from .order import Order
 
 CASES = {
-    "sft": ("headway", "headway-compiled", "trl-packed-sdpa", "trl-packed-varlen"),
+    "sft": ("headway", "headway-compiled", "trl-packed-sdpa", "trl-packed-varlen", "trl-packed-varlen-compiled"),
     "dpo": ("headway", "headway-compiled", "trl-padded-2", "trl-padded-4", "trl-padded-8"),
 }
 WARM_UP_STEPS = 3
@@ -59,7 +59,7 @@ def _measured(name: str, mean: float, model: Path, file: Path, options: argparse
     module = "ours" if name.startswith("headway") else "of_trl"
     function = f"{__package__}.{module}:measure_ordered"
     outcome = isolated.run(function, msgspec.to_builtins(order), 1, options.timeout_s)
-    line = outcome.get("result") or {"error": outcome["error"]}
+    line = outcome.get("result") or {"error": outcome["error"].strip().splitlines()[-1]}
     with (options.output / "results.jsonl").open("a") as results:
         results.write(json.dumps({"order": msgspec.to_builtins(order), **line}) + "\n")
     print(f"{name}: {json.dumps(line)}", file=sys.stderr, flush=True)

@@ -69,7 +69,7 @@ def _sft(order: Order, data: Any, tokenizer: Any, directory: str) -> Any:
     """A row of the token budget a forward pass, and as many of them a step as hold the records of a step of ours."""
     from trl import SFTConfig, SFTTrainer
 
-    attention = VARLEN if order.name.endswith("-varlen") else "sdpa"
+    attention = VARLEN if "-varlen" in order.name else "sdpa"
     if attention == VARLEN:
         _register_varlen()
     rows = max(1, round(order.records_per_step * order.mean_tokens / order.micro_batch_tokens))
@@ -80,6 +80,7 @@ def _sft(order: Order, data: Any, tokenizer: Any, directory: str) -> Any:
         max_length=order.micro_batch_tokens,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=rows,
+        torch_compile=order.name.endswith("-compiled"),
         model_init_kwargs={"dtype": "float32", "attn_implementation": attention},
     )
     return SFTTrainer(model=order.model, args=config, train_dataset=data, processing_class=tokenizer)
