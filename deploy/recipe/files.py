@@ -1,4 +1,7 @@
-"""Recipes as files: where they are, and how YAML and `a.b=c` are read. OmegaConf reads 5e-4 as a number."""
+"""Recipes as files: where they are, what `base` puts beneath them, and how YAML and `a.b=c` are read.
+
+OmegaConf reads 5e-4 as a number.
+"""
 
 import io
 import os
@@ -15,24 +18,25 @@ from broker.errors import ConfigError
 from .references import check_references
 from .stage_keys import by_index
 
+BASE = "base"
+"""The key with which a recipe names the recipes beneath it."""
 SHIPPED = Path(__file__).parents[1] / "recipes"
 LARGEST_FILE = 256 << 10
 """Most bytes of a recipe file; the longest recipe that ships has 4,000."""
 
 
 def shipped_recipes() -> list[str]:
-    """Return the names of the recipes that come with Headway."""
-    return sorted(path.name for path in SHIPPED.glob("*.yaml"))
+    """Return the names of the recipes that come with Headway, such as `dpo.yaml` and `gpu/dpo.yaml`."""
+    return sorted(str(path.relative_to(SHIPPED)) for path in SHIPPED.rglob("*.yaml"))
 
 
 def find_recipe(name: str) -> Path:
     """Return the file of that path, or else the shipped recipe of that name (with or without .yaml)."""
     if os.path.isfile(name):
         return Path(name)
-    if Path(name).name == name:
-        for candidate in (SHIPPED / name, SHIPPED / f"{name}.yaml"):
-            if os.path.isfile(candidate):
-                return candidate
+    for shipped in (name, f"{name}.yaml"):
+        if shipped in shipped_recipes():
+            return SHIPPED / shipped
     what = "is a directory" if os.path.isdir(name) else "is no plain file" if os.path.exists(name) else ""
     raise ConfigError(
         (f"{name[:200]!r} {what}." if what else f"There is no recipe {name[:200]!r}.")
@@ -43,11 +47,62 @@ def find_recipe(name: str) -> Path:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the file's mapping with references resolved. Raises ConfigError."""
-    text = _read_text(path)
-    loaded = _parse(text, str(path))
+    return _resolve(_read_mapping(path), str(path))
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a recipe's mapping over those of its `base`, with references resolved and overrides applied.
+
+    `base` is a recipe or a list of them, each over the one before; a list in a recipe replaces its base's. The override
+    `base=NAME` takes the place of the file's own. Raises ConfigError.
+    """
+    chosen = [one for one in overrides if one.partition("=")[0].strip() == BASE]
+    merged = _over_its_base(path, [_value_of(one) for one in chosen[-1:]])
+    return apply_overrides(_resolve(merged, str(path)), [one for one in overrides if one not in chosen], path.name)
+
+
+def _over_its_base(path: Path, instead: Sequence[Any] = (), above: tuple[Path, ...] = ()) -> DictConfig:
+    """Return the file's mapping over its bases', whose own bases lie beneath them. `instead`: a base of the caller's.
+    `above`: the files that this one is beneath."""
+    if path.resolve() in above:
+        raise ConfigError(f"{path} is its own base, by way of {', '.join(one.name for one in above)}.")
+    config = _read_mapping(path)
+    said = config.pop(BASE, None)
+    parts = [
+        _over_its_base(_find_base(one, path), above=(*above, path.resolve()))
+        for one in _base_names(instead[0] if instead else said, path)
+    ]
+    for part in parts:
+        if isinstance(run := part.get("run"), DictConfig):
+            run.pop("name", None)  # a run is named after its own recipe
+    try:
+        merged = OmegaConf.merge(*parts, config)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path} has a list where its base has a mapping, or the reverse: {_first_line(error)}."
+        ) from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _base_names(said: Any, path: Path) -> list[str]:
+    names = [] if said is None else [said] if isinstance(said, str) else said
+    if not isinstance(names, list | ListConfig) or not all(isinstance(one, str) for one in names):
+        raise ConfigError(f"{path}: {BASE} must be the name of a recipe or a list of names, not {str(said)[:80]!r}.")
+    return list(names)
+
+
+def _find_base(name: str, path: Path) -> Path:
+    """Return a base beside the recipe that names it, or else as any recipe is found."""
+    beside = path.parent / name
+    return beside if beside.is_file() else find_recipe(name)
+
+
+def _read_mapping(path: Path) -> DictConfig:
+    loaded = _parse(_read_text(path), str(path))
     if isinstance(loaded, ListConfig) or not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path} must be a mapping of sections such as `run:` and `learner:`, not a list or a word.")
-    return _resolve(loaded, str(path))
+    return loaded
 
 
 def _read_text(path: Path) -> str:

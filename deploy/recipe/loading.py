@@ -13,7 +13,7 @@ from learner.config import AlgorithmConfig, preset_defaults
 
 from .checks import check_values
 from .colocation import colocated_defaults
-from .files import apply_overrides, find_recipe, read_yaml, to_yaml
+from .files import apply_overrides, find_recipe, read_recipe, to_yaml
 from .recipe import LauncherConfig, Recipe
 from .stage_keys import newer_spelling
 from .values import check_plain
@@ -23,7 +23,7 @@ from .words import check_shape, explain
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe by path or shipped name, with `a.b=c` overrides. Raises ConfigError, which names the key."""
     found = find_recipe(str(path))
-    raw = apply_overrides(read_yaml(found), overrides, found.name)
+    raw = read_recipe(found, overrides)
     _name_the_run(raw, found.stem)
     return _to_recipe(raw, found.name)
 
@@ -33,7 +33,7 @@ def hint_of(path: str | Path) -> str:
 
     Raises ConfigError for a recipe that cannot be read.
     """
-    stages = newer_spelling(read_yaml(find_recipe(str(path))))
+    stages = newer_spelling(read_recipe(find_recipe(str(path))))
     if stages is None:
         return ""
     return f"{path}: `sft` is an older spelling of the first stage. Write the same as:\n\n{to_yaml(stages)}"

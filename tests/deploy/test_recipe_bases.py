@@ -1,0 +1,64 @@
+"""A recipe says only what differs from its base."""
+
+from pathlib import Path
+
+import pytest
+
+from broker.errors import ConfigError
+from deploy.recipe.loading import dump_recipe, hint_of, load_recipe
+
+
+def write(directory: Path, name: str, text: str) -> Path:
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_recipe_lies_over_its_base_and_is_named_after_its_own_file(tmp_path: Path) -> None:
+    mine = write(tmp_path, "mine.yaml", "base: arithmetic\nlearner: {steps: 7}\nrewards: [{kind: math_verify}]\n")
+    recipe, base = load_recipe(mine), load_recipe("arithmetic")
+    assert (recipe.learner.steps, recipe.run.name) == (7, "mine")
+    assert recipe.learner.group_size == base.learner.group_size
+    assert [reward.kind for reward in recipe.rewards] == ["math_verify"]
+    assert load_recipe(write(tmp_path, "resolved.yaml", dump_recipe(recipe))) == recipe
+    assert hint_of(mine) == ""
+
+
+def test_the_last_of_several_bases_counts_and_lies_beside_the_recipe(tmp_path: Path) -> None:
+    write(tmp_path, "below/fewer.yaml", "base: most.yaml\nlearner: {steps: 5}\n")
+    write(tmp_path, "below/most.yaml", "learner: {steps: 9, group_size: 2}\n")
+    recipe = load_recipe(write(tmp_path, "mine.yaml", "base: [arithmetic, below/fewer.yaml]\n"))
+    assert (recipe.learner.steps, recipe.learner.group_size) == (5, 2)
+
+
+def test_references_reach_into_the_base_and_overrides_lie_above(tmp_path: Path) -> None:
+    mine = write(
+        tmp_path, "mine.yaml", "base: arithmetic\nevaluation: {prompts: '${learner.steps}'}\nlearner: {steps: 6}\n"
+    )
+    assert load_recipe(mine).evaluation.prompts == 6
+    assert load_recipe(mine, ["learner.steps=8"]).learner.steps == 8
+
+
+def test_an_override_names_another_base(tmp_path: Path) -> None:
+    write(tmp_path, "other.yaml", "base: arithmetic\nlearner: {steps: 3}\n")
+    mine = write(tmp_path, "mine.yaml", "base: arithmetic\nrun: {seed: 5}\n")
+    recipe = load_recipe(mine, [f"base={tmp_path}/other.yaml"])
+    assert (recipe.learner.steps, recipe.run.seed) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("base: missing.yaml\n", "There is no recipe 'missing.yaml'.* ship: .*gpu/qwen3-8b.yaml"),
+        ("base: {kind: arithmetic}\n", "base must be the name of a recipe or a list of names, not"),
+        ("base: [3]\n", "base must be the name of a recipe or a list of names, not"),
+        ("base: mine.yaml\n", "mine.yaml is its own base, by way of mine.yaml"),
+        ("base: arithmetic\nlearner: {stepz: 3}\n", "mine.yaml: unknown key learner.stepz; did you mean learner.steps"),
+        ("bas: arithmetic\n", "mine.yaml: unknown key bas"),
+        ("base: arithmetic\nstages: {kind: rl}\n", "mine.yaml has a list where its base has a mapping"),
+    ],
+)
+def test_a_wrong_base_is_told(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_recipe(write(tmp_path, "mine.yaml", text))
