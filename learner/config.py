@@ -9,8 +9,8 @@ from broker.errors import ConfigError
 
 PROMPTS = ("arithmetic", "jsonl", "parquet", "datasets", "reasoning_gym")
 EXAMPLES = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
-STAGES = ("sft", "dpo", "kto", "reward_model", "rl")
-OVER_RECORDS = ("dpo", "kto", "reward_model")
+STAGES = ("sft", "dpo", "kto", "distill", "reward_model", "rl")
+OVER_RECORDS = ("dpo", "kto", "distill", "reward_model")
 
 
 class RandomModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

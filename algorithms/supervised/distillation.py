@@ -99,3 +99,8 @@ _DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tens
     "reverse_kl": _reverse_kl,
     "jsd": _jsd,
 }
+
+DISTILLATION: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
+    "reverse_kl_distillation": reverse_kl_distillation,
+    "top_k_distillation": top_k_distillation,
+}

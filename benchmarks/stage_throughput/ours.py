@@ -55,6 +55,7 @@ def _measure(order: Order, directory: Path) -> dict[str, Any]:
         seed=0,
         micro_batch_tokens=order.micro_batch_tokens,
         gate=lambda _tensors, _count: 0.0,
+        open_model=lambda other: open_backend("fsdp", other, OptimizerConfig(), device=order.device),
         report=report,
         should_stop=lambda: False,
     )

@@ -17,9 +17,14 @@ from learner.rows.routing import Routing, routing_of
 def recipe_backend(recipe: Recipe) -> Backend:
     """Open the policy's backend. Collective over the ranks. Equal recipes give equal weights."""
     recipe_routing(recipe)  # refuses a model that does not fit before it is loaded
+    return beside_policy(recipe, recipe.model)
+
+
+def beside_policy(recipe: Recipe, model: ModelConfig) -> Backend:
+    """Open a model on the backend and layout of the policy, such as a teacher. Collective over the ranks."""
     return open_backend(
         recipe.learner.backend,
-        recipe.model,
+        model,
         recipe.optimizer,
         device=recipe.learner.device,
         seed=recipe.run.seed,

@@ -1,5 +1,6 @@
 """The role of a stage without workers. It gives the stage pass rates that the workers' engine and rewards measure."""
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +35,7 @@ from learner.stages.base import Gate, Stage, StageError, StageParts
 from learner.stages.kinds import leaves_policy
 from learner.stages.stage_checkpoints import StageCheckpoints
 
-from .backend import recipe_backend, recipe_scores
+from .backend import beside_policy, recipe_backend, recipe_scores
 from .evaluation import Evaluator
 from .stop_request import StopRequest
 
@@ -77,6 +78,7 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
             seed=recipe.run.seed,
             micro_batch_tokens=recipe.learner.micro_batch_tokens,
             gate=gate,
+            open_model=functools.partial(beside_policy, recipe),
             report=report.show,
             should_stop=StopRequest(),
         )

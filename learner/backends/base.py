@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -102,6 +102,33 @@ class Backend(Trained, Protocol):
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield full parameters by Hugging Face name on every rank, gathered one at a time."""
+        ...
+
+
+class Likeliest(NamedTuple):
+    """The C likeliest tokens in the place of each of T tokens, the likeliest first."""
+
+    token_ids_TC: torch.Tensor
+    """[T, C] int64"""
+    logprobs_TC: torch.Tensor
+    """[T, C] fp32; 0 for the first token of a sequence."""
+
+    @classmethod
+    def of(cls, found_TC2: torch.Tensor) -> "Likeliest":
+        """Returns them out of [T, C, 2] tokens and logprobs; an empty micro-batch has neither."""
+        if not len(found_TC2):
+            return cls(torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0))
+        return cls(found_TC2[..., 0].long(), found_TC2[..., 1])
+
+
+@runtime_checkable
+class Teacher(Backend, Protocol):
+    """A policy that tells what it finds likeliest, and whose logprobs may be asked of candidates
+    (`PackedBatch.candidates_TC`): both a teacher and its student in distillation are one."""
+
+    def likeliest(self, batches: Sequence[PackedBatch], count: int) -> list[Likeliest]:
+        """Return, for every micro-batch, the `count` likeliest tokens in each place, at temperature 1; the whole
+        vocabulary if that is smaller."""
         ...
 
 

@@ -30,7 +30,7 @@ COMPILED_ON = frozenset({"cuda"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Head:
+class Head:
     """This rank's rows of the output embedding, the temperature, and the ranks that share the vocabulary."""
 
     temperature: float
@@ -38,14 +38,16 @@ class _Head:
     """The token that the first row stands for."""
     num_real: int
     """The number of rows that belong to tokens; the rest is padding."""
+    vocabulary: int
+    """The number of tokens over all ranks."""
     chunk: int
     """The number of tokens in a chunk."""
     group: dist.ProcessGroup | None
 
-    def own(self, targets_T: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """[T] the row of each target; -1 if another rank holds it."""
-        rows_T = targets_T - self.first
-        return rows_T.where((rows_T >= 0) & (rows_T < num_rows), -1)
+    def own(self, targets: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return the row of each target, in the targets' shape; -1 if another rank holds it."""
+        rows = targets - self.first
+        return rows.where((rows >= 0) & (rows < num_rows), -1)
 
     def reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce in place over the ranks that share the vocabulary."""
@@ -78,13 +80,40 @@ def token_logprobs(
         first: the token that this rank's first row stands for.
         vocabulary: the number of tokens over all ranks; rows beyond are padding, of probability 0. None: all rows.
     """
-    num_rows = len(weight_VH)
-    num_real = num_rows if vocabulary is None else min(max(vocabulary - first, 0), num_rows)
-    most = logits_per_chunk or (LOGITS_PER_CHUNK if hidden_TH.is_cuda else LOGITS_PER_CHUNK_ON_CPU)
-    chunk = _even_chunk(len(hidden_TH), max(1, most // num_rows))
-    head = _Head(temperature=temperature, first=first, num_real=num_real, chunk=chunk, group=group)
+    head = open_head(
+        hidden_TH,
+        weight_VH,
+        temperature,
+        group=group,
+        first=first,
+        vocabulary=vocabulary,
+        logits_per_chunk=logits_per_chunk,
+    )
     logprobs_T: torch.Tensor = _TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head)  # type: ignore[no-untyped-call]
     return logprobs_T
+
+
+def open_head(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    temperature: float,
+    *,
+    group: dist.ProcessGroup | None = None,
+    first: int = 0,
+    vocabulary: int | None = None,
+    logits_per_chunk: int | None = None,
+) -> Head:
+    """Returns what computes these hidden states' logits in chunks; the arguments are those of `token_logprobs`."""
+    num_rows = len(weight_VH)
+    most = logits_per_chunk or (LOGITS_PER_CHUNK if hidden_TH.is_cuda else LOGITS_PER_CHUNK_ON_CPU)
+    return Head(
+        temperature=temperature,
+        first=first,
+        num_real=num_rows if vocabulary is None else min(max(vocabulary - first, 0), num_rows),
+        vocabulary=num_rows if vocabulary is None else vocabulary,
+        chunk=_even_chunk(len(hidden_TH), max(1, most // num_rows)),
+        group=group,
+    )
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -93,14 +122,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor, head: _Head
+        ctx: Any, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor, head: Head
     ) -> torch.Tensor:
         rows_T = head.own(targets_T, len(weight_VH))
         logsumexp_T, target_T = (hidden_TH.new_empty(len(hidden_TH), dtype=_exact(hidden_TH)) for _ in range(2))
-        for part in _chunks(len(hidden_TH), head.chunk):
+        for part in chunks(len(hidden_TH), head.chunk):
             products_CV = hidden_TH[part] @ weight_VH.T
             logsumexp_T[part], target_T[part] = _fused(_normalizer, products_CV, rows_T[part], head)
-        logsumexp_T = _logsumexp_over_ranks(logsumexp_T, head)
+        logsumexp_T = logsumexp_over_ranks(logsumexp_T, head)
         ctx.save_for_backward(hidden_TH, weight_VH, rows_T, logsumexp_T)
         ctx.head = head
         return head.reduce(target_T) - logsumexp_T
@@ -109,10 +138,10 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         hidden_TH, weight_VH, rows_T, logsumexp_T = ctx.saved_tensors
-        head: _Head = ctx.head
+        head: Head = ctx.head
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=logsumexp_T.dtype)
-        for part in _chunks(len(hidden_TH), head.chunk):
+        for part in chunks(len(hidden_TH), head.chunk):
             products_CV = hidden_TH[part] @ weight_VH.T
             grad_CV = _fused(_gradient, products_CV, rows_T[part], head, logsumexp_T[part], grad_T[part])
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[part])
@@ -127,10 +156,10 @@ def _normalizer(
 
     The order of operations is one that the compiler knows as an online softmax, which reads the logits once.
     """
-    logits_CV = _logits(products_CV, temperature, num_real)
+    logits_CV = logits_of(products_CV, temperature, num_real)
     max_C1 = logits_CV.amax(1, keepdim=True)
     sum_C1 = (logits_CV - max_C1).exp().sum(1, keepdim=True)
-    target_C = _logits(products_CV.gather(1, rows_C.clamp(min=0)[:, None]), temperature, num_real=1)[:, 0]
+    target_C = logits_of(products_CV.gather(1, rows_C.clamp(min=0)[:, None]), temperature, num_real=1)[:, 0]
     return (sum_C1.log() + max_C1)[:, 0], target_C.where(rows_C >= 0, 0.0)
 
 
@@ -144,13 +173,13 @@ def _gradient(
 ) -> torch.Tensor:
     """[C, V] gradient of the products, in their dtype; `grad_C` is that of the logprobs. The target is found by a
     comparison with the column, not by a scatter, so that all of it is one kernel."""
-    probs_CV = (_logits(products_CV, temperature, num_real) - logsumexp_C[:, None]).exp()
+    probs_CV = (logits_of(products_CV, temperature, num_real) - logsumexp_C[:, None]).exp()
     is_target_CV = _columns(products_CV) == rows_C[:, None]
     scale_C1 = grad_C.to(logsumexp_C.dtype)[:, None] / temperature
     return (torch.where(is_target_CV, 1 - probs_CV, -probs_CV) * scale_C1).to(products_CV.dtype)
 
 
-def _logits(products_CV: torch.Tensor, temperature: float, num_real: int) -> torch.Tensor:
+def logits_of(products_CV: torch.Tensor, temperature: float, num_real: int) -> torch.Tensor:
     """[C, V] logits in fp32 (float64 for float64). Padding gets the least finite number, so that a rank that holds
     nothing else has a finite logsumexp."""
     logits_CV = products_CV.to(_exact(products_CV))
@@ -166,7 +195,7 @@ def _columns(products_CV: torch.Tensor) -> torch.Tensor:
 
 
 def _fused(
-    function: Callable[..., Any], products_CV: torch.Tensor, rows_C: torch.Tensor, head: _Head, *more_C: torch.Tensor
+    function: Callable[..., Any], products_CV: torch.Tensor, rows_C: torch.Tensor, head: Head, *more_C: torch.Tensor
 ) -> Any:
     """Call `function` on a GPU as a compiled kernel for chunks of any length, on a CPU as it is."""
     if products_CV.device.type in COMPILED_ON:
@@ -211,10 +240,10 @@ def _even_chunk(length: int, most: int) -> int:
     return max(1, math.ceil(length / max(1, math.ceil(length / most))))
 
 
-def _chunks(length: int, chunk: int) -> Iterator[slice]:
+def chunks(length: int, chunk: int) -> Iterator[slice]:
     return (slice(start, start + chunk) for start in range(0, length, chunk))
 
 
-def _logsumexp_over_ranks(logsumexp_T: torch.Tensor, head: _Head) -> torch.Tensor:
+def logsumexp_over_ranks(logsumexp_T: torch.Tensor, head: Head) -> torch.Tensor:
     max_T = head.reduce(logsumexp_T.clone(), dist.ReduceOp.MAX)
     return head.reduce((logsumexp_T - max_T).exp_()).log_().add_(max_T)

@@ -14,6 +14,7 @@ from algorithms.objectives import OBJECTIVES
 from algorithms.presets import PRESETS, Preset
 from algorithms.proximal import PROXIMAL
 from algorithms.returns import gae
+from algorithms.supervised.distillation import DISTILLATION
 from algorithms.supervised.preferences import PREFERENCES
 from broker.errors import HeadwayError
 from broker.user_code.kinds import did_you_mean
@@ -29,6 +30,7 @@ PARTS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "aggregation": {**AGGREGATIONS, PAIR_MEAN: pair_mean},
     "kl": ESTIMATORS,
     "preference": PREFERENCES,
+    "distillation": DISTILLATION,
 }
 
 

@@ -1,8 +1,8 @@
 """The packed batch: sequences laid end to end in one row, never padded.
 
-T packed tokens, S sequences, L layers with experts, K experts of a token. Every [T] field speaks of the token at its
-own place: `behavior_logprobs_T[t]` is the logprob of token t given its sequence before t. The first token of a sequence
-has none and is never trained.
+T packed tokens, S sequences, L layers with experts, K experts of a token, C candidates in its place. Every [T] field
+speaks of the token at its own place: `behavior_logprobs_T[t]` is the logprob of token t given its sequence before t.
+The first token of a sequence has none and is never trained.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,13 @@ class PackedBatch:
     experts_TLK: torch.Tensor | None = None
     """[T, L, K] int16, for router replay: the experts that compute each token. -1 at the last token of a sequence,
     which the engine never computed: there the router chooses for itself. None: it chooses for all tokens."""
+    candidates_TC: torch.Tensor | None = None
+    """[T, C] int64 tokens that a teacher found likeliest in the place of each token. A policy gives such a batch's
+    logprobs as [T, 2 + C]: of the token, of the policy's own likeliest token (without gradient), of the candidates.
+    None: it gives those of the tokens, [T]."""
+    teacher_logprobs_TC: torch.Tensor | None = None
+    """[T, C] float32, the teacher's logprobs of these candidates, falling along a row; -inf fills a place without a
+    token. No row of a trained token is without one."""
 
     @property
     def tokens(self) -> Tokens:

@@ -8,7 +8,7 @@ import bisect
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,16 @@ from .routing import Routing
 
 Plan = list[list[list[int]]]
 """[replica][micro-batch] -> indices of its sequences, ascending."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The C tokens that a teacher found likeliest in the place of each of R response tokens, the likeliest first."""
+
+    token_ids: NDArray[np.int32]
+    """[R, C]"""
+    logprobs: NDArray[np.float32]
+    """[R, C] the teacher's; -inf fills a place without a token."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,6 +53,8 @@ class PackableSequence:
     """[R]"""
     experts: Experts | None = None
     """[L - 1, layers, experts per token] experts to replay, of all tokens but the last; None: routers choose."""
+    candidates: Candidates | None = None
+    """A teacher's candidates for the response; None: there is no teacher."""
 
 
 def from_trajectory(
@@ -246,6 +258,8 @@ def concatenate(sequences: Sequence[PackableSequence]) -> PackedBatch:
         advantages_T=_joined(advantages, np.float32),
         lags_T=_joined(lags, np.int64),
         experts_TLK=_joined_experts(sequences),
+        candidates_TC=_joined_candidates(sequences, lambda candidates: candidates.token_ids.astype(np.int64)),
+        teacher_logprobs_TC=_joined_candidates(sequences, lambda candidates: candidates.logprobs),
     )
 
 
@@ -257,6 +271,19 @@ def _joined_experts(sequences: Sequence[PackableSequence]) -> torch.Tensor | Non
         return None
     rows = [np.pad(experts.astype(np.int16), ((0, 1), (0, 0), (0, 0)), constant_values=-1) for experts in recorded]
     return torch.from_numpy(np.concatenate(rows))
+
+
+def _joined_candidates(
+    sequences: Sequence[PackableSequence], values_of: Callable[[Candidates], NDArray[np.generic]]
+) -> torch.Tensor | None:
+    """[T, C] if sequences have candidates; 0 over prompts."""
+    parts = [
+        np.pad(values_of(sequence.candidates), ((sequence.prompt_length, 0), (0, 0)))
+        for sequence in sequences
+        if sequence.candidates is not None
+    ]
+    assert len(parts) in (0, len(sequences)), "a step has candidates for all of its sequences or for none"
+    return torch.from_numpy(np.concatenate(parts)) if parts else None
 
 
 def _after_prompt(sequence: PackableSequence, values_R: NDArray[np.generic], dtype: type) -> NDArray[np.generic]:

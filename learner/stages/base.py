@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from broker.errors import HeadwayError
 from learner.backends.base import Backend
+from learner.config import ModelConfig
 from learner.data.prompts.rendering import Renderer
 from learner.ranks import Ranks
 
@@ -85,6 +86,8 @@ class StageParts:
     """The most tokens of a micro-batch."""
     gate: Gate
     """Called with named tensors and a number of prompts: the pass rate on so many held-out prompts. Collective."""
+    open_model: Callable[[ModelConfig], Backend]
+    """Opens another model on the backend and layout of the recipe, such as a teacher. Collective."""
     report: Callable[[Progress], None]
     """The stage calls it after every step."""
     should_stop: Callable[[], bool]

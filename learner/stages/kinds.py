@@ -8,6 +8,7 @@ from learner.config import RecordsConfig, StageConfig
 from learner.data.sources import open_conversations, open_labelled, open_pairs
 
 from .supervised.options import (
+    DistillationOptions,
     ImitationOptions,
     PreferenceOptions,
     RewardModelOptions,
@@ -38,6 +39,11 @@ KNOWN: dict[str, KnownStage] = {
     ),
     "kto": KnownStage(
         path="learner.stages.supervised.unpaired:UnpairedStage", options=UnpairedOptions, read=open_labelled
+    ),
+    "distill": KnownStage(
+        path="learner.stages.supervised.distillation:DistillationStage",
+        options=DistillationOptions,
+        read=open_conversations,
     ),
     "reward_model": KnownStage(
         path="learner.stages.supervised.reward_model:RewardModelStage",

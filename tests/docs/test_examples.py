@@ -74,6 +74,7 @@ def test_the_overrides_of_a_stage_are_taken(tmp_path: Path) -> None:
         ["kto"],
         ["reward_model"],
         ["reward_model", "rl"],
+        ["distill"],
         ["warm-up", "teacher", "student"],
     ]
     assert [stage.kind for stage in recipe.plan] == ["sft", "rl"]

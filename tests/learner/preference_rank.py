@@ -1,9 +1,10 @@
-"""One rank of stages on pairs, run by torchrun, one after another: each step's metrics into a file of the rank.
+"""One rank of stages over records, run by torchrun, one after another: each step's metrics into a file of the rank.
 
 python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.preference_rank DIRECTORY
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,21 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from learner.backends.base import Backend
+from learner.stages.base import Stage
+
+from . import distilling
 from .preferences import arithmetic, opened, opened_scores
 
-STAGES = ("dpo fsdp", "dpo megatron", "reward_model fsdp")
+STAGES = ("dpo fsdp", "dpo megatron", "reward_model fsdp", "distill fsdp", "distill megatron")
 """Each stage's kind and backend."""
+OPEN: dict[str, Callable[..., tuple[Stage, Backend]]] = {
+    "dpo": opened,
+    "reward_model": opened_scores,
+    "distill": distilling.opened,
+}
 UNITS = 4
-"""Pairs: the second step has one, which leaves a rank with none."""
+"""Records: the second step has one, which leaves a rank with none."""
 
 
 def metrics(name: str, directory: Path) -> list[dict[str, float]]:
@@ -24,16 +34,14 @@ def metrics(name: str, directory: Path) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     seen: list[dict[str, float]] = []
     kind, backend_kind = name.split()
-    given: dict[str, Any] = {
-        "micro_batch_tokens": 40,
-        "backend_kind": backend_kind,
-        "report": lambda progress: seen.append({"loss": progress.loss, **progress.metrics}),
-    }
-    of_units = {"held_out_records": 4, "data": arithmetic(UNITS + 4)}
-    stage, _ = (
-        opened(directory, units=UNITS, **given)
-        if kind == "dpo"
-        else opened_scores(directory, options=of_units, **given)
+    scores = {"options": {"held_out_records": 4, "data": arithmetic(UNITS + 4)}}
+    of_units: dict[str, Any] = scores if kind == "reward_model" else {"units": UNITS}
+    stage, _ = OPEN[kind](
+        directory,
+        micro_batch_tokens=40,
+        backend_kind=backend_kind,
+        report=lambda progress: seen.append({"loss": progress.loss, **progress.metrics}),
+        **of_units,
     )
     assert stage.run()
     return seen

@@ -24,6 +24,7 @@ from learner.stages.supervised.stage import TaskStage
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
 
 MODEL = model_config("qwen3")
+TEACHER_SEED = 8
 OPTIONS = PreferenceOptions(
     data=RecordsConfig(),
     batch_size=3,
@@ -110,6 +111,7 @@ def parts_of(
         seed=1,
         micro_batch_tokens=micro_batch_tokens,
         gate=lambda tensors, prompts: 0.0,
+        open_model=lambda _: open_backend(backend_kind, MODEL, OPTIMIZER, seed=TEACHER_SEED),
         report=report,
         should_stop=should_stop,
     )

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from broker.client.batches import TakenBatch
@@ -34,6 +35,7 @@ from learner.stages.resuming import choose_origin
 from learner.stages.rl import RlStage
 from learner.stages.stage_checkpoints import StageCheckpoints
 from learner.stages.supervised.options import PreferenceOptions
+from tests.learner import distilling
 from tests.learner.batches import batch
 from tests.learner.preferences import opened, opened_scores
 from tests.learner.tiny import OPTIMIZER, model_config
@@ -82,6 +84,7 @@ def open_sft(directory: Path, watcher: Watcher) -> tuple[Stage, Backend]:
         seed=1,
         micro_batch_tokens=64,
         gate=lambda tensors, prompts: 0.0,
+        open_model=lambda model: open_backend("fsdp", model, OPTIMIZER),
         report=lambda progress: watcher.saw(cast(Progress, progress).loss),
         should_stop=watcher.should_stop,
     )
@@ -176,8 +179,21 @@ def open_reward_model(directory: Path, watcher: Watcher) -> tuple[Stage, Backend
     )
 
 
+def open_distill(directory: Path, watcher: Watcher) -> tuple[Stage, Backend]:
+    options = replace(distilling.OPTIONS, max_steps=STEPS, epochs=STEPS, evaluate_every_steps=4)
+    return distilling.opened(
+        directory,
+        options,
+        every_s=0.0,
+        report=lambda progress: watcher.saw(progress.loss),
+        should_stop=watcher.should_stop,
+    )
+
+
 STAGES = pytest.mark.parametrize(
-    "open_one", [open_sft, open_dpo, open_reward_model, open_rl], ids=["sft", "dpo", "reward_model", "rl"]
+    "open_one",
+    [open_sft, open_dpo, open_reward_model, open_distill, open_rl],
+    ids=["sft", "dpo", "reward_model", "distill", "rl"],
 )
 
 

@@ -1,31 +1,37 @@
 """Stages over records: packing and ranks change no loss, and the reference is the model that the stage started from."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 import tests.learner.preference_rank as preference_rank
 from algorithms.supervised.preferences import dpo
 from broker.errors import ConfigError
-from learner.backends.base import Backend
-from learner.config import RecordsConfig, StageConfig
+from learner.backends import open_backend
+from learner.backends.base import Backend, Teacher
+from learner.config import ModelConfig, RandomModelConfig, RecordsConfig, StageConfig
 from learner.data.own_examples import Example
+from learner.models.model import load_tokenizer
+from learner.rows.batch import PackedBatch
 from learner.rows.packing import concatenate
 from learner.rows.units import pack_units
 from learner.stages import check_stages, open_stage
-from learner.stages.base import Progress, Stage, StageError
+from learner.stages.base import Progress, StageError
 from learner.stages.sft import tokenize
 from learner.stages.supervised.options import BestOptions, PreferenceOptions
 from learner.stages.supervised.preferences import PreferenceStage
 from learner.stages.supervised.schedule import Order, learning_rate
+from learner.stages.supervised.teacher import Teaching, ask, taught
 
-from .preferences import opened, opened_scores, pairs, parts_of
+from . import distilling, preferences
+from .preferences import opened, pairs, parts_of
+from .tiny import OPTIMIZER, VOCABULARY
 from .torchrun import run_ranks
 
 JUDGED = {
@@ -55,19 +61,23 @@ def test_a_first_step_has_the_loss_of_its_pairs_one_by_one(tmp_path: Path) -> No
     assert seen[-1].loss != pytest.approx(np.log(2), abs=1e-3)
 
 
+@pytest.mark.parametrize("kind", preference_rank.OPEN)
 @pytest.mark.parametrize("micro_batch_tokens", [1, 4096])
-@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
 def test_packing_changes_no_metric(kind: str, micro_batch_tokens: int, tmp_path: Path) -> None:
     seen: dict[int, list[Progress]] = {64: [], micro_batch_tokens: []}
-    open_one: Callable[..., tuple[Stage, Backend]] = opened if kind == "dpo" else opened_scores
+    open_one = preference_rank.OPEN[kind]
     for tokens, found in seen.items():
         stage, _ = open_one(tmp_path / str(tokens), micro_batch_tokens=tokens, report=found.append)
         assert stage.run()
     for one, other in zip(*seen.values(), strict=True):
         if one.step > 1:  # before the first step all rewards are 0 but for rounding, whose sign decides the accuracy
             assert other.metrics == pytest.approx(one.metrics, rel=2e-3, abs=1e-5)
-    what = "reward" if kind == "dpo" else "score"
-    assert {f"{what}_margin", "held_out/loss", f"held_out/{what}_accuracy", "grad_norm"} <= set(one.metrics)
+    names = {
+        "dpo": {"reward_margin", "held_out/reward_accuracy"},
+        "reward_model": {"score_margin", "held_out/score_accuracy"},
+        "distill": {"forward_kl", "held_out/agreement"},
+    }
+    assert {*names[kind], "held_out/loss", "grad_norm"} <= set(one.metrics)
 
 
 @pytest.mark.parametrize("name", preference_rank.STAGES)
@@ -182,6 +192,71 @@ def test_a_reference_that_is_gone_is_told(tmp_path: Path) -> None:
     again, _ = opened(tmp_path)
     with pytest.raises(StageError, match="reference logprobs"):
         again.run()
+
+
+@pytest.mark.parametrize("top_k", [3, VOCABULARY])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_a_first_step_of_distillation_has_the_divergence_of_its_tokens(
+    divergence: Any, top_k: int, tmp_path: Path
+) -> None:
+    """Against both models' whole distributions, in float64."""
+    seen: list[Progress] = []
+    options = replace(distilling.OPTIONS, divergence=divergence, top_k=top_k, evaluate_every_steps=0)
+    stage, student = distilling.opened(tmp_path, options, report=seen.append)
+    teacher = open_backend("fsdp", preferences.MODEL, OPTIMIZER, seed=preferences.TEACHER_SEED)
+    order = Order([1] * 7, batch_size=3, epochs=1, max_steps=0, seed=1).batch(0)
+    batch = concatenate([sequence for index in order for sequence in distilling.conversations(7)[index]])
+    q_TV, p_TV = (distribution(model, batch) for model in (student, teacher))
+    listed_TV = torch.zeros_like(p_TV).scatter(1, p_TV.topk(top_k).indices, 1.0)
+    p_TV, q_TV = (torch.cat([x * listed_TV, (x * (1 - listed_TV)).sum(1, keepdim=True)], 1) for x in (p_TV, q_TV))
+    if divergence == "reverse_kl":
+        p_TV, q_TV = q_TV, p_TV
+    divergence_T = torch.where(p_TV > 1e-12, p_TV * (p_TV / q_TV.clamp(min=1e-30)).log(), 0.0).sum(1)
+    (own_T,) = student.logprobs([batch], 1.0)
+    is_trained_T = batch.loss_mask_T > 0
+    expected = (0.75 * divergence_T - 0.25 * own_T)[is_trained_T].mean()
+    assert stage.run()
+    assert seen[0].loss == pytest.approx(expected.item(), abs=1e-5)
+    assert seen[0].metrics[divergence] == pytest.approx(divergence_T[is_trained_T].mean().item(), abs=1e-5)
+
+
+def distribution(model: Backend, batch: PackedBatch) -> torch.Tensor:
+    """[T, V] float64 probabilities in the place of each token."""
+    (found,) = cast(Teacher, model).likeliest([batch], VOCABULARY)
+    whole_TV = torch.zeros(batch.num_tokens, VOCABULARY, dtype=torch.float64)
+    return whole_TV.scatter(1, found.token_ids_TC, found.logprobs_TC.double().exp())
+
+
+def test_a_student_comes_to_agree_with_its_teacher(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    options = replace(distilling.OPTIONS, top_k=VOCABULARY, cross_entropy_weight=0.0, epochs=40)
+    stage, _ = distilling.opened(tmp_path, options, report=seen.append)
+    assert stage.run()
+    first, last = seen[0].metrics, seen[-1].metrics
+    assert last["forward_kl"] < first["forward_kl"] / 4
+    assert last["agreement"] > first["agreement"] + 0.3
+    assert last["teacher_rest"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_token_that_only_the_teacher_has_is_no_candidate(tmp_path: Path) -> None:
+    units = distilling.conversations(3)
+    teaching = Teaching.of(units, tmp_path, replicas=1, micro_batch_tokens=64)
+    parts = parts_of(tmp_path)
+    ask(cast(Teacher, parts.backend), teaching, parts.ranks, top_k=VOCABULARY, vocabulary=VOCABULARY - 2)
+    for unit in taught(teaching):
+        assert unit[0].candidates is not None
+        absent = unit[0].candidates.logprobs == -np.inf
+        assert (absent.sum(1) == 2).all()
+        assert (unit[0].candidates.token_ids[absent] == 0).all()
+        assert unit[0].candidates.token_ids.max() == VOCABULARY - 3
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    other = ModelConfig(random=RandomModelConfig(architecture="qwen3", alphabet="0123456789ab"))
+    load_tokenizer(other).save_pretrained(tmp_path / "teacher")
+    options = {"data": JUDGED["data"], "teacher": str(tmp_path / "teacher")}
+    with pytest.raises(ConfigError, match=r"14 tokens against 19, and token 10 is 'a' to it and '\+' to the student"):
+        open_stage(StageConfig(kind="distill", options=options), parts_of(tmp_path), "stages[0]")
 
 
 def test_sft_trains_the_conversations_of_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -55,12 +55,14 @@ def test_any_chunk_equals_log_softmax_and_its_gradients(temperature: float, rows
 
 @pytest.mark.parametrize("padded", [26, 40], ids=["some padding", "a rank of nothing but padding"])
 def test_halves_of_a_vocabulary_equal_the_whole(padded: int, tmp_path: Path) -> None:
+    from tests.learner import test_candidate_logprobs as of_candidates  # it takes its input from here
+
     run_ranks("tests.learner.token_logprobs_rank", 2, tmp_path, padded, timeout_s=120)
-    first, second = (load_file(tmp_path / f"rank_{rank}.safetensors") for rank in range(2))
-    weight = torch.cat([first.pop("weight"), second.pop("weight")])
-    expected = oracle(0.7, padded)
-    assert_equal(first | {"weight": weight}, expected)
-    assert_equal(second | {"weight": weight}, expected)
+    for name, expected in (("rank", oracle(0.7, padded)), ("candidates", of_candidates.oracle(0.7, padded))):
+        first, second = (load_file(tmp_path / f"{name}_{rank}.safetensors") for rank in range(2))
+        weight = torch.cat([first.pop("weight"), second.pop("weight")])
+        of_candidates.assert_equal(first | {"weight": weight}, expected)
+        of_candidates.assert_equal(second | {"weight": weight}, expected)
 
 
 def test_bfloat16_products_are_summed_in_fp32() -> None:

@@ -5,12 +5,15 @@ python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.token_logpro
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from learner.backends.candidate_logprobs import candidate_logprobs, likeliest
 from learner.backends.token_logprobs import token_logprobs
+from tests.learner.test_candidate_logprobs import CANDIDATES, chosen
 from tests.learner.test_token_logprobs import VOCABULARY, given
 
 
@@ -19,19 +22,22 @@ def main(directory: Path, padded: int) -> None:
     rank, rows = dist.get_rank(), padded // 2
     hidden_TH, weight_VH, targets_T, pull_T = given(padded)
     mine = weight_VH.detach()[rank * rows : (rank + 1) * rows].clone().requires_grad_()
-    logprobs_T = token_logprobs(
-        hidden_TH,
-        mine,
-        targets_T,
-        0.7,
-        group=dist.group.WORLD,
-        first=rank * rows,
-        vocabulary=VOCABULARY,
-        logits_per_chunk=7 * rows,
-    )
+    options: dict[str, Any] = {
+        "group": dist.group.WORLD,
+        "first": rank * rows,
+        "vocabulary": VOCABULARY,
+        "logits_per_chunk": 7 * rows,
+    }
+    logprobs_T = token_logprobs(hidden_TH, mine, targets_T, 0.7, **options)
     hidden_grad, weight_grad = torch.autograd.grad(logprobs_T, (hidden_TH, mine), pull_T)
     results = {"logprobs": logprobs_T.detach(), "hidden": hidden_grad, "weight": weight_grad}
     save_file(results, directory / f"rank_{rank}.safetensors")
+    candidates_TK, pull_TK = chosen()
+    logprobs_TK = candidate_logprobs(hidden_TH, mine, candidates_TK, 0.7, **options)
+    hidden_grad, weight_grad = torch.autograd.grad(logprobs_TK, (hidden_TH, mine), pull_TK)
+    found = likeliest(hidden_TH, mine, CANDIDATES, 0.7, **options)
+    results = {"logprobs": logprobs_TK.detach(), "hidden": hidden_grad, "weight": weight_grad, "likeliest": found}
+    save_file(results, directory / f"candidates_{rank}.safetensors")
     dist.destroy_process_group()
 
 

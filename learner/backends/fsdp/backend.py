@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from learner.backends.base import Backend, TokenLoss
+from learner.backends.base import Backend, Likeliest, TokenLoss
 from learner.backends.hugging_face_files import write_tensors
 from learner.backends.rng import load_rng, snapshot_rng
 from learner.backends.saving import NamedTensors, snapshot_gathered
@@ -45,6 +45,11 @@ class FsdpBackend(ShardedModel):
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """[T] fp32 logprobs for every micro-batch; [0] for an empty one."""
         return self._run(batches, temperature)
+
+    def likeliest(self, batches: Sequence[PackedBatch], count: int) -> list[Likeliest]:
+        """Return, for every micro-batch, the `count` likeliest tokens in each place with their logprobs."""
+        found = self._run(batches, 1.0, count)
+        return [Likeliest.of(found_TC2) for found_TC2 in found]
 
     @torch.no_grad()
     def hidden(self, batch: PackedBatch) -> torch.Tensor:

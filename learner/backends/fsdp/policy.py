@@ -1,6 +1,6 @@
 """A packed batch through a transformers model to the logprobs of its tokens, or to the values of their states.
 
-T packed tokens, N of this rank, H model width, V vocabulary.
+T packed tokens, N of this rank, H model width, V vocabulary, C candidates in a token's place.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from broker.errors import ConfigError
+from learner.backends.candidate_logprobs import candidate_logprobs, likeliest, own_first
 from learner.backends.replayed_choice import Recorded
 from learner.backends.token_logprobs import token_logprobs
 from learner.models.attention import ATTENTION_NAME, register_packed_attention
@@ -111,12 +112,19 @@ class Policy(PackedModel):
         named_as_in_files: nn.Module = self.model
         return named_as_in_files
 
-    def forward(self, batch: PackedBatch, temperature: float) -> torch.Tensor:
-        """[T] fp32 logprobs, 0 for the first token of every sequence."""
+    def forward(self, batch: PackedBatch, temperature: float, top: int = 0) -> torch.Tensor:
+        """[T] fp32 logprobs, 0 for the first token of every sequence; [T, 2 + C] for a batch with candidates. With
+        `top`: [T, C, 2] the C = `top` likeliest tokens in the place of each token, as `likeliest` gives them."""
         row = self.row(batch)
-        weight_VH = self.model.get_output_embeddings().weight
-        logprobs_N = token_logprobs(self.hidden(row), weight_VH, row.next_ids_N, temperature)
-        return row.at_next_token(self.context.gathered(logprobs_N))
+        hidden_NH, weight_VH = self.hidden(row), self.model.get_output_embeddings().weight
+        if top:
+            found_N = likeliest(hidden_NH, weight_VH, top, temperature)
+        elif row.next_candidates_NC is None:
+            found_N = token_logprobs(hidden_NH, weight_VH, row.next_ids_N, temperature)
+        else:
+            tokens_NC = torch.cat([row.next_ids_N[:, None], row.next_candidates_NC], dim=1)
+            found_N = own_first(candidate_logprobs(hidden_NH, weight_VH, tokens_NC, temperature))
+        return row.at_next_token(self.context.gathered(found_N))
 
 
 class ValueModel(PackedModel):

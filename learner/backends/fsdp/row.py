@@ -1,6 +1,6 @@
 """A packed batch is prepared for a rank's device, so that the forward pass never waits for a number from the device.
 
-T tokens of the batch, N of this rank, L layers with experts, K experts chosen for a token.
+T tokens of the batch, N of this rank, L layers with experts, K experts chosen for a token, C candidates in its place.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,8 @@ class FsdpRow:
     """The layout of the whole row: every rank's attention sees all of its tokens."""
     experts_NLK: torch.Tensor | None
     """[N, L, K] experts to replay; see `PackedBatch`."""
+    next_candidates_NC: torch.Tensor | None = None
+    """[N, C] the candidates for the place after each token; see `PackedBatch`."""
 
     @classmethod
     def of(cls, batch: PackedBatch, context: ContextGroup, device: torch.device, *, varlen: bool) -> "FsdpRow":
@@ -42,6 +44,9 @@ class FsdpRow:
         experts_TLK = batch.experts_TLK
         if experts_TLK is not None:
             experts_TLK = F.pad(experts_TLK, (0, 0, 0, 0, 0, padding), value=-1)
+        candidates_TC = batch.candidates_TC
+        if candidates_TC is not None:
+            candidates_TC = _moved(context.own(F.pad(candidates_TC, (0, 0, 0, padding)).roll(-1, 0)), device)
         return cls(
             token_ids_N=_moved(context.own(token_ids_T), device),
             position_ids_N=_moved(context.own(position_ids_T), device),
@@ -49,12 +54,15 @@ class FsdpRow:
             has_previous_T=_moved(batch.position_ids_T > 0, device),
             layout=layout.moved(lambda tensor: _moved(tensor, device), context if context.size > 1 else None),
             experts_NLK=None if experts_TLK is None else _moved(context.own(experts_TLK), device),
+            next_candidates_NC=candidates_TC,
         )
 
     def at_next_token(self, next_T: torch.Tensor) -> torch.Tensor:
-        """[T] values of all tokens but the row's last, moved to the token that follows; 0 where a sequence begins."""
+        """[T, ...] values of all tokens but the row's last, moved to the token that follows; 0 where a sequence
+        begins."""
         num_tokens = len(self.has_previous_T)
-        return F.pad(next_T[: num_tokens - 1], (1, 0)).where(self.has_previous_T, 0.0)
+        moved_T = torch.cat([next_T.new_zeros(1, *next_T.shape[1:]), next_T[: num_tokens - 1]])
+        return moved_T.where(self.has_previous_T.view(-1, *[1] * (next_T.dim() - 1)), 0.0)
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

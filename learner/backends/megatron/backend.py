@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig
 
 from broker.errors import ConfigError
-from learner.backends.base import Backend, Snapshot, TokenLoss
+from learner.backends.base import Backend, Likeliest, Snapshot, TokenLoss
 from learner.backends.hugging_face_files import write_tensors
 from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks
@@ -74,7 +74,8 @@ class MegatronBackend:
         chunks = build(config, self._architecture, self._device)
         all_places = list(places(self._architecture, self._layout))
         self._adam = ShardedAdam(config, chunks, optimizer)
-        self._schedule = Schedule(self._adam.models, rotary_module(self._hugging_face), self._layout, self._device)
+        rotary, vocabulary = rotary_module(self._hugging_face), self._architecture.vocabulary
+        self._schedule = Schedule(self._adam.models, rotary, self._layout, self._device, vocabulary)
         self._state = TrainingState(chunks, all_places, self._adam)
         self._exporter = Exporter(chunks, all_places)
         self._off_device = OffDevice()
@@ -84,6 +85,11 @@ class MegatronBackend:
         """[T] fp32 logprobs for every micro-batch; [0] for an empty one."""
         check_same_count(len(batches), self._device)
         return self._schedule.evaluate(batches, temperature)
+
+    def likeliest(self, batches: Sequence[PackedBatch], count: int) -> list[Likeliest]:
+        """Return, for every micro-batch, the `count` likeliest tokens in each place with their logprobs."""
+        check_same_count(len(batches), self._device)
+        return [Likeliest.of(found_TC2) for found_TC2 in self._schedule.evaluate(batches, 1.0, top=count)]
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """[T, W] the input of the output head, for comparisons of logits."""

@@ -1,6 +1,6 @@
 """This rank's part of the model: Megatron's decoder with our modules in it, and a head that gives logprobs.
 
-P tokens of a padded row, p those of this context rank, W model width.
+P tokens of a padded row, p those of this context rank, W model width, K candidates in the place of a token.
 """
 
 import sys
@@ -25,6 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import nn
 
+from learner.backends.candidate_logprobs import candidate_logprobs, likeliest, own_first
 from learner.backends.token_logprobs import token_logprobs
 from learner.config import ComputeConfig, LayoutConfig
 
@@ -69,29 +70,37 @@ class PackedGpt(GPTModel):
         return self.head(hidden_pW, packed_seq_params)
 
     def head(self, hidden_pW: torch.Tensor, row: MegatronRow) -> torch.Tensor:
-        """[T] logprobs of the row's tokens, 0 for the first of a sequence; the same on every rank of the stage."""
+        """[T] logprobs of the row's tokens, 0 for the first of a sequence; the same on every rank of the stage.
+
+        With candidates [T, 2 + K] as in `PackedBatch`; [T, K, 2] if the row wants its K likeliest tokens."""
         context = groups.context()
         if row.wants_hidden:
             return gathered(hidden_pW, context)[: row.num_tokens]
-        targets_P = F.pad(row.token_ids_P[1:], (0, 1))
-        next_p = self.next_logprobs(hidden_pW, row.part(targets_P, context.rank(), context.size()), row.temperature)
-        next_P = gathered(next_p, context)
-        return F.pad(next_P[:-1], (1, 0)).where(row.position_ids_P > 0, 0.0)[: row.num_tokens]
+        targets_P = row.token_ids_P.roll(-1)
+        if row.candidates_PK is not None:
+            targets_P = torch.cat([targets_P[:, None], row.candidates_PK.roll(-1, 0)], dim=1)
+        targets_p = row.part(targets_P, context.rank(), context.size())
+        next_P = gathered(self.next_logprobs(hidden_pW, targets_p, row.temperature, row.top), context)
+        has_previous_P = (row.position_ids_P > 0).view(-1, *[1] * (next_P.dim() - 1))
+        return next_P.roll(1, 0).where(has_previous_P, 0.0)[: row.num_tokens]
 
-    def next_logprobs(self, hidden_pW: torch.Tensor, targets_p: torch.Tensor, temperature: float) -> torch.Tensor:
-        """[p] the logprob of each token's target."""
+    def next_logprobs(
+        self, hidden_pW: torch.Tensor, targets_p: torch.Tensor, temperature: float, top: int
+    ) -> torch.Tensor:
+        """[p] the logprob of each token's target; of several targets, or of the `top` likeliest, as in `head`."""
         group = groups.tensor()
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight = tied if tied is not None else self.output_layer.weight
-        return token_logprobs(
-            hidden_pW,
-            weight,
-            targets_p,
-            temperature,
-            group=group if group.size() > 1 else None,
-            first=group.rank() * weight.shape[0],
-            vocabulary=self.architecture.vocabulary,
-        )
+        vocabulary: dict[str, Any] = {
+            "group": group if group.size() > 1 else None,
+            "first": group.rank() * weight.shape[0],
+            "vocabulary": self.architecture.vocabulary,
+        }
+        if top:
+            return likeliest(hidden_pW, weight, top, temperature, **vocabulary)
+        if targets_p.dim() == 1:
+            return token_logprobs(hidden_pW, weight, targets_p, temperature, **vocabulary)
+        return own_first(candidate_logprobs(hidden_pW, weight, targets_p, temperature, **vocabulary))
 
 
 class _Gathered(torch.autograd.Function):

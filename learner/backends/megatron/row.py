@@ -1,6 +1,6 @@
 """One micro-batch as Megatron's layers take it: a packed row of tokens, padded until every rank gets an equal part.
 
-T real tokens, P >= T padded ones, C ranks that share them, D head width.
+T real tokens, P >= T padded ones, C ranks that share them, D head width; K candidates in the place of a token.
 """
 
 import dataclasses
@@ -33,6 +33,10 @@ class MegatronRow(PackedSeqParams):
     """The index of the micro-batch."""
     temperature: float = 1.0
     wants_hidden: bool = False
+    top: int = 0
+    """The number of likeliest tokens wanted in each place; 0: logprobs are."""
+    candidates_PK: torch.Tensor | None = None
+    """[P, K] `PackedBatch.candidates_TC`."""
 
     def part(self, values_P: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """[P / C] the part of rank `rank` of `size`."""
@@ -53,12 +57,13 @@ def make_row(
     replay count disagreement.
     """
     token_ids, positions, ends = batch.token_ids_T, batch.position_ids_T, batch.cu_seqlens
-    experts = batch.experts_TLK
+    experts, candidates = batch.experts_TLK, batch.candidates_TC
     if missing := length - batch.num_tokens:
         token_ids = F.pad(token_ids, (0, missing))
         positions = torch.cat([positions, torch.arange(missing, device=positions.device)])
         ends = torch.cat([ends, ends[-1:] + missing])
         experts = None if experts is None else F.pad(experts, (0, 0, 0, 0, 0, missing), value=-1)
+        candidates = None if candidates is None else F.pad(candidates, (0, 0, 0, missing))
     layout = PackedLayout.of(ends, varlen=varlen)
     positions = positions.to(device, non_blocking=True)
     cos, sin = rotary(torch.empty((), device=device), positions[None])
@@ -71,6 +76,7 @@ def make_row(
         sin_PD=sin[0],
         layout=on_device(layout, device),
         recorded=None if experts is None else Recorded(experts.to(device, non_blocking=True), tally_2),
+        candidates_PK=None if candidates is None else candidates.to(device, non_blocking=True),
     )
 
 

@@ -27,11 +27,17 @@ class Schedule:
     """Megatron's schedules for one model. All calls are collective; replicas pass the same number of micro-batches."""
 
     def __init__(
-        self, models: Sequence[nn.Module], rotary: nn.Module, layout: LayoutConfig, device: torch.device
+        self,
+        models: Sequence[nn.Module],
+        rotary: nn.Module,
+        layout: LayoutConfig,
+        device: torch.device,
+        vocabulary: int,
     ) -> None:
         self._models = list(models)
         self._rotary = rotary.to(device)
         self._device = device
+        self._vocabulary = vocabulary
         self._dtype = next(models[0].parameters()).dtype
         self._width: int = get_model_config(models[0]).hidden_size
         self._multiple = layout.tensor * layout.context
@@ -60,16 +66,18 @@ class Schedule:
 
     @torch.no_grad()
     def evaluate(
-        self, batches: Sequence[PackedBatch], temperature: float, wants_hidden: bool = False
+        self, batches: Sequence[PackedBatch], temperature: float, wants_hidden: bool = False, top: int = 0
     ) -> list[torch.Tensor]:
-        """[T] logprobs of every micro-batch, or [T, W] final hidden states, on the batch's device and on all stages."""
+        """[T] logprobs of every micro-batch ([T, 2 + K] with candidates), or [T, W] final hidden states, or [T, K, 2]
+        the K = `top` likeliest tokens, on the batch's device and on all stages."""
         outputs: list[torch.Tensor] = []
 
         def finish(row: MegatronRow, output: torch.Tensor, non_loss_data: bool) -> None:
             outputs.append(output)
 
-        self._run(batches, temperature, finish, is_training=False, wants_hidden=wants_hidden)
-        outputs = self._shared(outputs[: len(batches)], batches, wants_hidden)
+        self._run(batches, temperature, finish, is_training=False, wants_hidden=wants_hidden, top=top)
+        width = self._width_of(batches, wants_hidden, top)
+        outputs = self._shared(outputs[: len(batches)], batches, width, self._dtype if wants_hidden else torch.float32)
         return [output.to(batch.token_ids_T.device) for output, batch in zip(outputs, batches, strict=True)]
 
     def _run(
@@ -79,8 +87,9 @@ class Schedule:
         finish: Callable[..., Any],
         is_training: bool = True,
         wants_hidden: bool = False,
+        top: int = 0,
     ) -> None:
-        rows = self._rows(batches, temperature, wants_hidden)
+        rows = self._rows(batches, temperature, wants_hidden, top)
         iterators = [iter(rows) for _ in self._models]
         get_forward_backward_func()(
             forward_step_func=functools.partial(_forward, finish),
@@ -93,7 +102,9 @@ class Schedule:
             collect_non_loss_data=not is_training,
         )
 
-    def _rows(self, batches: Sequence[PackedBatch], temperature: float, wants_hidden: bool) -> list[MegatronRow]:
+    def _rows(
+        self, batches: Sequence[PackedBatch], temperature: float, wants_hidden: bool, top: int
+    ) -> list[MegatronRow]:
         """Return the rows. Interleaved stages take them in rounds of as many as there are stages, all of one length."""
         missing = -len(batches) % self._num_stages if self._is_interleaved else 0
         all_batches = [*batches, *[_nothing(batches[0])] * missing]
@@ -102,7 +113,7 @@ class Schedule:
             lengths = [max(lengths)] * len(lengths)
         rows = [self._row(batch, length) for batch, length in zip(all_batches, lengths, strict=True)]
         for number, row in enumerate(rows):
-            row.number, row.temperature, row.wants_hidden = number, temperature, wants_hidden
+            row.number, row.temperature, row.wants_hidden, row.top = number, temperature, wants_hidden, top
         return rows
 
     def _row(self, batch: PackedBatch, length: int) -> MegatronRow:
@@ -118,21 +129,27 @@ class Schedule:
         self._tally_2.zero_()
         return report
 
+    def _width_of(self, batches: Sequence[PackedBatch], is_hidden: bool, top: int) -> tuple[int, ...]:
+        """Return the shape of what a token has."""
+        if is_hidden:
+            return (self._width,)
+        if top:
+            return min(top, self._vocabulary), 2
+        candidates = [batch.candidates_TC.shape[1] for batch in batches if batch.candidates_TC is not None]
+        return (2 + candidates[0],) if candidates else ()
+
     def _shared(
-        self, outputs: list[torch.Tensor], batches: Sequence[PackedBatch], is_hidden: bool
+        self, outputs: list[torch.Tensor], batches: Sequence[PackedBatch], width: tuple[int, ...], dtype: torch.dtype
     ) -> list[torch.Tensor]:
         """Return the last stage's outputs on all stages."""
         group = groups.pipeline()
         if group.size() == 1:
             return outputs
-        width = (self._width,) if is_hidden else ()
         tokens = [batch.num_tokens for batch in batches]
         whole = (
-            torch.cat(outputs)
+            torch.cat([output.reshape(-1, *width) for output in outputs])
             if outputs
-            else torch.empty(
-                sum(tokens), *width, dtype=self._dtype if is_hidden else torch.float32, device=self._device
-            )
+            else torch.empty(sum(tokens), *width, dtype=dtype, device=self._device)
         )
         dist.broadcast(whole, group=group, group_src=(self._num_stages - 1))
         return list(torch.split(whole, tokens))

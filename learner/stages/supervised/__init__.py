@@ -8,6 +8,8 @@
     preferences.py the task of pairs: DPO and its kin
     unpaired.py    the task of responses that are desirable or not: KTO
     reward_model.py the task of pairs for a model of scores: a reward model
+    distillation.py the task of conversations with a teacher: forward or reverse KL, or JSD, to what it finds likely
+    teacher.py     a teacher's likeliest tokens, computed once and kept
     reference.py   logprobs of the model that the stage starts from, computed once and kept
 
 A task turns records into units of sequences and gives the loss of rows of whole units. The invariant: neither packing

@@ -108,3 +108,21 @@ class UnpairedOptions(TrainingOptions, frozen=True, kw_only=True):
     """The weight of a desirable response. Raise it where these are few."""
     undesirable_weight: Annotated[float, Meta(ge=0)] = 1.0
     """The weight of an undesirable response."""
+
+
+class DistillationOptions(TrainingOptions, frozen=True, kw_only=True):
+    """The conversations, the teacher, and the loss (`algorithms.supervised.distillation.top_k_distillation`)."""
+
+    teacher: Annotated[str, Meta(min_length=1)]
+    """A model of the same vocabulary: a directory, a hub id, or stage:NAME."""
+    top_k: Annotated[int, Meta(ge=1)] = 64
+    """The teacher's likeliest tokens that the loss compares, in each place, eight bytes each on the disk. Where it is
+    the vocabulary, the loss is exact."""
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """What the loss measures between teacher and student."""
+    beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    """Of jsd: near 0 it is like forward_kl, near 1 like reverse_kl."""
+    cross_entropy_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """The share of the loss that is cross-entropy with the given tokens; the rest is the divergence."""
+    learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
+    """The highest learning rate."""
