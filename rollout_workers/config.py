@@ -52,6 +52,13 @@ class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: Annotated[
         int, Meta(ge=0, description="number of likeliest tokens that are sampled from; 0: all of them")
     ] = 0
+    seed: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="with a seed a response depends on it, the weights, its prompt and its number alone, whichever"
+            " worker samples it, on engines that honour seeds; null: engines draw freely"
+        ),
+    ] = None
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -34,7 +34,7 @@ from .rewards.base import Scorer, UnscoredError
 from .run_end import RunEnd
 from .samples.episode import Episodes, JudgedTurn
 from .samples.evaluating import Evaluating
-from .samples.generation import EngineFailedError, generate, room
+from .samples.generation import EngineFailedError, generate, room, sample_seed
 from .samples.held_leases import HeldLeases
 from .samples.recorder import Recorder
 from .samples.segments import SegmentLog
@@ -314,6 +314,7 @@ class Worker:
             top_p=self._sampling.top_p,
             top_k=self._sampling.top_k,
             stop_token_ids=list(self._decoding.stop_token_ids),
+            seed=sample_seed(self._sampling.seed, lease.tid.group, lease.tid.sample),
         )
 
     async def _append(self, lease: Lease, segment: Segment) -> AppendReply | None:

@@ -1,5 +1,6 @@
 """What the commands about trained models print around the roles' own work."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from deploy.printing import say, say_json
 if TYPE_CHECKING:
     from deploy.roles.export import Dtype
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
 REPORT_S = 10.0
 """Seconds between two lines about a batch inference that goes on."""
 
@@ -57,35 +60,59 @@ def generate(
     temperature: float | None,
     seed: int,
     shard: tuple[int, int],
+    workers: int | None,
+    broker: str | None,
+    run: str | None,
     as_json: bool,
-) -> None:
-    """Let the model that is meant (`find_trained`) answer the prompts, and print what was done."""
+) -> int:
+    """Let the model that is meant (`find_trained`) answer the prompts, print what was done, and return the exit code.
+    `workers`: processes on this machine; None: an engine in this one."""
     from transformers.utils.logging import disable_progress_bar
 
-    from deploy.roles.engine import own_settings
-    from deploy.roles.generating import BatchInference, Shard
+    from deploy.roles.engine import OwnSettings, PoolSettings, settings_of
+    from deploy.roles.generating import BatchInference, Generated, OwnEngine, Sampler, Shard
     from deploy.run.trained import find_trained
 
     disable_progress_bar()
     found = find_trained(model, step)
-    done = BatchInference(
-        model=found,
-        prompts=prompts,
-        out=out,
-        settings=own_settings(found, overrides, temperature),
-        samples=samples,
-        seed=seed,
-        shard=Shard(number=shard[0], count=shard[1]),
-        report=_now_and_then(),
-    ).run()
+    settings = settings_of(found, overrides, temperature, OwnSettings if workers is None else PoolSettings)
+
+    def generated(sampler: Sampler) -> Generated:
+        return BatchInference(
+            model=found,
+            prompts=prompts,
+            out=out,
+            settings=settings,
+            sampler=sampler,
+            samples=samples,
+            seed=seed,
+            shard=Shard(number=shard[0], count=shard[1]),
+            report=_now_and_then(),
+        ).run()
+
+    if isinstance(settings, PoolSettings) and workers is not None:
+        from deploy.roles.generating_pool import GenerationPool, run_name
+        from deploy.roles.generating_workers import ByWorkers, generation_recipe
+
+        recipe = generation_recipe(found, settings, run=run or run_name(out), samples=samples, seed=seed)
+        logs = out.with_name(f"{out.name}.logs")
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        pool = GenerationPool(recipe=recipe, count=workers, url=broker, logs=logs, devices=devices)
+        done = pool.run(lambda url: generated(ByWorkers(url=url, recipe=recipe)))
+    else:
+        done = generated(OwnEngine(model=found, settings=settings, seed=seed))
+    if done is None:
+        say(f"Stopped. What is done is in {out}; the same command goes on.", to_stderr=True)
+        return INTERRUPTED
     if as_json:
         say_json(done)
-        return
+        return 0
     before = f" {done.found} of them were there before." if done.found else ""
     say(
         f"{done.out} holds the answers of {done.model} to {done.prompts} prompts.{before} {done.responses} responses"
         f" with {done.response_tokens:,} tokens were generated."
     )
+    return 0
 
 
 def _now_and_then() -> Callable[[int, int], None]:

@@ -1,25 +1,30 @@
 """An engine with the weights of a trained model, for commands that generate with it."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from broker.config import BrokerConfig
 from broker.errors import ConfigError
 from broker.schema import WeightVersion
 from deploy.recipe.checks import check_engine
 from deploy.recipe.sections import SOURCE, overridden
 from deploy.run.trained import TrainedModel
 from learner.backends.hugging_face_files import TensorFiles, weight_files
-from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig
+from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.samples.held_out import evaluation_sampling
+from weightsync.config import WeightsConfig
 
 if TYPE_CHECKING:
     from rollout_workers.engines.base import Engine
 
 WEIGHTS = WeightVersion(0, 0)
 """The name that an engine gets for the weights of the model."""
+
+
+S = TypeVar("S", bound="OwnSettings")
 
 
 class OwnSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,11 +34,24 @@ class OwnSettings(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingConfig = SamplingConfig()
 
 
+class PoolSettings(OwnSettings, frozen=True, kw_only=True):
+    """Those that decide, besides, how workers are started and reach their model and their prompts."""
+
+    workers: WorkersConfig = WorkersConfig()
+    broker: BrokerConfig = BrokerConfig()
+    weights: WeightsConfig = WeightsConfig()
+
+
 def own_settings(model: TrainedModel, overrides: Sequence[str], temperature: float | None) -> OwnSettings:
+    """Return the settings for one engine in this process; see `settings_of`."""
+    return settings_of(model, overrides, temperature, OwnSettings)
+
+
+def settings_of(model: TrainedModel, overrides: Sequence[str], temperature: float | None, into: type[S]) -> S:
     """Return the settings of the model's run, or the defaults for a model outside of a run's directory, with overrides
     and a temperature, which may be 0. Raises ConfigError."""
     recipe = model.recipe
-    of_run = OwnSettings() if recipe is None else OwnSettings(engine=recipe.engine, sampling=recipe.sampling)
+    of_run = into() if recipe is None else into(**{name: getattr(recipe, name) for name in into.__struct_fields__})
     own = overridden(of_run, overrides)
     if own.engine.kind != of_run.engine.kind and not any(one.startswith("engine.options") for one in overrides):
         own = msgspec.structs.replace(own, engine=msgspec.structs.replace(own.engine, options={}))

@@ -1,16 +1,18 @@
-"""`headway generate`: a file of prompts through one engine, into a file of answers.
+"""`headway generate`: a file of prompts through one engine or many, into a file of answers.
 
-prompts ──► those that the file lacks ──► engine, as many at a time as it can batch ──► a line for each prompt
+prompts ──► those that the file lacks ──┬─► an engine in this process, as many as it can batch ──► a line for each
+                                        └─► workers, through the broker (`generating_workers.py`) ──► prompt
 
 A response depends on the weights, its prompt, its number and the seed alone, on an engine that honours seeds. So it
-does not matter how often the process was killed, or how many shards there are.
+does not matter how often the process was killed, how many shards there are, or which worker sampled it.
 """
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -21,12 +23,13 @@ from deploy.run.directory import held
 from deploy.run.trained import TrainedModel
 from learner.backends.hugging_face_files import weight_files
 from learner.config import ModelConfig
+from learner.data.prompts.cursor import group_at
 from learner.data.prompts.rendering import Renderer
 from learner.data.prompts.rows import RowFields, read_rows, to_items
 from learner.models.model import load_tokenizer
-from rollout_workers.decoding import load_decoding, response_text
+from rollout_workers.decoding import Decoding, load_decoding, response_text
 from rollout_workers.evaluate import all_of
-from rollout_workers.samples.generation import generate
+from rollout_workers.samples.generation import generate, sample_seed
 from rollout_workers.samples.held_out import held_out_request
 from rollout_workers.samples.recorder import Recorder
 
@@ -58,6 +61,20 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     response_tokens: int
 
 
+Add = Callable[[int, Sequence[Response]], None]
+"""(index of a prompt, its responses in order): writes the prompt's line. Called from one thread."""
+
+
+class Sampler(Protocol):
+    """Samples the responses to prompts."""
+
+    def sample(self, prompts: Mapping[int, Prompt], add: Add, *, made_from: str) -> None:
+        """Sample every prompt `num_samples` times, and give it to `add`, once, as soon as it is done. The keys are the
+        places of the prompts in their file. `made_from`: 16 hexadecimal digits, a digest of all that decides the
+        responses. Raises HeadwayError."""
+        ...
+
+
 @dataclass(kw_only=True)
 class BatchInference:
     """One run over a file of prompts."""
@@ -66,6 +83,7 @@ class BatchInference:
     prompts: Path
     out: Path
     settings: OwnSettings
+    sampler: Sampler
     samples: int = 1
     """Responses to each prompt."""
     seed: int = 0
@@ -77,21 +95,27 @@ class BatchInference:
         """Generate what the file of answers lacks. Raises HeadwayError, and ConfigError before anything is
         generated."""
         prompts = self._prompts()
+        wanted = [index for index in range(len(prompts)) if self.shard.holds(index)]
+        tokens: list[int] = []
         with held(self.out, "--out"):
             answers = AnswerFile(self.out, self._made_from(prompts))
-            wanted = [index for index in range(len(prompts)) if self.shard.holds(index)]
             found = len(answers.done)
-            responses = tokens = 0
-            if missing := [index for index in wanted if index not in answers.done]:
-                responses, tokens = asyncio.run(self._generate(prompts, missing, answers, len(wanted)))
+
+            def add(index: int, responses: Sequence[Response]) -> None:
+                answers.add(self._answer(index, prompts[index], responses, answers.made_from))
+                tokens.extend(response.tokens for response in responses)
+                self.report(len(answers.done), len(wanted))
+
+            if missing := {index: prompts[index] for index in wanted if index not in answers.done}:
+                self.sampler.sample(missing, add, made_from=answers.made_from)
             answers.put_in_order()
         return Generated(
             out=str(self.out),
             model=str(self.model.path),
             prompts=len(wanted),
             found=found,
-            responses=responses,
-            response_tokens=tokens,
+            responses=len(tokens),
+            response_tokens=sum(tokens),
         )
 
     def _prompts(self) -> list[Prompt]:
@@ -101,9 +125,10 @@ class BatchInference:
         renderer = Renderer(tokenizer, "" if recipe is None else recipe.prompts.system_prompt)
         kind = "parquet" if self.prompts.suffix == ".parquet" else "jsonl"
         rows = ((place, {**row, "ground_truth": ""}) for place, row in read_rows(kind, str(self.prompts), "PROMPTS"))
-        rendered = []
+        rendered: list[Prompt] = []
         for item in to_items(rows, RowFields(), self.prompts.name):
-            rendered.append(prompt := renderer.prompt(item, group=f"seed-{self.seed}", num_samples=self.samples))
+            group = group_at((0, len(rendered)))
+            rendered.append(prompt := renderer.prompt(item, group=group, num_samples=self.samples))
             if len(prompt.token_ids) >= most:
                 raise ConfigError(
                     f"{item.place}: the prompt has {len(prompt.token_ids)} tokens, and engine.max_model_len={most} is"
@@ -122,36 +147,6 @@ class BatchInference:
             digest.update(msgspec.json.encode(prompt.token_ids))
         return digest.hexdigest()
 
-    async def _generate(
-        self, prompts: Sequence[Prompt], missing: Sequence[int], answers: AnswerFile, wanted: int
-    ) -> tuple[int, int]:
-        """Generate the prompts at `missing`, and add each to the file when it is done. Returns the number of responses
-        and of their tokens."""
-        decoding = load_decoding(self.model.path)
-        engine = await open_trained(self.model, self.settings, self.seed)
-        places, queue, tokens = asyncio.Semaphore(engine.capacity), iter(missing), [0]
-
-        async def respond(index: int, number: int) -> Response:
-            recorder = Recorder()
-            request = held_out_request(index, number, prompts[index], self.settings.sampling, decoding)
-            async with places:
-                await generate(engine, request, recorder)
-            text = response_text(decoding, recorder.tokens)
-            return Response(text=text, tokens=len(recorder.tokens), finish_reason=recorder.finished())
-
-        async def work() -> None:
-            for index in queue:
-                responses = await all_of([respond(index, number) for number in range(self.samples)])
-                answers.add(self._answer(index, prompts[index], responses, answers.made_from))
-                tokens[0] += sum(response.tokens for response in responses)
-                self.report(len(answers.done), wanted)
-
-        try:
-            await all_of([work() for _ in range(min(engine.capacity, len(missing)))])
-        finally:
-            await engine.close()
-        return len(missing) * self.samples, tokens[0]
-
     def _answer(self, index: int, prompt: Prompt, responses: Sequence[Response], made_from: str) -> Answer:
         return Answer(
             index=index,
@@ -161,3 +156,43 @@ class BatchInference:
             model=str(self.model.path),
             made_from=made_from,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnEngine:
+    """Samples with one engine in this process."""
+
+    model: TrainedModel
+    settings: OwnSettings
+    seed: int = 0
+
+    def sample(self, prompts: Mapping[int, Prompt], add: Add, *, made_from: str) -> None:
+        """See Sampler."""
+        asyncio.run(self._sample(prompts, add))
+
+    async def _sample(self, prompts: Mapping[int, Prompt], add: Add) -> None:
+        decoding = load_decoding(self.model.path)
+        engine = await open_trained(self.model, self.settings, self.seed)
+        places, queue = asyncio.Semaphore(engine.capacity), iter(prompts.items())
+
+        async def respond(index: int, number: int) -> Response:
+            recorder, prompt = Recorder(), prompts[index]
+            request = held_out_request(index, number, prompt, self.settings.sampling, decoding)
+            seed = sample_seed(self.seed, prompt.group, number)
+            async with places:
+                await generate(engine, msgspec.structs.replace(request, seed=seed), recorder)
+            return response_of(decoding, recorder.tokens, recorder.finished())
+
+        async def work() -> None:
+            for index, prompt in queue:
+                add(index, await all_of([respond(index, number) for number in range(prompt.num_samples)]))
+
+        try:
+            await all_of([work() for _ in range(min(engine.capacity, len(prompts)))])
+        finally:
+            await engine.close()
+
+
+def response_of(decoding: Decoding, tokens: Sequence[int], finish_reason: Literal["stop", "length"]) -> Response:
+    """Return the response that consists of `tokens`."""
+    return Response(text=response_text(decoding, tokens), tokens=len(tokens), finish_reason=finish_reason)

@@ -228,7 +228,7 @@ def _claim(parts: Parts, blocking: BlockingBroker) -> tuple[Claimed, ExperienceL
         parts.cursor,
         identity=identity,
         last_incarnation=last_incarnation(directory),
-        rules=_rules(recipe),
+        rules=rules_of(recipe),
         config=recipe_to_bytes(recipe),
     )
     blocking.broker.batches.limits = parts.files.limits
@@ -336,7 +336,7 @@ def _cost(recipe: Recipe) -> CostModel:
         return DEFAULT_COST
 
 
-def _rules(recipe: Recipe) -> RunRules:
+def rules_of(recipe: Recipe) -> RunRules:
     """Return what the broker must know of the recipe. Each rule is the setting of the same name."""
     settings: dict[str, Any] = {}
     for section in (recipe.learner, recipe.staleness, recipe.broker):

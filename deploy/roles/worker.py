@@ -177,7 +177,7 @@ async def _work(
     from rollout_workers.engines import open_engine
     from rollout_workers.environments import open_environment
     from rollout_workers.model_files import fetch_model
-    from rollout_workers.rewards import open_reward
+    from rollout_workers.rewards import Unjudged, open_reward
     from rollout_workers.swaps.colocation import staying_awake
     from rollout_workers.worker import Worker
     from weightsync.receive.subscriber import Subscriber
@@ -206,7 +206,7 @@ async def _work(
             broker=broker,
             engine=engine,
             subscriber=Subscriber(broker, worker, recipe.weights, roots),
-            scorer=await open_reward(recipe.rewards, roots),
+            scorer=await open_reward(recipe.rewards, roots) if recipe.rewards else Unjudged(),
             environment=await open_environment(recipe.environment, roots),
             decoding=load_decoding(model),
             sampling=recipe.sampling,

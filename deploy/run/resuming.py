@@ -66,6 +66,7 @@ FREE = frozenset(
         "workers": "count pools devices heartbeat_s max_restarts metrics_port metrics_host patience_s probe_swaps"
         " segment_tokens segment_s engine_errors stall_s slow_factor slow_window_s",
         "evaluation": "prompts samples temperature every_steps pass_reward where hold_s",
+        "sampling": "seed",
         "algorithm": "preset corrections proximal dynamic_sampling",
         "algorithm.advantage": "kind options",
         "algorithm.objective": "kind anchor options",

@@ -16,6 +16,7 @@ from broker.user_code.roots import ImportRoots
 from rollout_workers.config import REWARDS, RewardConfig
 
 from .base import Score, Scorer
+from .unjudged import Unjudged
 
 
 async def open_reward(configs: Sequence[RewardConfig], roots: ImportRoots | None = None) -> Scorer:
@@ -61,4 +62,4 @@ def _names(kinds: Sequence[str]) -> list[str]:
     return [name if count == 1 else f"{name}_{count}" for name, count in zip(short, counts, strict=True)]
 
 
-__all__ = ["Score", "Scorer", "open_reward"]
+__all__ = ["Score", "Scorer", "Unjudged", "open_reward"]

@@ -2,6 +2,7 @@
 generated."""
 
 import asyncio
+import zlib
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import cast
@@ -61,6 +62,11 @@ async def _record(chunks: object, recorder: Recorder, on_tokens: Callable[[int],
             reason = chunk.finish_reason
     if reason != "interrupted":
         recorder.finished()
+
+
+def sample_seed(seed: int | None, group: str, sample: int) -> int | None:
+    """Return the seed of one sample's own random numbers, from `sampling.seed`; None: the engine draws freely."""
+    return None if seed is None else zlib.crc32(f"{seed}:{group}:{sample}".encode())
 
 
 def room(request: GenerationRequest, recorder: Recorder, max_model_len: int) -> int:

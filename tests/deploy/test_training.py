@@ -7,7 +7,7 @@ from broker.errors import ConfigError
 from broker.schema import RunRules
 from deploy.recipe.loading import load_recipe
 from deploy.roles.backend import recipe_backend
-from deploy.roles.learner import _rules
+from deploy.roles.learner import rules_of
 
 
 def test_every_rule_is_the_setting_of_the_same_name() -> None:
@@ -23,7 +23,7 @@ def test_every_rule_is_the_setting_of_the_same_name() -> None:
         "broker.lease_ttl_s": 12.0,
         "broker.lease_hold_s": 900.0,
     }
-    rules = _rules(load_recipe("arithmetic.yaml", [f"{name}={value}" for name, value in overrides.items()]))
+    rules = rules_of(load_recipe("arithmetic.yaml", [f"{name}={value}" for name, value in overrides.items()]))
     assert {name.partition(".")[2]: value for name, value in overrides.items()} == msgspec.structs.asdict(rules)
     assert set(RunRules.__struct_fields__) == {name.partition(".")[2] for name in overrides}
 

@@ -85,6 +85,9 @@ def _shard(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.option("--temperature", type=click.FloatRange(0), help="0: greedy.  [default: sampling.temperature]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Another one gives other responses.")
 @click.option("--shard", default="1/1", callback=_shard, metavar="I/N", help="Every N-th prompt alone, from the I-th.")
+@click.option("--workers", type=click.IntRange(0, 1024), help="Worker processes on this machine.  [default: none]")
+@click.option("--broker", metavar="URL", help="A server where workers of other machines join, with `headway workers`.")
+@click.option("--run", help="The name by which they join.  [default: by --out]")
 @json_option
 def generate(
     model: str,
@@ -97,23 +100,37 @@ def generate(
     temperature: float | None,
     seed: int,
     shard: tuple[int, int],
+    workers: int | None,
+    broker: str | None,
+    run: str | None,
     as_json: bool,
-) -> None:
+) -> int:
     """Let a model answer a file of prompts.
 
     MODEL is the directory of a model, or a run's directory or name: then its newest whole checkpoint. PROMPTS is a
     JSONL or Parquet file with a text or a list of messages in `prompt`. One engine in this process generates, by the
     run's engine.* and sampling.*, or by defaults for a model of no run; overrides change both. --out gets a line for
     each prompt as soon as it is done, and has all in the order of PROMPTS in the end. If the process ends before, run
-    the same command again: it generates what is missing. For several processes or machines give each a --shard and an
-    --out of its own.
+    the same command again: it generates what is missing.
+
+    With --workers so many processes share the prompts, each with an engine of its own; one that dies is replaced, and
+    its prompts go to others. With --broker workers of other machines may join and leave, too. The answers are the same,
+    on engines that honour seeds.
     """
     chosen = _step(step, best)
+    if workers is None and broker:
+        workers = 0
+    if workers is None and run:
+        raise click.UsageError("--run needs --workers or --broker.")
+    if workers == 0 and not broker:
+        raise click.UsageError("--workers 0 needs --broker: somebody has to generate.")
+    if workers is not None and shard != (1, 1):
+        raise click.UsageError("--shard and --workers exclude each other: workers share the prompts themselves.")
     from deploy.cli.models import generate
 
-    generate(
+    return generate(
         model, chosen, prompts, out, overrides, samples=samples, temperature=temperature, seed=seed, shard=shard,
-        as_json=as_json,
+        workers=workers, broker=broker, run=run, as_json=as_json,
     )  # fmt: skip
 
 

@@ -1,0 +1,236 @@
+"""The responses to a file of prompts, sampled by the workers of a run that trains nothing.
+
+    this process   claim ─► publish the model ─► feed prompts, a few ahead ─► take ─► a line ─► commit ─► finished
+    workers        pull the model ─► lease ─► generate ─► submit ─► lease ...
+
+It has the learner's place in the run, so the broker's promises hold: a lease goes to another worker if its own is
+killed, one submission counts for each sample, and a finished group is handed over until it is committed. A prompt is
+committed once its line is in the file, and the file says what is done: the next process feeds only what it lacks.
+"""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from broker import BlockingBroker
+from broker.client.batches import NotReady, TakenBatch
+from broker.client.holding import Holder
+from broker.config import StalenessConfig
+from broker.errors import RunNotFoundError
+from broker.owner import CheckpointMark, Owner
+from broker.schema import Group, Probe, Prompt, SampleLimits, WeightVersion
+from deploy.launch.local import forget
+from deploy.recipe.loading import recipe_to_bytes
+from deploy.recipe.recipe import Recipe, RunConfig
+from deploy.run.in_use import refuse_if_in_use
+from deploy.run.trained import TrainedModel
+from learner.backends.hugging_face_files import TensorFiles, weight_files
+from learner.config import LearnerConfig, ModelConfig
+from learner.data.prompts.cursor import group_at, place_of
+from learner.experience.outages import RepeatedCalls
+from learner.models.model import load_config, load_tokenizer, model_files
+from rollout_workers.config import EvalConfig
+from rollout_workers.decoding import load_decoding
+from weightsync.publish.publisher import Publisher
+
+from .engine import PoolSettings
+from .generating import Add, response_of
+from .learner import rules_of
+
+POLL_S = 0.01
+AHEAD = 1024
+"""The most prompts that wait in the broker for a lease."""
+REMEMBERED = 1024
+"""Commits that a restarted server is told again: it can lose those of its last second."""
+NEVER_S = 30 * 86400.0
+UNBOUNDED = 1 << 30
+"""Steps of lag. Each prompt is a step here, and the first weights sample all of them."""
+LINGER_S = 0.5
+"""Seconds for a worker that has left the list to say the rest of its goodbye."""
+FAREWELL_S = 10.0
+"""Seconds for workers to hear that nothing is left, before their run is removed from the server."""
+
+
+def generation_recipe(model: TrainedModel, settings: PoolSettings, *, run: str, samples: int, seed: int) -> Recipe:
+    """Return the configuration of the run, which its workers read."""
+    replace = msgspec.structs.replace
+    sampling = replace(settings.sampling, seed=seed)
+    if sampling.temperature == 0:  # greedy: a run's temperature is above 0, as logprobs are divided by it
+        sampling = replace(sampling, temperature=1.0, top_k=1)
+    return Recipe(
+        run=RunConfig(name=run, seed=seed),
+        model=ModelConfig(path=str(model.path)),
+        engine=settings.engine,
+        sampling=sampling,
+        # Without segments a killed worker's sample starts anew, and becomes the one that its seed gives.
+        workers=replace(settings.workers, segment_tokens=0, segment_s=0.0, patience_s=0.0),
+        broker=replace(settings.broker, url="embedded", lease_hold_s=NEVER_S),
+        weights=replace(settings.weights, transport="gloo", staging="host", follow="pull", archive="http"),
+        staleness=StalenessConfig(max_lag=UNBOUNDED),
+        learner=LearnerConfig(groups_per_step=1, group_size=samples),
+        evaluation=EvalConfig(prompts=0),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByWorkers:
+    """Samples with all workers of a run, which may come and go."""
+
+    url: str
+    """The server's, with the learner's user."""
+    recipe: Recipe
+
+    def sample(self, prompts: Mapping[int, Prompt], add: Add, *, made_from: str) -> None:
+        """See Sampler. It waits for workers, and for a server that is away."""
+        self._forget_an_earlier_run(made_from)
+        with ExitStack() as stack:
+            blocking = BlockingBroker(self.url, self.recipe.run.name)
+            stack.callback(blocking.close)
+            job = _Job(blocking, self.recipe, prompts, identity=made_from)
+            stack.callback(job.publish().close)
+            job.collect(add)
+            job.finish()
+
+    def _forget_an_earlier_run(self, identity: str) -> None:
+        """Remove what a killed process has left of a run of the name. Raises HeadwayError where that run is another one
+        and in use."""
+        run = self.recipe.run.name
+        with closing(BlockingBroker(self.url, run)) as blocking:
+            held = blocking.call(blocking.broker.join())
+        if held and held != identity:
+            refuse_if_in_use(self.url, run)
+        if held:
+            forget(self.url, run)
+
+
+class _Job:
+    """The run's prompts that are left, with this process in the learner's place."""
+
+    def __init__(
+        self, blocking: BlockingBroker, recipe: Recipe, prompts: Mapping[int, Prompt], *, identity: str
+    ) -> None:
+        """Begin the run. Its identity says what decides the responses, so workers of a killed process go on with the
+        weights that they hold if, and only if, these are the right ones. Raises BrokerError."""
+        self._blocking = blocking
+        self._verbs = blocking.broker
+        self._recipe = recipe
+        self._left = dict(sorted(prompts.items()))
+        self._unfed = iter(tuple(self._left.values()))
+        self._is_fed = False
+        self._outages = RepeatedCalls(blocking, lambda: False, self._tell_again)
+        self._committed: deque[str] = deque(maxlen=REMEMBERED)
+        self._limits = SampleLimits(
+            vocabulary=getattr(load_config(recipe.model).get_text_config(), "vocab_size", None),
+            max_new_tokens=recipe.sampling.max_new_tokens,
+        )
+        self._decoding = load_decoding(Path(recipe.model.path))
+        self._owner = self._claim(identity)
+        self._version = WeightVersion(self._owner.incarnation, 0)
+
+    def publish(self) -> Publisher:
+        """Give workers the model, and return what serves it to them until it is closed."""
+        model = self._recipe.model
+        files = msgspec.structs.replace(model_files(load_config(model), load_tokenizer(model)), limits=self._limits)
+        self._outages.insist(lambda: self._verbs.versions.put_model(self._owner, files))
+        self._feed()  # before any worker asks, so that they begin with the first prompts
+        publisher = Publisher(self._blocking, self._owner, self._recipe.weights)
+        tensors = TensorFiles(weight_files(model.path))
+        gathering = publisher.gather((name, tensors(name)) for name in sorted(tensors.names))
+        token = next(iter(self._left.values())).token_ids[0]
+        probe = Probe(token_ids=[token], logprobs=[], tolerance=0.0)  # a single token predicts none
+        self._outages.ride_out(lambda: publisher.publish(self._version, gathering, probe))
+        self._outages.insist(lambda: self._verbs.status.set_state(self._owner, "training"))
+        return publisher
+
+    def collect(self, add: Add) -> None:
+        """Hand each prompt to `add` once, and commit it afterwards, until none is left."""
+        step = 0
+        while self._left:
+            taken = self._take(step)
+            if isinstance(taken, NotReady):
+                self._feed()
+                time.sleep(POLL_S)
+                continue
+            for group in taken.groups:
+                self._hand_over(group, add)
+            step += 1
+            self._commit(step, [group.prompt.group for group in taken.groups])
+
+    def finish(self) -> None:
+        """End the run, and remove it from the server once its workers have heard of that."""
+        self._outages.insist(lambda: self._verbs.status.set_state(self._owner, "finished"))
+        until = time.monotonic() + FAREWELL_S
+        while time.monotonic() < until:
+            with suppress(RunNotFoundError):
+                if self._outages.insist(self._verbs.status.snapshot).workers:
+                    time.sleep(POLL_S)
+                    continue
+            time.sleep(LINGER_S)
+            self._blocking.call(self._verbs.status.delete_run())
+            return
+
+    def _claim(self, identity: str) -> Owner:
+        claim = self._blocking.call(
+            self._verbs.batches.claim(
+                checkpoint=CheckpointMark(0, 0),
+                rules=rules_of(self._recipe),
+                config=recipe_to_bytes(self._recipe),
+                resume=False,
+                identity=identity,
+            )
+        )
+        self._verbs.batches.limits = self._limits
+        self._verbs.strays.storage.payload_ttl_s = self._recipe.broker.payload_ttl_s
+        self._blocking.call(self._verbs.holding.begin(Holder.this_process()))
+        self._blocking.call(self._verbs.strays.begin(claim.owner))
+        return claim.owner
+
+    def _feed(self) -> None:
+        """Keep the broker supplied with prompts, and close the feed after the last one."""
+        if self._is_fed:
+            return
+        waiting, _ = self._outages.insist(self._verbs.prompts.waiting)
+        if waiting > AHEAD // 2:
+            return
+        if prompts := list(islice(self._unfed, AHEAD - waiting)):
+            self._outages.insist(lambda: self._verbs.prompts.feed(prompts, self._owner))
+        else:
+            self._outages.insist(lambda: self._verbs.prompts.close_feed(self._owner))
+            self._is_fed = True
+
+    def _take(self, step: int) -> TakenBatch | NotReady:
+        return self._outages.insist(lambda: self._verbs.batches.take(self._owner, step, 1))
+
+    def _hand_over(self, group: Group, add: Add) -> None:
+        """Add the prompt's responses, unless a server that has lost its last second delivers it again."""
+        _, index = place_of(group.prompt.group)
+        if self._left.pop(index, None) is not None:
+            add(
+                index,
+                [
+                    response_of(self._decoding, one.response_tokens.tolist(), one.finish_reason)
+                    for one in group.trajectories
+                ],
+            )
+
+    def _commit(self, step: int, groups: Sequence[str]) -> None:
+        """Let the broker forget groups whose lines are written."""
+        lowest = next(iter(self._left), None)
+        watermark = None if lowest is None else group_at((0, lowest))
+        self._committed.extend(groups)
+        self._outages.insist(lambda: self._verbs.batches.commit(self._owner, step, groups, watermark))
+
+    def _tell_again(self) -> None:
+        """Tell a restarted server what it may have forgotten, and feed all prompts that are left again."""
+        self._outages.insist(
+            lambda: self._verbs.batches.reassert(
+                self._owner, announced=self._version, committed_groups=tuple(self._committed), pinned={}
+            )
+        )
+        self._unfed, self._is_fed = iter(tuple(self._left.values())), False

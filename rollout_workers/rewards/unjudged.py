@@ -1,0 +1,16 @@
+"""A scorer for runs that only generate: nothing is trained on their responses."""
+
+from broker.schema import Prompt
+
+from .base import Score
+
+
+class Unjudged:
+    """Gives every response 0."""
+
+    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+        """See Scorer."""
+        return Score(total=0.0)
+
+    async def close(self) -> None:
+        """See Scorer."""
