@@ -110,6 +110,7 @@ INTERFACE = (
             Name("deploy.run.events:Event"),
             Name("deploy.run.events:StepEvent"),
             Name("deploy.run.events:EvaluationEvent"),
+            Name("deploy.run.events:StageEvent"),
             Name("deploy.run.events:HeartbeatEvent", ("incarnation", "step", "time_s", "workers", "queues")),
         ),
     ),
