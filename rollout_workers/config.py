@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 ENVIRONMENTS = ("single_turn", "second_try")
-REWARDS = ("arithmetic", "math_verify", "reasoning_gym")
+REWARDS = ("arithmetic", "math_verify", "reasoning_gym", "reward_model")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +69,17 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description=f"{', '.join(REWARDS)}, or your own as package.module:function"),
     ]
     weight: Annotated[float, Meta(description="factor of this function's score in the sum")] = 1.0
+    path: Annotated[
+        str,
+        Meta(description="of kind reward_model: its directory, a hub id, or stage:NAME for the model of that stage"),
+    ] = ""
+    mean: Annotated[
+        float, Meta(description="subtracted from the score before it is weighed, as measured on held-out pairs")
+    ] = 0.0
+    std: Annotated[float, Meta(gt=0, description="the difference to `mean` is divided by this")] = 1.0
+    clip: Annotated[
+        float, Meta(ge=0, description="what comes of that is cut to [-clip, clip] before it is weighed; 0: it is not")
+    ] = 0.0
     signature: Annotated[
         Literal["auto", "verl", "trl"],
         Meta(description="how your function is called: as verl calls compute_score, or with lists as TRL does"),
@@ -77,13 +88,44 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(
             gt=0,
-            description="seconds for one call of your own function or of reasoning_gym; a longer call is repeated once",
+            description="seconds for one call of your own function or of reasoning_gym, and for which one scorer may"
+            " have a response for a reward_model; a longer call is repeated",
         ),
     ] = 60.0
     processes: Annotated[
         int,
         Meta(ge=1, le=256, description="processes of each worker that run your own function, or reasoning_gym"),
     ] = 1
+
+
+class ScorersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The processes that hold models which score responses: those of each reward_model and of the teacher."""
+
+    count: Annotated[int, Meta(ge=0, description="processes that `headway run` starts for each scorer")] = 1
+    device: Annotated[str, Meta(description="torch device of the models, cpu or cuda")] = "cpu"
+    devices: Annotated[
+        tuple[int | str, ...],
+        Meta(description="GPUs as CUDA_VISIBLE_DEVICES names them; each process in turn gets the next one"),
+    ] = ()
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], Meta(description="number format of the models' weights")
+    ] = "float32"
+    batch_tokens: Annotated[
+        int,
+        Meta(ge=1, description="most tokens of one batch, padding included; a longer response is a batch of its own"),
+    ] = 16384
+    threads: Annotated[int, Meta(ge=1, description="CPU threads of one process")] = 1
+
+
+class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The model whose logprobs of the sampled tokens every trajectory gets."""
+
+    path: Annotated[
+        str, Meta(description="its directory, a hub id, or stage:NAME for the model of that stage; none: no teacher")
+    ] = ""
+    deadline_s: Annotated[
+        float, Meta(gt=0, description="seconds for which one scorer may have a response; then another one gets it")
+    ] = 60.0
 
 
 class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

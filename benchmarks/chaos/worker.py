@@ -17,6 +17,7 @@ from broker.client.leases import Leases, SubmitOutcome
 from broker.errors import BrokerError, ForeignRunError
 from broker.schema import Lease, Trajectory, WorkerInfo
 from deploy.roles import worker as rollout
+from deploy.roles.joining import ConfigChangedError
 from rollout_workers.worker import Worker
 
 from .engine import SlowEngine, Tally
@@ -41,7 +42,7 @@ def run_worker(trial: Trial, url: str, name: str, tally: Tally) -> None:
     patch.object(rollout, "open_broker", partial(client.open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
     try:
         rollout.work(url, RUN, name, ())
-    except (ForeignRunError, rollout.ConfigChangedError) as error:
+    except (ForeignRunError, ConfigChangedError) as error:
         print(error, flush=True)
         sys.exit(BEGIN_ANEW)
 

@@ -29,7 +29,7 @@ for _, id in ipairs(call('ZRANGEBYSCORE', queue, '-inf', time, 'LIMIT', 0, most)
   if not frame then
     call('ZREM', queue, id)
   elseif tonumber(tries) >= MOST_TRIES then
-    end_request(name, id, 'failed', reason or MOST_TRIES .. ' scorers had it and none has answered in time')
+    end_request(name, id, 'failed', reason or MOST_TRIES .. ' scorers had it and none has answered within its deadline_s')
   elseif bytes == 0 or bytes + #frame <= most_bytes then
     call('HSET', key, 'token', nonce, 'leased', time)
     call('HINCRBY', key, 'tries', 1)

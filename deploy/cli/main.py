@@ -99,6 +99,8 @@ for command in (
     roles.learner,
     roles.workers,
     roles.worker,
+    roles.scorers,
+    roles.scorer,
     roles.sft,
     roles.train,
     roles.evaluate,

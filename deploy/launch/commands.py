@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from broker.connection.address import PASSWORD_FILE, with_whole_paths
 from deploy.recipe.recipe import Recipe
@@ -109,19 +110,37 @@ class WorkerCommand:
     """GPUs that each worker takes, if known."""
     prefix: str = "worker"
     """Workers are called PREFIX-NUMBER."""
+    role: ClassVar[str] = "worker"
+    """The command of `headway` that runs one."""
+
+    def own_arguments(self) -> Sequence[str]:
+        """Return the arguments besides the name."""
+        return self.arguments
 
     def __call__(self, number: int) -> Command:
         name = f"{self.prefix}-{number}"
         devices = self.devices[number % len(self.devices)] if self.devices else None
         return Command(
             name=name,
-            argv=(*PYTHON, "worker", "--name", name, *self.arguments),
+            argv=(*PYTHON, self.role, "--name", name, *self.own_arguments()),
             log=self.logs / f"{name}.log",
             cwd=self.private / name,
             environment=connection(self.url, self.run),
             resources=Resources(threads=self.threads, gpus=self.gpus, devices=devices),
             farewell=self.private / f"{name}.farewell",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerCommand(WorkerCommand):
+    """Returns the command of process 0, 1, 2, ... of a scorer, as `WorkerCommand` does."""
+
+    scorer: str
+    """The scorer's name; empty: the run's only one."""
+    role: ClassVar[str] = "scorer"
+
+    def own_arguments(self) -> Sequence[str]:
+        return ("--scorer", self.scorer, *self.arguments) if self.scorer else self.arguments
 
 
 def connection(url: str, run: str) -> dict[str, str]:

@@ -23,6 +23,7 @@ from deploy.recipe.operators import passed_on
 from deploy.recipe.packages import check_packages
 from deploy.recipe.pools import MAIN, pools_of
 from deploy.recipe.recipe import Recipe
+from deploy.recipe.scorers import POOL, Scorer, check_scorers, scorers_of
 from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SERVER, endpoint, held, prepare
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.report import amend_summary, read_summary
@@ -34,6 +35,7 @@ from learner.experience.rewind import Rewind
 
 from .base import Launcher
 from .commands import (
+    ScorerCommand,
     WorkerCommand,
     engine_gpus,
     learner_command,
@@ -116,6 +118,7 @@ class Local:
         self.launcher.check(self.recipe)
         check_packages(self.recipe, has_workers=True)
         check_data(self.recipe)
+        check_scorers(self.recipe)
         if not self.recipe.broker.is_embedded:
             ping(self.recipe.broker.url, self.recipe.run.name, self._say)  # before anything is removed
             if self.overwrite and not self.is_forced:
@@ -221,6 +224,7 @@ class Local:
             own = replace(main, arguments=pool.arguments(), threads=engine.threads, prefix=pool.name)
             command = replace(own, devices=_devices(pool.recipe), gpus=engine_gpus(engine))
             pools.append(Pool(pool.name, pool.count, command))
+        pools += [self._scorers(scorer, directory, server, private) for scorer in scorers_of(recipe)]
         url, farewell = self._url_of(Role.LEARNER, server), private / "learner.farewell"
         return Supervisor(
             pools,
@@ -230,6 +234,23 @@ class Local:
             check=server.check if server is not None else None,
             launcher=self.launcher,
         )
+
+    def _scorers(self, scorer: Scorer, directory: Path, server: KeptServer | None, private: Path) -> Pool:
+        """Return the pool of a scorer's processes."""
+        config, name = self.recipe.scorers, f"{POOL}{scorer.name}"
+        command = ScorerCommand(
+            url=self._url_of(Role.SCORER, server),
+            run=self.recipe.run.name,
+            scorer=scorer.name,
+            arguments=(),
+            private=private,
+            logs=directory / "logs",
+            threads=config.threads,
+            devices=[str(device) for device in config.devices],
+            gpus=0 if config.device == "cpu" else 1,
+            prefix=name,
+        )
+        return Pool(name, config.count, command)
 
     def _conclude(self, directory: Path, code: int) -> None:
         if summary := read_summary(directory):

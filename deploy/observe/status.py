@@ -68,6 +68,8 @@ def status_tables(status: RunStatus, waiting: Waiting | None = None) -> Renderab
     if status.pools:
         before.append(_pools(status.pools))
     after = [_lags(status)]
+    if status.scorers or status.scoring:
+        after.insert(0, _scorers(status))
     if status.faults:
         after.append(_faults(status.faults))
     if status.quarantined or status.dead_letters:
@@ -206,6 +208,26 @@ def _workers(status: RunStatus, *, has_processes: bool = False) -> Table:
             f"{info.tokens_per_s:,.0f}",
             f"{info.submitted:,}",
         )
+    return table
+
+
+def _scorers(status: RunStatus) -> Table:
+    """Return the processes of each scorer, and what waits for them."""
+    table = Table(title=f"Scorers ({len(status.scorers)})", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("scorer", "process", "host", "state"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("held", "scored", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for info in status.scorers:
+        state = info.state + (f": {info.last_error}" if info.last_error else "")
+        numbers = (f"{info.held}", f"{info.scored:,}", f"{info.tokens_per_s:,.0f}")
+        table.add_row(info.scorer, info.process, info.host, state, *numbers)
+    table.caption = "; ".join(
+        f"{queue.scorer}: {queue.waiting} samples wait, {queue.leased} are held, the oldest for {queue.oldest_s:.1f} s,"
+        f" {queue.answered:,} answered, {queue.failed} failed"
+        for queue in status.scoring
+    )
+    table.caption_justify = "left"
     return table
 
 

@@ -15,7 +15,8 @@ from broker.client.broker import Broker
 from broker.client.holding import TTL_S
 from broker.client.waits import MissingSample, Progress, UnfinishedGroup
 from broker.errors import RunNotFoundError
-from broker.schema import PoolInfo, RunStatus, WorkerInfo
+from broker.schema import PoolInfo, RunStatus, ScoringQueue, WorkerInfo
+from deploy.recipe.scorers import POOL
 from deploy.run.figures import WINDOW
 from rollout_workers.run_end import RUN_OVER
 
@@ -33,6 +34,7 @@ _HOST_CHARACTERS, _ERROR_CHARACTERS = 60, 200
 Who = Literal["learner", "workers", "nobody"]
 Why = Literal[
     "no learner",
+    "no scorers",
     "no weights",
     "training",
     "prompts",
@@ -137,6 +139,25 @@ def _no_learner(status: RunStatus, progress: Progress) -> Waiting | None:
     return _because("no learner", text, status, progress, who="workers")
 
 
+def _no_scorers(status: RunStatus, progress: Progress) -> Waiting | None:
+    """Samples wait for a scorer of which no process can answer."""
+    ready = {scorer.scorer for scorer in status.scorers if scorer.state == "ready"}
+    asked = [queue for queue in status.scoring if queue.waiting + queue.leased and queue.scorer not in ready]
+    if not asked or _has_enough(progress, status):
+        return None
+    told = "; ".join(_missing_scorer(queue, status) for queue in asked)
+    return _because("no scorers", f"The workers wait for scores: {told}.", status, progress, who="workers")
+
+
+def _missing_scorer(queue: ScoringQueue, status: RunStatus) -> str:
+    samples = f"{_many(queue.waiting + queue.leased, 'sample')}, the oldest for {_seconds(queue.oldest_s)},"
+    if any(scorer.scorer == queue.scorer for scorer in status.scorers):
+        return f"{samples} for {queue.scorer}, whose processes are loading its model or leaving"
+    pool = next((pool for pool in status.pools if pool.pool == f"{POOL}{queue.scorer}"), None)
+    remedy = _shortage(pool) if pool is not None else f"start some with `headway scorers --scorer {queue.scorer}`"
+    return f"{samples} for {queue.scorer}, of which no process is alive ({remedy})"
+
+
 def _no_weights(status: RunStatus, progress: Progress) -> Waiting | None:
     announced, since = status.announced, _seconds(progress.claimed_s)
     if announced is None:
@@ -198,7 +219,7 @@ def _store_is_full(status: RunStatus, progress: Progress) -> Waiting | None:
 def _no_workers(status: RunStatus, progress: Progress) -> Waiting | None:
     if status.workers or _has_enough(progress, status):
         return None
-    pools = [_shortage(pool) for pool in status.pools]
+    pools = [_shortage(pool) for pool in status.pools if not pool.pool.startswith(POOL)]
     pools = pools or ["start some with `headway workers`"]
     text = f"{_waits(status)}: no worker is alive ({'; '.join(pools)}), and {_ready(status, progress)}."
     return _because("no workers", text, status, progress)
@@ -267,6 +288,7 @@ def _groups(status: RunStatus, progress: Progress) -> Waiting:
 
 _RULES: tuple[Rule, ...] = (
     _no_learner,
+    _no_scorers,
     _no_weights,
     _training,
     _no_prompts,

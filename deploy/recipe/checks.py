@@ -23,6 +23,7 @@ from .colocation import impossible_turns
 from .limits import beyond_limits
 from .pools import MAIN, pools_of
 from .recipe import LAUNCHERS, Recipe
+from .scorers import impossible_scorers
 from .sinks import check_sinks
 from .stage_graph import impossible_names, impossible_references, impossible_starts
 
@@ -108,13 +109,18 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     yield from _useless_archives(recipe.weights)
     yield from _impossible_evaluations(recipe)
     yield from _unmeasured_checkpoints(recipe)
+    yield from impossible_scorers(recipe)
     if 2 * recipe.workers.heartbeat_s > recipe.broker.lease_ttl_s:
         yield (
             f"workers.heartbeat_s ({recipe.workers.heartbeat_s:g}) must be at most half of broker.lease_ttl_s"
             f" ({recipe.broker.lease_ttl_s:g}), or leases expire under healthy workers."
         )
     deadlines = [(f"rewards[{index}].deadline_s", one.deadline_s) for index, one in enumerate(recipe.rewards)]
-    for key, deadline_s in (*deadlines, ("environment.deadline_s", recipe.environment.deadline_s)):
+    for key, deadline_s in (
+        *deadlines,
+        ("environment.deadline_s", recipe.environment.deadline_s),
+        ("teacher.deadline_s", recipe.teacher.deadline_s),
+    ):
         if 2 * deadline_s > recipe.broker.lease_hold_s:
             yield (
                 f"{key} ({deadline_s:g}) must be at most half of broker.lease_hold_s"

@@ -27,6 +27,8 @@ from rollout_workers.config import (
     EvalConfig,
     RewardConfig,
     SamplingConfig,
+    ScorersConfig,
+    TeacherConfig,
     WorkersConfig,
 )
 from weightsync.config import WeightsConfig
@@ -80,6 +82,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tuple[RewardConfig, ...], Meta(description="reward functions; their weighted sum is optimized")
     ] = ()
     environment: EnvironmentConfig = EnvironmentConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    scorers: ScorersConfig = ScorersConfig()
     model: ModelConfig = ModelConfig()
     broker: BrokerConfig = BrokerConfig()
     staleness: StalenessConfig = StalenessConfig()

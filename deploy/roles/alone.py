@@ -1,5 +1,6 @@
 """Each role by itself, in its own terminal or on its own machine: what the commands do around the roles' own work."""
 
+import functools
 import logging
 import os
 import re
@@ -12,14 +13,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 from broker.connection.address import without_password
-from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError
+from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, HeadwayError
 from broker.keys import check_pool_name, check_worker_name
 from deploy.launch.base import WORKER_TAG, Launcher
-from deploy.launch.commands import WorkerCommand, learner_command, sft_command
+from deploy.launch.commands import ScorerCommand, WorkerCommand, learner_command, sft_command
 from deploy.launch.farewell import say_farewell
 from deploy.launch.following import following
 from deploy.launch.local import check_rewind, forget, ping, program, run_stages, stop_notice
@@ -39,9 +41,10 @@ from deploy.run.resuming import check_resumable
 from deploy.run.stage_output import after_stages, check_made, is_complete, is_of, mark_complete, planned
 from deploy.terminal import Terminal
 from learner.experience.rewind import Rewind
-from rollout_workers.config import EngineConfig, WorkersConfig
+from rollout_workers.config import EngineConfig, ScorersConfig, WorkersConfig
 from weightsync.config import WeightsConfig
 
+from .joining import ConfigChangedError
 from .looking import PATIENCE_S
 
 log = logging.getLogger(__name__)
@@ -184,16 +187,65 @@ def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed:
     If another run takes the name over, or the run's configuration changes, the process executes itself anew with the
     same arguments and joins that run: it keeps no weights, caches or leases.
     """
-    from .worker import ConfigChangedError, work
+    from .worker import work
 
     tag = os.environ.get(WORKER_TAG) or secrets.token_hex(2)
     try:
         work(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), overrides, allowed)
     except (ForeignRunError, ConfigChangedError) as error:
-        log.warning("%s This worker starts anew.", error)
-        sys.stderr.flush()
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        _start_anew(error)
     say_farewell()
+
+
+def run_scorer(url: str, run: str, scorer: str, name: str, overrides: Sequence[str]) -> None:
+    """Run one process of a scorer; an empty `scorer` is the run's only one. It starts anew as a worker does."""
+    from .scorer import score
+
+    tag = os.environ.get(WORKER_TAG) or secrets.token_hex(2)
+    try:
+        score(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), scorer, overrides)
+    except (ForeignRunError, ConfigChangedError) as error:
+        _start_anew(error)
+    say_farewell()
+
+
+def _start_anew(error: HeadwayError) -> NoReturn:
+    """Execute this process anew with the same arguments."""
+    log.warning("%s This process starts anew.", error)
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def run_scorers(
+    url: str, run: str, scorer: str, count: int, overrides: Sequence[str], launcher: Launcher | None = None
+) -> int:
+    """Supervise `count` processes of a scorer until the run is over or a signal stops them. An empty `scorer` is the
+    run's only one. A launcher that starts no processes only gets their commands."""
+    for override in overrides:
+        if not override.startswith("scorers."):
+            raise ConfigError(
+                f"A scorer cannot take the override {override!r}: all but scorers.* comes from the run's configuration."
+            )
+    threads = overridden(_ScorersOwn(), overrides).scorers.threads
+    prefix = scorer or "scorer"
+    command_in = functools.partial(
+        ScorerCommand, url=url, run=run, arguments=overrides, threads=threads, prefix=prefix, scorer=scorer
+    )
+    if launcher is not None and not launcher.starts_processes:
+        place = Path(tempfile.gettempdir(), f"headway-scorers-{run}")
+        for number in range(count):
+            launcher.start(command_in(private=place, logs=place / "logs")(number))
+        return 0
+    with suppress(BrokerUnavailableError):  # scorers wait for the broker
+        check_traits(url, complain, timeout_s=PATIENCE_S)
+    logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
+    with tempfile.TemporaryDirectory(prefix="headway-scorers-") as private:
+        command = command_in(private=Path(private), logs=logs)
+        say(
+            f"{count} scorer{'s' * (count != 1)} for run {run} at {without_password(url)}; logs in {logs}. Ctrl-C hands"
+            " their work back and stops."
+        )
+        return Supervisor([Pool(scorer or "scorers", count, command)]).run()
 
 
 def _host() -> str:
@@ -285,6 +337,12 @@ class _WorkersOwn(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
     workers: WorkersConfig = WorkersConfig()
+
+
+class _ScorersOwn(msgspec.Struct, frozen=True, kw_only=True):
+    """The section of a recipe that a scorer may override."""
+
+    scorers: ScorersConfig = ScorersConfig()
 
 
 def _engine_threads(overrides: Sequence[str]) -> int:

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
+from broker.client.broker import open_broker
 from broker.schema import ModelFiles, Prompt, WeightVersion
 from deploy.recipe.operators import roots_of
 from deploy.recipe.recipe import Recipe
+from deploy.recipe.scorers import scorers_of
+
+from .asked import asking, holding
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +30,10 @@ class Evaluator:
     """Measures pass rates with an embedded engine, whatever engine the workers run: small, on this host, used now and
     then."""
 
-    def __init__(self, recipe: Recipe, model: ModelFiles | Path, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, recipe: Recipe, model: ModelFiles | Path, prompts: Sequence[Prompt], *, url: str = "") -> None:
         """`model`: its files without weights, or a directory with weights, which are measured unless others are
-        given."""
+        given. `url`: the broker of the run, whose scorers are asked for the scores of reward models; empty: this
+        process loads them."""
         from transformers.utils.logging import disable_progress_bar
 
         from rollout_workers.decoding import load_decoding
@@ -51,7 +56,9 @@ class Evaluator:
         self._engine = open_engine(config, model, seed=recipe.run.seed)
         if not self._has_weights:
             self._runner.run(self._engine.sleep())
-        self._scorer = self._runner.run(open_reward(recipe.rewards, roots_of(recipe)))
+        self._broker = self._runner.run(open_broker(url, recipe.run.name)) if url and scorers_of(recipe) else None
+        open_scorer = holding(recipe) if self._broker is None else asking(self._broker)
+        self._scorer = self._runner.run(open_reward(recipe.rewards, roots_of(recipe), open_scorer))
         self._environment = self._runner.run(open_environment(recipe.environment, roots_of(recipe)))
 
     def measure(
@@ -102,6 +109,8 @@ class Evaluator:
         await self._engine.close()
         await self._environment.close()
         await self._scorer.close()
+        if self._broker is not None:
+            await self._broker.close()
 
 
 def evaluate_checkpoint(recipe: Recipe, checkpoint: Path, prompts: int | None) -> "EvalResult":

@@ -250,7 +250,8 @@ def _learner(
             if parts.best is not None:
                 parts.best.awaited = by_workers.awaited
         elif recipe.evaluation.prompts:
-            evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out))
+            url = "" if blocking is None else blocking.broker.url
+            evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out, url=url))
     observer = RunObserver(
         recipe,
         first_step=start.version.step,

@@ -22,6 +22,7 @@ PATIENCE_S = 3.0
 COMMANDS = {
     Role.LEARNER: "headway learner RECIPE.yaml",
     Role.WORKER: "headway workers --count 2",
+    Role.SCORER: "headway scorers --count 1",
     Role.OBSERVER: "headway status --watch",
 }
 

@@ -10,19 +10,16 @@ import socket
 import tempfile
 import threading
 import zlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
 from broker.client.broker import Broker, open_broker
 from broker.errors import (
     SICK_EXIT,
-    BrokerError,
-    ForeignRunError,
-    HeadwayError,
     SchemaMismatchError,
     SickWorkerError,
     WeightSyncError,
@@ -32,22 +29,16 @@ from deploy.recipe.loading import recipe_from_bytes, with_overrides
 from deploy.recipe.operators import check_stored
 from deploy.recipe.recipe import Recipe
 
+from .joining import drained_when_changed, fetch_config, or_drained
+
 if TYPE_CHECKING:
     from rollout_workers.config import EvalConfig
     from rollout_workers.worker import Worker
 
-T = TypeVar("T")
-
-CONFIG_POLL_S = 0.2
-CONFIG_CHECK_S = 5.0
 GRACE_S = 20.0
 """Seconds for a worker that found itself unfit to hand its work back. Then its process ends."""
 
 log = logging.getLogger(__name__)
-
-
-class ConfigChangedError(HeadwayError):
-    """A learner took the run over with another configuration than the one that this worker started with."""
 
 
 def work(url: str, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> None:
@@ -63,14 +54,14 @@ async def _run(url: str, run: str, worker: str, overrides: Sequence[str], allowe
     broker = await open_broker(url, run)
     try:
         with tempfile.TemporaryDirectory(prefix="headway-worker-") as private:
-            stored = await _or_drained(_fetch_config_and_libraries(broker), drain)
+            stored = await or_drained(_fetch_config_and_libraries(broker), drain)
             if stored is not None:
                 recipe = with_overrides(recipe_from_bytes(stored), overrides)
                 roots = check_stored(recipe, overrides, allowed)
                 broker.leases.storage.payload_ttl_s = recipe.broker.payload_ttl_s
                 broker.leases.storage.payload_shards = recipe.broker.payload_shards
                 broker.leases.storage.replicas = recipe.broker.replicas
-                async with _drained_when_changed(broker, stored, drain):
+                async with drained_when_changed(broker, stored, drain, _workers_part):
                     await _work(broker, recipe, worker, Path(private), drain, roots)
     except SchemaMismatchError as error:
         await _name(broker, worker, "version", f"{error} Restarting the worker cannot mend this.")
@@ -97,7 +88,7 @@ def _end_soon() -> None:
 async def _fetch_config_and_libraries(broker: Broker) -> bytes:
     """Fetch the configuration while the libraries are imported: importing torch takes seconds."""
     libraries = asyncio.create_task(asyncio.to_thread(_import_libraries))
-    stored = await _fetch_config(broker)
+    stored = await fetch_config(broker)
     await libraries
     return stored
 
@@ -105,47 +96,6 @@ async def _fetch_config_and_libraries(broker: Broker) -> bytes:
 def _import_libraries() -> None:
     for name in ("transformers", "rollout_workers.worker"):
         importlib.import_module(name)
-
-
-async def _fetch_config(broker: Broker) -> bytes:
-    """Wait for a learner to store the run's resolved configuration, and return it."""
-    from rollout_workers.outages import Outages
-
-    outages = Outages(broker.url)
-    stored = await outages.ride_out(broker.status.config)
-    if stored is None:
-        log.info("run %s has no learner yet; waiting for one", broker.run)
-    while stored is None:
-        await asyncio.sleep(CONFIG_POLL_S)
-        stored = await outages.ride_out(broker.status.config)
-    return stored
-
-
-@asynccontextmanager
-async def _drained_when_changed(broker: Broker, stored: bytes, drain: asyncio.Event) -> AsyncIterator[None]:
-    """Drain the worker once what workers need of the run's configuration has changed; then raise ConfigChangedError."""
-    watch = asyncio.create_task(_watch_config(broker, stored))
-    watch.add_done_callback(lambda _: drain.set())
-    try:
-        yield
-    finally:
-        watch.cancel()
-        await asyncio.wait([watch])
-    if not watch.cancelled() and (error := watch.exception()) is not None:
-        raise error
-
-
-async def _watch_config(broker: Broker, stored: bytes) -> None:
-    while True:
-        await asyncio.sleep(CONFIG_CHECK_S)
-        try:
-            now = await broker.status.config() or stored
-        except ForeignRunError:
-            raise
-        except BrokerError:  # an outage, which the worker logs itself
-            continue
-        if now != stored and _workers_part(now) != _workers_part(stored):
-            raise ConfigChangedError(f"The configuration of run {broker.run} has changed since this worker started.")
 
 
 def _workers_part(stored: bytes) -> tuple[Any, ...]:
@@ -156,6 +106,7 @@ def _workers_part(stored: bytes) -> tuple[Any, ...]:
     return (
         *parts,
         recipe.environment,
+        recipe.teacher,
         recipe.weights,
         recipe.algorithm.router_replay,
         recipe.run.seed,
@@ -182,11 +133,13 @@ async def _work(
     from rollout_workers.worker import Worker
     from weightsync.receive.subscriber import Subscriber
 
-    model = await _or_drained(fetch_model(broker, private), drain)
+    from .asked import asking, open_teacher
+
+    model = await or_drained(fetch_model(broker, private), drain)
     if model is None:
         return
     is_colocated, records_experts = recipe.run.is_colocated, recipe.algorithm.router_replay
-    if is_colocated and not await _or_drained(_may_open(broker, recipe, worker), drain):
+    if is_colocated and not await or_drained(_may_open(broker, recipe, worker), drain):
         return
     with staying_awake(broker, worker) if is_colocated else nullcontext():
         # vLLM wants the event loop's own thread.
@@ -206,8 +159,9 @@ async def _work(
             broker=broker,
             engine=engine,
             subscriber=Subscriber(broker, worker, recipe.weights, roots),
-            scorer=await open_reward(recipe.rewards, roots) if recipe.rewards else Unjudged(),
+            scorer=await open_reward(recipe.rewards, roots, asking(broker)) if recipe.rewards else Unjudged(),
             environment=await open_environment(recipe.environment, roots),
+            teacher=open_teacher(broker, recipe),
             decoding=load_decoding(model),
             sampling=recipe.sampling,
             config=recipe.workers,
@@ -256,15 +210,6 @@ async def _drain_when_asked(worker: "Worker", drain: asyncio.Event) -> None:
     await drain.wait()
     log.info("draining: leases go back to the broker")
     worker.request_drain()
-
-
-async def _or_drained(wanted: Coroutine[Any, Any, T], drain: asyncio.Event) -> T | None:
-    """Return the result, or None if the worker was asked to drain before it was there."""
-    tasks = asyncio.ensure_future(wanted), asyncio.ensure_future(drain.wait())
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    return tasks[0].result() if tasks[0] in done else None
 
 
 def _seed(recipe: Recipe, worker: str) -> int:

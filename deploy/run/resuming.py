@@ -63,6 +63,8 @@ FREE = frozenset(
         "staleness": "max_lag on_straggler min_group_size on_over_bound",
         "engine": "kind max_concurrent dtype device threads options",
         "environment": "kind options deadline_s processes",
+        "teacher": "path deadline_s",
+        "scorers": "count device devices dtype batch_tokens threads",
         "workers": "count pools devices heartbeat_s max_restarts metrics_port metrics_host patience_s probe_swaps"
         " segment_tokens segment_s engine_errors stall_s slow_factor slow_window_s",
         "evaluation": "prompts samples temperature every_steps pass_reward where hold_s",

@@ -1,40 +1,59 @@
 """Rewards score responses: built-in scorers, your own function by import path, or a weighted sum of several.
 
      RewardConfig(kind, weight) ──open_reward──► WeightedSum ─┬─ arithmetic, math_verify, reasoning_gym
-                                                              └─ package.module:function (verl, TRL)
+                                                              ├─ package.module:function (verl, TRL)
+                                                              └─ reward_model ──asks──► scorers
 
 The invariant: nothing is ever trained on a score that no function returned. A call of your own function that raises,
 hangs or ends its process is made once more. If that fails too, the worker gives the sample up, to be generated anew. A
 worker that could score none of several samples in a row ends with an error that names function and prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from broker.errors import ConfigError
 from broker.user_code.kinds import unknown_kind
 from broker.user_code.roots import ImportRoots
 from rollout_workers.config import REWARDS, RewardConfig
+from rollout_workers.scorers.base import TokenScorer
 
 from .base import Score, Scorer
 from .unjudged import Unjudged
 
+ScorerOpener = Callable[[str, RewardConfig], TokenScorer]
+"""Opens the scorer of a reward model by the name of its reward."""
 
-async def open_reward(configs: Sequence[RewardConfig], roots: ImportRoots | None = None) -> Scorer:
-    """Open the weighted sum of `configs`. Raises ConfigError for a kind that does not exist, may not be imported
-    (`roots`, by default Headway's own modules and the working directory's) or cannot be called."""
+
+async def open_reward(
+    configs: Sequence[RewardConfig], roots: ImportRoots | None = None, open_scorer: ScorerOpener | None = None
+) -> Scorer:
+    """Open the weighted sum of `configs`. `open_scorer` opens what reward models are asked through.
+
+    Raises ConfigError for a kind that does not exist, may not be imported (`roots`, by default Headway's own modules
+    and the working directory's) or cannot be called.
+    """
     from .weighted import WeightedScorer, WeightedSum
 
     if not configs:
         raise ConfigError(f"rewards: none given; name at least one of {', '.join(REWARDS)} or package.module:function")
     roots = roots or ImportRoots()
-    names = _names([config.kind for config in configs])
-    return WeightedSum(
-        [WeightedScorer(n, c.weight, await _open(c, roots)) for n, c in zip(names, configs, strict=True)]
-    )
+    terms = [
+        WeightedScorer(
+            name, config.weight, await _open(name, config, roots, open_scorer), config.mean, config.std, config.clip
+        )
+        for name, config in zip(reward_names(configs), configs, strict=True)
+    ]
+    return WeightedSum(terms)
 
 
-async def _open(config: RewardConfig, roots: ImportRoots) -> Scorer:
+async def _open(name: str, config: RewardConfig, roots: ImportRoots, open_scorer: ScorerOpener | None) -> Scorer:
     match config.kind:
+        case "reward_model":
+            from .reward_model import RewardModelScorer
+
+            if open_scorer is None:
+                raise ConfigError("rewards: a reward_model is asked by the workers of a run, and there is none here.")
+            return RewardModelScorer(name, open_scorer(name, config), config.deadline_s)
         case "arithmetic":
             from .arithmetic import ArithmeticScorer
 
@@ -55,11 +74,11 @@ async def _open(config: RewardConfig, roots: ImportRoots) -> Scorer:
             raise unknown_kind(unknown, REWARDS, "rewards.kind")
 
 
-def _names(kinds: Sequence[str]) -> list[str]:
-    """Return short names for metrics. The second function of a name gets `_2`."""
-    short = [kind.rsplit(":", 1)[-1] for kind in kinds]
+def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
+    """Return short names for metrics and scorers. The second function of a name gets `_2`."""
+    short = [config.kind.rsplit(":", 1)[-1] for config in configs]
     counts = [short[: index + 1].count(name) for index, name in enumerate(short)]
     return [name if count == 1 else f"{name}_{count}" for name, count in zip(short, counts, strict=True)]
 
 
-__all__ = ["Score", "Scorer", "Unjudged", "open_reward"]
+__all__ = ["Score", "Scorer", "ScorerOpener", "Unjudged", "open_reward", "reward_names"]

@@ -1,6 +1,6 @@
 """The seam between a worker and the functions that judge responses."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -30,9 +30,13 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 class Scorer(Protocol):
     """Judges responses, many at a time."""
 
-    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
-        """Return the score of one response, without blocking the event loop and never NaN. Raises UnscoredError if this
-        sample is to be given up, RewardError if the worker is to end."""
+    async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:
+        """Return the score of one response. `tokens` are all that follow the prompt, of earlier turns and the
+        environment too, as the policy sampled and read them.
+
+        It is computed without blocking the event loop, and never NaN. Raises UnscoredError if this sample is to be
+        given up, RewardError if the worker is to end.
+        """
         ...
 
     async def close(self) -> None:

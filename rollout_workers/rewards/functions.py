@@ -7,6 +7,8 @@ TRL   `reward(prompts, completions, **kwargs) -> list[float]`; kwargs are the da
 They run in processes of their own (`broker.user_code`), called by `function_calls.py`, under a deadline.
 """
 
+from collections.abc import Sequence
+
 from broker.errors import UserCodeError
 from broker.schema import Prompt
 from broker.user_code.pool import HostPool
@@ -52,7 +54,7 @@ class FunctionScorer:
             f"reward {path}", "Return a number for every response, within rewards.deadline_s.", deadline_s
         )
 
-    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+    async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:
         """Score a response. Raises UnscoredError if the function twice raises, returns anything but finite numbers,
         passes its deadline or ends its process; RewardError if it fails again and again."""
         arguments = (prompt.text, response, prompt.ground_truth, prompt.data_source, prompt.extra_info)

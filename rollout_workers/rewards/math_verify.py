@@ -5,6 +5,7 @@ a thread nor an exception can stop that, but a process can be killed.
 """
 
 import logging
+from collections.abc import Sequence
 
 from broker.errors import UserCodeError
 from broker.schema import Prompt
@@ -24,7 +25,7 @@ class MathVerifyScorer:
         self._pool = HostPool(program, processes=processes)
         self._deadline_s = deadline_s
 
-    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+    async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:
         """Score a response. It is also 0 if comparing it twice takes too long or ends the process;
         `components["timed_out"]` is 1 then."""
         try:

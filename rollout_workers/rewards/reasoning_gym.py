@@ -5,7 +5,7 @@ in a process of their own: several evaluate what the model wrote, which may neve
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -32,7 +32,7 @@ class ReasoningGymScorer:
         self._pool = HostPool(program, processes=processes)
         self._deadline_s = deadline_s
 
-    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+    async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:
         """Return a score in [0, 1]; several tasks give partial credit. It is also 0 if the verifier twice takes too
         long or ends its process; `components["timed_out"]` is 1 then. `tagged` says whether the response used the
         answer tags."""

@@ -1,5 +1,7 @@
 """A scorer for runs that only generate: nothing is trained on their responses."""
 
+from collections.abc import Sequence
+
 from broker.schema import Prompt
 
 from .base import Score
@@ -8,7 +10,7 @@ from .base import Score
 class Unjudged:
     """Gives every response 0."""
 
-    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+    async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:
         """See Scorer."""
         return Score(total=0.0)
 

@@ -15,6 +15,15 @@ class WeightedScorer(NamedTuple):
     name: str
     weight: float
     scorer: Scorer
+    mean: float = 0.0
+    std: float = 1.0
+    clip: float = 0.0
+    """0: no clipping."""
+
+    def share(self, total: float) -> float:
+        """Return the term's share of the sum: its score normalized, clipped and weighed."""
+        normal = (total - self.mean) / self.std
+        return self.weight * (max(-self.clip, min(self.clip, normal)) if self.clip else normal)
 
 
 class WeightedSum:
@@ -23,15 +32,16 @@ class WeightedSum:
     def __init__(self, terms: Sequence[WeightedScorer]) -> None:
         self._terms = tuple(terms)
 
-    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
-        """Return the weighted sum. `components` has each term's own score by name, and its parts as `name/part`."""
-        scores = await asyncio.gather(*(t.scorer.score(prompt, response, finish_reason) for t in self._terms))
+    async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:
+        """Return the weighted sum. `components` has each term's own score by name, as its scorer gave it, and its parts
+        as `name/part`."""
+        scores = await asyncio.gather(*(t.scorer.score(prompt, response, finish_reason, tokens) for t in self._terms))
         components: dict[str, float] = {}
         for term, score in zip(self._terms, scores, strict=True):
             components[term.name] = score.total
             components |= {f"{term.name}/{part}": value for part, value in score.components.items()}
         return Score(
-            total=sum(t.weight * s.total for t, s in zip(self._terms, scores, strict=True)),
+            total=sum(t.share(s.total) for t, s in zip(self._terms, scores, strict=True)),
             components=components,
         )
 

@@ -64,7 +64,7 @@ class Episodes:
     async def _judge(self, prompt: Prompt, recorder: Recorder, room: int) -> JudgedTurn:
         bounds = [*((turn.start, turn.end) for turn in recorder.turns), (recorder.turn_start, len(recorder.tokens))]
         answers = tuple(response_text(self._decoding, recorder.tokens[start:end]) for start, end in bounds)
-        score = await self._scorer.score(prompt, answers[-1], recorder.finished())
+        score = await self._scorer.score(prompt, answers[-1], recorder.finished(), recorder.tokens)
         episode = Episode(
             prompt=prompt,
             answers=answers,

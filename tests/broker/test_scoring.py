@@ -174,7 +174,9 @@ async def test_a_request_that_nobody_can_score_fails_with_the_reason(run: Broker
     (found,) = await collect(run, bad)
     assert found.state == "failed"
     assert found.reason == (
-        "token 99 is none of the model's" if way == "given up" else "5 scorers had it and none has answered in time"
+        "token 99 is none of the model's"
+        if way == "given up"
+        else "5 scorers had it and none has answered within its deadline_s"
     )
 
 

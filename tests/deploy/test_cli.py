@@ -30,6 +30,7 @@ COMMANDS = [
     "broker",
     "learner",
     "workers",
+    "scorers",
     "status",
     "top",
     "scale",
@@ -55,9 +56,10 @@ COMMANDS = [
     "metrics",
     "plan-memory",
     "worker",
+    "scorer",
     "prepare",
 ]
-INTERNAL = {"worker", "prepare"}
+INTERNAL = {"worker", "scorer", "prepare"}
 NOWHERE = "redis://127.0.0.1:1"
 
 
@@ -255,12 +257,11 @@ def test_the_broker_serves_until_told_to_stop_and_keeps_its_data(tmp_path: Path)
         assert process.stdout is not None
         url = f"redis://127.0.0.1:{port}"
         assert process.stdout.readline().startswith(f"Serving {url}, data in data.")
-        shown = (Role.LEARNER, Role.WORKER, Role.OBSERVER)
-        urls = dict(exported(process.stdout) for _ in shown)
-        assert sorted(urls) == sorted(shown)
+        urls = dict(exported(process.stdout) for _ in Role)
+        assert sorted(urls) == sorted(Role)
         for role, given in urls.items():
             check = headway("broker", "--url", given, cwd=tmp_path)
-            runs = "our user may not list them" if role is Role.WORKER else "none"
+            runs = "our user may not list them" if role in (Role.WORKER, Role.SCORER) else "none"
             assert (check.stdout, check.stderr) == (f"redis://***@127.0.0.1:{port} answers. Runs: {runs}.\n", "")
         stranger = headway("broker", "--url", url, cwd=tmp_path)
         assert "refuses our user or password" in stranger.stderr
@@ -279,7 +280,7 @@ def test_the_broker_serves_until_told_to_stop_and_keeps_its_data(tmp_path: Path)
 def exported(printed: IO[str]) -> tuple[str, str]:
     """The role, and the URL that its two lines give it."""
     (setting,) = [word for word in shlex.split(printed.readline()) if word.startswith("HEADWAY_BROKER=")]
-    commands = {"learner": Role.LEARNER, "workers": Role.WORKER, "status": Role.OBSERVER}
+    commands = {"learner": Role.LEARNER, "workers": Role.WORKER, "scorers": Role.SCORER, "status": Role.OBSERVER}
     return commands[printed.readline().split()[1]], setting.partition("=")[2]
 
 

@@ -378,7 +378,10 @@ def test_a_stored_configuration_of_another_version_is_refused() -> None:
         ("engine.kind=vlm", r"engine\.kind: there is no 'vlm'; did you mean 'vllm'\?"),
         ("prompts.kind=arithmetics", r"prompts\.kind: there is no 'arithmetics'; did you mean 'arithmetic'\?"),
         ("stages.sft.phases=[{kind: json}]", r"stages\[0\]\.phases\.kind: there is no 'json'; did you mean 'jsonl'\?"),
-        ("rewards=[{kind: f1}]", r"rewards\.kind: there is no 'f1'\. Known: arithmetic, math_verify, reasoning_gym;"),
+        (
+            "rewards=[{kind: f1}]",
+            r"rewards\.kind: there is no 'f1'\. Known: arithmetic, math_verify, reasoning_gym, reward_",
+        ),
     ],
 )
 def test_what_there_is_not_is_refused_with_the_recipe(override: str, message: str) -> None:

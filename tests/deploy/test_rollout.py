@@ -11,6 +11,7 @@ from broker.errors import ConfigError
 from broker.schema import RunRules
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe, RunConfig
+from deploy.roles import joining
 from deploy.roles import worker as rollout
 from learner.config import AlgorithmConfig, LearnerConfig, PromptsConfig
 from rollout_workers.config import RewardConfig, SamplingConfig
@@ -38,13 +39,13 @@ async def claim(broker: Broker, config: bytes) -> None:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "CONFIG_CHECK_S", A_MOMENT_S)
+    monkeypatch.setattr(joining, "CONFIG_CHECK_S", A_MOMENT_S)
 
 
 async def work(broker: Broker) -> None:
     """Until asked to drain, as a worker does that began with the default configuration."""
     drain = asyncio.Event()
-    async with rollout._drained_when_changed(broker, stored(), drain), asyncio.timeout(30):
+    async with joining.drained_when_changed(broker, stored(), drain, rollout._workers_part), asyncio.timeout(30):
         await drain.wait()
 
 
@@ -56,7 +57,7 @@ async def test_a_worker_of_another_configuration_is_drained_and_fails(broker: Br
     await asyncio.sleep(5 * A_MOMENT_S)
     assert not working.done()
     await claim(broker, stored(**change))
-    with pytest.raises(rollout.ConfigChangedError, match=f"configuration of run {broker.run} has changed"):
+    with pytest.raises(joining.ConfigChangedError, match=f"configuration of run {broker.run} has changed"):
         await working
 
 
@@ -68,5 +69,5 @@ async def test_a_configuration_that_cannot_be_read_ends_the_worker_too(broker: B
 
 async def test_a_worker_that_is_done_is_not_watched_any_more(broker: Broker) -> None:
     await claim(broker, stored())
-    async with rollout._drained_when_changed(broker, stored(), asyncio.Event()):
+    async with joining.drained_when_changed(broker, stored(), asyncio.Event(), rollout._workers_part):
         await asyncio.sleep(3 * A_MOMENT_S)

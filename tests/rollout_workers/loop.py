@@ -67,7 +67,7 @@ class Deliveries:
 class OneScorer:
     """Every response is worth 1."""
 
-    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+    async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
         return Score(total=1.0, components={"one": 1.0})
 
     async def close(self) -> None:

@@ -38,7 +38,7 @@ class LengthScorer:
         self.finish_reasons: list[str] = []
         self._failing_call = failing_call
 
-    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+    async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
         if len(self.responses) == self._failing_call:
             raise RewardError("told to fail")
         self.responses.append(response)

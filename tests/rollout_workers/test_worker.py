@@ -46,7 +46,7 @@ async def test_the_engine_goes_on_while_samples_are_scored_up_to_a_bound(
     full = asyncio.Event()
 
     class HeldScorer(OneScorer):
-        async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+        async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
             started.append(prompt.group)
             if len(started) == most:
                 full.set()
@@ -130,7 +130,7 @@ async def test_a_drain_waits_for_samples_that_are_being_scored(brokers: tuple[Br
     class SlowScorer(OneScorer):
         scoring = 0
 
-        async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+        async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
             self.scoring += 1
             await asyncio.sleep(0.3)
             return await super().score(prompt, response, finish_reason)
@@ -154,7 +154,7 @@ async def test_a_drain_ends_while_the_server_is_away(
         scoring = 0
         may_end = asyncio.Event()
 
-        async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+        async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
             self.scoring += 1
             await self.may_end.wait()
             return await super().score(prompt, response, finish_reason)
@@ -218,7 +218,7 @@ async def test_a_failing_reward_ends_the_worker_and_hands_its_leases_back(
     brokers: tuple[Broker, Broker], tmp_path: Path
 ) -> None:
     class FailingScorer(OneScorer):
-        async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+        async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
             raise RewardError(f"no score for {prompt.text}")
 
     learner = await Learner.start(brokers[0], groups=2)
@@ -239,7 +239,7 @@ async def test_a_sample_that_cannot_be_scored_is_generated_anew_from_its_first_t
     refused: list[str] = []
 
     class PickyScorer(OneScorer):
-        async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+        async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
             if len(refused) < 3:
                 refused.append(response)
                 raise UnscoredError("reward mine:score failed twice")

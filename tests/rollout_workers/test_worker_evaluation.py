@@ -28,7 +28,7 @@ DRAWN = EvalConfig(where="workers", samples=SAMPLES, pass_reward=0.5)
 class ParityScorer:
     """The mean parity of the response's tokens."""
 
-    async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+    async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
         tokens = [int(token) for token in response.split()]
         return Score(total=sum(token % 2 for token in tokens) / len(tokens))
 
@@ -114,7 +114,7 @@ async def test_training_goes_on_beside_it(brokers: tuple[Broker, Broker], learne
     release = asyncio.Event()
 
     class HeldScorer(ParityScorer):
-        async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+        async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
             if prompt.group == HELD_OUT[0].group:
                 await release.wait()
             return await super().score(prompt, response, finish_reason)
@@ -186,7 +186,7 @@ async def test_a_sample_that_cannot_be_scored_has_not_passed(
     brokers: tuple[Broker, Broker], learner: Learner, tmp_path: Path
 ) -> None:
     class OftenScorer(ParityScorer):
-        async def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+        async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
             if prompt.group == HELD_OUT[2].group:
                 raise UnscoredError("told to fail")
             return Score(total=1.0)

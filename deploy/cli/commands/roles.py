@@ -113,6 +113,49 @@ def workers(
         return run_workers(url, run, count, overrides, allowed, launcher, pool=pool)
 
 
+@click.command()
+@overrides_argument
+@connection
+@click.option(
+    "--scorer", default="", metavar="NAME", help="A reward's name, or teacher.  [default: the run's only one]"
+)
+@click.option("--count", type=click.IntRange(0, 1024), default=1, show_default=True, help="Processes of it.")
+@dry_run_option
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object.")
+def scorers(
+    overrides: tuple[str, ...], url: str, run: str, scorer: str, count: int, dry_run: bool, as_json: bool
+) -> int:
+    """Run COUNT processes that score responses.
+
+    Each holds the model of a reward of kind reward_model, or the teacher, and takes all keys but scorers.* from the
+    run's own configuration, which the broker holds. They may start before the learner, and leave and join while it
+    trains. At Ctrl-C they hand their work back and stop.
+    """
+    from deploy.roles.alone import run_scorers
+
+    if not dry_run:
+        if as_json:
+            raise click.UsageError("--json needs --dry-run.")
+        return run_scorers(url, run, scorer, count, overrides)
+    from .dry_run import shown
+
+    with shown(as_json) as launcher:
+        return run_scorers(url, run, scorer, count, overrides, launcher)
+
+
+@click.command(hidden=True)
+@overrides_argument
+@connection
+@click.option("--scorer", default="", help="The scorer's name.")
+@click.option("--name", default="scorer", help="Its name in logs and tables; made unique.")
+def scorer(overrides: tuple[str, ...], url: str, run: str, scorer: str, name: str) -> None:
+    """Run one process of a scorer, as `run` and `scorers` start it."""
+    _log_to_stderr()
+    from deploy.roles.alone import run_scorer
+
+    run_scorer(url, run, scorer, name, overrides)
+
+
 @click.command(hidden=True)
 @overrides_argument
 @connection

@@ -1,0 +1,80 @@
+"""The scorers that a recipe needs: one for each reward model, and one for the teacher."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from broker.errors import ConfigError
+from rollout_workers.rewards import reward_names
+
+from .recipe import Recipe
+from .stage_graph import REFERENCE
+
+REWARD_MODEL, TEACHER = "reward_model", "teacher"
+POOL = "scorer-"
+"""The start of a scorer's pool's name."""
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model whose processes score responses."""
+
+    name: str
+    """The name of its reward in metrics, or `teacher`."""
+    kind: Literal["reward_model", "teacher"]
+    path: str
+    key: str
+    """The key of the path in the recipe."""
+
+
+def scorers_of(recipe: Recipe) -> list[Scorer]:
+    """Return the recipe's scorers, each with a name of its own."""
+    found = [
+        Scorer(name, "reward_model", reward.path, f"rewards[{index}].path")
+        for index, (name, reward) in enumerate(zip(reward_names(recipe.rewards), recipe.rewards, strict=True))
+        if reward.kind == REWARD_MODEL
+    ]
+    return found + ([Scorer(TEACHER, "teacher", recipe.teacher.path, "teacher.path")] if recipe.teacher.path else [])
+
+
+def scorer_named(recipe: Recipe, name: str) -> Scorer:
+    """Return the scorer of this name, or the only one where the name is empty. Raises ConfigError."""
+    found = scorers_of(recipe)
+    names = ", ".join(scorer.name for scorer in found) or "none"
+    if not name and len(found) == 1:
+        return found[0]
+    for scorer in found:
+        if scorer.name == name:
+            return scorer
+    if name:
+        raise ConfigError(f"The run has no scorer {name!r}; it has {names}.")
+    raise ConfigError(f"Which scorer? Give --scorer NAME. The run has {names}.")
+
+
+def impossible_scorers(recipe: Recipe) -> Iterator[str]:
+    """Yield what is wrong with the recipe's reward models and its teacher."""
+    for index, reward in enumerate(recipe.rewards):
+        if reward.kind == REWARD_MODEL and not reward.path:
+            yield f"rewards[{index}].path is missing: it names the directory of the reward model."
+        if reward.kind != REWARD_MODEL and reward.path:
+            yield f"rewards[{index}].path is for kind=reward_model; {reward.kind} reads no model."
+    names = [scorer.name for scorer in scorers_of(recipe)]
+    if len(set(names)) < len(names):
+        yield f"two scorers have one name ({', '.join(names)})."
+
+
+def check_scorers(recipe: Recipe) -> None:
+    """Raise ConfigError, before anything is started, for a scorer's directory that is not on this machine, where
+    `headway run` starts the scorers, or holds no model."""
+    for scorer in scorers_of(recipe):
+        is_elsewhere = scorer.path.startswith(REFERENCE) or not recipe.scorers.count
+        if is_elsewhere or (_HUB_ID.fullmatch(scorer.path) and not Path(scorer.path).exists()):
+            continue
+        if not (Path(scorer.path).expanduser() / "config.json").is_file():
+            raise ConfigError(
+                f"{scorer.key}: {scorer.path} is no directory with a model: it has no config.json. Give the directory"
+                " of a trained model, a hub id, or stage:NAME."
+            )

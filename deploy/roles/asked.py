@@ -1,0 +1,52 @@
+"""What workers ask scorers through: the scorers of reward models and of the teacher, as the recipe names them."""
+
+from typing import TYPE_CHECKING
+
+from broker.client.broker import Broker
+from deploy.recipe.recipe import Recipe
+from deploy.recipe.scorers import REWARD_MODEL, scorers_of
+from rollout_workers.config import RewardConfig
+
+if TYPE_CHECKING:
+    from rollout_workers.rewards import ScorerOpener
+    from rollout_workers.samples.taught import Teacher
+    from rollout_workers.scorers import TokenScorer
+
+
+def asking(broker: Broker) -> "ScorerOpener":
+    """Return what opens the scorers of a run's reward models."""
+
+    def opened(name: str, config: RewardConfig) -> "TokenScorer":
+        return _asked(broker, name, config.deadline_s)
+
+    return opened
+
+
+def holding(recipe: Recipe) -> "ScorerOpener":
+    """Return what opens reward models in this process, for commands that have no broker."""
+    from rollout_workers.scorers.models import open_runner
+    from rollout_workers.scorers.own import OwnScorer
+
+    keys = {scorer.name: scorer.key for scorer in scorers_of(recipe)}
+
+    def opened(name: str, config: RewardConfig) -> "TokenScorer":
+        return OwnScorer(open_runner(REWARD_MODEL, config.path, recipe.scorers, key=keys[name]))
+
+    return opened
+
+
+def open_teacher(broker: Broker, recipe: Recipe) -> "Teacher | None":
+    """Return the recipe's teacher; None where it has none."""
+    from rollout_workers.samples.taught import TEACHER, Teacher
+
+    if not recipe.teacher.path:
+        return None
+    scorer = _asked(broker, TEACHER, recipe.teacher.deadline_s)
+    return Teacher(scorer, temperature=recipe.sampling.temperature, deadline_s=recipe.teacher.deadline_s)
+
+
+def _asked(broker: Broker, name: str, hold_s: float) -> "TokenScorer":
+    from rollout_workers.outages import Outages
+    from rollout_workers.scorers.asking import AskedScorer
+
+    return AskedScorer(broker.scoring, Outages(broker.url), name, hold_s=hold_s)

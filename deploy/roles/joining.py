@@ -1,0 +1,73 @@
+"""How a role without a recipe joins a run: it waits for the run's configuration, and notices when that changes."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from broker.client.broker import Broker
+from broker.errors import BrokerError, ForeignRunError, HeadwayError
+
+T = TypeVar("T")
+
+CONFIG_POLL_S = 0.2
+CONFIG_CHECK_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class ConfigChangedError(HeadwayError):
+    """A learner took the run over with another configuration than the one that this process started with."""
+
+
+async def fetch_config(broker: Broker) -> bytes:
+    """Wait for a learner to store the run's resolved configuration, and return it."""
+    from rollout_workers.outages import Outages
+
+    outages = Outages(broker.url)
+    stored = await outages.ride_out(broker.status.config)
+    if stored is None:
+        log.info("run %s has no learner yet; waiting for one", broker.run)
+    while stored is None:
+        await asyncio.sleep(CONFIG_POLL_S)
+        stored = await outages.ride_out(broker.status.config)
+    return stored
+
+
+@asynccontextmanager
+async def drained_when_changed(
+    broker: Broker, stored: bytes, drain: asyncio.Event, part: Callable[[bytes], object]
+) -> AsyncIterator[None]:
+    """Drain the role once its `part` of the run's configuration has changed; then raise ConfigChangedError."""
+    watch = asyncio.create_task(_watch_config(broker, stored, part))
+    watch.add_done_callback(lambda _: drain.set())
+    try:
+        yield
+    finally:
+        watch.cancel()
+        await asyncio.wait([watch])
+    if not watch.cancelled() and (error := watch.exception()) is not None:
+        raise error
+
+
+async def _watch_config(broker: Broker, stored: bytes, part: Callable[[bytes], object]) -> None:
+    while True:
+        await asyncio.sleep(CONFIG_CHECK_S)
+        try:
+            now = await broker.status.config() or stored
+        except ForeignRunError:
+            raise
+        except BrokerError:  # an outage, which the role logs itself
+            continue
+        if now != stored and part(now) != part(stored):
+            raise ConfigChangedError(f"The configuration of run {broker.run} has changed since this process started.")
+
+
+async def or_drained(wanted: Coroutine[Any, Any, T], drain: asyncio.Event) -> T | None:
+    """Return the result, or None if the role was asked to drain before it was there."""
+    tasks = asyncio.ensure_future(wanted), asyncio.ensure_future(drain.wait())
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    return tasks[0].result() if tasks[0] in done else None

@@ -1,0 +1,111 @@
+"""The scorer role: one process with one model that scores responses. It is given only a broker URL and a run name."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import uvloop
+
+from broker.client.broker import Broker, open_broker
+from broker.schema import ScorerInfo
+from deploy.recipe.loading import recipe_from_bytes, with_overrides
+from deploy.recipe.recipe import Recipe
+from deploy.recipe.scorers import Scorer, scorer_named
+
+from .joining import drained_when_changed, fetch_config, or_drained
+
+LOADING_S = 600.0
+"""Seconds for which a scorer that loads its model counts as alive without a word; the server keeps to two minutes."""
+
+log = logging.getLogger(__name__)
+
+
+def score(url: str, run: str, process: str, name: str, overrides: Sequence[str]) -> None:
+    """Answer the requests for scorer `name` (empty: the run's only one) until the run is over, or until SIGTERM or
+    SIGINT drains this process. Raises HeadwayError."""
+    uvloop.run(_run(url, run, process, name, overrides))
+
+
+async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[str]) -> None:
+    drain = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, drain.set)
+    broker = await open_broker(url, run)
+    try:
+        stored = await or_drained(fetch_config(broker), drain)
+        if stored is None:
+            return
+        recipe = with_overrides(recipe_from_bytes(stored), overrides)
+        scorer = scorer_named(recipe, name)
+
+        def part(config: bytes) -> object:
+            now = recipe_from_bytes(config)
+            return scorer_named(now, scorer.name), now.scorers, now.model
+
+        async with drained_when_changed(broker, stored, drain, part):
+            await _serve(broker, recipe, scorer, process, drain)
+    finally:
+        await broker.close()
+
+
+async def _serve(broker: Broker, recipe: Recipe, scorer: Scorer, process: str, drain: asyncio.Event) -> None:
+    from rollout_workers.model_files import fetch_model
+    from rollout_workers.scorers.models import open_runner
+    from rollout_workers.scorers.serving import Serving
+
+    await broker.scoring.report(_loading(recipe, scorer, process), LOADING_S)
+    with tempfile.TemporaryDirectory(prefix="headway-scorer-") as private:
+        policy = await or_drained(fetch_model(broker, Path(private)), drain)
+        if policy is None:
+            await broker.scoring.leave(process)
+            return
+        loading = asyncio.to_thread(
+            open_runner, scorer.kind, scorer.path, recipe.scorers, key=scorer.key, policy=policy
+        )
+        try:
+            runner = await loading
+        except BaseException:
+            await broker.scoring.leave(process)
+            raise
+    log.info("scorer %s: %s holds %s", process, scorer.name, scorer.path)
+    serving = Serving(
+        broker,
+        runner,
+        scorer=scorer.name,
+        kind=scorer.kind,
+        process=process,
+        device=recipe.scorers.device,
+        batch_tokens=recipe.scorers.batch_tokens,
+        lease_ttl_s=recipe.broker.lease_ttl_s,
+        heartbeat_s=recipe.workers.heartbeat_s,
+        patience_s=recipe.workers.patience_s,
+    )
+    watch = asyncio.create_task(_drain_when_asked(serving.request_drain, drain))
+    try:
+        log.info("scorer %s: %s", process, await serving.run())
+    finally:
+        watch.cancel()
+
+
+def _loading(recipe: Recipe, scorer: Scorer, process: str) -> ScorerInfo:
+    """Return the report of a scorer whose model is not there yet."""
+    return ScorerInfo(
+        process=process,
+        scorer=scorer.name,
+        kind=scorer.kind,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        state="loading",
+        device=recipe.scorers.device,
+    )
+
+
+async def _drain_when_asked(request_drain: Callable[[], object], drain: asyncio.Event) -> None:
+    await drain.wait()
+    log.info("draining: leases go back to the broker")
+    request_drain()

@@ -1,0 +1,74 @@
+"""A teacher: a causal language model that says how likely it finds each token of a response."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from broker.client.scoring import Scores
+from broker.schema import ScoreRequest
+from rollout_workers.config import ScorersConfig
+from rollout_workers.scorers.base import UnfitModelError
+
+from .loading import load, longest_of, padded, sequence
+
+_LOGITS_AT_A_TIME = 1 << 26
+"""Logits that are held in float32 at one time: 256 MiB."""
+_TOLERANCE = 1e-3
+
+
+class TeacherModel:
+    """Scores response tokens with `transformers.AutoModelForCausalLM`."""
+
+    def __init__(self, path: str, config: ScorersConfig, key: str) -> None:
+        """Raise UnfitModelError for a model whose output is not its head of its last hidden states."""
+        from transformers import AutoModelForCausalLM
+
+        self._model = load(AutoModelForCausalLM, path, config, key)
+        self._head = self._model.get_output_embeddings()
+        self.vocabulary = self._model.get_input_embeddings().num_embeddings
+        self.longest = longest_of(self._model)
+        self._check_head(path, key)
+
+    @torch.inference_mode()
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        """Return [R] float32 for each request: natural logarithms, at the request's temperature."""
+        sequences = [sequence(request) for request in requests]
+        ids_BL, mask_BL = padded(sequences, 0, self._model.device)
+        hidden_BLH = self._hidden(ids_BL, mask_BL)
+        answers = []
+        for row, request in enumerate(requests):
+            start, end = len(request.prompt_tokens), len(sequences[row])
+            if start == 0:  # nothing comes before the first token, which thus has no probability
+                raise ValueError("a response without a prompt")
+            logprobs_R = self._logprobs(
+                hidden_BLH[row, start - 1 : end - 1], ids_BL[row, start:end], request.temperature
+            )
+            answers.append(np.minimum(logprobs_R.cpu().numpy(), np.float32(0)))
+        return answers
+
+    def _logprobs(self, hidden_RH: torch.Tensor, tokens_R: torch.Tensor, temperature: float) -> torch.Tensor:
+        """[R] fp32; a part of the vocabulary's logits at a time."""
+        parts, size = [], max(1, _LOGITS_AT_A_TIME // self.vocabulary)
+        for first in range(0, len(tokens_R), size):
+            logits_NV = self._head(hidden_RH[first : first + size]).float() / temperature
+            chosen_N1 = logits_NV.gather(1, tokens_R[first : first + size, None])
+            parts.append(chosen_N1[:, 0] - logits_NV.logsumexp(1))
+        return torch.cat(parts)
+
+    def _hidden(self, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+        """[B, L, H]"""
+        found: torch.Tensor = self._model.base_model(
+            input_ids=ids_BL, attention_mask=mask_BL, use_cache=False
+        ).last_hidden_state
+        return found
+
+    @torch.inference_mode()
+    def _check_head(self, path: str, key: str) -> None:
+        ids_BL = torch.arange(min(4, self.vocabulary), device=self._model.device)[None]
+        logits = self._model(input_ids=ids_BL, use_cache=False).logits.float()
+        ours = self._head(self._hidden(ids_BL, torch.ones_like(ids_BL))).float()
+        if not torch.allclose(ours, logits, rtol=_TOLERANCE, atol=_TOLERANCE * float(logits.abs().max())):
+            raise UnfitModelError(
+                f"{key}: {path} changes its logits after its output head, as by a soft cap, which a teacher may not."
+            )

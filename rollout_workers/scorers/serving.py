@@ -1,0 +1,259 @@
+"""A scorer's process: lease requests ahead of need -> score them in batches -> answer.
+
+Three tasks share one event loop: one leases and renews, one scores (the model runs in a thread), one reports. A broker
+that is away ends none of them. A scorer that is told to leave finishes its batch and hands the rest back.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from broker.client.broker import Broker
+from broker.client.scoring import ScoreLease, Scores
+from broker.errors import HeadwayError
+from broker.schema import ScoreRequest, ScorerInfo
+from rollout_workers.outages import Outages
+from rollout_workers.run_end import RunEnd
+
+from .base import Runner
+
+BATCHES_AHEAD = 2
+"""Batches that a scorer has leased at most, the one that it scores among them."""
+MOST_REQUESTS = 1024
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.01, 0.2
+"""Seconds between two requests for leases: the shortest after a success, up to the longest after refusals."""
+MISSED_HEARTBEATS = 5
+FAILURES_IN_A_ROW = 3
+"""Requests at which the model may fail in a row before the process ends, so that another one takes its place."""
+FAREWELL_S = 5.0
+_BYTES_PER_TOKEN = 3
+"""Of a request's frame, at most."""
+
+log = logging.getLogger(__name__)
+
+
+class ModelFailedError(HeadwayError):
+    """The scorer's model fails at every request."""
+
+
+class Serving:
+    """Answers the requests of one scorer with one model."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        runner: Runner,
+        *,
+        scorer: str,
+        kind: str,
+        process: str,
+        device: str,
+        batch_tokens: int,
+        lease_ttl_s: float,
+        heartbeat_s: float,
+        patience_s: float,
+    ) -> None:
+        """`batch_tokens`: the most tokens of one batch, with padding; a longer request is a batch of its own."""
+        self._broker = broker
+        self._runner = runner
+        self._scorer = scorer
+        self._kind = kind
+        self._process = process
+        self._device = device
+        self._batch_tokens = batch_tokens
+        self._ttl_s = lease_ttl_s
+        self._heartbeat_s = heartbeat_s
+        self._outages = Outages(broker.url)
+        self._run_end = RunEnd(patience_s)
+        self._held = dict[str, ScoreLease]()
+        """Leases that are not answered, the longest asked first."""
+        self._scoring = set[str]()
+        """Those of the present batch."""
+        self._arrived, self._room = asyncio.Event(), asyncio.Event()
+        self._end = ""
+        self._failures = 0
+        self._last_error = ""
+        self.scored = 0
+        self._tokens, self._busy_s = 0, 0.0
+
+    async def run(self) -> str:
+        """Answer until the scorer is told to leave (returns "drained") or the run is over (returns its state). Raises
+        ModelFailedError, and the first error of any task."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(part) for part in (self._fill(), self._beat())]
+                await self._score_on()
+                for task in background:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+        finally:
+            await self._leave()
+        return self._end
+
+    def request_drain(self) -> None:
+        """Ask the scorer to answer its batch, hand the rest back and return from `run`. Idempotent."""
+        self._stop("drained")
+
+    def info(self) -> ScorerInfo:
+        """Return what this scorer reports of itself."""
+        return ScorerInfo(
+            process=self._process,
+            scorer=self._scorer,
+            kind=self._kind,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state="draining" if self._end else "ready",
+            device=self._device,
+            held=len(self._held),
+            scored=self.scored,
+            tokens_per_s=self._tokens / self._busy_s if self._busy_s else 0.0,
+            last_error=(self._outages.last_error or self._last_error)[:2000],
+        )
+
+    async def _fill(self) -> None:
+        """Keep so many tokens leased, and renew the leases in time."""
+        wait_s, renewed_s = SHORTEST_WAIT_S, time.monotonic()
+        while True:
+            room = BATCHES_AHEAD * self._batch_tokens - sum(map(_length, self._held.values()))
+            is_due = time.monotonic() - renewed_s > self._ttl_s / 4
+            found = 0
+            if room > 0 or is_due:
+                with self._outages:
+                    found = await self._lease(max(0, room))
+                    renewed_s = time.monotonic()
+            wait_s = SHORTEST_WAIT_S if found else min(2 * wait_s, LONGEST_WAIT_S)
+            await self._pause(wait_s)
+
+    async def _pause(self, wait_s: float) -> None:
+        """Wait, or until a batch is answered where there is no room before."""
+        self._room.clear()
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._room.wait()
+        except TimeoutError:
+            return
+
+    async def _lease(self, room: int) -> int:
+        most = max(0, MOST_REQUESTS - len(self._held)) if room else 0
+        held = list(self._held.values())
+        reply = await self._broker.scoring.lease(
+            self._scorer, ttl_s=self._ttl_s, most=most, most_bytes=_BYTES_PER_TOKEN * room, held=held
+        )
+        for name in reply.lost:
+            self._held.pop(name, None)
+        unfit = [(lease, reason) for lease in reply.leases if (reason := self._unfit(lease.request))]
+        self._held |= {lease.name: lease for lease in reply.leases}
+        for lease, reason in unfit:
+            await self._give_up(lease, reason)
+        if reply.leases:
+            self._arrived.set()
+        return len(reply.leases)
+
+    def _unfit(self, request: ScoreRequest) -> str:
+        """Return why this model cannot score a request; "" where it can."""
+        tokens = [part for part in (request.prompt_tokens, request.response_tokens) if len(part)]
+        highest, length = max(int(part.max()) for part in tokens), sum(map(len, tokens))
+        if highest >= self._runner.vocabulary:
+            return f"it has token {highest}, and the vocabulary of the {self._kind} ends at {self._runner.vocabulary}"
+        if length > self._runner.longest:
+            return f"it has {length} tokens, and the {self._kind} reads {self._runner.longest} at most"
+        return ""
+
+    async def _score_on(self) -> None:
+        while not self._end:
+            self._arrived.clear()
+            if batch := _batch(list(self._held.values()), self._batch_tokens):
+                await self._score(batch)
+                self._room.set()
+            else:
+                await self._arrived.wait()
+
+    async def _score(self, batch: Sequence[ScoreLease]) -> None:
+        began_s = time.monotonic()
+        try:
+            scores = await asyncio.to_thread(self._runner.score, [lease.request for lease in batch])
+            _check(scores)
+        except Exception as error:  # noqa: BLE001 - a model's code may raise anything; one request may be at fault
+            await self._search(batch, error)
+            return
+        finally:
+            self._busy_s += time.monotonic() - began_s
+        self._failures = 0
+        await self._answer(batch, scores)
+
+    async def _search(self, batch: Sequence[ScoreLease], error: Exception) -> None:
+        """Score the requests of a batch that failed one by one; give up the one at fault. Raises ModelFailedError where
+        all fail."""
+        if len(batch) > 1:
+            for lease in batch:
+                await self._score([lease])
+            return
+        log.exception("the model failed at a request", exc_info=error)
+        self._last_error = f"{type(error).__name__}: {error}"
+        self._failures += 1
+        await self._give_up(batch[0], f"the {self._kind} failed: {self._last_error}")
+        if self._failures >= FAILURES_IN_A_ROW:
+            raise ModelFailedError(f"The {self._kind} failed at {self._failures} requests in a row: {self._last_error}")
+
+    async def _answer(self, batch: Sequence[ScoreLease], scores: list[Scores]) -> None:
+        answers = list(zip(batch, scores, strict=True))
+        await self._outages.ride_out(lambda: self._broker.scoring.answer(self._scorer, answers))
+        self.scored += len(batch)
+        self._tokens += sum(map(_length, batch))
+        for lease in batch:
+            self._held.pop(lease.name, None)
+
+    async def _give_up(self, lease: ScoreLease, reason: str) -> None:
+        await self._outages.ride_out(lambda: self._broker.scoring.release(self._scorer, [lease], reason))
+        self._held.pop(lease.name, None)
+
+    async def _beat(self) -> None:
+        while True:
+            with self._outages:
+                await self._broker.scoring.report(self.info(), MISSED_HEARTBEATS * self._heartbeat_s)
+                state = await self._broker.status.state()
+                if self._run_end.is_over(state):
+                    self._stop(state)
+            await asyncio.sleep(self._heartbeat_s)
+
+    def _stop(self, reason: str) -> None:
+        self._end = self._end or reason
+        self._arrived.set()
+
+    async def _leave(self) -> None:
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                with self._outages:
+                    await self._broker.scoring.release(self._scorer, list(self._held.values()))
+                    await self._broker.scoring.leave(self._process)
+        except TimeoutError:
+            log.warning("the server does not answer: leases expire after %g s", self._ttl_s)
+
+
+def _length(lease: ScoreLease) -> int:
+    return len(lease.request.prompt_tokens) + len(lease.request.response_tokens)
+
+
+def _batch(held: Sequence[ScoreLease], batch_tokens: int) -> list[ScoreLease]:
+    """Return the first lease and others of about its length, so that little is padded."""
+    if not held:
+        return []
+    first = _length(held[0])
+    batch, longest = list[ScoreLease](), 0
+    for lease in sorted(held, key=lambda lease: abs(_length(lease) - first)):
+        longest = max(longest, _length(lease))
+        if batch and (len(batch) + 1) * longest > batch_tokens:
+            break
+        batch.append(lease)
+    return batch
+
+
+def _check(scores: Sequence[Scores]) -> None:
+    if not all(np.isfinite(one).all() for one in scores):
+        raise ValueError("it gave a score that is not finite")

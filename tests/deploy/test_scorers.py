@@ -1,0 +1,169 @@
+"""The scorer role on a real server: its processes may be killed, leave and be missing, and every sample gets its score
+once."""
+
+import asyncio
+import io
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from transformers import AutoConfig, AutoTokenizer
+
+from broker.client.broker import Broker
+from broker.client.holding import Holder
+from broker.config import BrokerConfig
+from broker.errors import LASTING_EXIT, ConfigError
+from broker.schema import PoolInfo, RunStatus
+from deploy.observe.pools import pool_of
+from deploy.observe.status import status_json, status_tables
+from deploy.observe.waiting import look
+from deploy.recipe.loading import recipe_to_bytes
+from deploy.recipe.recipe import Recipe, RunConfig
+from deploy.roles.scorer import score
+from deploy.terminal import Terminal
+from learner.models.model import model_files
+from rollout_workers.config import RewardConfig, ScorersConfig, TeacherConfig, WorkersConfig
+from rollout_workers.outages import Outages
+from rollout_workers.scorers.asking import AskedScorer
+from rollout_workers.scorers.base import UnfitModelError
+from tests.broker.scenario import FRESH, rules
+from tests.rollout_workers.reward_models import TOKENS, save_model, score_of
+
+from .runs import run_status
+
+LEASE_TTL_S = 2.0
+NAME = "reward_model"
+
+
+async def begin(broker: Broker, directory: Path, *rewards: Path, teacher: str = "") -> None:
+    """A learner claims a run with reward models in these directories; the policy's tokenizer is in `directory`."""
+    recipe = Recipe(
+        run=RunConfig(name=broker.run),
+        rewards=tuple(RewardConfig(kind="reward_model", path=str(path)) for path in rewards),
+        teacher=TeacherConfig(path=teacher),
+        scorers=ScorersConfig(batch_tokens=64),
+        workers=WorkersConfig(heartbeat_s=0.1),
+        broker=BrokerConfig(lease_ttl_s=LEASE_TTL_S),
+    )
+    claim = await broker.batches.claim(checkpoint=FRESH, rules=rules(1), config=recipe_to_bytes(recipe), resume=False)
+    save_model(directory / "policy", scores=False)
+    policy = AutoConfig.from_pretrained(directory / "policy"), AutoTokenizer.from_pretrained(directory / "policy")
+    await broker.versions.put_model(claim.owner, model_files(*policy))
+    await broker.status.set_state(claim.owner, "training")
+    await broker.holding.begin(Holder(host="node", pid=7, user="ali", since=0.0))
+
+
+@asynccontextmanager
+async def process(broker: Broker, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A scorer's, killed at the end if it is still there."""
+    environment = {**os.environ, "HEADWAY_BROKER": broker.url, "HEADWAY_RUN": broker.run}
+    argv = [sys.executable, "-m", "deploy", "scorer", "--name", name]
+    started = await asyncio.create_subprocess_exec(*argv, env=environment, stderr=asyncio.subprocess.PIPE)
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+            await started.wait()
+
+
+async def until(broker: Broker, claim: Callable[[RunStatus], bool]) -> RunStatus:
+    """Until this holds of the run."""
+    async with asyncio.timeout(60):
+        while not claim(status := await broker.status.snapshot()):  # noqa: ASYNC110 - it announces nothing
+            await asyncio.sleep(0.01)
+    return status
+
+
+def shown(status: RunStatus) -> str:
+    file = io.StringIO()
+    Terminal(file=file, width=200).print(status_tables(status))
+    return file.getvalue()
+
+
+async def test_every_sample_is_scored_once_while_scorers_are_missing_killed_and_told_to_leave(
+    broker: Broker, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "rm", scores=True)
+    await begin(broker, tmp_path, tmp_path / "rm")
+    asked = AskedScorer(broker.scoring, Outages(broker.url), NAME, hold_s=30)
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, TOKENS, 2 + n % 40).tolist() for n in range(80)]
+    waiting = [asyncio.ensure_future(asked.score(each[:1], each[1:])) for each in tokens[:10]]
+    await until(broker, lambda status: sum(queue.waiting for queue in status.scoring) == 10)
+    _, why = await look(broker)
+    assert why is not None
+    assert (why.who, why.why) == ("workers", "no scorers")
+    assert why.text.startswith("The workers wait for scores: 10 samples, the oldest for")
+    assert "of which no process is alive (start some with `headway scorers --scorer reward_model`)" in why.text
+    async with process(broker, "first") as first, process(broker, "second") as second:
+        status = await until(broker, lambda status: [info.state for info in status.scorers] == ["ready", "ready"])
+        assert status_json(status)["scorers"][0]["scorer"] == NAME
+        assert "Scorers (2)" in shown(status)
+        await asyncio.gather(*waiting)
+        os.kill(second.pid, signal.SIGSTOP)
+        waiting += [asyncio.ensure_future(asked.score(each[:1], each[1:])) for each in tokens[10:]]
+        await until(broker, lambda status: status.scoring[0].leased > 0)
+        os.kill(first.pid, signal.SIGKILL)
+        os.kill(second.pid, signal.SIGCONT)
+        async with asyncio.timeout(60):
+            found = np.concatenate(await asyncio.gather(*waiting))
+        np.testing.assert_allclose(found, [score_of(model, each) for each in tokens], rtol=1e-4, atol=1e-5)
+        status = await until(broker, lambda status: status.scoring[0].bytes == 0)
+        assert (status.scoring[0].answered, status.scoring[0].failed) == (80, 0)
+        assert status.scoring[0].expired_leases > 0, "it held leases when it was killed"
+        second.terminate()
+        assert await second.wait() == 0
+        assert not [info for info in (await broker.status.snapshot()).scorers if "second" in info.process]
+    await asked.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "told"),
+    [
+        ("missing", UnfitModelError, r"rewards\[0\].path: there is no directory .*missing"),
+        ("other", UnfitModelError, r"rewards\[0\].path: .*other has another tokenizer than the policy"),
+        ("policy", UnfitModelError, r"rewards\[0\].path: .*policy has no weights score.weight"),
+    ],
+)
+def test_a_model_that_cannot_score_ends_its_scorer_for_good_with_its_key(
+    url: str, run_name: str, tmp_path: Path, path: str, error: type[Exception], told: str
+) -> None:
+    if path == "other":
+        save_model(tmp_path / path, scores=True, alphabet="9876543210+-*=,#^")
+
+    async def claim() -> None:
+        broker = Broker(url, run_name)
+        await begin(broker, tmp_path, tmp_path / path)
+        await broker.close()
+
+    asyncio.run(claim())
+    with pytest.raises(error, match=told) as caught:
+        score(url, run_name, "p", "", ())
+    assert getattr(caught.value, "exit_code", 0) == LASTING_EXIT
+
+
+def test_of_several_scorers_one_is_to_be_named(url: str, run_name: str, tmp_path: Path) -> None:
+    async def claim() -> None:
+        broker = Broker(url, run_name)
+        await begin(broker, tmp_path, tmp_path / "a", tmp_path / "b", teacher="/t")
+        await broker.close()
+
+    asyncio.run(claim())
+    with pytest.raises(ConfigError, match=r"--scorer NAME\. The run has reward_model, reward_model_2, teacher"):
+        score(url, run_name, "p", "", ())
+    with pytest.raises(ConfigError, match="no scorer 'judge'; it has reward_model, reward_model_2, teacher"):
+        score(url, run_name, "p", "judge", ())
+
+
+def test_scaling_means_the_workers_where_no_pool_is_named() -> None:
+    pools = tuple(PoolInfo(pool=name, host="h", pid=1, running=1) for name in ("workers", "scorer-reward_model"))
+    status = replace(run_status(), pools=pools)
+    assert pool_of(status, "").pool == "workers"
+    assert pool_of(status, "scorer-reward_model").pool == "scorer-reward_model"
