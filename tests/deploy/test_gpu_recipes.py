@@ -11,6 +11,7 @@ from deploy.recipe.files import SHIPPED
 from deploy.recipe.loading import load_recipe
 from learner.config import ModelConfig, RandomModelConfig
 from learner.models.model import load_tokenizer
+from learner.objective.composition import check_algorithm
 
 QWEN3: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
 MODELS: dict[str, dict[str, Any]] = {
@@ -62,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PARAMETERS = {"qwen3-8b": 8.19e9, "qwen3-32b": 32.8e9, "qwen3-30b-a3b": 30.5e9, "llama-3.1-8b": 8.03e9}
 GPU_GB = {"qwen3-8b": 80, "qwen3-32b": 141, "qwen3-30b-a3b": 141, "llama-3.1-8b": 80}
-WAYS = ("", "dpo")
+WAYS = ("", "dpo", "online-dpo")
 
 
 def path_of(model: str, directory: Path) -> str:
@@ -79,6 +80,7 @@ def path_of(model: str, directory: Path) -> str:
 def test_the_learner_fits_the_gpus_that_the_recipe_names(model: str, way: str, tmp_path: Path) -> None:
     chosen = [f"base=gpu/{model}.yaml"] if way else []
     recipe = load_recipe(f"gpu/{way or model}.yaml", [*chosen, f"model.path={path_of(model, tmp_path)}"])
+    check_algorithm(recipe.algorithm)
     found = report(recipe, GPU_GB[model])
     assert found.planned.shape.num_parameters == pytest.approx(PARAMETERS[model], rel=0.01)
     assert found.fits
