@@ -19,6 +19,7 @@ from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.delivery import Sinks
 from deploy.recipe.recipe import Recipe
+from deploy.recipe.stage_graph import references
 from deploy.run.events import StageEvent
 from deploy.run.stage_output import origin, starting_at
 from deploy.run.stage_record import record_of, tracker_identity
@@ -100,8 +101,9 @@ def stage_identity(recipe: Recipe, number: int) -> str:
 
 def _held_out(recipe: Recipe, stage: StageConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Return the most held-out prompts that a gate or the final measurement asks for; none of a recipe without
-    prompts, or for a model that generates nothing."""
-    if not recipe.has_prompts or not leaves_policy(stage):
+    prompts, for a model that generates nothing, or while rewards wait for the model of a later stage."""
+    rewards = references(msgspec.to_builtins(recipe.rewards))
+    if not recipe.has_prompts or not leaves_policy(stage) or any(rewards):
         return []
     prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
     prompts.check()
@@ -179,8 +181,8 @@ def _gate(recipe: Recipe, held_out: Sequence[Prompt], ranks: Ranks) -> Iterator[
 
 def _no_pass_rate(tensors: Iterable[tuple[str, torch.Tensor]], count: int) -> float:
     raise ConfigError(
-        "The stage measures a pass rate, and the recipe has no held-out prompts. Give the recipe prompts and rewards,"
-        " and evaluation.prompts above 0."
+        "The stage measures a pass rate, and the recipe has no held-out prompts, or no rewards before a later stage"
+        " leaves their model. Give the recipe prompts and other rewards, and evaluation.prompts above 0."
     )
 
 
