@@ -1,5 +1,6 @@
 """Calls of every backend to the ranks that torchrun started, or to this process alone."""
 
+import atexit
 import os
 
 import torch
@@ -35,7 +36,15 @@ def join_ranks(device: str) -> torch.device:
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        if device == "cpu":
+            atexit.register(_leave_ranks)
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+
+
+def _leave_ranks() -> None:
+    """Have gloo join its threads while Python still runs: at the process's end torch aborts it now and then."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def sum_over_ranks(value: float, device: torch.device) -> float:
