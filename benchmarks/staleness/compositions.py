@@ -1,7 +1,8 @@
 """What is compared: names -> the keys of `algorithm` as a recipe would write them. Options left out are the published.
 
 A name is `family/correction`. Every correction is put on GRPO and on GSPO; published objectives of another kind stand
-beside GRPO's. One update a batch: the proximal policy is the current one, so a clip that is anchored to it never binds.
+beside GRPO's, and losses of pairs are a family of their own. One update a batch: the proximal policy is the current
+one, so a clip that is anchored to it never binds.
 """
 
 from typing import Any
@@ -76,8 +77,18 @@ OBJECTIVES: dict[str, Keys] = {
 }
 """Keys that go over those of the family that the name begins with."""
 
-COMPOSITIONS: dict[str, Keys] = {
-    f"{family}/{name}": keys | correction
-    for family, keys in FAMILIES.items()
-    for name, correction in CORRECTIONS.items()
-} | {name: FAMILIES[name.partition("/")[0]] | keys for name, keys in OBJECTIVES.items()}
+PAIRS: dict[str, Keys] = {
+    "pairs/none": PRESETS["online_dpo"].algorithm,
+    "pairs/truncated_is": {**PRESETS["online_dpo"].algorithm, "corrections": [{"kind": "pair_truncated_is"}]},
+}
+"""Online DPO, which trains two responses of a group."""
+
+COMPOSITIONS: dict[str, Keys] = (
+    {
+        f"{family}/{name}": keys | correction
+        for family, keys in FAMILIES.items()
+        for name, correction in CORRECTIONS.items()
+    }
+    | {name: FAMILIES[name.partition("/")[0]] | keys for name, keys in OBJECTIVES.items()}
+    | PAIRS
+)

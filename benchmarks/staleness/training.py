@@ -123,7 +123,7 @@ class Run:
             update = self._updater.update(self._updater.pack(judged.sequences), step)
         with self._timed("snapshot"):
             self._versions.append(weights(self._backend, step + 1))
-        lag = max(int(sequence.lags.max()) for sequence in judged.sequences)
+        lag = max((int(sequence.lags.max()) for sequence in judged.sequences), default=0)
         self._note({"lag": lag, "reward": judged.rewards.mean, "grad_norm": update.grad_norm, **update.algorithm})
 
     def evaluate_now_and_then(self, step: int) -> None:

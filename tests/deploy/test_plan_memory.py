@@ -75,9 +75,9 @@ def test_it_says_whether_a_device_is_large_enough(recipe: Path) -> None:
     assert "a device" not in shown(recipe)
 
 
-def test_the_reference_of_a_penalty_is_counted(recipe: Path) -> None:
-    text = shown(recipe, None, "algorithm.kl.coefficient=0.1")
-    assert "other models" in text
+@pytest.mark.parametrize("override", ["algorithm.kl.coefficient=0.1", "algorithm.preset=online_dpo"])
+def test_the_reference_of_a_penalty_or_of_pairs_is_counted(override: str, recipe: Path) -> None:
+    assert "other models" in shown(recipe, None, override)
     assert "other models" not in shown(recipe)
 
 
