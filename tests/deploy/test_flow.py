@@ -35,6 +35,7 @@ def test_the_types_of_the_example_are_those_of_the_interface() -> None:
     assert all((source, reward, objective, stage, sink))
 
 
+@pytest.mark.slow
 def test_a_new_flow_passes_its_tests_and_trains(tmp_path: Path) -> None:
     def run(*command: str, cwd: Path) -> str:
         repository = str(Path(__file__).parents[2])

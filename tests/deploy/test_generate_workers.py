@@ -60,6 +60,7 @@ def until(is_so: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_killed_workers_and_a_killed_writer_lose_no_prompt_and_answer_none_twice(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
