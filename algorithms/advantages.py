@@ -115,6 +115,16 @@ def informative_groups(rewards_S: torch.Tensor, group_S: torch.Tensor, *, tolera
     return highest_G - lowest_G > tolerance
 
 
+def none(rewards_S: torch.Tensor, group_S: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    """A_i = 0.
+
+    Rewards are reported and teach nothing: a teacher's logprobs alone do (`teacher_advantages`).
+
+    Source: on-policy distillation, Thinking Machines 2025.
+    """
+    return torch.zeros_like(rewards_S), _signal(rewards_S, group_S)
+
+
 def _group_sum(values_S: torch.Tensor, group_S: torch.Tensor) -> torch.Tensor:
     """[S] the sum over its group, at each sample."""
     num_groups = int(group_S.max()) + 1 if group_S.numel() else 0
@@ -148,4 +158,5 @@ ADVANTAGES: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
     "global_mean_std": global_mean_std,
     "group_mean_global_std": group_mean_global_std,
     "best_against_worst": best_against_worst,
+    "none": none,
 }

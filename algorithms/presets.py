@@ -135,6 +135,19 @@ PRESETS: dict[str, Preset] = {
         "IcePop, Ling team 2025 (Ring-1T, arXiv:2510.18855)",
         _of("group_mean_std", "ppo_clip", anchor="proximal", corrections=("icepop",)),
     ),
+    "distillation": Preset(
+        'On-policy distillation, Thinking Machines 2025, "On-Policy Distillation"; Agarwal et al. 2023 (GKD, '
+        "arXiv:2306.13649)",
+        _of(
+            "none",
+            "ppo_clip",
+            anchor="proximal",
+            corrections=("truncated_is",),
+            distillation={"coefficient": 1.0},
+        ),
+        "Needs a teacher: set teacher.path. The source's loss is not clipped; here the clip acts where a step has "
+        "several updates, and truncated importance weights correct for lag. advantage.kind adds the task's rewards.",
+    ),
     "m2po": Preset(
         'M2PO, Zheng et al. 2025, "Prosperity before collapse" (arXiv:2510.01161)',
         _of("group_mean_std", "unclipped", corrections=("m2po",)),

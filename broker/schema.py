@@ -403,6 +403,8 @@ class LagFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The share of these tokens that the objective clipped; None: it clips nothing."""
     mask_fraction: float | None = None
     """The share of these tokens that corrections masked."""
+    reverse_kl: float | None = None
+    """The mean of log policy - log teacher over these tokens, of distillation."""
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):

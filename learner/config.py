@@ -71,7 +71,8 @@ class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         str,
         Meta(
             description="group_mean_std, group_mean, leave_one_out, global_mean_std, group_mean_global_std, "
-            "best_against_worst (pairs), gae (with a critic), or your own as package.module:function"
+            "best_against_worst (pairs), none (a teacher alone), gae (with a critic), or your own as "
+            "package.module:function"
         ),
     ] = "group_mean_std"
     options: Annotated[dict[str, Any], Meta(description="keyword arguments of the advantage function")] = {}
@@ -156,6 +157,15 @@ class RewardShapingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     ] = False
 
 
+class DistillationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The term of advantages by which the policy learns from a teacher (`teacher.path`) on its own samples."""
+
+    coefficient: Annotated[
+        float,
+        Meta(ge=0, description="factor of log teacher - log policy in each token's advantage; 0: no teacher is needed"),
+    ] = 0.0
+
+
 class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The value model of advantage.kind=gae."""
 
@@ -189,6 +199,7 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     aggregation: AggregationConfig = AggregationConfig()
     kl: KlConfig = KlConfig()
     reward: RewardShapingConfig = RewardShapingConfig()
+    distillation: DistillationConfig = DistillationConfig()
     critic: CriticConfig = CriticConfig()
     router_replay: Annotated[
         bool,

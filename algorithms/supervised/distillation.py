@@ -6,9 +6,10 @@ from typing import Literal
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean
+from algorithms.metrics import Metrics, by_lag, masked_mean
 from algorithms.ratios import MAX_LOG_RATIO, token_log_ratio
 from algorithms.segments import trained
+from algorithms.tokens import Tokens
 
 MIN_LOGPROB = -100.0
 """Below it a probability counts as exp(-100), so that a token that a policy excludes leaves the loss finite."""
@@ -30,6 +31,28 @@ def reverse_kl_distillation(
     log_ratio_T = token_log_ratio(current_logprobs_T, teacher_logprobs_T, loss_mask_T).detach()
     losses_T = log_ratio_T * trained(current_logprobs_T, loss_mask_T)
     return losses_T, masked_mean("reverse_kl", log_ratio_T, loss_mask_T)
+
+
+def teacher_advantages(
+    student_logprobs_T: torch.Tensor, teacher_logprobs_T: torch.Tensor, tokens: Tokens, *, coefficient: float = 1.0
+) -> tuple[torch.Tensor, Metrics]:
+    """A'_t = A_t + coefficient (log teacher(y_t) - log student(y_t)).
+
+    On-policy distillation as a policy gradient: on samples of the student, with A_t = 0, the expected gradient is that
+    of -coefficient KL(student || teacher) at each prefix; later tokens are not charged to earlier ones. A_t is the
+    advantage of the task's rewards. The student is the policy that the objective's ratio is anchored to: behavior, or
+    proximal, which is the learner's before the step; with one update a step that is the policy that is trained, and
+    the gradient is exact under importance weights, however old the samples are. The logarithm of the ratio is clamped
+    to +-20, and has no gradient. Metric, also by lag: `reverse_kl`, the mean of log student - log teacher over trained
+    tokens, an estimate of the divergence on the sampler's tokens.
+
+    Source: Thinking Machines 2025, "On-Policy Distillation", whose loss has the negative reverse KL of each token as
+    its advantage; GKD, Agarwal et al. 2023 (arXiv:2306.13649), section 3, which adds the divergence to a reward.
+    """
+    log_ratio_T = token_log_ratio(student_logprobs_T, teacher_logprobs_T, tokens.loss_mask_T).detach()
+    sums = {"reverse_kl_sum": log_ratio_T, "reverse_kl_count": torch.ones_like(log_ratio_T)}
+    metrics = {**masked_mean("reverse_kl", log_ratio_T, tokens.loss_mask_T), **by_lag(sums, tokens)}
+    return tokens.trained_advantages - coefficient * log_ratio_T, metrics
 
 
 def top_k_distillation(
@@ -102,5 +125,6 @@ _DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tens
 
 DISTILLATION: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
     "reverse_kl_distillation": reverse_kl_distillation,
+    "teacher_advantages": teacher_advantages,
     "top_k_distillation": top_k_distillation,
 }

@@ -61,6 +61,11 @@ def impossible_scorers(recipe: Recipe) -> Iterator[str]:
             yield f"rewards[{index}].path is missing: it names the directory of the reward model."
         if reward.kind != REWARD_MODEL and reward.path:
             yield f"rewards[{index}].path is for kind=reward_model; {reward.kind} reads no model."
+    if recipe.algorithm.distillation.coefficient > 0 and not recipe.teacher.path:
+        yield (
+            "algorithm.distillation.coefficient above 0 needs a teacher: set teacher.path to the directory of a model"
+            " with the policy's vocabulary, a hub id, or stage:NAME."
+        )
     names = [scorer.name for scorer in scorers_of(recipe)]
     if len(set(names)) < len(names):
         yield f"two scorers have one name ({', '.join(names)})."

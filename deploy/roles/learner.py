@@ -47,7 +47,7 @@ from learner.experience.rewind import Rewind
 from learner.experience.stream import Experience
 from learner.models.model import load_config, load_tokenizer, model_files
 from learner.models.shape import shape_of
-from learner.objective.composition import needs_critic, needs_reference
+from learner.objective.composition import needs_critic, needs_reference, needs_teacher
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
 from learner.ranks import Ranks
@@ -168,6 +168,7 @@ def _limits(recipe: Recipe) -> SampleLimits:
         vocabulary=getattr(load_config(recipe.model).get_text_config(), "vocab_size", None),
         max_new_tokens=recipe.sampling.max_new_tokens,
         experts=(routing.layers, routing.per_token, routing.experts) if routing else None,
+        has_teacher=needs_teacher(recipe.algorithm),
     )
 
 

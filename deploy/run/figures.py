@@ -59,6 +59,7 @@ def _together(parts: Sequence[LagFigures]) -> LagFigures:
         ess=_ess([(part.tokens, part.ratio_mean, part.ess) for part in parts if part.ratio_mean and part.ess]),
         clip_fraction=_mean([(part.tokens, part.clip_fraction) for part in parts]),
         mask_fraction=_mean([(part.tokens, part.mask_fraction) for part in parts]),
+        reverse_kl=_mean([(part.tokens, part.reverse_kl) for part in parts]),
     )
 
 

@@ -27,7 +27,7 @@ from broker.user_code.options import unknown_option
 from broker.user_code.roots import load
 from learner.config import AlgorithmConfig
 
-from .pairs import PAIR_MEAN, check_pairs, compares_with_reference
+from .pairs import PAIR_MEAN, check_pairs, compares_with_reference, is_of_pairs
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,11 @@ def uses_proximal(config: AlgorithmConfig) -> bool:
     return config.objective.anchor == "proximal" and config.objective.kind not in IGNORES_ANCHOR
 
 
+def needs_teacher(config: AlgorithmConfig) -> bool:
+    """True where a teacher's logprobs enter the advantages; every trajectory has them then."""
+    return config.distillation.coefficient > 0
+
+
 def needs_reference(config: AlgorithmConfig) -> bool:
     """True where a reference model's logprobs enter the loss or the rewards."""
     return config.kl.coefficient > 0 or compares_with_reference(config)
@@ -114,6 +119,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     open_corrections(config)
     open_aggregation(config)
     check_pairs(config)
+    _check_distillation(config)
     _check_corrections(config)
     of_batch = [correction.kind for correction in config.corrections if correction.kind in OF_BATCH]
     if config.proximal != "recompute" and of_batch:
@@ -143,6 +149,24 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     if config.kl.ema_decay < 1 and not needs_reference(config):
         raise ConfigError(
             "algorithm.kl.ema_decay moves a reference that kl.coefficient=0 does not use; set one of them."
+        )
+
+
+def _check_distillation(config: AlgorithmConfig) -> None:
+    if needs_teacher(config) and is_of_pairs(config):
+        raise ConfigError(
+            f"algorithm.distillation.coefficient gives each token an advantage, and {config.objective.kind}, a loss of"
+            " pairs, looks at none; set it to 0, or take algorithm.preset=distillation."
+        )
+    if needs_teacher(config) and config.dynamic_sampling:
+        raise ConfigError(
+            "algorithm.dynamic_sampling drops groups whose samples all got the same reward, but a teacher"
+            " (distillation.coefficient above 0) teaches by them, too; set it to 0."
+        )
+    if config.advantage.kind == "none" and not needs_teacher(config):
+        raise ConfigError(
+            "algorithm.advantage.kind=none leaves nothing to learn from without a teacher; set"
+            " algorithm.distillation.coefficient above 0, with teacher.path, or another advantage."
         )
 
 

@@ -59,4 +59,5 @@ def _figures(rewards: Sequence[float], tokens: int, of_tokens: Mapping[str, floa
         ess=known.get("ess"),
         clip_fraction=known.get("clip_fraction"),
         mask_fraction=known.get("mask_fraction"),
+        reverse_kl=known.get("reverse_kl"),
     )

@@ -12,6 +12,7 @@ weight for both responses of a pair:
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,10 @@ import torch
 from algorithms import aggregation
 from algorithms.kl import ESTIMATORS
 from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, read, share, summarize, survival
+from algorithms.supervised.distillation import teacher_advantages
 from algorithms.supervised.imitation import sft
+from algorithms.tokens import Tokens
+from broker.errors import HeadwayError
 from learner.backends.base import TokenLoss
 from learner.config import AlgorithmConfig
 from learner.rows.batch import PackedBatch
@@ -85,6 +89,7 @@ class Objective:
         self._aggregate = open_aggregation(config, max_new_tokens)
         self._penalty = ESTIMATORS[config.kl.kind]
         self._kl_coefficient = config.kl.coefficient
+        self._distillation = config.distillation.coefficient
 
     def token_loss(
         self,
@@ -103,10 +108,11 @@ class Objective:
         current_logprobs = _needed(current_logprobs, self.needs_current)
         reference_logprobs = _needed(reference_logprobs, self.needs_reference)
         whole = denominators(batches, sum_over_ranks)
+        judged = self._judged(batches, proximal_logprobs or current_logprobs)
         corrections = [
             correction.for_batch(
                 (current_logprobs if self._is_of_current(correction) else proximal_logprobs) or (),
-                [batch.tokens for batch in batches],
+                judged,
                 sum_over_ranks,
             )
             for correction in self._corrections
@@ -121,6 +127,32 @@ class Objective:
             return share, read(metrics)
 
         return loss
+
+    def _judged(
+        self, batches: Sequence[PackedBatch], policy_logprobs: Sequence[torch.Tensor] | None
+    ) -> Sequence[Tokens]:
+        """Returns what corrections of a whole update look at. `policy_logprobs`: the anchor's, unless that is the
+        policy that sampled; None if no correction needs them."""
+        if self._anchor == "behavior":
+            policy_logprobs = [batch.behavior_logprobs_T for batch in batches]
+        if policy_logprobs is None:
+            return [batch.tokens for batch in batches]
+        return [self._taught(batch, one_T)[0].tokens for batch, one_T in zip(batches, policy_logprobs, strict=True)]
+
+    def _taught(self, batch: PackedBatch, policy_T: torch.Tensor) -> tuple[PackedBatch, Metrics]:
+        """Returns the batch with the teacher's term in its advantages, if there is one. Raises HeadwayError for a batch
+        without the teacher's logprobs."""
+        if not self._distillation:
+            return batch, {}
+        if batch.teacher_logprobs_T is None:
+            raise HeadwayError(
+                "The step has a trajectory without its teacher's logprobs, as a run without a teacher samples them; it"
+                " cannot be trained with algorithm.distillation.coefficient above 0."
+            )
+        advantages_T, metrics = teacher_advantages(
+            policy_T, batch.teacher_logprobs_T, batch.tokens, coefficient=self._distillation
+        )
+        return replace(batch, advantages_T=advantages_T), metrics
 
     def _is_of_current(self, correction: BoundCorrection) -> bool:
         """True if the correction weighs the current policy: a trust region does, and without a proximal policy all
@@ -153,13 +185,14 @@ class Objective:
         proximal_T: torch.Tensor,
         reference_T: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Metrics]:
+        anchor_T = batch.behavior_logprobs_T if self._anchor == "behavior" else proximal_T
+        batch, of_teacher = self._taught(batch, anchor_T)
         weights_T, of_weights = self._weights(batch, corrections, current_T, proximal_T)
-        metrics = {**policy_gap(proximal_T, batch.tokens), **of_weights}
+        metrics = {**policy_gap(proximal_T, batch.tokens), **of_teacher, **of_weights}
         if self.is_of_pairs:
             losses_P, of_pairs = self._surrogate(current_T, reference_T, batch.loss_mask_T, batch.cu_seqlens)
             weights_P = weights_T[batch.cu_seqlens[:-1:2].long()]  # all tokens of a pair have the same
             return self._aggregate(losses_P, weights_P, pairs=whole.pairs), {**metrics, **of_pairs}
-        anchor_T = batch.behavior_logprobs_T if self._anchor == "behavior" else proximal_T
         losses_T, of_tokens = self._surrogate(current_T, anchor_T, batch.tokens)
         losses_T, of_penalty = self._penalized(losses_T * weights_T, batch, current_T, reference_T)
         shares_T = self._aggregate(batch.loss_mask_T, batch.cu_seqlens, tokens=whole.tokens, sequences=whole.sequences)

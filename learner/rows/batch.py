@@ -33,6 +33,8 @@ class PackedBatch:
     experts_TLK: torch.Tensor | None = None
     """[T, L, K] int16, for router replay: the experts that compute each token. -1 at the last token of a sequence,
     which the engine never computed: there the router chooses for itself. None: it chooses for all tokens."""
+    teacher_logprobs_T: torch.Tensor | None = None
+    """[T] float32 logprobs that a teacher gives the tokens; 0 where the mask is 0. None: a sequence has none."""
     candidates_TC: torch.Tensor | None = None
     """[T, C] int64 tokens that a teacher found likeliest in the place of each token. A policy gives such a batch's
     logprobs as [T, 2 + C]: of the token, of the policy's own likeliest token (without gradient), of the candidates.

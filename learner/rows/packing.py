@@ -53,6 +53,8 @@ class PackableSequence:
     """[R]"""
     experts: Experts | None = None
     """[L - 1, layers, experts per token] experts to replay, of all tokens but the last; None: routers choose."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[R] as in a trajectory."""
     candidates: Candidates | None = None
     """A teacher's candidates for the response; None: there is no teacher."""
 
@@ -87,6 +89,7 @@ def from_trajectory(
         lags=lags,
         advantages=np.broadcast_to(np.float32(advantages), lags.shape),
         experts=routing.experts_of(trajectory) if routing else None,
+        teacher_logprobs=trajectory.teacher_logprobs,
     )
 
 
@@ -258,6 +261,7 @@ def concatenate(sequences: Sequence[PackableSequence]) -> PackedBatch:
         advantages_T=_joined(advantages, np.float32),
         lags_T=_joined(lags, np.int64),
         experts_TLK=_joined_experts(sequences),
+        teacher_logprobs_T=_joined_teacher(sequences),
         candidates_TC=_joined_candidates(sequences, lambda candidates: candidates.token_ids.astype(np.int64)),
         teacher_logprobs_TC=_joined_candidates(sequences, lambda candidates: candidates.logprobs),
     )
@@ -271,6 +275,16 @@ def _joined_experts(sequences: Sequence[PackableSequence]) -> torch.Tensor | Non
         return None
     rows = [np.pad(experts.astype(np.int16), ((0, 1), (0, 0), (0, 0)), constant_values=-1) for experts in recorded]
     return torch.from_numpy(np.concatenate(rows))
+
+
+def _joined_teacher(sequences: Sequence[PackableSequence]) -> torch.Tensor | None:
+    """[T] if all sequences have a teacher's logprobs."""
+    parts = [
+        _after_prompt(s, s.teacher_logprobs * (s.loss_mask != 0), np.float32)
+        for s in sequences
+        if s.teacher_logprobs is not None
+    ]
+    return _joined(parts, np.float32) if len(parts) == len(sequences) else None
 
 
 def _joined_candidates(

@@ -28,7 +28,7 @@ from algorithms.ratios import (
 from algorithms.returns import at_turn_ends, gae, returns_to_go, turn_of_token, whiten, whitening_sums
 from algorithms.rewards import at_last_trained, kl_shaped, kl_shaped_tokens, length_normalized, overlong_penalty
 from algorithms.segments import lengths, segment_mean
-from algorithms.supervised.distillation import reverse_kl_distillation, top_k_distillation
+from algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages, top_k_distillation
 from algorithms.supervised.imitation import sft
 from algorithms.supervised.preferences import PREFERENCES
 from algorithms.supervised.scores import bradley_terry
@@ -144,6 +144,7 @@ CALLS: dict[str, Call] = {
     "supervised reference_point": lambda g: reference_point_sums(g.current_T, g.anchor_T, g.mask, g.cu_seqlens),
     "supervised bradley_terry": lambda g: bradley_terry(g.rewards_S, margin=0.3, centering=0.01),
     "supervised value": lambda g: clipped_value_loss(g.numbers_T, g.anchor_T, g.current_T, g.mask),
+    "supervised teacher_advantages": lambda g: teacher_advantages(g.current_T, g.anchor_T, g.tokens, coefficient=0.7),
     "supervised reverse_kl": lambda g: reverse_kl_distillation(g.current_T, g.anchor_T, g.mask),
     **{
         f"supervised top_k {kind}": lambda g, kind=kind: top_k_distillation(

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.metrics import Metrics, summarize
-from algorithms.supervised.distillation import reverse_kl_distillation, top_k_distillation
+from algorithms.metrics import Metrics, read, summarize
+from algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages, top_k_distillation
 from algorithms.supervised.imitation import sft
 from algorithms.supervised.scores import bradley_terry
 from algorithms.supervised.values import clipped_value_loss
+from algorithms.tokens import Tokens
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack
 
@@ -112,6 +113,27 @@ def test_reverse_kl_distillation_has_the_gradient_of_the_kl_in_expectation() -> 
     torch.testing.assert_close(
         torch.autograd.grad(expected_loss, logits_V, retain_graph=True)[0], torch.autograd.grad(kl, logits_V)[0]
     )
+
+
+def test_a_teachers_advantages_have_the_gradient_of_the_kl_in_expectation_however_old_the_samples() -> None:
+    """Over all tokens of a vocabulary, drawn from an older policy and weighed by their ratio to the student."""
+    generator = torch.Generator().manual_seed(0)
+    logits_V, teacher_V, behavior_V = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+    logits_V.requires_grad_()
+    student_V, teacher_V, behavior_V = (x_V.log_softmax(0) for x_V in (logits_V, teacher_V, behavior_V))
+    bounds = torch.tensor([0, 6], dtype=torch.int32)
+    tokens = Tokens(behavior_V, torch.full((6,), 3.0), torch.ones(6), torch.arange(6), bounds)
+    advantages_V, metrics = teacher_advantages(student_V, teacher_V, tokens, coefficient=0.5)
+    torch.testing.assert_close(advantages_V, 3.0 + 0.5 * (teacher_V - student_V.detach()))
+    assert not advantages_V.requires_grad
+    weights_V = (student_V - behavior_V).exp().detach()
+    loss = -(behavior_V.exp() * weights_V * advantages_V * student_V).sum()
+    kl = (student_V.exp() * (student_V - teacher_V)).sum()
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, logits_V, retain_graph=True)[0], 0.5 * torch.autograd.grad(kl, logits_V)[0]
+    )
+    assert read(metrics)["by_lag/1/reverse_kl_sum"] == pytest.approx(float((student_V[1] - teacher_V[1]).detach()))
+    assert summarize(read(metrics))["reverse_kl"] == pytest.approx(float((student_V - teacher_V).detach().mean()))
 
 
 def test_what_stands_at_masked_places_never_matters() -> None:

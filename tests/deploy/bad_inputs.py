@@ -140,6 +140,7 @@ VALUES = [
     ("engine.kind=vlm", "engine.kind: there is no 'vlm'"),
     ("engine.dtype=int4", "engine.dtype is 'int4'; expected one of"),
     ("algorithm.preset=nonsense", "there is no preset 'nonsense'"),
+    ("algorithm.preset=distillation", "needs a teacher: set teacher.path"),
     ("algorithm.preset=7", "there is no preset '7'"),
     ("algorithm=[]", "algorithm is []; expected a section"),
     ("algorithm.corrections=[{}]", "algorithm.corrections[0].kind is missing"),

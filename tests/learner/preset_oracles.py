@@ -17,6 +17,7 @@ class Token(NamedTuple):
     advantage: float
     lag: int
     reference: float = 0.0
+    teacher: float = 0.0
 
 
 Response = Sequence[Token]
@@ -57,6 +58,12 @@ def behavior_clip(low: float = 0.2, high: float = 0.2) -> Callable[[Response], L
 
 def proximal_clip(weight: Callable[[Response, Token], float]) -> Callable[[Response], Losses]:
     return lambda tokens: [weight(tokens, t) * clip(exp(t.current - t.proximal), t.advantage) for t in tokens]
+
+
+def distilled(student: Callable[[Token], float]) -> Callable[[Response], Losses]:
+    """The reverse KL of each token, with its sign turned, is what it is judged by."""
+    clipped = proximal_clip(lambda _, t: min(lag_ratio(t), 2.0))
+    return lambda tokens: clipped([t._replace(advantage=t.advantage + t.teacher - student(t)) for t in tokens])
 
 
 def gspo(tokens: Response) -> Losses:
@@ -179,6 +186,13 @@ LOSSES: dict[str, tuple[Callable[[Response], Losses], Callable[[Sequence[Losses]
     "tis": (proximal_clip(lambda _, t: min(lag_ratio(t), 2.0)), token_mean),
     "sequence_tis": (proximal_clip(sequence_tis), token_mean),
     "icepop": (proximal_clip(icepop), token_mean),
+    "distillation": (distilled(lambda t: t.proximal), token_mean),
+    "stale_distillation": (
+        lambda tokens: behavior_clip()(
+            [t._replace(advantage=t.advantage + 0.5 * (t.teacher - t.behavior)) for t in tokens]
+        ),
+        token_mean,
+    ),
     "m2po": (lambda tokens: [-exp(t.current - t.behavior) * t.advantage for t in tokens], token_mean),
     "self_normalized": (weighted(lambda _, t: min(now_ratio(t), 2.0)), token_mean),
     "clipped_self_normalized": (proximal_clip(lambda _, t: min(lag_ratio(t), 2.0)), token_mean),

@@ -30,6 +30,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "clipped_self_normalized": {**PRESETS["tis"].algorithm, "corrections": [{"kind": "self_normalized_is"}]},
     "decoupled_m2po": {**PRESETS["decoupled_ppo"].algorithm, "corrections": [{"kind": "decoupled"}, {"kind": "m2po"}]},
     "clipped_m2po": {"corrections": [{"kind": "m2po"}]},
+    "stale_distillation": {"distillation": {"coefficient": 0.5}},
     "weighed_online_dpo": {**PRESETS["online_dpo"].algorithm, "corrections": [{"kind": "pair_truncated_is"}]},
 }
 MODEL = model_config("qwen3")
@@ -95,6 +96,7 @@ def responses_of(seen: Sequence[Seen], proximal: Backend) -> tuple[list[Response
                         float(batch.advantages_T[t]),
                         int(batch.lags_T[t]),
                         float(reference_T[t]),
+                        float(batch.teacher_logprobs_T[t]) if batch.teacher_logprobs_T is not None else 0.0,
                     )
                     for t in range(start, end)
                     if batch.loss_mask_T[t] > 0

@@ -2,6 +2,7 @@
 """The composition: shares add up however the batch is cut, names are checked, reports combine."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -32,6 +33,12 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
     "self_normalized": {
         "objective": {"kind": "ppo_clip", "anchor": "proximal"},
         "corrections": [{"kind": "self_normalized_is"}, {"kind": "age_weight"}, {"kind": "veto"}],
+    },
+    "taught_m2po": {**PRESETS["m2po"].algorithm, "distillation": {"coefficient": 0.3}},
+    "taught_later_m2po": {
+        "objective": {"kind": "ppo_clip", "anchor": "proximal"},
+        "corrections": [{"kind": "m2po"}],
+        "distillation": {"coefficient": 0.3},
     },
     "weighed_online_dpo": {
         **PRESETS["online_dpo"].algorithm,
@@ -83,12 +90,13 @@ class Whole:
         self.proximal_T, self.reference_T, self.current_T = (
             self.behavior_T + 0.3 * torch.randn(total, generator=generator) for _ in range(3)
         )
+        self.teacher_T = self.behavior_T / 2
         advantages_S = torch.randn(len(LENGTHS), generator=generator)
         self.advantages_T = spread(advantages_S, torch.tensor(self.bounds)) * self.mask_T
 
     def spoil(self, garbage: float) -> None:
         """Put this at all masked places."""
-        for name in ("behavior_T", "proximal_T", "reference_T", "current_T", "advantages_T"):
+        for name in ("behavior_T", "proximal_T", "reference_T", "current_T", "advantages_T", "teacher_T"):
             values_T = getattr(self, name)
             setattr(self, name, torch.where(self.mask_T > 0, values_T, torch.full_like(values_T, garbage)))
 
@@ -105,6 +113,7 @@ class Whole:
             behavior_logprobs_T=self.behavior_T[index_T],
             advantages_T=self.advantages_T[index_T],
             lags_T=index_T % 4,
+            teacher_logprobs_T=self.teacher_T[index_T],
         )
         return batch, index_T
 
@@ -412,10 +421,26 @@ REFUSED = [
         {"objective": {"kind": "policy_gradient"}, "corrections": [{"kind": "pair_truncated_is"}]},
         "weighs pairs, which policy_gradient does not have; take sequence_truncated_is",
     ),
+    ({"advantage": {"kind": "none"}}, r"advantage\.kind=none leaves nothing to learn from without a teacher"),
+    (
+        {"distillation": {"coefficient": 1.0}, "dynamic_sampling": 2},
+        "drops groups whose samples all got the same reward, but a teacher .* teaches by them",
+    ),
+    ({**ONLINE, "distillation": {"coefficient": 1.0}}, "gives each token an advantage, and dpo, a loss of pairs"),
     ({"kl": {"ema_decay": 0.9}}, "ema_decay moves a reference that kl.coefficient=0 does not use"),
     ({"objective": {"kind": "no_such_module:f"}}, "cannot import 'no_such_module'.*PYTHONPATH"),
     ({"objective": {"kind": "math:no_such"}}, "module 'math' has no 'no_such'"),
 ]
+
+
+def test_a_batch_without_the_teachers_logprobs_is_not_trained_by_them() -> None:
+    objective = Objective(algorithm(PRESETS["distillation"].algorithm))
+    whole = Whole()
+    batch, _ = whole.part([0, 2])
+    untaught = replace(batch, teacher_logprobs_T=None)
+    policy_T = torch.zeros(batch.num_tokens)
+    with pytest.raises(HeadwayError, match="a trajectory without its teacher's logprobs"):
+        objective.token_loss([untaught], proximal_logprobs=[policy_T])(0, policy_T.requires_grad_())
 
 
 @pytest.mark.parametrize(("raw", "message"), REFUSED)

@@ -65,7 +65,11 @@ def sampled(backend: Backend, numbers: Sequence[int], noise: float = 0.02) -> li
             near = logprobs_T[packable.prompt_length :].numpy()
             shaken = near + noise * np.random.default_rng(len(near)).normal(size=len(near))
             trajectories.append(
-                msgspec.structs.replace(trajectory, behavior_logprobs=np.minimum(shaken, 0).astype(np.float32))
+                msgspec.structs.replace(
+                    trajectory,
+                    behavior_logprobs=np.minimum(shaken, 0).astype(np.float32),
+                    teacher_logprobs=np.float32(0.8) * near,
+                )
             )
         groups.append(msgspec.structs.replace(one, trajectories=tuple(trajectories)))
     return groups

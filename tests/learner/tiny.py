@@ -44,6 +44,7 @@ def _sequence(rng: np.random.Generator, length: int) -> PackableSequence:
     prompt_length = max(1, length // 3)
     response_length = length - prompt_length
     return PackableSequence(
+        teacher_logprobs=np.linspace(-2, 0, response_length, dtype=np.float32),
         token_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
         prompt_length=prompt_length,
         loss_mask=(rng.random(response_length) < 0.8).astype(np.uint8),

@@ -22,18 +22,19 @@ from tests.learner.tiny import OPTIMIZER, model_config, sequences
 MODEL = model_config("qwen3")
 SIZES = (6, 1)
 """Sequences of each batch, or pairs: the last one leaves a rank with none."""
-PRESETS_TRIED = (("grpo", 1), ("m2po", 2), ("online_dpo", 2))
+PRESETS_TRIED = (("grpo", 1), ("m2po", 2), ("distillation", 2), ("online_dpo", 2))
 """With so many updates a step; the mask of m2po is one of all ranks, anew in each."""
 OF_PAIRS = ("online_dpo", 2)
-"""What another backend trains, too; its last batch has no pair at all."""
+TAUGHT = ("distillation", 2)
+"""What another backend trains, too; the last batch of pairs has no pair at all."""
 
 
 def all_updates() -> list[dict[str, float]]:
     return [update for preset, count in PRESETS_TRIED for update in updates(preset, count)]
 
 
-def updates_of_pairs(backend_kind: str) -> list[dict[str, float]]:
-    return updates(*OF_PAIRS, backend_kind, sizes=(*SIZES, 0))
+def other_updates(backend_kind: str) -> list[dict[str, float]]:
+    return [*updates(*OF_PAIRS, backend_kind, sizes=(*SIZES, 0)), *updates(*TAUGHT, backend_kind)]
 
 
 def updates(
@@ -69,6 +70,6 @@ def updates(
 
 
 if __name__ == "__main__":
-    results = {"fsdp": all_updates(), "megatron": updates_of_pairs("megatron")}
+    results = {"fsdp": all_updates(), "megatron": other_updates("megatron")}
     Path(sys.argv[1], f"updates_{dist.get_rank()}.json").write_bytes(msgspec.json.encode(results))
     dist.destroy_process_group()
