@@ -31,6 +31,7 @@ from deploy.recipe.loading import dump_recipe
 from deploy.recipe.operators import passed_on
 from deploy.recipe.pools import MAIN, pools_of
 from deploy.recipe.recipe import Recipe
+from deploy.recipe.scorers import check_started_by_hand
 from deploy.recipe.sinks import SinkConfig
 from deploy.run.directory import writable
 from deploy.run.whole_files import replace_file
@@ -187,6 +188,8 @@ _KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kust
 
 
 def _check(recipe: Recipe, options: KubernetesOptions) -> None:
+    if not options.has_ray:
+        check_started_by_hand(recipe)
     if not recipe.broker.is_embedded:
         raise ConfigError("`headway launch kubernetes` starts a server of its own: leave broker.url out.")
     if recipe.run.is_colocated:

@@ -25,6 +25,7 @@ from deploy.recipe.loading import dump_recipe
 from deploy.recipe.operators import passed_on
 from deploy.recipe.pools import MAIN, pools_of
 from deploy.recipe.recipe import Recipe
+from deploy.recipe.scorers import check_started_by_hand
 from deploy.run.directory import writable
 from deploy.run.stage_output import planned
 from deploy.run.whole_files import replace_file
@@ -93,6 +94,7 @@ def write_slurm_scripts(recipe: Recipe, directory: Path, options: SlurmOptions) 
 
 
 def _check(recipe: Recipe, options: SlurmOptions) -> None:
+    check_started_by_hand(recipe)
     if not recipe.broker.is_embedded:
         raise ConfigError("`headway launch slurm` starts a server of its own: leave broker.url out.")
     if recipe.run.is_colocated:

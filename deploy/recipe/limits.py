@@ -73,6 +73,7 @@ LIMITS = {
     "staleness.min_group_size": Limit(1, 4096, "no group is larger"),
     "sampling.max_new_tokens": _TOKENS,
     "sampling.temperature": Limit(1e-3, 1e3, "logits are divided by it, in float32"),
+    "sampling.seed": _COUNT,
     "sampling.top_k": Limit(0, 1 << 24, "no vocabulary is larger"),
     "engine.max_concurrent": Limit(1, 1 << 16, "an engine batches no more"),
     "engine.max_model_len": _TOKENS,

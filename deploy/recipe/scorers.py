@@ -15,7 +15,7 @@ from .stage_graph import REFERENCE
 REWARD_MODEL, TEACHER = "reward_model", "teacher"
 POOL = "scorer-"
 """The start of a scorer's pool's name."""
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,16 @@ def impossible_scorers(recipe: Recipe) -> Iterator[str]:
     names = [scorer.name for scorer in scorers_of(recipe)]
     if len(set(names)) < len(names):
         yield f"two scorers have one name ({', '.join(names)})."
+
+
+def check_started_by_hand(recipe: Recipe) -> None:
+    """Raise ConfigError where a recipe's scorers would have to be started by what starts learner and workers only."""
+    if recipe.scorers.count and (found := scorers_of(recipe)):
+        names = ", ".join(scorer.name for scorer in found)
+        raise ConfigError(
+            f"The run needs scorers ({names}), for which `headway launch` writes no job. Give it scorers.count=0, and"
+            " start them with `headway scorers` where they reach the broker."
+        )
 
 
 def check_scorers(recipe: Recipe) -> None:

@@ -30,7 +30,7 @@ def holding(recipe: Recipe) -> "ScorerOpener":
     keys = {scorer.name: scorer.key for scorer in scorers_of(recipe)}
 
     def opened(name: str, config: RewardConfig) -> "TokenScorer":
-        return OwnScorer(open_runner(REWARD_MODEL, config.path, recipe.scorers, key=keys[name]))
+        return OwnScorer(lambda: open_runner(REWARD_MODEL, config.path, recipe.scorers, key=keys[name]))
 
     return opened
 

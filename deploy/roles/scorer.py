@@ -13,6 +13,7 @@ import uvloop
 
 from broker.client.broker import Broker, open_broker
 from broker.schema import ScorerInfo
+from broker.user_code.roots import import_directory
 from deploy.recipe.loading import recipe_from_bytes, with_overrides
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import Scorer, scorer_named
@@ -65,7 +66,7 @@ async def _serve(broker: Broker, recipe: Recipe, scorer: Scorer, process: str, d
             await broker.scoring.leave(process)
             return
         loading = asyncio.to_thread(
-            open_runner, scorer.kind, scorer.path, recipe.scorers, key=scorer.key, policy=policy
+            open_runner, scorer.kind, _located(scorer.path), recipe.scorers, key=scorer.key, policy=policy
         )
         try:
             runner = await loading
@@ -90,6 +91,12 @@ async def _serve(broker: Broker, recipe: Recipe, scorer: Scorer, process: str, d
         log.info("scorer %s: %s", process, await serving.run())
     finally:
         watch.cancel()
+
+
+def _located(path: str) -> str:
+    """Return the model's path; a relative one is below the directory in which the user started `headway`."""
+    here = import_directory() / path
+    return str(here) if here.is_dir() else path
 
 
 def _loading(recipe: Recipe, scorer: Scorer, process: str) -> ScorerInfo:

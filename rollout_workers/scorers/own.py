@@ -1,7 +1,7 @@
 """A scorer in the caller's own process, for commands that have no broker."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,8 +14,11 @@ from .base import Runner
 class OwnScorer:
     """Scores with a model that this process holds, one request at a time, in a thread."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, open_runner: Callable[[], Runner]) -> None:
+        """`open_runner` loads the model when the first request comes: a stage that opens an evaluation may measure
+        nothing, and the model may not be there yet."""
+        self._open_runner = open_runner
+        self._runner: Runner | None = None
         self._alone = asyncio.Lock()
 
     async def score(
@@ -28,6 +31,8 @@ class OwnScorer:
             temperature=temperature,
         )
         async with self._alone:
+            if self._runner is None:
+                self._runner = await asyncio.to_thread(self._open_runner)
             (scores,) = await asyncio.to_thread(self._runner.score, [request])
         return scores
 

@@ -116,6 +116,10 @@ def test_a_second_launch_keeps_the_passwords_and_leaves_no_pool_that_is_gone() -
         (["broker.url='redis://h:1'"], "`headway launch slurm` starts a server of its own: leave broker.url out."),
         (["--sbatch", "leaner:--mem=1G"], "--sbatch 'leaner:--mem=1G': give an option such as --partition=gpu"),
         (["learner.step=3"], "unknown key learner.step"),
+        (
+            ["rewards=[{kind: reward_model, path: /rm}]"],
+            "The run needs scorers (reward_model), for which `headway launch`",
+        ),
     ],
 )
 def test_what_cannot_run_on_a_cluster_is_refused(

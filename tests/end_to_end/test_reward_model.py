@@ -6,6 +6,7 @@ from learner.experience.logged_batch import read_first_groups
 from tests.rollout_workers.reward_models import save_model, score_of
 
 from .recipes import SEVENS, write_recipe
+from .records import lines
 from .terminals import Terminals
 
 pytestmark = pytest.mark.slow
@@ -19,9 +20,10 @@ def test_a_run_trains_on_a_reward_model_and_a_rule_together(terminals: Terminals
     model = save_model(home / "rm", scores=True)
     recipe = write_recipe(
         home,
-        rewards=[{"kind": "sevens:compute_score"}, {**MODEL, "path": str(home / "rm")}],
+        rewards=[{"kind": "sevens:compute_score"}, MODEL],
         learner={"steps": 2, "groups_per_step": 2},
         workers={"count": 1},
+        evaluation={"prompts": 3},
     )
     terminals.open("run", "run", str(recipe)).succeeds()
     run = home / "runs" / "tiny"
@@ -36,6 +38,9 @@ def test_a_run_trains_on_a_reward_model_and_a_rule_together(terminals: Terminals
         share = max(-0.3, min(0.3, (one.rewards["reward_model"] - 0.1) / 2))
         assert one.reward == pytest.approx(one.rewards["compute_score"] + 0.5 * share, abs=1e-5)
     assert {one.rewards["reward_model"] > 0.7 for one in trained} == {True, False}, "some are clipped, and some are not"
+    before, after = lines(run / "evaluations.jsonl")
+    assert before["step"] == 0
+    assert after["step"] == 2
     log = (run / "logs" / "scorer-reward_model-0.log").read_text()
     assert "reward_model holds" in log
     assert "finished" in log

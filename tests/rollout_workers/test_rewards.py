@@ -3,14 +3,16 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import reasoning_gym
 
+from broker.client.scoring import Scores
 from broker.errors import ConfigError
 from broker.schema import Prompt
 from broker.user_code.host_process import HostProcess
@@ -19,6 +21,7 @@ from rollout_workers.config import RewardConfig
 from rollout_workers.rewards import open_reward
 from rollout_workers.rewards.base import RewardError, Score, Scorer, UnscoredError
 from rollout_workers.rewards.math_verify import MathVerifyScorer
+from rollout_workers.scorers import ScoringError
 
 OWN = "tests.rollout_workers.own_rewards"
 
@@ -249,3 +252,49 @@ async def test_a_reward_that_cannot_be_opened_says_what_could(kind: str, message
 async def test_no_reward_at_all_is_an_error() -> None:
     with pytest.raises(ConfigError, match="none given"):
         await open_reward([])
+
+
+class Judge:
+    """A reward model that others hold: the mean of the tokens, or the reason why there is none."""
+
+    def __init__(self, *, reason: str = "") -> None:
+        self.reason = reason
+
+    async def score(
+        self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1
+    ) -> Scores:
+        if self.reason:
+            raise ScoringError(self.reason)
+        return np.array([np.mean([*prompt_tokens, *response_tokens])], np.float32)
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+@pytest.mark.parametrize(("clip", "share"), [(0.0, 2.0), (0.5, 0.5)])
+async def test_a_reward_models_score_is_normalized_clipped_and_weighed_beside_a_rule(clip: float, share: float) -> None:
+    model = RewardConfig(kind="reward_model", path="rm", weight=0.1, mean=3.0, std=0.5, clip=clip)
+    rule = RewardConfig(kind="arithmetic", weight=2.0)
+    asked = []
+
+    def opened(name: str, config: RewardConfig) -> Judge:
+        asked.append((name, config.path))
+        return Judge()
+
+    scorer = await open_reward([rule, model, model], open_scorer=opened)
+    task = msgspec.structs.replace(prompt(), token_ids=[2, 3])
+    score = await scorer.score(task, "#7", "stop", [5, 6])
+    assert score.components == {"arithmetic": 1.0, "reward_model": 4.0, "reward_model_2": 4.0}
+    assert score.total == pytest.approx(2.0 + 2 * 0.1 * share)
+    assert asked == [("reward_model", "rm"), ("reward_model_2", "rm")]
+    await scorer.close()
+
+
+async def test_a_sample_that_no_scorer_can_score_is_given_up_and_three_end_the_worker() -> None:
+    model = RewardConfig(kind="reward_model", path="rm", deadline_s=0.01)
+    scorer = await open_reward([model], open_scorer=lambda name, config: Judge(reason="token 99 is unknown"))
+    for error in (UnscoredError, UnscoredError, RewardError):
+        with pytest.raises(error, match=r"reward reward_model was asked in vain on prompt .*: token 99 is unknown"):
+            await scorer.score(prompt(), "7", "stop", [7])
+    with pytest.raises(ConfigError, match="asked by the workers of a run, and there is none here"):
+        await open_reward([model])

@@ -59,7 +59,7 @@ def test_a_teacher_gives_the_logprob_of_each_token_at_the_sampling_temperature(
 
 async def test_a_command_without_a_broker_scores_in_its_own_process(tmp_path: Path) -> None:
     model = save_model(tmp_path, scores=True)
-    scorer = OwnScorer(open_runner("reward_model", str(tmp_path), CONFIG, key=KEY))
+    scorer = OwnScorer(lambda: open_runner("reward_model", str(tmp_path), CONFIG, key=KEY))
     assert float((await scorer.score([1, 2], [3, 4]))[0]) == pytest.approx(score_of(model, [1, 2, 3, 4]), abs=1e-5)
 
 
