@@ -10,7 +10,7 @@ from broker.user_code.options import unknown_option
 from learner.backends import abilities_of as backend_abilities
 from learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
 from learner.models.layout import check_ranks, check_splits
-from learner.stages.kinds import leaves_policy, options_of
+from learner.stages.kinds import options_of
 from rollout_workers.config import REWARDS, EngineConfig
 from rollout_workers.engines import ENGINES, abilities_of
 from rollout_workers.engines.gpus import shares
@@ -301,18 +301,11 @@ def _missing_abilities(recipe: Recipe) -> Iterator[str]:
     for switch, reason in abilities.lacks.items():
         if getattr(compute, switch):
             yield f"learner.compute.{switch}=true needs learner.backend=fsdp: {reason}"
-    if recipe.algorithm.advantage.kind == "gae" and not abilities.holds_critic:
-        yield (
-            f"algorithm.advantage.kind=gae needs a critic, and learner.backend={learner.backend} holds none. Set"
-            " learner.backend=fsdp, or take an advantage that compares the samples of a group."
-        )
     if recipe.algorithm.critic.path and recipe.algorithm.advantage.kind != "gae":
         yield (
             "algorithm.critic.path names the model that a critic starts from, and only algorithm.advantage.kind=gae"
             f" has one; it is {recipe.algorithm.advantage.kind}. Set algorithm.preset=ppo, or leave the path out."
         )
-    if any(not leaves_policy(stage) for stage in recipe.stages) and not abilities.holds_critic:
-        yield f"A reward_model stage needs learner.backend=fsdp: {learner.backend} holds no model of scores."
 
 
 def _shown(url: str) -> str:

@@ -133,7 +133,7 @@ def _class(kind: str, head: Head) -> Callable[..., Any]:
     check_installed(kind)
     known = BACKENDS[kind]
     path = {"policy": known.policy, "value": known.critic, "score": known.scores}[head]
-    found: Callable[..., Any] = load(path, "learner.backend") if path else _no_critic(kind)
+    found: Callable[..., Any] = load(path, "learner.backend")
     return found
 
 
@@ -148,6 +148,6 @@ def _told(kind: str, own: Callable[..., Any], head: Head) -> Callable[..., Any]:
 def _no_critic(kind: str) -> NoReturn:
     raise ConfigError(
         f"learner.backend: {kind} holds neither a critic, which algorithm.advantage.kind=gae needs, nor a reward model;"
-        " use learner.backend=fsdp, an advantage that compares the samples of a group, or let your own class take"
+        " use fsdp or megatron, an advantage that compares the samples of a group, or let your own class take"
         " `head`."
     )

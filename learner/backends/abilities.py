@@ -11,8 +11,6 @@ from learner.config import LayoutConfig
 class BackendAbilities:
     """The abilities of a backend. A class of the user's own is taken to lack nothing until it is opened."""
 
-    holds_critic: bool = True
-    """True if it can hold a model of a single output: a critic, or a reward model."""
     splits: tuple[str, ...] = LayoutConfig.__struct_fields__
     """Keys of `learner.layout` that it can split a model by."""
     lacks: Mapping[str, str] = field(default_factory=dict)
@@ -25,10 +23,10 @@ class KnownBackend:
 
     policy: str
     """Import path of the class for a policy."""
-    critic: str = ""
-    """Import path of the class for a critic; empty if it holds none."""
-    scores: str = ""
-    """Import path of the class for a reward model; empty if it holds none."""
+    critic: str
+    """Import path of the class for a critic."""
+    scores: str
+    """Import path of the class for a reward model."""
     plan: str
     """Import path of the function that estimates each rank's memory, `plan(PlannedModel) -> list[RankMemory]`."""
     abilities: BackendAbilities
@@ -63,9 +61,10 @@ BACKENDS: dict[str, KnownBackend] = {
     ),
     "megatron": KnownBackend(
         policy="learner.backends.megatron.backend:MegatronBackend",
+        critic="learner.backends.megatron.backend:MegatronValueBackend",
+        scores="learner.backends.megatron.backend:MegatronScoreBackend",
         plan="learner.planning.megatron:plan",
         abilities=BackendAbilities(
-            holds_critic=False,
             lacks={
                 "compile": "megatron's layers are not compiled.",
                 "offload_optimizer": "megatron shards the optimizer's state over replicas and context ranks; raise"

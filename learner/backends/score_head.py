@@ -8,8 +8,9 @@ from learner.models.model import load_config, load_tokenizer
 
 from .hugging_face_files import TensorFiles, weight_files
 
-SCORE_WEIGHT = "score.weight"
-"""Its name in the files of transformers' sequence classifiers."""
+SCORE_WEIGHT, SCORE_BIAS = "score.weight", "score.bias"
+"""The weight's name in the files of transformers' sequence classifiers; the bias, which only critics have, is 0 at
+first."""
 
 
 def has_score_head(model: ModelConfig) -> bool:

@@ -310,11 +310,6 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
             " out, or set run.placement=separated.",
         ),
         (
-            ["algorithm.preset=ppo", "learner.backend=megatron"],
-            "algorithm.advantage.kind=gae needs a critic, and learner.backend=megatron holds none. Set"
-            " learner.backend=fsdp, or take an advantage that compares the samples of a group.",
-        ),
-        (
             ["algorithm.critic.path=scores"],
             "algorithm.critic.path names the model that a critic starts from, and only algorithm.advantage.kind=gae has"
             " one; it is group_mean_std. Set algorithm.preset=ppo, or leave the path out.",

@@ -18,7 +18,14 @@ from learner.stages.base import Stage
 from . import distilling
 from .preferences import arithmetic, opened, opened_scores
 
-STAGES = ("dpo fsdp", "dpo megatron", "reward_model fsdp", "distill fsdp", "distill megatron")
+STAGES = (
+    "dpo fsdp",
+    "dpo megatron",
+    "reward_model fsdp",
+    "reward_model megatron",
+    "distill fsdp",
+    "distill megatron",
+)
 """Each stage's kind and backend."""
 OPEN: dict[str, Callable[..., tuple[Stage, Backend]]] = {
     "dpo": opened,

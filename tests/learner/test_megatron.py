@@ -206,11 +206,6 @@ def test_without_megatron_core_it_says_what_to_install(monkeypatch: pytest.Monke
         open_backend("megatron", model_config("qwen3"), OPTIMIZER)
 
 
-def test_a_critic_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"megatron holds no critic, .* use learner\.backend=fsdp"):
-        open_backend("megatron", model_config("qwen3"), OPTIMIZER, head="value")
-
-
 def test_nothing_is_patched_where_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.cuda.Stream, torch.cuda.current_device, torch.cuda.get_rng_state
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,12 +1,15 @@
 """Megatron's view of a transformers configuration; models that it cannot hold are refused."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from broker.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+Head = Literal["policy", "value", "score"]
+"""What the last pipeline stage ends with: the model's own head, or one of a single output; a score's has no bias."""
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
@@ -34,9 +37,10 @@ class Architecture:
     has_qk_norm: bool
     has_qkv_bias: bool
     norm_epsilon: float
+    head: Head = "policy"
 
 
-def architecture_of(config: "PretrainedConfig") -> Architecture:
+def architecture_of(config: "PretrainedConfig", head: Head = "policy") -> Architecture:
     """Return the architecture. Raises ConfigError for a model that the megatron backend does not train."""
     _check(config)
     is_moe = config.model_type == "qwen3_moe"
@@ -53,10 +57,11 @@ def architecture_of(config: "PretrainedConfig") -> Architecture:
         has_normalized_gates=bool(is_moe and config.norm_topk_prob),
         vocabulary=config.vocab_size,
         padding_token=config.pad_token_id,
-        has_tied_head=bool(config.tie_word_embeddings),
+        has_tied_head=bool(config.tie_word_embeddings) and head == "policy",
         has_qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
         has_qkv_bias=config.model_type == "qwen2",
         norm_epsilon=config.rms_norm_eps,
+        head=head,
     )
 
 

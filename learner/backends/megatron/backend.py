@@ -1,99 +1,46 @@
-"""The megatron backend: Megatron Core's schedules, layers and optimizer behind the calls of `learner/backends/base.py`.
+"""The megatron backends: Megatron Core behind the calls of `learner/backends/base.py`.
 
 Every rank of a replica gets the whole batch and computes its part: its tokens, its layers, its rows of every matrix.
 Only the last pipeline stage knows the results; it tells the others.
 """
 
+import dataclasses
 import functools
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from broker.errors import ConfigError
-from learner.backends.base import Backend, Likeliest, Snapshot, TokenLoss
-from learner.backends.hugging_face_files import write_tensors
-from learner.backends.off_device import OffDevice
-from learner.backends.process_group import check_same_count, count_ranks, join_ranks
+from learner.backends.base import Backend, Likeliest, TokenLoss
+from learner.backends.hugging_face_files import Read, write_tensors
 from learner.backends.rng import load_rng, snapshot_rng
-from learner.backends.saving import NamedTensors, save, snapshot_gathered
-from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from learner.models.layout import check_layout
-from learner.models.model import load_config, load_tokenizer
+from learner.backends.saving import NamedTensors, snapshot_gathered
+from learner.backends.score_head import first_head
+from learner.config import ModelConfig, OptimizerConfig
+from learner.models.classifier import check_classifier, write_classifier_files
 from learner.rows.batch import PackedBatch
 
-from .architecture import architecture_of
-from .cpu_shim import install_cpu_shim
-from .layout import join
-from .source import open_source
-
-Reports = list[dict[str, float]]
+from .architecture import Head
+from .source import open_source, with_head
+from .trained import Reports, TrainedParts
 
 
-class MegatronBackend:
+class MegatronBackend(TrainedParts):
     """A `Backend`. All calls are collective; all replicas must pass the same number of micro-batches."""
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        optimizer: OptimizerConfig,
-        *,
-        device: str = "cpu",
-        seed: int = 0,
-        layout: LayoutConfig = LayoutConfig(),
-        compute: ComputeConfig = ComputeConfig(),
-    ) -> None:
-        _import_megatron()
-        self._hugging_face = load_config(model)
-        self._tokenizer = load_tokenizer(model)
-        self._architecture = architecture_of(self._hugging_face)
-        self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
-        check_layout(layout, count_ranks(), self._architecture, self._dtype.itemsize)
-        self._device = join_ranks(device)
-        self._layout = layout
-        here = join(layout)
-        self.rank, self.world_size = here.rank, here.world_size
-        self.replica, self.replicas, self.is_lead = here.replica, here.replicas, here.is_lead
-        self._build(compute, optimizer)
-        self._state.read(open_source(model, seed))
-
-    def _build(self, compute: ComputeConfig, optimizer: OptimizerConfig) -> None:
-        from .export import Exporter
-        from .model import build, rotary_module, transformer_config
-        from .optimizer import ShardedAdam
-        from .router_load import take_router_load
-        from .schedule import Schedule
-        from .shards import places
-        from .state import TrainingState
-
-        config = transformer_config(self._architecture, self._layout, compute, self._dtype, self._device)
-        chunks = build(config, self._architecture, self._device)
-        all_places = list(places(self._architecture, self._layout))
-        self._adam = ShardedAdam(config, chunks, optimizer)
-        rotary, vocabulary = rotary_module(self._hugging_face), self._architecture.vocabulary
-        self._schedule = Schedule(self._adam.models, rotary, self._layout, self._device, vocabulary)
-        self._state = TrainingState(chunks, all_places, self._adam)
-        self._exporter = Exporter(chunks, all_places)
-        self._off_device = OffDevice()
-        self._take_router_load = functools.partial(take_router_load, chunks)
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """[T] fp32 logprobs for every micro-batch; [0] for an empty one."""
-        check_same_count(len(batches), self._device)
-        return self._schedule.evaluate(batches, temperature)
+        return self._evaluated(batches, temperature)
 
     def likeliest(self, batches: Sequence[PackedBatch], count: int) -> list[Likeliest]:
         """Return, for every micro-batch, the `count` likeliest tokens in each place with their logprobs."""
-        check_same_count(len(batches), self._device)
-        return [Likeliest.of(found_TC2) for found_TC2 in self._schedule.evaluate(batches, 1.0, top=count)]
+        return [Likeliest.of(found_TC2) for found_TC2 in self._evaluated(batches, 1.0, top=count)]
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """[T, W] the input of the output head, for comparisons of logits."""
-        return self._schedule.evaluate([batch], 1.0, wants_hidden=True)[0]
+        return self._evaluated([batch], 1.0, wants_hidden=True)[0]
 
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, temperature: float, learning_rate: float
@@ -102,11 +49,9 @@ class MegatronBackend:
 
         Empty micro-batches report {}, but the first report always has the load of experts.
         """
-        check_same_count(len(batches), self._device)
-        self._adam.zero_gradients()
-        total, reports = self._schedule.train(batches, temperature, loss)
+        total, norm, reports = self._update(batches, loss, temperature, learning_rate)
         reports[0] |= self._take_router_load()
-        return total, self._adam.step(learning_rate), reports
+        return total, norm, reports
 
     @torch.no_grad()
     def follow(self, policy: Backend, decay: float) -> None:
@@ -121,27 +66,16 @@ class MegatronBackend:
         """Yield what `save_pretrained` would write, in `model.dtype`, without a tied head."""
         return self._exporter.named_tensors()
 
-    def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
-        """Return a snapshot: ranks with the same part take turns in writing; rank 0 writes the Hugging Face model."""
-        write = functools.partial(self._write_hugging_face, directory) if self.rank == 0 else None
-        hugging_face = snapshot_gathered(self.named_tensors(), write, is_copied=is_copied)
-        state = self._state.snapshot(directory, self.rank, is_copied=is_copied)
-        return Snapshot((hugging_face, *state, snapshot_rng(directory, self.rank, self._device)))
-
-    def save(self, directory: Path) -> None:
-        """Save to `directory`, which appears with everything in it, or not at all."""
-        save(self, directory)
-
     def load(self, directory: Path) -> None:
         """Load a state that any layout may have written, RNG states rank by rank. Collective."""
-        self._state.load(directory)
+        super().load(directory)
         load_rng(directory, self.rank, self._device)
 
-    def off_device(self) -> AbstractContextManager[None]:
-        """Keep this rank's parameters, masters and moments in host memory; gradients are freed, as before every
-        step."""
-        self._adam.free_gradients()
-        return self._off_device.away(self._adam.tensors(), self._device)
+    def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
+        """Return the writers of a Hugging Face model (rank 0's) and of the process's generators."""
+        write = functools.partial(self._write_hugging_face, directory) if self.rank == 0 else None
+        hugging_face = snapshot_gathered(self.named_tensors(), write, is_copied=is_copied)
+        return hugging_face, snapshot_rng(directory, self.rank, self._device)
 
     def _write_hugging_face(self, directory: Path, tensors: NamedTensors) -> None:
         write_tensors(tensors, directory)
@@ -150,22 +84,54 @@ class MegatronBackend:
         self._tokenizer.save_pretrained(directory)
 
 
-def _import_megatron() -> None:
-    """Import Megatron and our modules built on it, without its warnings that Transformer Engine is missing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            import megatron.core  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                "learner.backend=megatron needs Megatron Core: pip install 'headway[megatron]' (or"
-                " megatron-core==0.16.1)."
-            ) from error
-        install_cpu_shim()
-        from . import export, router_load, schedule, state  # noqa: F401
-    # Deprecated calls of torch in Megatron's own code, which a user cannot mend.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
-    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not", category=UserWarning)
-    # Megatron logs every layer whose block is not one of its own classes.
-    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+class MegatronValueBackend(TrainedParts):
+    """A `ValueBackend` (see `learner/backends/base.py`). The last pipeline stage holds the head, in `model.dtype`."""
+
+    head: Head = "value"
+    has_random_head = False
+
+    def _source(self, model: ModelConfig, seed: int) -> Read:
+        first = first_head(model, self._architecture.width, seed if self.has_random_head else None)
+        return with_head(open_source(model, seed), first)
+
+    def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """[T] fp32 values for every micro-batch; [0] for an empty one."""
+        return self._evaluated(_plain(batches), 1.0)
+
+    def step(
+        self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float
+    ) -> tuple[float, float, Reports]:
+        """Make one update. Empty micro-batches report {}. The weights stay if the norm is not finite."""
+        return self._update(_plain(batches), loss, 1.0, learning_rate)
+
+
+class MegatronScoreBackend(MegatronValueBackend):
+    """A `ScoreBackend` (see `learner/backends/base.py`)."""
+
+    head = "score"
+    has_random_head = True
+
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **options: Any) -> None:
+        """Raises ConfigError for a model that transformers could not load as a classifier."""
+        check_classifier(model)
+        super().__init__(model, optimizer, **options)
+        self._model = model
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the classifier's tensors, in `model.dtype`."""
+        return self._exporter.named_tensors()
+
+    def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
+        """Return the writer of a sequence classifier, on rank 0."""
+        write = functools.partial(self._write_classifier, directory) if self.rank == 0 else None
+        return (snapshot_gathered(self.named_tensors(), write, is_copied=is_copied),)
+
+    def _write_classifier(self, directory: Path, tensors: NamedTensors) -> None:
+        write_tensors(tensors, directory)
+        write_classifier_files(self._model, directory)
+
+
+def _plain(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+    """Return the batches without candidates, and without experts to replay: a critic's routers choose for themselves,
+    since they drift apart from the policy's."""
+    return [dataclasses.replace(batch, experts_TLK=None, candidates_TC=None) for batch in batches]

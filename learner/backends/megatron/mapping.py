@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from learner.backends.score_head import SCORE_BIAS, SCORE_WEIGHT
+
 from .architecture import Architecture
 
 Tensors = tuple[torch.Tensor, ...]
@@ -177,6 +179,10 @@ def embedding(architecture: Architecture, parameter: str = "embedding.word_embed
 def last_bindings(architecture: Architecture) -> Iterator[Binding]:
     """Yield the bindings of the last stage's own tensors; a tied head is none."""
     yield _norm("decoder.final_layernorm.weight", "model.norm.weight", architecture.width)
-    if not architecture.has_tied_head:
+    if architecture.head != "policy":
+        yield Binding("value_head.weight", (SCORE_WEIGHT,), ((1, architecture.width),), Whole())
+        if architecture.head == "value":
+            yield Binding("value_head.bias", (SCORE_BIAS,), ((1,),), Whole())
+    elif not architecture.has_tied_head:
         shape = (architecture.vocabulary, architecture.width)
         yield Binding(HEAD, ("lm_head.weight",), (shape,), Vocabulary(architecture.vocabulary))

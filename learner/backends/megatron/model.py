@@ -3,7 +3,9 @@
 P tokens of a padded row, p those of this context rank, W model width, K candidates in the place of a token.
 """
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,25 +72,24 @@ class PackedGpt(GPTModel):
         return self.head(hidden_pW, packed_seq_params)
 
     def head(self, hidden_pW: torch.Tensor, row: MegatronRow) -> torch.Tensor:
-        """[T] logprobs of the row's tokens, 0 for the first of a sequence; the same on every rank of the stage.
+        """[T] logprobs of the row's tokens, or values, 0 for the first of a sequence; the same on every rank of the
+        stage.
 
         With candidates [T, 2 + K] as in `PackedBatch`; [T, K, 2] if the row wants its K likeliest tokens."""
         context = groups.context()
         if row.wants_hidden:
             return gathered(hidden_pW, context)[: row.num_tokens]
+        next_P = gathered(self.next_outputs(hidden_pW, row), context)
+        has_previous_P = (row.position_ids_P > 0).view(-1, *[1] * (next_P.dim() - 1))
+        return next_P.roll(1, 0).where(has_previous_P, 0.0)[: row.num_tokens]
+
+    def next_outputs(self, hidden_pW: torch.Tensor, row: MegatronRow) -> torch.Tensor:
+        """[p] for each token the logprob of the one that follows; with candidates, or of the likeliest, as `head`."""
+        group, context = groups.tensor(), groups.context()
         targets_P = row.token_ids_P.roll(-1)
         if row.candidates_PK is not None:
             targets_P = torch.cat([targets_P[:, None], row.candidates_PK.roll(-1, 0)], dim=1)
         targets_p = row.part(targets_P, context.rank(), context.size())
-        next_P = gathered(self.next_logprobs(hidden_pW, targets_p, row.temperature, row.top), context)
-        has_previous_P = (row.position_ids_P > 0).view(-1, *[1] * (next_P.dim() - 1))
-        return next_P.roll(1, 0).where(has_previous_P, 0.0)[: row.num_tokens]
-
-    def next_logprobs(
-        self, hidden_pW: torch.Tensor, targets_p: torch.Tensor, temperature: float, top: int
-    ) -> torch.Tensor:
-        """[p] the logprob of each token's target; of several targets, or of the `top` likeliest, as in `head`."""
-        group = groups.tensor()
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight = tied if tied is not None else self.output_layer.weight
         vocabulary: dict[str, Any] = {
@@ -96,11 +97,27 @@ class PackedGpt(GPTModel):
             "first": group.rank() * weight.shape[0],
             "vocabulary": self.architecture.vocabulary,
         }
-        if top:
-            return likeliest(hidden_pW, weight, top, temperature, **vocabulary)
+        if row.top:
+            return likeliest(hidden_pW, weight, row.top, row.temperature, **vocabulary)
         if targets_p.dim() == 1:
-            return token_logprobs(hidden_pW, weight, targets_p, temperature, **vocabulary)
-        return own_first(candidate_logprobs(hidden_pW, weight, targets_p, temperature, **vocabulary))
+            return token_logprobs(hidden_pW, weight, targets_p, row.temperature, **vocabulary)
+        return own_first(candidate_logprobs(hidden_pW, weight, targets_p, row.temperature, **vocabulary))
+
+
+class PackedValues(PackedGpt):
+    """A pipeline stage of a model with a head of one output, which every rank of the last stage holds whole."""
+
+    def __init__(self, *, has_bias: bool, **options: Any) -> None:
+        super().__init__(**options)
+        if self.post_process:
+            del self.output_layer
+            dtype = self.config.params_dtype
+            self.value_head = nn.Linear(self.config.hidden_size, 1, bias=has_bias, dtype=dtype)
+
+    def next_outputs(self, hidden_pW: torch.Tensor, row: MegatronRow) -> torch.Tensor:
+        """[p] fp32 values of the state behind each token."""
+        bias = None if self.value_head.bias is None else self.value_head.bias.float()
+        return F.linear(hidden_pW.float(), self.value_head.weight.float(), bias)[:, 0]
 
 
 class _Gathered(torch.autograd.Function):
@@ -216,7 +233,10 @@ def _mark_parts(chunk: PackedGpt) -> None:
 
 def _part(config: TransformerConfig, architecture: Architecture, stage: int | None) -> PackedGpt:
     vocabulary = architecture.vocabulary
-    model = PackedGpt(
+    kind: Callable[..., PackedGpt] = PackedGpt
+    if architecture.head != "policy":
+        kind = functools.partial(PackedValues, has_bias=architecture.head == "value")
+    model = kind(
         config=config,
         transformer_layer_spec=_layers(config, stage),
         vocab_size=vocabulary + -vocabulary % config.tensor_model_parallel_size,

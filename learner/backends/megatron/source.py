@@ -4,6 +4,7 @@ import torch
 
 from broker.errors import ConfigError
 from learner.backends.hugging_face_files import Read, TensorFiles, weight_files
+from learner.backends.score_head import SCORE_BIAS, SCORE_WEIGHT
 from learner.config import ModelConfig
 from learner.models.model import load_model
 
@@ -19,6 +20,12 @@ def open_source(model: ModelConfig, seed: int) -> Read:
             "model once with transformers' save_pretrained, or use learner.backend=fsdp."
         )
     return TensorFiles(paths)
+
+
+def with_head(read: Read, first: torch.Tensor) -> Read:
+    """Return a reader that also knows a head of one output, which has the weights `first` [1, W] and a bias of 0."""
+    head = {SCORE_WEIGHT: first, SCORE_BIAS: torch.zeros(1)}
+    return lambda name: head[name] if name in head else read(name)
 
 
 def _random_tensors(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
