@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -31,6 +32,7 @@ from deploy.roles.worker import _fetch_config_and_libraries, _work
 from deploy.run.answers import Answer, AnswerFile, AnswersError
 from deploy.run.trained import TrainedModel
 from rollout_workers.config import SamplingConfig
+from tests.processes import kill
 
 from .tiny_model import make_model
 
@@ -138,6 +140,34 @@ def test_a_worker_that_joined_by_the_url_goes_on_for_the_next_writer(
     assert out.read_bytes() == whole.read_bytes()
     with closing(BlockingBroker(server.url, "other")) as left:
         assert left.call(left.broker.status.runs()) == ()
+
+
+@pytest.mark.parametrize("loses_all", [False, True])
+def test_a_server_that_is_killed_and_starts_again_costs_no_prompt(
+    loses_all: bool,
+    model: Path,
+    server: EmbeddedServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts, out, whole = write(tmp_path / "p.jsonl", 40), tmp_path / "a.jsonl", tmp_path / "whole.jsonl"
+    arguments = ["generate", str(model), str(prompts), *SLOW, "--out"]
+    add = AnswerFile.add
+
+    def add_and_kill(file: AnswerFile, one: Answer) -> None:
+        add(file, one)
+        if len(file.done) == 10:
+            kill(server)
+            if loses_all:
+                shutil.rmtree(tmp_path / "server" / "appendonlydir")
+            server.start()
+
+    monkeypatch.setattr(AnswerFile, "add", add_and_kill)
+    with worker_elsewhere(server.url, "job", tmp_path / "private"):
+        assert not answer([*arguments, str(out), "--broker", server.url, "--run", "job", LEASE])
+    monkeypatch.setattr(AnswerFile, "add", add)
+    assert not answer([*arguments, str(whole)])
+    assert out.read_bytes() == whole.read_bytes()
 
 
 def lease_some(url: str) -> None:
