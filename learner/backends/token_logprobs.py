@@ -10,7 +10,7 @@ computes on them in fp32 within one compiled kernel in the forward and one in th
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,22 @@ def token_logprobs(
         vocabulary=vocabulary,
         logits_per_chunk=logits_per_chunk,
     )
-    logprobs_T: torch.Tensor = _TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head)  # type: ignore[no-untyped-call]
-    return logprobs_T
+    logprobs_T, _ = _TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head, False)  # type: ignore[no-untyped-call]
+    found_T: torch.Tensor = logprobs_T
+    return found_T
+
+
+def confident_logprobs(
+    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor, temperature: float, **vocabulary: Any
+) -> torch.Tensor:
+    """[T, 3] what `token_logprobs` gives, and without gradient the logprob of the likeliest of all tokens, which is the
+    target's to the bit where that is the likeliest, and the entropy of the distribution in nats.
+
+    `vocabulary`: `group`, `first`, `vocabulary` and `logits_per_chunk` as in `token_logprobs`.
+    """
+    head = open_head(hidden_TH, weight_VH, temperature, **vocabulary)
+    logprobs_T, confidence_T2 = _TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head, True)  # type: ignore[no-untyped-call]
+    return torch.cat([logprobs_T[:, None], confidence_T2], dim=1)
 
 
 def open_head(
@@ -122,21 +136,31 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor, head: Head
-    ) -> torch.Tensor:
+        ctx: Any, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor, head: Head, confident: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows_T = head.own(targets_T, len(weight_VH))
-        logsumexp_T, target_T = (hidden_TH.new_empty(len(hidden_TH), dtype=_exact(hidden_TH)) for _ in range(2))
+        logsumexp_T, target_T, *of_all_T = (
+            hidden_TH.new_empty(len(hidden_TH), dtype=_exact(hidden_TH)) for _ in range(4 if confident else 2)
+        )
         for part in chunks(len(hidden_TH), head.chunk):
             products_CV = hidden_TH[part] @ weight_VH.T
             logsumexp_T[part], target_T[part] = _fused(_normalizer, products_CV, rows_T[part], head)
-        logsumexp_T = logsumexp_over_ranks(logsumexp_T, head)
+            if confident:
+                largest_T, negentropy_T = of_all_T
+                found = _fused(_spread, products_CV, rows_T[part], head, logsumexp_T[part])
+                largest_T[part], negentropy_T[part] = found
+        own_T, logsumexp_T = logsumexp_T, logsumexp_over_ranks(logsumexp_T, head)
         ctx.save_for_backward(hidden_TH, weight_VH, rows_T, logsumexp_T)
         ctx.head = head
-        return head.reduce(target_T) - logsumexp_T
+        confidence_T2 = _confidence(of_all_T, own_T, logsumexp_T, head) if confident else logsumexp_T.new_empty(0)
+        ctx.mark_non_differentiable(confidence_T2)
+        return head.reduce(target_T) - logsumexp_T, confidence_T2
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(
+        ctx: Any, grad_T: torch.Tensor, _: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         hidden_TH, weight_VH, rows_T, logsumexp_T = ctx.saved_tensors
         head: Head = ctx.head
         grad_hidden_TH = torch.empty_like(hidden_TH)
@@ -146,7 +170,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_CV = _fused(_gradient, products_CV, rows_T[part], head, logsumexp_T[part], grad_T[part])
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[part])
             _add_product(grad_weight_VH, grad_CV.T, hidden_TH[part])
-        return head.reduce(grad_hidden_TH), grad_weight_VH.to(weight_VH.dtype), None, None
+        return head.reduce(grad_hidden_TH), grad_weight_VH.to(weight_VH.dtype), None, None, None
 
 
 def _normalizer(
@@ -161,6 +185,26 @@ def _normalizer(
     sum_C1 = (logits_CV - max_C1).exp().sum(1, keepdim=True)
     target_C = logits_of(products_CV.gather(1, rows_C.clamp(min=0)[:, None]), temperature, num_real=1)[:, 0]
     return (sum_C1.log() + max_C1)[:, 0], target_C.where(rows_C >= 0, 0.0)
+
+
+def _spread(
+    products_CV: torch.Tensor, rows_C: torch.Tensor, temperature: float, num_real: int, logsumexp_C: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[C] the largest logit of this rank, and [C] the negative entropy of the distribution over its rows alone."""
+    logits_CV = logits_of(products_CV, temperature, num_real)
+    logprobs_CV = logits_CV - logsumexp_C[:, None]
+    return logits_CV.amax(1), (logprobs_CV.exp() * logprobs_CV).sum(1)
+
+
+def _confidence(
+    of_rank_T: Sequence[torch.Tensor], own_T: torch.Tensor, logsumexp_T: torch.Tensor, head: Head
+) -> torch.Tensor:
+    """[T, 2] the logprob of the likeliest token, and the entropy: that of each rank's rows and of which rank holds the
+    token. `of_rank_T`: what `_spread` gives; `own_T` and `logsumexp_T`: of this rank's rows and of all."""
+    largest_T, negentropy_T = of_rank_T
+    logshare_T = own_T - logsumexp_T
+    entropy_T = -head.reduce(logshare_T.exp() * (negentropy_T + logshare_T))
+    return torch.stack([head.reduce(largest_T, dist.ReduceOp.MAX) - logsumexp_T, entropy_T], dim=1)
 
 
 def _gradient(

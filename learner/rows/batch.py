@@ -39,6 +39,9 @@ class PackedBatch:
     """[T, C] int64 tokens that a teacher found likeliest in the place of each token. A policy gives such a batch's
     logprobs as [T, 2 + C]: of the token, of the policy's own likeliest token (without gradient), of the candidates.
     None: it gives those of the tokens, [T]."""
+    wants_confidence: bool = False
+    """Whether a policy gives this batch's logprobs as [T, 3]: of the token, and without gradient of the policy's own
+    likeliest token, and the entropy of its distribution in nats. Such a batch has no candidates."""
     teacher_logprobs_TC: torch.Tensor | None = None
     """[T, C] float32, the teacher's logprobs of these candidates, falling along a row; -inf fills a place without a
     token. No row of a trained token is without one."""

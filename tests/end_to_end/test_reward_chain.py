@@ -14,7 +14,7 @@ from .terminals import DEADLINE_S, Terminal, Terminals
 pytestmark = pytest.mark.slow
 
 RECIPE = "sft-rm-ppo.yaml"
-STEPS = 20
+STEPS = 25
 SHORTER = (f"learner.steps={STEPS}", "checkpoint.every_steps=5", "evaluation.prompts=0")
 STAGES = (Path("sft"), Path("stages", "2-reward_model"))
 BY_THE_RULE = ("rewards=[{kind: arithmetic}]", "evaluation.pass_reward=1.0")
@@ -44,7 +44,7 @@ def test_a_chain_that_is_killed_in_each_stage_ends_with_a_better_policy(terminal
     assert found["reward_last"] > found["reward_first"] + 0.3
     (last,) = (run / "checkpoints").glob(f"*/step_{STEPS}")
     before, after = (_right(terminals, model) for model in (run / "sft", last))
-    assert after > before + 0.1, "a policy that only fools the reward model is right no more often"
+    assert after > before + 0.08, "a policy that only fools the reward model is right no more often"
 
 
 def _kill(terminal: Terminal, record: Path, steps: int) -> None:

@@ -16,7 +16,7 @@ from learner.backends.base import Backend
 from learner.stages.base import Stage
 
 from . import distilling
-from .preferences import arithmetic, opened, opened_scores
+from .preferences import arithmetic, opened, opened_scores, opened_sft
 
 STAGES = (
     "dpo fsdp",
@@ -25,12 +25,14 @@ STAGES = (
     "reward_model megatron",
     "distill fsdp",
     "distill megatron",
+    "sft megatron",
 )
 """Each stage's kind and backend."""
 OPEN: dict[str, Callable[..., tuple[Stage, Backend]]] = {
     "dpo": opened,
     "reward_model": opened_scores,
     "distill": distilling.opened,
+    "sft": opened_sft,
 }
 UNITS = 4
 """Records: the second step has one, which leaves a rank with none."""
@@ -41,8 +43,8 @@ def metrics(name: str, directory: Path) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     seen: list[dict[str, float]] = []
     kind, backend_kind = name.split()
-    scores = {"options": {"held_out_records": 4, "data": arithmetic(UNITS + 4)}}
-    of_units: dict[str, Any] = scores if kind == "reward_model" else {"units": UNITS}
+    of_records = {"options": {"held_out_records": 4, "data": arithmetic(UNITS + 4)}}
+    of_units: dict[str, Any] = of_records if kind in ("reward_model", "sft") else {"units": UNITS}
     stage, _ = OPEN[kind](
         directory,
         micro_batch_tokens=40,

@@ -89,6 +89,13 @@ def opened_scores(directory: Path, *, options: dict[str, Any] | None = None, **g
     return open_stage(config, parts, "stages[0]"), parts.backend
 
 
+def opened_sft(directory: Path, *, options: dict[str, Any] | None = None, **given: Any) -> tuple[Stage, Backend]:
+    """A stage that imitates conversations; `given` goes to `parts_of`."""
+    parts = parts_of(directory, **given)
+    shared = {name: value for name, value in SCORED.items() if name != "centering"}
+    return open_stage(StageConfig(kind="sft", options=shared | (options or {})), parts, "stages[0]"), parts.backend
+
+
 def parts_of(
     directory: Path,
     *,

@@ -24,6 +24,7 @@ from learner.rows.units import pack_units
 from learner.stages import check_stages, open_stage
 from learner.stages.base import Progress, StageError
 from learner.stages.sft import tokenize
+from learner.stages.supervised.distillation import as_teacher
 from learner.stages.supervised.options import BestOptions, PreferenceOptions
 from learner.stages.supervised.preferences import PreferenceStage
 from learner.stages.supervised.schedule import Order, learning_rate
@@ -76,6 +77,7 @@ def test_packing_changes_no_metric(kind: str, micro_batch_tokens: int, tmp_path:
         "dpo": {"reward_margin", "held_out/reward_accuracy"},
         "reward_model": {"score_margin", "held_out/score_accuracy"},
         "distill": {"forward_kl", "held_out/agreement"},
+        "sft": {"entropy", "held_out/token_accuracy"},
     }
     assert {*names[kind], "held_out/loss", "grad_norm"} <= set(one.metrics)
 
@@ -285,7 +287,17 @@ def test_sft_trains_the_conversations_of_a_file(tmp_path: Path, caplog: pytest.L
     assert "1 too long" in caplog.text
     assert len(seen) == 10  # 7 records, 4 times, 3 a step
     assert seen[0].loss == pytest.approx(first, abs=1e-6)
-    assert seen[-1].metrics["held_out/cross_entropy"] == pytest.approx(seen[-1].metrics["held_out/loss"], rel=1e-6)
+    measured = seen[-1].metrics
+    assert measured["held_out/cross_entropy"] == pytest.approx(measured["held_out/loss"], rel=1e-6)
+    held_out = [Example(query=f"{number}+1=", response=f"{(number + 1) % 10}") for number in (7, 8)]
+    batch = concatenate([tokenize(example, parts.tokenizer, parts.renderer) for example in held_out])
+    (found,) = as_teacher(parts.backend).likeliest([batch], 1000)
+    is_trained_T = batch.loss_mask_T > 0
+    entropy = -(found.logprobs_TC.exp() * found.logprobs_TC).sum(1)[is_trained_T].mean()
+    accuracy = (found.token_ids_TC[:, 0] == batch.token_ids_T)[is_trained_T].float().mean()
+    assert measured["held_out/entropy"] == pytest.approx(entropy.item(), abs=1e-5)
+    assert measured["held_out/token_accuracy"] == pytest.approx(accuracy.item())
+    assert {"entropy", "token_accuracy"} <= set(measured)
     assert seen[-1].loss < seen[0].loss
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import learner.backends.token_logprobs as token_logprobs_module
-from learner.backends.token_logprobs import token_logprobs
+from learner.backends.token_logprobs import confident_logprobs, token_logprobs
 from tests.learner.torchrun import run_ranks
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 19
@@ -31,7 +31,9 @@ def oracle(temperature: float, padded: int = VOCABULARY) -> dict[str, torch.Tens
     log_softmax = ((hidden @ weight[:VOCABULARY].T) / temperature).log_softmax(-1)
     logprobs = log_softmax[torch.arange(TOKENS), targets]
     hidden_grad, weight_grad = torch.autograd.grad(logprobs, (hidden, weight), pull)
-    return {"logprobs": logprobs.detach(), "hidden": hidden_grad, "weight": weight_grad}
+    likeliest, entropy = log_softmax.amax(1), -(log_softmax.exp() * log_softmax).sum(1)
+    confidence = torch.stack([likeliest, entropy], 1).detach()
+    return {"logprobs": logprobs.detach(), "hidden": hidden_grad, "weight": weight_grad, "confidence": confidence}
 
 
 def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -45,12 +47,17 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 @pytest.mark.parametrize("padded", [VOCABULARY, 26])
 def test_any_chunk_equals_log_softmax_and_its_gradients(temperature: float, rows: int, padded: int) -> None:
     hidden, weight, targets, pull = given(padded)
-    logprobs = token_logprobs(
-        hidden, weight, targets, temperature, vocabulary=VOCABULARY, logits_per_chunk=rows * padded + padded // 2
-    )
-    hidden_grad, weight_grad = torch.autograd.grad(logprobs, (hidden, weight), pull)
-    got = {"logprobs": logprobs.detach(), "hidden": hidden_grad, "weight": weight_grad}
-    assert_equal(got, oracle(temperature, padded))
+    options: dict[str, Any] = {"vocabulary": VOCABULARY, "logits_per_chunk": rows * padded + padded // 2}
+    logprobs = token_logprobs(hidden, weight, targets, temperature, **options)
+    found = confident_logprobs(hidden, weight, targets, temperature, **options)
+    for pulled in (logprobs, found[:, 0]):
+        hidden_grad, weight_grad = torch.autograd.grad(pulled, (hidden, weight), pull)
+        got = {"logprobs": pulled.detach(), "hidden": hidden_grad, "weight": weight_grad}
+        assert_equal(got | {"confidence": found[:, 1:].detach()}, oracle(temperature, padded))
+    best = (hidden @ weight[:VOCABULARY].T).argmax(1)
+    targets = targets.where(torch.arange(TOKENS) % 2 == 0, best)
+    found = confident_logprobs(hidden, weight, targets, temperature, **options)
+    assert torch.equal(found[:, 0] == found[:, 1], targets == best), "the likeliest is found to the bit"
 
 
 @pytest.mark.parametrize("padded", [26, 40], ids=["some padding", "a rank of nothing but padding"])
@@ -73,6 +80,7 @@ def test_bfloat16_products_are_summed_in_fp32() -> None:
     hidden_grad, weight_grad = torch.autograd.grad(logprobs, (hidden, weight), pull.float())
     assert (hidden_grad.dtype, weight_grad.dtype) == (torch.bfloat16, torch.bfloat16)
     got = {"logprobs": logprobs.detach(), "hidden": hidden_grad, "weight": weight_grad}
+    got["confidence"] = confident_logprobs(hidden, weight, targets, 1.0)[:, 1:].detach()
     for name, tensor in exact.items():
         torch.testing.assert_close(got[name].double(), tensor, rtol=2e-2, atol=5e-2)
 

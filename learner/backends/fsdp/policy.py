@@ -12,7 +12,7 @@ from torch import nn
 from broker.errors import ConfigError
 from learner.backends.candidate_logprobs import candidate_logprobs, likeliest, own_first
 from learner.backends.replayed_choice import Recorded
-from learner.backends.token_logprobs import token_logprobs
+from learner.backends.token_logprobs import confident_logprobs, token_logprobs
 from learner.models.attention import ATTENTION_NAME, register_packed_attention
 from learner.rows.batch import PackedBatch
 
@@ -113,12 +113,14 @@ class Policy(PackedModel):
         return named_as_in_files
 
     def forward(self, batch: PackedBatch, temperature: float, top: int = 0) -> torch.Tensor:
-        """[T] fp32 logprobs, 0 for the first token of every sequence; [T, 2 + C] for a batch with candidates. With
+        """[T] fp32 logprobs, 0 for the first token of every sequence; [T, 2 + C] or [T, 3] as `PackedBatch` says. With
         `top`: [T, C, 2] the C = `top` likeliest tokens in the place of each token, as `likeliest` gives them."""
         row = self.row(batch)
         hidden_NH, weight_VH = self.hidden(row), self.model.get_output_embeddings().weight
         if top:
             found_N = likeliest(hidden_NH, weight_VH, top, temperature)
+        elif batch.wants_confidence:
+            found_N = confident_logprobs(hidden_NH, weight_VH, row.next_ids_N, temperature)
         elif row.next_candidates_NC is None:
             found_N = token_logprobs(hidden_NH, weight_VH, row.next_ids_N, temperature)
         else:

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import nn
 
 from learner.backends.candidate_logprobs import candidate_logprobs, likeliest, own_first
-from learner.backends.token_logprobs import token_logprobs
+from learner.backends.token_logprobs import confident_logprobs, token_logprobs
 from learner.config import ComputeConfig, LayoutConfig
 
 from . import groups
@@ -75,7 +75,7 @@ class PackedGpt(GPTModel):
         """[T] logprobs of the row's tokens, or values, 0 for the first of a sequence; the same on every rank of the
         stage.
 
-        With candidates [T, 2 + K] as in `PackedBatch`; [T, K, 2] if the row wants its K likeliest tokens."""
+        [T, 2 + K] or [T, 3] as `PackedBatch` says; [T, K, 2] if the row wants its K likeliest tokens."""
         context = groups.context()
         if row.wants_hidden:
             return gathered(hidden_pW, context)[: row.num_tokens]
@@ -99,9 +99,10 @@ class PackedGpt(GPTModel):
         }
         if row.top:
             return likeliest(hidden_pW, weight, row.top, row.temperature, **vocabulary)
-        if targets_p.dim() == 1:
-            return token_logprobs(hidden_pW, weight, targets_p, row.temperature, **vocabulary)
-        return own_first(candidate_logprobs(hidden_pW, weight, targets_p, row.temperature, **vocabulary))
+        if row.candidates_PK is not None:
+            return own_first(candidate_logprobs(hidden_pW, weight, targets_p, row.temperature, **vocabulary))
+        logprobs = confident_logprobs if row.wants_confidence else token_logprobs
+        return logprobs(hidden_pW, weight, targets_p, row.temperature, **vocabulary)
 
 
 class PackedValues(PackedGpt):

@@ -37,6 +37,8 @@ class MegatronRow(PackedSeqParams):
     """The number of likeliest tokens wanted in each place; 0: logprobs are."""
     candidates_PK: torch.Tensor | None = None
     """[P, K] `PackedBatch.candidates_TC`."""
+    wants_confidence: bool = False
+    """`PackedBatch.wants_confidence`."""
 
     def part(self, values_P: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """[P / C] the part of rank `rank` of `size`."""
@@ -77,6 +79,7 @@ def make_row(
         layout=on_device(layout, device),
         recorded=None if experts is None else Recorded(experts.to(device, non_blocking=True), tally_2),
         candidates_PK=None if candidates is None else candidates.to(device, non_blocking=True),
+        wants_confidence=batch.wants_confidence,
     )
 
 

@@ -135,6 +135,8 @@ class Schedule:
             return (self._width,)
         if top:
             return min(top, self._vocabulary), 2
+        if any(batch.wants_confidence for batch in batches):
+            return (3,)
         candidates = [batch.candidates_TC.shape[1] for batch in batches if batch.candidates_TC is not None]
         return (2 + candidates[0],) if candidates else ()
 

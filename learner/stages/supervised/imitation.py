@@ -5,10 +5,11 @@ more than a short one, however they were packed.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from algorithms.metrics import masked_mean, read
+from algorithms.metrics import Metrics, masked_mean, read
 from algorithms.supervised.imitation import sft
 from learner.backends.base import TokenLoss
 from learner.data.records import Conversation
@@ -38,12 +39,24 @@ class ImitationTask:
         units = self.held_out if held_out else self.units
         tokens = sum(int(sequence.loss_mask.sum()) for index in chosen for sequence in units[index])
 
-        def loss(index: int, current_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-            mask_T = rows[index].batch.loss_mask_T
-            losses_T = sft(current_T, mask_T)
-            return losses_T.sum() / max(tokens, 1), read(masked_mean("cross_entropy", losses_T, mask_T))
+        def loss(index: int, current_T3: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+            losses_T, metrics = losses_of(current_T3, rows[index].batch.loss_mask_T)
+            return losses_T.sum() / max(tokens, 1), read(metrics)
 
         return loss
+
+
+def losses_of(current_T3: torch.Tensor, mask_T: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    """[T] losses, and the means of cross-entropy, of `token_accuracy` (the share of tokens that the model finds the
+    likeliest) and of its entropy in nats. `current_T3`: as for `PackedBatch.wants_confidence`."""
+    logprobs_T, likeliest_T, entropy_T = current_T3.reshape(-1, 3).unbind(1)
+    losses_T = sft(logprobs_T, mask_T)
+    is_likeliest_T = (logprobs_T.detach() >= likeliest_T).to(mask_T.dtype)
+    return losses_T, {
+        **masked_mean("cross_entropy", losses_T, mask_T),
+        **masked_mean("token_accuracy", is_likeliest_T, mask_T),
+        **masked_mean("entropy", entropy_T, mask_T),
+    }
 
 
 class ImitationStage(TaskStage):
@@ -54,14 +67,18 @@ class ImitationStage(TaskStage):
     @classmethod
     def measured(cls, options: ImitationOptions, where: str) -> set[str]:
         """Return the names of the metrics of a step."""
-        nothing = torch.zeros(0)
-        return names_of(masked_mean("cross_entropy", nothing, nothing))
+        _, metrics = losses_of(torch.zeros(0), torch.zeros(0))
+        return names_of(metrics)
 
     def __init__(self, parts: StageParts, options: ImitationOptions) -> None:
         """Raises ConfigError for conversations that cannot be read or tokenized."""
         trained, held_out = read_units(parts, options, open_conversations, _one, WHERE)
         task = ImitationTask([unit for _, unit in trained], [unit for _, unit in held_out])
         super().__init__(parts, options, task, part="sft")
+
+    def _packed(self, units: Sequence[Unit]) -> list[Row]:
+        rows = super()._packed(units)
+        return [replace(row, batch=replace(row.batch, wants_confidence=True)) for row in rows]
 
 
 def _one(conversation: Conversation) -> tuple[Conversation]:
