@@ -85,7 +85,6 @@ def _logprobs(
     return mine_T.view(sequences_BL.shape)[:, 1:], theirs_BL, dtype
 
 
-@torch.no_grad()
 def _scores(
     model: TrainedModel, source: ModelConfig, exported: Path, device: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
@@ -99,7 +98,9 @@ def _scores(
     texts_BL = _texts(theirs.config)
     row = concatenate([with_state_behind(tokens) for tokens in texts_BL.numpy().astype(np.int32)])
     mine_B = backend.values([row])[0][row.loss_mask_T > 0].cpu()
-    return mine_B, theirs(input_ids=texts_BL.to(device)).logits[:, 0].float().cpu(), theirs.dtype
+    with torch.no_grad():
+        theirs_B = theirs(input_ids=texts_BL.to(device)).logits[:, 0].float().cpu()
+    return mine_B, theirs_B, theirs.dtype
 
 
 def _texts(config: "PretrainedConfig") -> torch.Tensor:

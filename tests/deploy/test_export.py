@@ -170,9 +170,13 @@ def test_a_choice_that_names_no_model_is_refused(
     assert message in export(capsys, *named, "--out", tmp_path / "out")["error"]
 
 
-def test_a_reward_model_is_exported_with_its_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run")
-    backend = open_backend("fsdp", model_config("qwen3_moe"), OPTIMIZER, seed=2, head="score")
+@pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")  # Megatron's, of its own calls
+@pytest.mark.parametrize("kind", ["fsdp", "megatron"])
+def test_a_reward_model_is_exported_with_its_scores(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", kind)
+    backend = open_backend(kind, model_config("qwen3_moe"), OPTIMIZER, seed=2, head="score")
     source = run / "stages" / "1-scores"
     source.parent.mkdir()
     saving = Saving(Ranks.of(backend), source, {"": backend}, None)
