@@ -37,19 +37,23 @@ def test_the_types_of_the_example_are_those_of_the_interface() -> None:
 
 @pytest.mark.slow
 def test_a_new_flow_passes_its_tests_and_trains(tmp_path: Path) -> None:
-    def run(*command: str, cwd: Path) -> str:
-        repository = str(Path(__file__).parents[2])
-        environment = {**os.environ, "PYTHONPATH": repository, "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode == 0, f"{done.stderr}\n{done.stdout}"
-        return done.stdout
-
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
     flow = tmp_path / "flow"
-    run("deploy", "new", "flow", "flow", cwd=tmp_path)
-    run("pytest", "-q", "-p", "no:cacheprovider", "flow", cwd=tmp_path)
-    run("deploy", "run", "recipe.yaml", *SHORT, cwd=flow)
+
+    def start(*command: str, cwd: Path) -> "subprocess.Popen[str]":
+        argv = [sys.executable, "-m", *command]
+        return subprocess.Popen(
+            argv, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def finish(process: "subprocess.Popen[str]") -> None:
+        said, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, said
+
+    finish(start("deploy", "new", "flow", "flow", cwd=tmp_path))
+    tests = start("pytest", "-q", "-p", "no:cacheprovider", "flow", cwd=tmp_path)  # beside the run, to save time
+    finish(start("deploy", "run", "recipe.yaml", *SHORT, cwd=flow))
+    finish(tests)
     rows = list(csv.reader((flow / "runs" / "my-flow" / "steps.csv").read_text().splitlines()))
     assert [row[0] for row in rows] == ["0", "1"]
     assert (flow / "runs" / "my-flow" / "stages" / "1-ShortestFirst" / "config.json").exists()

@@ -142,9 +142,7 @@ def test_a_worker_that_joined_by_the_url_goes_on_for_the_next_writer(
         assert left.call(left.broker.status.runs()) == ()
 
 
-@pytest.mark.parametrize("loses_all", [False, True])
-def test_a_server_that_is_killed_and_starts_again_costs_no_prompt(
-    loses_all: bool,
+def test_a_server_that_starts_again_without_its_data_costs_no_prompt(
     model: Path,
     server: EmbeddedServer,
     tmp_path: Path,
@@ -158,8 +156,7 @@ def test_a_server_that_is_killed_and_starts_again_costs_no_prompt(
         add(file, one)
         if len(file.done) == 10:
             kill(server)
-            if loses_all:
-                shutil.rmtree(tmp_path / "server" / "appendonlydir")
+            shutil.rmtree(tmp_path / "server" / "appendonlydir")
             server.start()
 
     monkeypatch.setattr(AnswerFile, "add", add_and_kill)
