@@ -63,7 +63,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PARAMETERS = {"qwen3-8b": 8.19e9, "qwen3-32b": 32.8e9, "qwen3-30b-a3b": 30.5e9, "llama-3.1-8b": 8.03e9}
 GPU_GB = {"qwen3-8b": 80, "qwen3-32b": 141, "qwen3-30b-a3b": 141, "llama-3.1-8b": 80}
-WAYS = ("", "dpo", "online-dpo")
+WAYS = ("", "dpo", "online-dpo", "sft-rm-ppo")
+BESIDES = {("qwen3-30b-a3b", "sft-rm-ppo"): ["learner.processes=16", "learner.compute.offload_optimizer=false"]}
+"""What a recipe says that another model takes."""
 
 
 def path_of(model: str, directory: Path) -> str:
@@ -78,7 +80,7 @@ def path_of(model: str, directory: Path) -> str:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_learner_fits_the_gpus_that_the_recipe_names(model: str, way: str, tmp_path: Path) -> None:
-    chosen = [f"base=gpu/{model}.yaml"] if way else []
+    chosen = [f"base=gpu/{model}.yaml", *BESIDES.get((model, way), [])] if way else []
     recipe = load_recipe(f"gpu/{way or model}.yaml", [*chosen, f"model.path={path_of(model, tmp_path)}"])
     check_algorithm(recipe.algorithm)
     found = report(recipe, GPU_GB[model])
@@ -89,3 +91,8 @@ def test_the_learner_fits_the_gpus_that_the_recipe_names(model: str, way: str, t
 @pytest.mark.parametrize("model", MODELS)
 def test_a_recipe_says_which_gpus_it_is_for(model: str) -> None:
     assert f"of {GPU_GB[model]} GB" in (SHIPPED / f"gpu/{model}.yaml").read_text()
+
+
+@pytest.mark.parametrize(("model", "way"), BESIDES)
+def test_a_recipe_says_what_another_model_takes(model: str, way: str) -> None:
+    assert f"base=gpu/{model}.yaml {' '.join(BESIDES[model, way])}" in (SHIPPED / f"gpu/{way}.yaml").read_text()
