@@ -28,16 +28,21 @@ class Scorer:
     path: str
     key: str
     """The key of the path in the recipe."""
+    deadline_s: float
+    """For how long one process may have a response."""
 
 
 def scorers_of(recipe: Recipe) -> list[Scorer]:
     """Return the recipe's scorers, each with a name of its own."""
     found = [
-        Scorer(name, "reward_model", reward.path, f"rewards[{index}].path")
+        Scorer(name, "reward_model", reward.path, f"rewards[{index}].path", reward.deadline_s)
         for index, (name, reward) in enumerate(zip(reward_names(recipe.rewards), recipe.rewards, strict=True))
         if reward.kind == REWARD_MODEL
     ]
-    return found + ([Scorer(TEACHER, "teacher", recipe.teacher.path, "teacher.path")] if recipe.teacher.path else [])
+    teacher = recipe.teacher
+    return found + (
+        [Scorer(TEACHER, "teacher", teacher.path, "teacher.path", teacher.deadline_s)] if teacher.path else []
+    )
 
 
 def scorer_named(recipe: Recipe, name: str) -> Scorer:

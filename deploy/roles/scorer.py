@@ -82,6 +82,7 @@ async def _serve(broker: Broker, recipe: Recipe, scorer: Scorer, process: str, d
         process=process,
         device=recipe.scorers.device,
         batch_tokens=recipe.scorers.batch_tokens,
+        hold_s=scorer.deadline_s,
         lease_ttl_s=recipe.broker.lease_ttl_s,
         heartbeat_s=recipe.workers.heartbeat_s,
         patience_s=recipe.workers.patience_s,

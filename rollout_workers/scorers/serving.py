@@ -25,11 +25,16 @@ from .base import Runner
 BATCHES_AHEAD = 2
 """Batches that a scorer has leased at most, the one that it scores among them."""
 MOST_REQUESTS = 1024
+FIRST_BATCH_TOKENS = 1024
+"""Tokens of the batches before the model's speed is known."""
+SHARE_OF_HOLD = 0.25
+"""The share of the time for which a process may have a request that all it has leased takes, at its own speed."""
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.01, 0.2
 """Seconds between two requests for leases: the shortest after a success, up to the longest after refusals."""
 MISSED_HEARTBEATS = 5
 FAILURES_IN_A_ROW = 3
-"""Requests at which the model may fail in a row before the process ends, so that another one takes its place."""
+"""Different requests at which the model may fail in a row before the process ends, so that another one takes its
+place."""
 FAREWELL_S = 5.0
 _BYTES_PER_TOKEN = 3
 """Of a request's frame, at most."""
@@ -54,29 +59,31 @@ class Serving:
         process: str,
         device: str,
         batch_tokens: int,
+        hold_s: float,
         lease_ttl_s: float,
         heartbeat_s: float,
         patience_s: float,
     ) -> None:
-        """`batch_tokens`: the most tokens of one batch, with padding; a longer request is a batch of its own."""
+        """`batch_tokens`: the most tokens of one batch, with padding; a longer request is a batch of its own.
+        `hold_s`: the time for which the askers leave a request to one process: a slow model has smaller batches."""
         self._broker = broker
         self._runner = runner
         self._scorer = scorer
         self._kind = kind
         self._process = process
         self._device = device
-        self._batch_tokens = batch_tokens
+        self._most_batch_tokens = batch_tokens
+        self._hold_s = hold_s
         self._ttl_s = lease_ttl_s
         self._heartbeat_s = heartbeat_s
         self._outages = Outages(broker.url)
         self._run_end = RunEnd(patience_s)
         self._held = dict[str, ScoreLease]()
         """Leases that are not answered, the longest asked first."""
-        self._scoring = set[str]()
-        """Those of the present batch."""
         self._arrived, self._room = asyncio.Event(), asyncio.Event()
         self._end = ""
-        self._failures = 0
+        self._failed = set[str]()
+        """The requests at which the model has failed since it last scored one."""
         self._last_error = ""
         self.scored = 0
         self._tokens, self._busy_s = 0, 0.0
@@ -116,11 +123,18 @@ class Serving:
             last_error=(self._outages.last_error or self._last_error)[:2000],
         )
 
+    def _batch_tokens(self) -> int:
+        """Return how many tokens a batch may have now."""
+        if not self._busy_s:
+            return min(self._most_batch_tokens, FIRST_BATCH_TOKENS)
+        in_time = SHARE_OF_HOLD * self._hold_s * self._tokens / self._busy_s / BATCHES_AHEAD
+        return max(1, min(self._most_batch_tokens, int(in_time)))
+
     async def _fill(self) -> None:
         """Keep so many tokens leased, and renew the leases in time."""
         wait_s, renewed_s = SHORTEST_WAIT_S, time.monotonic()
         while True:
-            room = BATCHES_AHEAD * self._batch_tokens - sum(map(_length, self._held.values()))
+            room = BATCHES_AHEAD * self._batch_tokens() - sum(map(_length, self._held.values()))
             is_due = time.monotonic() - renewed_s > self._ttl_s / 4
             found = 0
             if room > 0 or is_due:
@@ -145,8 +159,9 @@ class Serving:
         reply = await self._broker.scoring.lease(
             self._scorer, ttl_s=self._ttl_s, most=most, most_bytes=_BYTES_PER_TOKEN * room, held=held
         )
-        for name in reply.lost:
-            self._held.pop(name, None)
+        for lease in held:
+            if lease.name in reply.lost:
+                self._drop(lease)
         unfit = [(lease, reason) for lease in reply.leases if (reason := self._unfit(lease.request))]
         self._held |= {lease.name: lease for lease in reply.leases}
         for lease, reason in unfit:
@@ -168,7 +183,7 @@ class Serving:
     async def _score_on(self) -> None:
         while not self._end:
             self._arrived.clear()
-            if batch := _batch(list(self._held.values()), self._batch_tokens):
+            if batch := _batch(list(self._held.values()), self._batch_tokens()):
                 await self._score(batch)
                 self._room.set()
             else:
@@ -184,7 +199,7 @@ class Serving:
             return
         finally:
             self._busy_s += time.monotonic() - began_s
-        self._failures = 0
+        self._failed.clear()
         await self._answer(batch, scores)
 
     async def _search(self, batch: Sequence[ScoreLease], error: Exception) -> None:
@@ -196,10 +211,11 @@ class Serving:
             return
         log.exception("the model failed at a request", exc_info=error)
         self._last_error = f"{type(error).__name__}: {error}"
-        self._failures += 1
+        self._failed.add(batch[0].name)
         await self._give_up(batch[0], f"the {self._kind} failed: {self._last_error}")
-        if self._failures >= FAILURES_IN_A_ROW:
-            raise ModelFailedError(f"The {self._kind} failed at {self._failures} requests in a row: {self._last_error}")
+        if len(self._failed) >= FAILURES_IN_A_ROW:
+            count = len(self._failed)
+            raise ModelFailedError(f"The {self._kind} failed at {count} requests in a row: {self._last_error}")
 
     async def _answer(self, batch: Sequence[ScoreLease], scores: list[Scores]) -> None:
         answers = list(zip(batch, scores, strict=True))
@@ -207,11 +223,16 @@ class Serving:
         self.scored += len(batch)
         self._tokens += sum(map(_length, batch))
         for lease in batch:
-            self._held.pop(lease.name, None)
+            self._drop(lease)
 
     async def _give_up(self, lease: ScoreLease, reason: str) -> None:
         await self._outages.ride_out(lambda: self._broker.scoring.release(self._scorer, [lease], reason))
-        self._held.pop(lease.name, None)
+        self._drop(lease)
+
+    def _drop(self, lease: ScoreLease) -> None:
+        """Forget a lease, but not a newer one of the same request."""
+        if (held := self._held.get(lease.name)) is not None and held.token == lease.token:
+            del self._held[lease.name]
 
     async def _beat(self) -> None:
         while True:

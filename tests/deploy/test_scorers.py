@@ -75,7 +75,7 @@ async def process(broker: Broker, name: str) -> AsyncIterator[asyncio.subprocess
 
 async def until(broker: Broker, claim: Callable[[RunStatus], bool]) -> RunStatus:
     """Until this holds of the run."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while not claim(status := await broker.status.snapshot()):  # noqa: ASYNC110 - it announces nothing
             await asyncio.sleep(0.01)
     return status
@@ -112,7 +112,7 @@ async def test_every_sample_is_scored_once_while_scorers_are_missing_killed_and_
         await until(broker, lambda status: status.scoring[0].leased > 0)
         os.kill(first.pid, signal.SIGKILL)
         os.kill(second.pid, signal.SIGCONT)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             found = np.concatenate(await asyncio.gather(*waiting))
         np.testing.assert_allclose(found, [score_of(model, each) for each in tokens], rtol=1e-4, atol=1e-5)
         status = await until(broker, lambda status: status.scoring[0].bytes == 0)

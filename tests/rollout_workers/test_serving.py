@@ -1,0 +1,113 @@
+"""A scorer's process from within, on a real server with a runner that does what a test wants."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from broker.client.broker import Broker
+from broker.client.scoring import Scores
+from broker.schema import ScoreRequest
+from broker.server.embedded import EmbeddedServer
+from rollout_workers.outages import Outages
+from rollout_workers.scorers import serving
+from rollout_workers.scorers.asking import AskedScorer
+from rollout_workers.scorers.base import ScoringError
+from rollout_workers.scorers.serving import ModelFailedError, Serving
+
+from .loop import Learner
+
+NAME = "quality"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Any:
+    with EmbeddedServer(tmp_path / "server") as server:
+        yield server
+
+
+class Lengths:
+    """Scores are lengths; a token takes some time, and some tokens are too much for the model."""
+
+    vocabulary, longest = 100, 60
+
+    def __init__(self, *, token_s: float = 0.0, bad: tuple[int, ...] = ()) -> None:
+        self.token_s, self.bad = token_s, bad
+        self.batches = list[int]()
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        self.batches.append(len(requests))
+        if any(token in self.bad for request in requests for token in request.response_tokens):
+            raise ValueError("out of memory")
+        time.sleep(self.token_s * sum(1 + len(request.response_tokens) for request in requests))
+        return [np.array([len(request.response_tokens)], np.float32) for request in requests]
+
+
+def serve(broker: Broker, runner: Lengths, *, hold_s: float = 30.0) -> Serving:
+    return Serving(
+        broker,
+        runner,
+        scorer=NAME,
+        kind="reward_model",
+        process="p-1",
+        device="cpu",
+        batch_tokens=16384,
+        hold_s=hold_s,
+        lease_ttl_s=30,
+        heartbeat_s=0.1,
+        patience_s=0,
+    )
+
+
+async def test_a_scorer_slower_than_its_askers_takes_batches_that_it_answers_in_time(
+    brokers: tuple[Broker, Broker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once it would hold them for longer than it may, and never answer."""
+    monkeypatch.setattr(serving, "FIRST_BATCH_TOKENS", 40)
+    await Learner.start(brokers[0], groups=1)
+    runner, hold_s = Lengths(token_s=0.004), 1.5
+    asked = AskedScorer(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=hold_s)
+    waiting = asyncio.gather(*(asked.score([1], [2] * 19) for _ in range(40)))
+    scorer = serve(brokers[0], runner, hold_s=hold_s)
+    running = asyncio.create_task(scorer.run())
+    async with asyncio.timeout(60):
+        assert {float(scores[0]) for scores in await waiting} == {19.0}
+    (queue,) = (await brokers[0].status.snapshot()).scoring
+    assert (queue.answered, queue.failed, queue.expired_leases) == (40, 0, 0)
+    assert max(runner.batches) < 10
+    scorer.request_drain()
+    assert await running == "drained"
+    await asked.close()
+
+
+async def test_requests_that_the_model_cannot_score_cost_the_others_nothing_and_three_end_its_process(
+    brokers: tuple[Broker, Broker],
+) -> None:
+    await Learner.start(brokers[0], groups=1)
+    asked = AskedScorer(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=30)
+    responses = [[7], [8, 8], [66], [100], [1] * 70, [9] * 5]
+    waiting = asyncio.gather(*(asked.score([1], each) for each in responses), return_exceptions=True)
+    scorer = serve(brokers[0], Lengths(bad=(66,)))
+    running = asyncio.create_task(scorer.run())
+    async with asyncio.timeout(60):
+        seven, eight, bad, stranger, long, nine = await waiting
+        assert not running.done()
+        more = [asyncio.ensure_future(asked.score([1], [66, n])) for n in range(3)]
+        with pytest.raises(ModelFailedError, match="failed at 3 requests in a row: ValueError: out of memory"):
+            await running
+    assert [float(one[0]) for one in (seven, eight, nine) if not isinstance(one, BaseException)] == [1, 2, 5]
+    for error, told in (
+        (bad, "the reward_model failed: ValueError: out of memory"),
+        (stranger, "it has token 100, and the vocabulary of the reward_model ends at 100"),
+        (long, "it has 71 tokens, and the reward_model reads 60 at most"),
+    ):
+        assert isinstance(error, ScoringError)
+        assert told in str(error)
+    for one in more:
+        one.cancel()
+    await asyncio.gather(*more, return_exceptions=True)
+    await asked.close()
