@@ -450,6 +450,10 @@ def test_one_algorithm_in_full(tmp_path: Path) -> None:
         "beta",
     ):
         assert text in of_pairs
+    taught = headway("algorithms", "distillation", cwd=tmp_path).stdout
+    assert all(
+        text in taught for text in ("preset distillation", "advantage none", "(coefficient 1.0)", "teacher.path")
+    )
     wrong = headway("algorithms", "gsop", cwd=tmp_path)
     assert wrong.returncode == 1
     assert "did you mean 'gspo'? `headway algorithms`" in wrong.stderr

@@ -1,4 +1,5 @@
-"""Supervised training, then preference optimization: on pairs of a file, with a kill, and on pairs of live samples."""
+"""Supervised training, then preference optimization: on pairs of a file, with a kill, and on pairs of live samples; and
+distillation, by which the model that this makes teaches the one that it was."""
 
 import json
 import shutil
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.slow
 PAIRS = "stages.dpo.options.data={path: pairs.jsonl}"
 STEPS = 60
 ONLINE_STEPS = 12
+TAUGHT_STEPS = 16
 SAMPLES = 32 * 8
 """Samples of a step of online-dpo.yaml."""
 
@@ -34,15 +36,23 @@ def warm(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str]) -> I
     opened.close()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str], warm: Path) -> Iterator[Path]:
+    """The directory of that run once its pairs are trained, too."""
+    opened = Terminals(tmp_path_factory.mktemp("whole"), machine)
+    directory = opened.directory("whole")
+    shutil.copytree(warm, directory, dirs_exist_ok=True)
+    opened.open("whole", "run", "dpo.yaml", PAIRS, "--from", "dpo").succeeds()
+    yield directory
+    opened.close()
+
+
 def test_preferences_raise_the_pass_rate_and_a_killed_stage_leaves_the_same_model(
-    terminals: Terminals, warm: Path
+    terminals: Terminals, warm: Path, whole: Path
 ) -> None:
-    whole, killed = [terminals.directory(name) for name in ("whole", "killed")]
-    for directory in (whole, killed):
-        shutil.copytree(warm, directory, dirs_exist_ok=True)
-    terminals.open("whole", "run", "dpo.yaml", PAIRS, "--from", "dpo").succeeds()
-    tuned = whole / "runs" / "dpo" / "stages" / "2-dpo"
-    rates = [json.loads(path.read_text())["pass_rate"] for path in (_model(warm) / "sft.json", tuned / "stage.json")]
+    killed, tuned = terminals.directory("killed"), _tuned(whole)
+    shutil.copytree(warm, killed, dirs_exist_ok=True)
+    rates = [_pass_rate(path) for path in (_model(warm) / "sft.json", tuned / "stage.json")]
     assert rates[1] >= rates[0] + 0.3, rates
 
     first = terminals.open("killed", "run", "dpo.yaml", PAIRS, "--resume")
@@ -77,6 +87,36 @@ def test_the_best_and_the_worst_sample_of_each_group_raise_the_pass_rate(termina
         assert len(line["tids"]) == step["trajectories"] == 2 * pairs == SAMPLES - step["untrained_trajectories"]
     assert max(step["lag_max"] for step in steps) > 0, "some samples are of older weights"
     assert {"1"} <= set().union(*(step["by_lag"] for step in steps))
+
+
+def test_a_student_becomes_as_good_as_its_teacher_by_the_teachers_logprobs_of_its_own_answers(
+    terminals: Terminals, warm: Path, whole: Path
+) -> None:
+    """The shipped recipe's rl stage, in which no reward is trained; the tuned model teaches the one that it was."""
+    options = (f"model.path={_model(warm)}", "stages=[{kind: rl}]", f"teacher.path={_tuned(whole)}")
+    terminals.open("taught", "run", "distill.yaml", *options, f"learner.steps={TAUGHT_STEPS}").succeeds()
+    run = terminals.directory("taught") / "runs" / "distill"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["eval_after"] >= summary["eval_before"] + 0.2, summary
+    assert summary["eval_after"] >= _pass_rate(_tuned(whole) / "stage.json") - 0.15, summary
+    assert (summary["trained_twice"], summary["max_lag_seen"] <= 2) == (0, True)
+    steps = _lines(run / "metrics.jsonl")
+    divergences = [step["algorithm"]["reverse_kl"] for step in steps]
+    assert len(divergences) == TAUGHT_STEPS
+    assert max(divergences[-4:]) < divergences[0] / 2, divergences
+    for step in steps:
+        of_tokens = sum(lag["tokens"] * lag["reverse_kl"] for lag in step["by_lag"].values())
+        assert of_tokens == pytest.approx(step["trained_tokens"] * step["algorithm"]["reverse_kl"], rel=1e-3, abs=1e-3)
+
+
+def _tuned(directory: Path) -> Path:
+    """The model that the pairs have made."""
+    return directory / "runs" / "dpo" / "stages" / "2-dpo"
+
+
+def _pass_rate(path: Path) -> float:
+    """What a stage's mark says of its model."""
+    return float(json.loads(path.read_text())["pass_rate"])
 
 
 def _model(directory: Path) -> Path:
