@@ -48,6 +48,11 @@ SUMS = (
     Family("headway_learner_groups_total", "Groups trained.", "groups"),
     Family("headway_learner_trajectories_total", "Trajectories trained.", "trajectories"),
     Family(
+        "headway_learner_untrained_trajectories_total",
+        "Trajectories of trained groups that the loss left out.",
+        "untrained_trajectories",
+    ),
+    Family(
         "headway_learner_mixed_version_trajectories_total",
         "Trained trajectories that weights of several versions sampled.",
         "mixed_version_trajectories",
@@ -143,6 +148,7 @@ BY_LAG = (
     ("headway_learner_lag_effective_sample_ratio", "Effective sample size as a share of the tokens", "ess"),
     ("headway_learner_lag_clipped_ratio", "Share of the tokens that the objective clipped", "clip_fraction"),
     ("headway_learner_lag_masked_ratio", "Share of the tokens that corrections masked", "mask_fraction"),
+    ("headway_learner_lag_reverse_kl_nats", "Reverse KL to the teacher", "reverse_kl"),
 )
 """The name, the text and the field of LagFigures of each."""
 
