@@ -63,7 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PARAMETERS = {"qwen3-8b": 8.19e9, "qwen3-32b": 32.8e9, "qwen3-30b-a3b": 30.5e9, "llama-3.1-8b": 8.03e9}
 GPU_GB = {"qwen3-8b": 80, "qwen3-32b": 141, "qwen3-30b-a3b": 141, "llama-3.1-8b": 80}
-WAYS = ("", "dpo", "online-dpo", "sft-rm-ppo")
+WAYS = ("", "dpo", "online-dpo", "sft-rm-ppo", "distill")
 BESIDES = {("qwen3-30b-a3b", "sft-rm-ppo"): ["learner.processes=16", "learner.compute.offload_optimizer=false"]}
 """What a recipe says that another model takes."""
 
