@@ -64,7 +64,15 @@ def _rendered(
         unit = [labelled(one.token_ids, one.loss_mask) for one in rendered if one is not None]
         if len(unit) == len(rendered):
             units.append((record, unit))
-    for what, counted in (("left out", renderer.skipped), ("cut", renderer.cut)):
-        if counted.total and parts.ranks.is_first:
-            log.warning("%s: %s: %s", where, what, counted)
+    if parts.ranks.is_first:
+        _tell(where, len(records), len(units), renderer)
     return units
+
+
+def _tell(where: str, records: int, kept: int, renderer: ConversationRenderer) -> None:
+    """Log how many records were left out, and how many sequences were cut."""
+    if kept < records:
+        told = renderer.skipped
+        log.warning("%s: %d of %d records are left out; of their sequences, %s", where, records - kept, records, told)
+    if renderer.cut.total:
+        log.warning("%s: cut: %s", where, renderer.cut)
