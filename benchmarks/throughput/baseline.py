@@ -120,6 +120,6 @@ def _open_model(case: Case, path: Path, attention: str, device: torch.device) ->
 def _moved(batch: PackedBatch, device: torch.device) -> PackedBatch:
     moved: dict[str, Any] = {}
     for field in dataclasses.fields(batch):
-        tensor = getattr(batch, field.name)
-        moved[field.name] = tensor if tensor is None else tensor.to(device)
+        value = getattr(batch, field.name)
+        moved[field.name] = value.to(device) if isinstance(value, torch.Tensor) else value
     return PackedBatch(**moved)

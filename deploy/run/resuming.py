@@ -47,6 +47,7 @@ ANEW = {
     "sampling.temperature": _SAMPLED,
     "sampling.top_p": _SAMPLED,
     "sampling.top_k": _SAMPLED,
+    "algorithm.distillation.coefficient": "samples that wait to be trained have a teacher's logprobs, or have none",
     "algorithm.router_replay": "samples that wait to be trained do, or do not, say which experts they were given",
 }
 RAISED = {

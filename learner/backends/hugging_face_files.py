@@ -56,12 +56,13 @@ def file_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str
 def weight_files(path: str) -> tuple[Path, ...]:
     """The safetensors files of a directory or hub id, downloaded if needed; empty where it has other formats only."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     directory = Path(path)
     if not directory.is_dir():
         try:
             directory = Path(snapshot_download(path, allow_patterns=["model*.safetensors", INDEX]))
-        except OSError:  # transformers, which reads other formats too, says what is wrong
+        except (OSError, HFValidationError):  # transformers, which reads other formats too, says what is wrong
             return ()
     if (directory / INDEX).exists():
         names = set(json.loads((directory / INDEX).read_text())["weight_map"].values())

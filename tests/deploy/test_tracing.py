@@ -200,10 +200,10 @@ def send_to(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(step: int, tids: list[TrajectoryId]) -> Any:
-    """A step of one group, each of whose phases took a second."""
+    """A step of these trajectories, each of whose phases took a second."""
     return SimpleNamespace(
         version=WeightVersion(1, step),
-        groups=[SimpleNamespace(trajectories=[SimpleNamespace(tid=tid) for tid in tids])],
+        judged=SimpleNamespace(trajectories=[SimpleNamespace(tid=tid) for tid in tids]),
         laps=[Lap(phase, 100.0 + number, 101.0 + number) for number, phase in enumerate(PHASES)],
     )
 
