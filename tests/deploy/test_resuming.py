@@ -39,7 +39,10 @@ def directory(tmp_path: Path) -> Path:
         ("sft.phases=[]", "the stages before the learner are over"),
         ("learner.groups_per_step=8", r"was 32 and is 8 now: .* \(--rewind-to STEP --regenerate\)"),
         ("sampling.temperature=0.5", "sampling.temperature was 1.0 and is 0.5 now: samples that wait"),
-        ("teacher.path=. algorithm.distillation.coefficient=1", r"was 0\.0 and is 1\.0 now: samples .* have a teacher's logprobs, or"),
+        (
+            "teacher.path=. algorithm.distillation.coefficient=1",
+            r"was 0\.0 and is 1\.0 now: samples .* have a teacher's logprobs, or",
+        ),
         ("sampling.max_new_tokens=8", "may only be raised: samples that are under way may be longer"),
     ],
 )
