@@ -46,7 +46,8 @@ async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[
 
         def part(config: bytes) -> object:
             now = recipe_from_bytes(config)
-            return scorer_named(now, scorer.name), now.scorers, now.model
+            limits = now.sampling.max_new_tokens, now.engine.max_model_len
+            return scorer_named(now, scorer.name), now.scorers, now.model, limits
 
         async with drained_when_changed(broker, stored, drain, part):
             await _serve(broker, recipe, scorer, process, drain)
@@ -56,6 +57,7 @@ async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[
 
 async def _serve(broker: Broker, recipe: Recipe, scorer: Scorer, process: str, drain: asyncio.Event) -> None:
     from rollout_workers.model_files import fetch_model
+    from rollout_workers.scorers.fitness import RequestLimits
     from rollout_workers.scorers.models import open_runner
     from rollout_workers.scorers.serving import Serving
 
@@ -81,6 +83,7 @@ async def _serve(broker: Broker, recipe: Recipe, scorer: Scorer, process: str, d
         kind=scorer.kind,
         process=process,
         device=recipe.scorers.device,
+        limits=RequestLimits(recipe.sampling.max_new_tokens, recipe.engine.max_model_len),
         batch_tokens=recipe.scorers.batch_tokens,
         hold_s=scorer.deadline_s,
         lease_ttl_s=recipe.broker.lease_ttl_s,

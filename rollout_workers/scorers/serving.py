@@ -16,11 +16,12 @@ import numpy as np
 from broker.client.broker import Broker
 from broker.client.scoring import ScoreLease, Scores
 from broker.errors import HeadwayError
-from broker.schema import ScoreRequest, ScorerInfo
+from broker.schema import ScorerInfo
 from rollout_workers.outages import Outages
 from rollout_workers.run_end import RunEnd
 
 from .base import Runner
+from .fitness import RequestLimits, probe, why_unfit
 
 BATCHES_AHEAD = 2
 """Batches that a scorer has leased at most, the one that it scores among them."""
@@ -32,9 +33,6 @@ SHARE_OF_HOLD = 0.25
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.01, 0.2
 """Seconds between two requests for leases: the shortest after a success, up to the longest after refusals."""
 MISSED_HEARTBEATS = 5
-FAILURES_IN_A_ROW = 3
-"""Different requests at which the model may fail in a row before the process ends, so that another one takes its
-place."""
 FAREWELL_S = 5.0
 _BYTES_PER_TOKEN = 3
 """Of a request's frame, at most."""
@@ -43,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelFailedError(HeadwayError):
-    """The scorer's model fails at every request."""
+    """The scorer's model fails even at a request that this process makes itself."""
 
 
 class Serving:
@@ -58,6 +56,7 @@ class Serving:
         kind: str,
         process: str,
         device: str,
+        limits: RequestLimits,
         batch_tokens: int,
         hold_s: float,
         lease_ttl_s: float,
@@ -72,6 +71,7 @@ class Serving:
         self._kind = kind
         self._process = process
         self._device = device
+        self._limits = limits
         self._most_batch_tokens = batch_tokens
         self._hold_s = hold_s
         self._ttl_s = lease_ttl_s
@@ -82,8 +82,6 @@ class Serving:
         """Leases that are not answered, the longest asked first."""
         self._arrived, self._room = asyncio.Event(), asyncio.Event()
         self._end = ""
-        self._failed = set[str]()
-        """The requests at which the model has failed since it last scored one."""
         self._last_error = ""
         self.scored = 0
         self._tokens, self._busy_s = 0, 0.0
@@ -162,23 +160,16 @@ class Serving:
         for lease in held:
             if lease.name in reply.lost:
                 self._drop(lease)
-        unfit = [(lease, reason) for lease in reply.leases if (reason := self._unfit(lease.request))]
-        self._held |= {lease.name: lease for lease in reply.leases}
-        for lease, reason in unfit:
-            await self._give_up(lease, reason)
+        unfit = {lease: reason for lease in reply.leases if (reason := self._unfit(lease))}
+        self._held |= {lease.name: lease for lease in reply.leases if lease not in unfit}
         if reply.leases:
             self._arrived.set()
+        for lease, reason in unfit.items():
+            await self._give_up(lease, reason)
         return len(reply.leases)
 
-    def _unfit(self, request: ScoreRequest) -> str:
-        """Return why this model cannot score a request; "" where it can."""
-        tokens = [part for part in (request.prompt_tokens, request.response_tokens) if len(part)]
-        highest, length = max(int(part.max()) for part in tokens), sum(map(len, tokens))
-        if highest >= self._runner.vocabulary:
-            return f"it has token {highest}, and the vocabulary of the {self._kind} ends at {self._runner.vocabulary}"
-        if length > self._runner.longest:
-            return f"it has {length} tokens, and the {self._kind} reads {self._runner.longest} at most"
-        return ""
+    def _unfit(self, lease: ScoreLease) -> str:
+        return why_unfit(lease.request, self._runner, self._limits, self._kind)
 
     async def _score_on(self) -> None:
         while not self._end:
@@ -199,23 +190,30 @@ class Serving:
             return
         finally:
             self._busy_s += time.monotonic() - began_s
-        self._failed.clear()
         await self._answer(batch, scores)
 
     async def _search(self, batch: Sequence[ScoreLease], error: Exception) -> None:
         """Score the requests of a batch that failed one by one; give up the one at fault. Raises ModelFailedError where
-        all fail."""
+        the model is at fault."""
         if len(batch) > 1:
             for lease in batch:
                 await self._score([lease])
             return
         log.exception("the model failed at a request", exc_info=error)
         self._last_error = f"{type(error).__name__}: {error}"
-        self._failed.add(batch[0].name)
         await self._give_up(batch[0], f"the {self._kind} failed: {self._last_error}")
-        if len(self._failed) >= FAILURES_IN_A_ROW:
-            count = len(self._failed)
-            raise ModelFailedError(f"The {self._kind} failed at {count} requests in a row: {self._last_error}")
+        await self._probe()
+
+    async def _probe(self) -> None:
+        """Raise ModelFailedError, so that another process takes this one's place, unless the model scores a request
+        that this process makes itself. What workers ask for ends no scorer."""
+        try:
+            _check(await asyncio.to_thread(self._runner.score, [probe()]))
+        except Exception as error:
+            raise ModelFailedError(
+                f"The {self._kind} failed at a request ({self._last_error}), and then at a probe of two tokens, too:"
+                f" {type(error).__name__}: {error}"
+            ) from error
 
     async def _answer(self, batch: Sequence[ScoreLease], scores: list[Scores]) -> None:
         answers = list(zip(batch, scores, strict=True))

@@ -17,6 +17,7 @@ from rollout_workers.outages import Outages
 from rollout_workers.scorers import serving
 from rollout_workers.scorers.asking import AskedScorer
 from rollout_workers.scorers.base import ScoringError
+from rollout_workers.scorers.fitness import RequestLimits
 from rollout_workers.scorers.serving import ModelFailedError, Serving
 
 from .loop import Learner
@@ -55,6 +56,7 @@ def serve(broker: Broker, runner: Lengths, *, hold_s: float = 30.0) -> Serving:
         kind="reward_model",
         process="p-1",
         device="cpu",
+        limits=RequestLimits(most_response_tokens=40, most_tokens=50),
         batch_tokens=16384,
         hold_s=hold_s,
         lease_ttl_s=30,
@@ -84,30 +86,47 @@ async def test_a_scorer_slower_than_its_askers_takes_batches_that_it_answers_in_
     await asked.close()
 
 
-async def test_requests_that_the_model_cannot_score_cost_the_others_nothing_and_three_end_its_process(
+async def test_requests_that_the_model_cannot_score_cost_the_others_nothing_and_end_no_process(
+    brokers: tuple[Broker, Broker],
+) -> None:
+    """However many there are: any program with a worker's password may ask."""
+    await Learner.start(brokers[0], groups=1)
+    asked = AskedScorer(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=30)
+    empty: list[int] = []
+    told: list[tuple[list[int], list[int], float, str]] = [
+        *(([1], [66, n], 1, "the reward_model failed: ValueError: out of memory") for n in range(4)),
+        *((empty, [n], 1, "it has no prompt tokens") for n in range(4)),
+        ([1], [2], 1e-300, "its temperature is 1e-300, outside 0.001 to 1000"),
+        ([1], [2], 1e30, "its temperature is 1e+30, outside 0.001 to 1000"),
+        ([1], [100], 1, "it has token 100, and the vocabulary of the reward_model ends at 100"),
+        ([1], [1] * 70, 1, "it has 71 tokens, and the reward_model reads 60 at most"),
+        ([1], [1] * 41, 1, "its response has 41 tokens, and sampling.max_new_tokens is 40"),
+        ([1] * 40, [1] * 15, 1, "it has 55 tokens, and engine.max_model_len is 50"),
+    ]
+    scorer = serve(brokers[0], Lengths(bad=(66,)))
+    running = asyncio.create_task(scorer.run())
+    async with asyncio.timeout(60):
+        bad = [asked.score(prompt, response, temperature) for prompt, response, temperature, _ in told]
+        found = await asyncio.gather(*bad, *(asked.score([1], [8] * n) for n in (1, 2, 5)), return_exceptions=True)
+    assert [float(one[0]) for one in found[len(told) :] if not isinstance(one, BaseException)] == [1, 2, 5]
+    for error, (*_, reason) in zip(found, told, strict=False):
+        assert isinstance(error, ScoringError)
+        assert reason in str(error)
+    assert not running.done()
+    scorer.request_drain()
+    assert await running == "drained"
+    await asked.close()
+
+
+async def test_a_model_that_fails_at_the_scorers_own_request_ends_its_process(
     brokers: tuple[Broker, Broker],
 ) -> None:
     await Learner.start(brokers[0], groups=1)
     asked = AskedScorer(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=30)
-    responses = [[7], [8, 8], [66], [100], [1] * 70, [9] * 5]
-    waiting = asyncio.gather(*(asked.score([1], each) for each in responses), return_exceptions=True)
-    scorer = serve(brokers[0], Lengths(bad=(66,)))
-    running = asyncio.create_task(scorer.run())
+    waiting = asyncio.ensure_future(asked.score([1], [66]))
     async with asyncio.timeout(60):
-        seven, eight, bad, stranger, long, nine = await waiting
-        assert not running.done()
-        more = [asyncio.ensure_future(asked.score([1], [66, n])) for n in range(3)]
-        with pytest.raises(ModelFailedError, match="failed at 3 requests in a row: ValueError: out of memory"):
-            await running
-    assert [float(one[0]) for one in (seven, eight, nine) if not isinstance(one, BaseException)] == [1, 2, 5]
-    for error, told in (
-        (bad, "the reward_model failed: ValueError: out of memory"),
-        (stranger, "it has token 100, and the vocabulary of the reward_model ends at 100"),
-        (long, "it has 71 tokens, and the reward_model reads 60 at most"),
-    ):
-        assert isinstance(error, ScoringError)
-        assert told in str(error)
-    for one in more:
-        one.cancel()
-    await asyncio.gather(*more, return_exceptions=True)
+        with pytest.raises(ModelFailedError, match=r"failed at a request .*out of memory.* then at a probe"):
+            await serve(brokers[0], Lengths(bad=(0, 66))).run()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
     await asked.close()
