@@ -158,12 +158,19 @@ class RewardShapingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class DistillationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The term of advantages by which the policy learns from a teacher (`teacher.path`) on its own samples."""
+    """The term by which the policy learns from a teacher (`teacher.path`) on its own samples."""
 
     coefficient: Annotated[
         float,
-        Meta(ge=0, description="factor of log teacher - log policy in each token's advantage; 0: no teacher is needed"),
+        Meta(ge=0, description="factor of the term; 0: no teacher is needed"),
     ] = 0.0
+    place: Annotated[
+        Literal["advantage", "loss"],
+        Meta(
+            description="log teacher - log policy is added to each token's advantage, where the objective may clip it; "
+            "or the reverse KL is added to the loss, where nothing clips it"
+        ),
+    ] = "advantage"
 
 
 class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

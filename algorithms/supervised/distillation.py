@@ -16,21 +16,22 @@ MIN_LOGPROB = -100.0
 
 
 def reverse_kl_distillation(
-    current_logprobs_T: torch.Tensor, teacher_logprobs_T: torch.Tensor, loss_mask_T: torch.Tensor
+    current_logprobs_T: torch.Tensor, teacher_logprobs_T: torch.Tensor, tokens: Tokens
 ) -> tuple[torch.Tensor, Metrics]:
     """loss_t = sg(log pi(y_t) - log teacher(y_t)) log pi(y_t).
 
     sg stops the gradient. On samples of the student pi this is the policy gradient with advantage
     log teacher(y_t) - log pi(y_t): in expectation the gradient of KL(pi || teacher) at each prefix. Later tokens are
-    not charged to earlier ones. On stale samples it needs an importance weight, like any policy gradient. The loss's
-    value says little; watch the metric `reverse_kl`, the mean of log pi - log teacher.
+    not charged to earlier ones. On stale samples it needs an importance weight, like any policy gradient; the
+    objective gives it one (`learner.objective.objective`). The logarithm of the ratio is clamped to +-20. The loss's
+    value says little; watch the metric `reverse_kl`, also by lag: the mean of log pi - log teacher.
 
     Source: Thinking Machines 2025, "On-Policy Distillation"; Agarwal et al. 2023 (GKD, arXiv:2306.13649), who sum the
     divergence over the whole vocabulary where this takes the sampled token's.
     """
-    log_ratio_T = token_log_ratio(current_logprobs_T, teacher_logprobs_T, loss_mask_T).detach()
-    losses_T = log_ratio_T * trained(current_logprobs_T, loss_mask_T)
-    return losses_T, masked_mean("reverse_kl", log_ratio_T, loss_mask_T)
+    log_ratio_T = token_log_ratio(current_logprobs_T, teacher_logprobs_T, tokens.loss_mask_T).detach()
+    losses_T = log_ratio_T * trained(current_logprobs_T, tokens.loss_mask_T)
+    return losses_T, _reverse_kl_of_samples(log_ratio_T, tokens)
 
 
 def teacher_advantages(
@@ -50,9 +51,12 @@ def teacher_advantages(
     its advantage; GKD, Agarwal et al. 2023 (arXiv:2306.13649), section 3, which adds the divergence to a reward.
     """
     log_ratio_T = token_log_ratio(student_logprobs_T, teacher_logprobs_T, tokens.loss_mask_T).detach()
+    return tokens.trained_advantages - coefficient * log_ratio_T, _reverse_kl_of_samples(log_ratio_T, tokens)
+
+
+def _reverse_kl_of_samples(log_ratio_T: torch.Tensor, tokens: Tokens) -> Metrics:
     sums = {"reverse_kl_sum": log_ratio_T, "reverse_kl_count": torch.ones_like(log_ratio_T)}
-    metrics = {**masked_mean("reverse_kl", log_ratio_T, tokens.loss_mask_T), **by_lag(sums, tokens)}
-    return tokens.trained_advantages - coefficient * log_ratio_T, metrics
+    return {**masked_mean("reverse_kl", log_ratio_T, tokens.loss_mask_T), **by_lag(sums, tokens)}
 
 
 def top_k_distillation(

@@ -77,6 +77,7 @@ FREE = frozenset(
         "algorithm.kl": "kind coefficient place ema_decay",
         "algorithm.reward": "overlong_buffer length_normalized",
         "algorithm.critic": "learning_rate clip",
+        "algorithm.distillation": "place",
         "optimizer": "learning_rate beta1 beta2 epsilon weight_decay max_grad_norm warmup_steps",
         "learner": "device processes threads steps group_size micro_batch_tokens updates_per_step",
         "learner.layout": "tensor pipeline virtual_pipeline context expert expert_tensor",

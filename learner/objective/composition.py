@@ -100,8 +100,15 @@ def uses_proximal(config: AlgorithmConfig) -> bool:
 
 
 def needs_teacher(config: AlgorithmConfig) -> bool:
-    """True where a teacher's logprobs enter the advantages; every trajectory has them then."""
+    """True where a teacher's logprobs enter the advantages or the loss; every trajectory has them then."""
     return config.distillation.coefficient > 0
+
+
+def weighs_distillation(config: AlgorithmConfig) -> bool:
+    """True where a teacher's loss takes the ratio of the policy to the anchor as its weight, without gradient: the
+    objective has that ratio, and no correction is the same one."""
+    weighs = any(correction.kind in WEIGHTS for correction in config.corrections)
+    return config.objective.kind not in IGNORES_ANCHOR and (uses_proximal(config) or not weighs)
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:
@@ -155,8 +162,8 @@ def check_algorithm(config: AlgorithmConfig) -> None:
 def _check_distillation(config: AlgorithmConfig) -> None:
     if needs_teacher(config) and is_of_pairs(config):
         raise ConfigError(
-            f"algorithm.distillation.coefficient gives each token an advantage, and {config.objective.kind}, a loss of"
-            " pairs, looks at none; set it to 0, or take algorithm.preset=distillation."
+            f"algorithm.distillation.coefficient teaches by single tokens, at which {config.objective.kind}, a loss of"
+            " pairs, does not look; set it to 0, or take algorithm.preset=distillation."
         )
     if needs_teacher(config) and config.dynamic_sampling:
         raise ConfigError(

@@ -1,9 +1,10 @@
 """Composes the loss of an AlgorithmConfig from functions of `algorithms`.
 
-    share = sum_t shares_t * (objective_t * weights_t + kl.coefficient * kl_t)
+    share = sum_t shares_t * ((objective_t + distillation.coefficient * taught_t) * weights_t + kl.coefficient * kl_t)
 
-objective_t is the surrogate with its ratio against the anchor, weights_t the product of the corrections for lag,
-shares_t the aggregation over the whole batch. The KL penalty is not weighted. A loss of pairs has one loss and one
+objective_t is the surrogate with its ratio against the anchor, taught_t a teacher's loss (distillation.place=loss)
+times that ratio without gradient, weights_t the product of the corrections for lag, shares_t the aggregation over the
+whole batch. The KL penalty is not weighted. A loss of pairs has one loss and one
 weight for both responses of a pair:
 
     share = sum_p weights_p * loss_p / pairs
@@ -20,7 +21,8 @@ import torch
 from algorithms import aggregation
 from algorithms.kl import ESTIMATORS
 from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, read, share, summarize, survival
-from algorithms.supervised.distillation import teacher_advantages
+from algorithms.ratios import token_ratio
+from algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages
 from algorithms.supervised.imitation import sft
 from algorithms.tokens import Tokens
 from broker.errors import HeadwayError
@@ -37,6 +39,7 @@ from .composition import (
     open_corrections,
     open_proximal,
     open_surrogate,
+    weighs_distillation,
 )
 from .pairs import compares_with_reference, is_of_pairs
 
@@ -89,7 +92,8 @@ class Objective:
         self._aggregate = open_aggregation(config, max_new_tokens)
         self._penalty = ESTIMATORS[config.kl.kind]
         self._kl_coefficient = config.kl.coefficient
-        self._distillation = config.distillation.coefficient
+        self._distillation = config.distillation
+        self._weighs_distillation = weighs_distillation(config)
 
     def token_loss(
         self,
@@ -140,19 +144,24 @@ class Objective:
         return [self._taught(batch, one_T)[0].tokens for batch, one_T in zip(batches, policy_logprobs, strict=True)]
 
     def _taught(self, batch: PackedBatch, policy_T: torch.Tensor) -> tuple[PackedBatch, Metrics]:
-        """Returns the batch with the teacher's term in its advantages, if there is one. Raises HeadwayError for a batch
-        without the teacher's logprobs."""
-        if not self._distillation:
+        """Returns the batch with the teacher's term in its advantages, if it belongs there."""
+        if not self._distillation.coefficient or self._distillation.place == "loss":
             return batch, {}
-        if batch.teacher_logprobs_T is None:
-            raise HeadwayError(
-                "The step has a trajectory without its teacher's logprobs, as a run without a teacher samples them; it"
-                " cannot be trained with algorithm.distillation.coefficient above 0."
-            )
         advantages_T, metrics = teacher_advantages(
-            policy_T, batch.teacher_logprobs_T, batch.tokens, coefficient=self._distillation
+            policy_T, _of_teacher(batch), batch.tokens, coefficient=self._distillation.coefficient
         )
         return replace(batch, advantages_T=advantages_T), metrics
+
+    def _with_distillation(
+        self, losses_T: torch.Tensor, batch: PackedBatch, current_T: torch.Tensor, anchor_T: torch.Tensor
+    ) -> tuple[torch.Tensor, Metrics]:
+        """[T] the losses with the teacher's, if it belongs there."""
+        if not self._distillation.coefficient or self._distillation.place == "advantage":
+            return losses_T, {}
+        taught_T, metrics = reverse_kl_distillation(current_T, _of_teacher(batch), batch.tokens)
+        if self._weighs_distillation:
+            taught_T = taught_T * token_ratio(current_T.detach(), anchor_T, batch.loss_mask_T)
+        return losses_T + self._distillation.coefficient * taught_T, metrics
 
     def _is_of_current(self, correction: BoundCorrection) -> bool:
         """True if the correction weighs the current policy: a trust region does, and without a proximal policy all
@@ -194,9 +203,10 @@ class Objective:
             weights_P = weights_T[batch.cu_seqlens[:-1:2].long()]  # all tokens of a pair have the same
             return self._aggregate(losses_P, weights_P, pairs=whole.pairs), {**metrics, **of_pairs}
         losses_T, of_tokens = self._surrogate(current_T, anchor_T, batch.tokens)
+        losses_T, of_loss = self._with_distillation(losses_T, batch, current_T, anchor_T)
         losses_T, of_penalty = self._penalized(losses_T * weights_T, batch, current_T, reference_T)
         shares_T = self._aggregate(batch.loss_mask_T, batch.cu_seqlens, tokens=whole.tokens, sequences=whole.sequences)
-        return (losses_T * shares_T).sum(), {**metrics, **of_tokens, **of_penalty}
+        return (losses_T * shares_T).sum(), {**metrics, **of_tokens, **of_loss, **of_penalty}
 
     def _weights(
         self,
@@ -253,3 +263,13 @@ def supervised_loss(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = 
 def _needed(logprobs: Sequence[torch.Tensor] | None, is_needed: bool) -> Sequence[torch.Tensor] | None:
     assert logprobs is not None or not is_needed
     return logprobs if is_needed else None
+
+
+def _of_teacher(batch: PackedBatch) -> torch.Tensor:
+    """[T] the teacher's logprobs. Raises HeadwayError for a batch without them."""
+    if batch.teacher_logprobs_T is None:
+        raise HeadwayError(
+            "The step has a trajectory without its teacher's logprobs, as a run without a teacher samples them; it"
+            " cannot be trained with algorithm.distillation.coefficient above 0."
+        )
+    return batch.teacher_logprobs_T

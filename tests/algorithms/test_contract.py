@@ -145,7 +145,7 @@ CALLS: dict[str, Call] = {
     "supervised bradley_terry": lambda g: bradley_terry(g.rewards_S, margin=0.3, centering=0.01),
     "supervised value": lambda g: clipped_value_loss(g.numbers_T, g.anchor_T, g.current_T, g.mask),
     "supervised teacher_advantages": lambda g: teacher_advantages(g.current_T, g.anchor_T, g.tokens, coefficient=0.7),
-    "supervised reverse_kl": lambda g: reverse_kl_distillation(g.current_T, g.anchor_T, g.mask),
+    "supervised reverse_kl": lambda g: reverse_kl_distillation(g.current_T, g.anchor_T, g.tokens),
     **{
         f"supervised top_k {kind}": lambda g, kind=kind: top_k_distillation(
             torch.stack([g.current_T - 1, g.current_T - 2], -1),

@@ -95,10 +95,13 @@ def test_reverse_kl_distillation_is_the_equation(case: str) -> None:
         return stack(losses)
 
     batch = make(case)
-    assert_same(batch, lambda b: reverse_kl_distillation(b.current_T, b.anchor_T, b.mask_T)[0], equation)
-    _, metrics = reverse_kl_distillation(batch.current_T, batch.anchor_T, batch.mask_T)
+    assert_same(batch, lambda b: reverse_kl_distillation(b.current_T, b.anchor_T, b.tokens)[0], equation)
+    _, metrics = reverse_kl_distillation(batch.current_T, batch.anchor_T, batch.tokens)
     limited = (batch.current_T - batch.anchor_T).clamp(-oracles.LIMIT, oracles.LIMIT)[batch.mask_T > 0]
-    assert _numbers(metrics)["reverse_kl"] == pytest.approx(float(limited.sum()) / max(len(limited), 1), abs=1e-6)
+    numbers = read(metrics)
+    assert summarize(numbers)["reverse_kl"] == pytest.approx(float(limited.sum()) / max(len(limited), 1), abs=1e-6)
+    by_lag = [value for name, value in numbers.items() if name.endswith("/reverse_kl_sum")]
+    assert sum(by_lag) == pytest.approx(float(limited.sum()), rel=1e-6, abs=1e-6)
 
 
 def test_reverse_kl_distillation_has_the_gradient_of_the_kl_in_expectation() -> None:
@@ -107,7 +110,9 @@ def test_reverse_kl_distillation_has_the_gradient_of_the_kl_in_expectation() -> 
     logits_V, teacher_V = torch.randn(2, 6, generator=generator, dtype=torch.float64)
     logits_V.requires_grad_()
     student_V, teacher_V = logits_V.log_softmax(0), teacher_V.log_softmax(0)
-    losses_V, _ = reverse_kl_distillation(student_V, teacher_V, torch.ones(6))
+    bounds = torch.tensor([0, 6], dtype=torch.int32)
+    tokens = Tokens(student_V.detach(), torch.zeros(6), torch.ones(6), torch.zeros(6, dtype=torch.int64), bounds)
+    losses_V, _ = reverse_kl_distillation(student_V, teacher_V, tokens)
     expected_loss = (student_V.exp().detach() * losses_V).sum()
     kl = (student_V.exp() * (student_V - teacher_V)).sum()
     torch.testing.assert_close(
@@ -145,7 +150,7 @@ def test_what_stands_at_masked_places_never_matters() -> None:
     losses = (
         sft(current_T, batch.mask_T),
         clipped_value_loss(current_T, anchor_T, anchor_T.flip(0), batch.mask_T * batch.mask_T.flip(0))[0],
-        reverse_kl_distillation(current_T, anchor_T, batch.mask_T)[0],
+        reverse_kl_distillation(current_T, anchor_T, batch.tokens)[0],
     )
     for loss in losses:
         gradient_T = torch.autograd.grad(loss.sum(), current_T)[0]

@@ -66,6 +66,19 @@ def distilled(student: Callable[[Token], float]) -> Callable[[Response], Losses]
     return lambda tokens: clipped([t._replace(advantage=t.advantage + t.teacher - student(t)) for t in tokens])
 
 
+def with_teacher(
+    surrogate: Callable[[Response], Losses], weight: Callable[[Token], float], coefficient: float = 0.5
+) -> Callable[[Response], Losses]:
+    """Half the estimate of KL(pi || teacher) beside another loss, weighed for the age of the sample."""
+
+    def taught(tokens: Response) -> Losses:
+        gaps = [float(t.current.detach()) - t.teacher for t in tokens]
+        losses = zip(surrogate(tokens), tokens, gaps, strict=True)
+        return [one + coefficient * weight(t) * gap * t.current for one, t, gap in losses]
+
+    return taught
+
+
 def gspo(tokens: Response) -> Losses:
     mean = sum((t.current - t.behavior for t in tokens), torch.zeros(())) / len(tokens)
     return [clip(exp(mean), t.advantage, 3e-4, 4e-4) for t in tokens]
@@ -192,6 +205,18 @@ LOSSES: dict[str, tuple[Callable[[Response], Losses], Callable[[Sequence[Losses]
             [t._replace(advantage=t.advantage + 0.5 * (t.teacher - t.behavior)) for t in tokens]
         ),
         token_mean,
+    ),
+    "distillation_loss": (
+        with_teacher(
+            proximal_clip(lambda _, t: min(lag_ratio(t), 2.0)),
+            lambda t: value(t.current - t.proximal) * min(lag_ratio(t), 2.0),
+        ),
+        token_mean,
+    ),
+    "stale_distillation_loss": (with_teacher(behavior_clip(), now_ratio), token_mean),
+    "plain_distillation_loss": (
+        with_teacher(weighted(lambda _, t: min(now_ratio(t), 2.0)), lambda t: min(now_ratio(t), 2.0)),
+        sequence_sum,
     ),
     "m2po": (lambda tokens: [-exp(t.current - t.behavior) * t.advantage for t in tokens], token_mean),
     "self_normalized": (weighted(lambda _, t: min(now_ratio(t), 2.0)), token_mean),

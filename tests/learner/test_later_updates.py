@@ -31,6 +31,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "decoupled_m2po": {**PRESETS["decoupled_ppo"].algorithm, "corrections": [{"kind": "decoupled"}, {"kind": "m2po"}]},
     "clipped_m2po": {"corrections": [{"kind": "m2po"}]},
     "stale_distillation": {"distillation": {"coefficient": 0.5}},
+    **{
+        name: {**algorithm, "distillation": {"coefficient": 0.5, "place": "loss"}}
+        for name, algorithm in {
+            "distillation_loss": PRESETS["distillation"].algorithm,
+            "stale_distillation_loss": PRESETS["grpo"].algorithm,
+            "plain_distillation_loss": PRESETS["rloo"].algorithm,
+        }.items()
+    },
     "weighed_online_dpo": {**PRESETS["online_dpo"].algorithm, "corrections": [{"kind": "pair_truncated_is"}]},
 }
 MODEL = model_config("qwen3")

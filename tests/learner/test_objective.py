@@ -40,6 +40,7 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
         "corrections": [{"kind": "m2po"}],
         "distillation": {"coefficient": 0.3},
     },
+    "distillation_loss": {**PRESETS["grpo"].algorithm, "distillation": {"coefficient": 0.5, "place": "loss"}},
     "weighed_online_dpo": {
         **PRESETS["online_dpo"].algorithm,
         "corrections": [{"kind": "pair_truncated_is", "options": {"cap": 1.2}}],
@@ -426,21 +427,38 @@ REFUSED = [
         {"distillation": {"coefficient": 1.0}, "dynamic_sampling": 2},
         "drops groups whose samples all got the same reward, but a teacher .* teaches by them",
     ),
-    ({**ONLINE, "distillation": {"coefficient": 1.0}}, "gives each token an advantage, and dpo, a loss of pairs"),
+    (
+        {**ONLINE, "distillation": {"coefficient": 1.0}},
+        "by single tokens, at which dpo, a loss of pairs, does not look",
+    ),
     ({"kl": {"ema_decay": 0.9}}, "ema_decay moves a reference that kl.coefficient=0 does not use"),
     ({"objective": {"kind": "no_such_module:f"}}, "cannot import 'no_such_module'.*PYTHONPATH"),
     ({"objective": {"kind": "math:no_such"}}, "module 'math' has no 'no_such'"),
 ]
 
 
-def test_a_batch_without_the_teachers_logprobs_is_not_trained_by_them() -> None:
-    objective = Objective(algorithm(PRESETS["distillation"].algorithm))
+@pytest.mark.parametrize("place", ["advantage", "loss"])
+def test_a_batch_without_the_teachers_logprobs_is_not_trained_by_them(place: str) -> None:
+    distillation = {"coefficient": 1.0, "place": place}
+    objective = Objective(algorithm({**PRESETS["distillation"].algorithm, "distillation": distillation}))
     whole = Whole()
     batch, _ = whole.part([0, 2])
     untaught = replace(batch, teacher_logprobs_T=None)
     policy_T = torch.zeros(batch.num_tokens)
     with pytest.raises(HeadwayError, match="a trajectory without its teacher's logprobs"):
         objective.token_loss([untaught], proximal_logprobs=[policy_T])(0, policy_T.requires_grad_())
+
+
+def test_a_teacher_teaches_the_same_in_both_places_while_nothing_is_clipped() -> None:
+    """After an earlier update the objective clips the advantage, and leaves the loss alone."""
+    whole, gradients = Whole(), {}
+    for is_moved in (False, True):
+        whole.proximal_T = whole.current_T + 0.5 * is_moved
+        for place in ("advantage", "loss"):
+            raw = {**PRESETS["distillation"].algorithm, "distillation": {"coefficient": 0.7, "place": place}}
+            _, gradients[place], _ = whole.train(Objective(algorithm(raw)), [[0, 1, 2], [3, 4, 5]])
+        differs_T = (gradients["advantage"] - gradients["loss"]).abs() > 1e-6
+        assert bool(differs_T.any()) == is_moved
 
 
 @pytest.mark.parametrize(("raw", "message"), REFUSED)
