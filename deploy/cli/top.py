@@ -1,11 +1,11 @@
-"""`headway top`: a run on the whole screen, with keys that change its number of workers."""
+"""`headway top`: a run on the whole screen, with keys that change its number of workers and send single ones away."""
 
 import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
@@ -25,18 +25,31 @@ from deploy.roles.looking import as_learner, client_of, locate_run
 from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 from deploy.terminal import styled
 
+from .scaling import DISMISSED
+
 LOOK_S = 1.0
 MOST_EVENTS = 1000
 WORKER_COLUMNS = ("worker", "host", "state", "version", "lag", "leases", "tokens/s", "sent")
 POOL_COLUMNS = ("pool", "wanted", "running", "leaving", "restarting", "given up")
 HELP = (
-    "+ and - ask the pool under the cursor for a worker more or less; tab goes from table to table, the arrows move in"
-    " it. The keys need the learner's password. 'lag' is how many steps a worker's weights are behind the announced"
-    " ones. q quits and leaves the run as it is; ? hides this."
+    "+ and - ask the pool under the cursor for a worker more or less. d asks the worker under the cursor to hand its"
+    " work back and leave, without another in its place; x lets it have no more samples, and another replaces it."
+    " y confirms either, n does not. tab goes from table to table, the arrows move in it. The keys need the learner's"
+    " password. 'lag' is how many steps a worker's weights are behind the announced ones. q quits and leaves the run as"
+    " it is; ? hides this."
 )
+QUESTIONS = {
+    "drain": "Ask worker {} to hand its work back and leave? No other takes its place. y: yes, n: no",
+    "quarantine": "Let worker {} have no more samples? Its supervisor replaces it. y: yes, n: no",
+}
 
 Scale = Callable[[str, int], str]
 """Asks a pool for so many workers more, and returns what to tell the user. Raises HeadwayError."""
+
+Manner = Literal["drain", "quarantine"]
+
+Dismiss = Callable[[str, Manner], str]
+"""Sends a worker away in this manner, and returns what to tell the user. Raises HeadwayError."""
 
 
 def top(url: str | None, run: str | None) -> None:
@@ -49,6 +62,7 @@ def top(url: str | None, run: str | None) -> None:
             f"{run} at {without_password(where)}",
             lambda: client.call(look_at(client.broker, whichever=True)),
             scaler(as_learner(url, where), run),
+            dismisser(as_learner(url, where), run),
         ).run()
 
 
@@ -65,12 +79,24 @@ def scaler(url: str, run: str) -> Scale:
     return scale
 
 
+def dismisser(url: str, run: str) -> Dismiss:
+    """Return the function that sends this run's workers away, with the user that the URL names."""
+
+    def dismiss(worker: str, manner: Manner) -> str:
+        with client_of(url, run) as client:
+            is_alive = client.call(client.broker.status.dismiss(worker, manner))
+        return f"{DISMISSED[manner]}: {worker}." if is_alive else f"Worker {worker} has left."
+
+    return dismiss
+
+
 class Top(App[None]):
     """Workers, pools, versions, queues, rates and events of one run."""
 
     CSS = """
-    #head, #waits, #help { height: auto; padding: 0 1; }
+    #head, #waits, #help, #question { height: auto; padding: 0 1; }
     #waits { color: $warning; }
+    #question { background: $warning; color: $text; }
     #workers { height: 2fr; }
     #lower { height: 1fr; }
     #pools { width: 50; }
@@ -78,14 +104,20 @@ class Top(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         ("plus,equals_sign", "scale(1)", "worker more"),
         ("minus", "scale(-1)", "worker less"),
+        ("d", "dismiss('drain')", "drain"),
+        ("x", "dismiss('quarantine')", "quarantine"),
+        ("y", "answer(True)", "yes"),
+        ("n,escape", "answer(False)", "no"),
         ("question_mark", "help", "help"),
         ("q", "quit", "quit"),
     ]
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, where: str, look: Look, scale: Scale, every_s: float = LOOK_S) -> None:
+    def __init__(self, where: str, look: Look, scale: Scale, dismiss: Dismiss, every_s: float = LOOK_S) -> None:
         super().__init__()
-        self._where, self._look, self._scale, self._every_s = where, look, scale, every_s
+        self._where, self._look, self._every_s = where, look, every_s
+        self._scale, self._dismiss = scale, dismiss
+        self._asked: tuple[str, Manner] | None = None
         self._last: RunStatus | None = None
         self._trouble = ""
 
@@ -94,6 +126,7 @@ class Top(App[None]):
         yield Static(id="waits")
         yield Static(styled(HELP), id="help")
         yield DataTable[Any](id="workers", cursor_type="row")
+        yield Static(id="question")
         with Horizontal(id="lower"):
             yield DataTable[Any](id="pools", cursor_type="row")
             yield RichLog(id="events", max_lines=MOST_EVENTS, wrap=True)
@@ -101,6 +134,7 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         self.query_one("#help").display = False
+        self.query_one("#question").display = False
         self._table("#workers").add_columns(*WORKER_COLUMNS)
         self._table("#pools").add_columns(*POOL_COLUMNS)
         self._table("#pools").focus()
@@ -147,8 +181,36 @@ class Top(App[None]):
         if not 0 <= row < len(pools):
             self._tell("No supervisor of a pool is alive: start workers with `headway run` or `headway workers`.")
             return
+        await self._tell_outcome(lambda: self._scale(pools[row].pool, workers))
+
+    def action_dismiss(self, manner: Manner) -> None:
+        """Ask the user whether to send the worker under the cursor away."""
+        if (worker := _under_cursor(self._table("#workers"))) is None:
+            self._tell("No worker is alive.")
+            return
+        self._ask((worker, manner))
+
+    async def action_answer(self, is_confirmed: bool) -> None:
+        """Send the worker of the question away, or leave it."""
+        asked = self._asked
+        self._ask(None)
+        if asked is not None and is_confirmed:
+            await self._tell_outcome(lambda: self._dismiss(*asked))
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Say whether a key has a meaning now: yes and no have one while a question is asked."""
+        return self._asked is not None if action == "answer" else True
+
+    def _ask(self, asked: tuple[str, Manner] | None) -> None:
+        question = self.query_one("#question", Static)
+        if asked is not None:
+            question.update(styled(QUESTIONS[asked[1]].format(asked[0])))
+        question.display, self._asked = asked is not None, asked
+        self.refresh_bindings()
+
+    async def _tell_outcome(self, act: Callable[[], str]) -> None:
         try:
-            self._tell(await asyncio.to_thread(self._scale, pools[row].pool, workers))
+            self._tell(await asyncio.to_thread(act))
         except HeadwayError as error:
             self._tell(f"{error}")
 
@@ -159,13 +221,21 @@ class Top(App[None]):
 
 
 def _fill(table: DataTable[Any], rows: Sequence[Sequence[str]]) -> None:
-    """Show these rows, and leave the cursor in its row."""
-    row = table.cursor_row
+    """Show these rows, and leave the cursor at its worker or pool; at its place if that one is gone."""
+    row, name = table.cursor_row, _under_cursor(table)
     table.clear()
     for cells in rows:
         table.add_row(*map(styled, cells))
     if rows:
-        table.move_cursor(row=min(row, len(rows) - 1))
+        names = [cells[0] for cells in rows]
+        table.move_cursor(row=names.index(name) if name in names else min(row, len(rows) - 1))
+
+
+def _under_cursor(table: DataTable[Any]) -> str | None:
+    """Return the name of the worker or pool under the cursor, or None for an empty table."""
+    if not table.is_valid_row_index(table.cursor_row):
+        return None
+    return f"{table.get_row_at(table.cursor_row)[0]}"
 
 
 def _head(name: str, status: RunStatus) -> Iterator[str]:

@@ -15,7 +15,7 @@ from broker.errors import BrokerUnavailableError
 from broker.schema import DeadLetter, PoolInfo, RunStatus, WeightVersion
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
-from deploy.cli.top import Top, scaler
+from deploy.cli.top import Top, dismisser, scaler
 from deploy.observe.changes import changes
 from deploy.observe.waiting import Waiting, look
 from tests.broker.scenario import Scenario, begin, rules
@@ -46,7 +46,14 @@ async def run(broker: Broker) -> Scenario:
 @pytest.fixture
 async def app(url: str, run: Scenario) -> AsyncIterator[Top]:
     client = BlockingBroker(url, run.broker.run)
-    yield Top("first at here", lambda: client.call(look(client.broker)), scaler(url, run.broker.run), every_s=0.05)
+    name = run.broker.run
+    yield Top(
+        "first at here",
+        lambda: client.call(look(client.broker)),
+        scaler(url, name),
+        dismisser(url, name),
+        every_s=0.05,
+    )
     client.close()
 
 
@@ -100,12 +107,52 @@ async def test_plus_and_minus_scale_the_pool_under_the_cursor(app: Top, run: Sce
         assert await wanted() == {"big": 3, "small": 1}
 
 
-async def test_a_key_without_the_learners_password_says_so(app: Top, server: EmbeddedServer, run: Scenario) -> None:
-    observer = admit(server, run.broker.run)[Role.OBSERVER]
-    app._scale = scaler(url_of(server, observer), run.broker.run)
+async def test_d_drains_and_x_quarantines_the_worker_under_the_cursor_once_confirmed(app: Top, run: Scenario) -> None:
+    status = run.broker.status
+    async with app.run_test(size=(140, 40)) as pilot:
+        await until(pilot, app, lambda text: "w2" in text)
+        app.query_one("#workers").focus()
+        await pilot.press("down", "x", "n", "d", "escape", "y", "x")
+        assert app.query_one("#question").display
+        assert "Let worker w2 have no more samples?" in str(app.query_one("#question", Static).content)
+        assert (await status.snapshot()).quarantined == ()
+        await pilot.press("y")
+        await until(pilot, app, lambda text: "No more leases for: w2." in text)
+        assert (await status.snapshot()).quarantined == ("w2",)
+        assert not app.query_one("#question").display
+
+        await pilot.press("up", "d", "down", "y")  # the question's worker, wherever the cursor went meanwhile
+        await until(pilot, app, lambda text: "Asked to hand their work back and leave: w1." in text)
+        assert await status.heartbeat(worker("w1", WeightVersion(1, 0)), ALIVE_S)
+
+        await status.leave("w1")
+        await until(pilot, app, lambda text: "w1 node" not in text)
+        await pilot.press("d")
+        await status.leave("w2")
+        await pilot.press("y")
+        await until(pilot, app, lambda text: "Worker w2 has left." in text)
+
+
+async def test_the_cursor_stays_at_its_worker_when_another_joins(app: Top, run: Scenario) -> None:
+    async with app.run_test(size=(140, 40)) as pilot:
+        await until(pilot, app, lambda text: "w2" in text)
+        app.query_one("#workers").focus()
+        await pilot.press("down")
+        await run.broker.status.heartbeat(worker("w0", WeightVersion(1, 0)), ALIVE_S)
+        await until(pilot, app, lambda text: "w0 node" in text)
+        await pilot.press("d")
+        assert "Ask worker w2 to" in str(app.query_one("#question", Static).content)
+
+
+@pytest.mark.parametrize("keys", [("plus",), ("d", "y")])
+async def test_a_key_without_the_learners_password_says_so(
+    keys: tuple[str, ...], app: Top, server: EmbeddedServer, run: Scenario
+) -> None:
+    observer = url_of(server, admit(server, run.broker.run)[Role.OBSERVER])
+    app._scale, app._dismiss = scaler(observer, run.broker.run), dismisser(observer, run.broker.run)
     async with app.run_test(size=(300, 40)) as pilot:
         await until(pilot, app, lambda text: "small 2" in text)
-        await pilot.press("plus")
+        await pilot.press(*keys)
         await until(pilot, app, lambda text: "may not do this" in text)
 
 

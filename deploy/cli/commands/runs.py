@@ -29,10 +29,11 @@ def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None
 @click.command()
 @_run_options
 def top(url: str | None, run: str | None) -> None:
-    """Show a run on the whole screen, with keys that scale its pools.
+    """Show a run on the whole screen, with keys that scale its pools and send workers away.
 
     It shows workers, versions, lag, queues, rates, and what happens. + and - change the number of workers of the pool
-    under the cursor, ? explains the keys, q quits and leaves the run as it is.
+    under the cursor, d drains the worker under the cursor and x quarantines it, ? explains the keys, q quits and leaves
+    the run as it is.
     """
     complain("Loading, and looking for the run ...")
     from deploy.cli.top import top
