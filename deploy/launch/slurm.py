@@ -69,14 +69,24 @@ class _Job:
     settings: Mapping[str, str | int | Sequence[str]]
 
 
-def write_slurm_scripts(recipe: Recipe, directory: Path, options: SlurmOptions) -> list[Path]:
-    """Write the scripts and return their paths, submit.sh first. Passwords and data that are there already are kept.
+def slurm_scripts(recipe: Recipe, directory: Path, options: SlurmOptions) -> dict[str, str]:
+    """Return the scripts for this directory by their names, submit.sh first.
 
     Raises ConfigError for a recipe or options that do not fit a cluster.
     """
     _check(recipe, options)
     directory = directory.resolve()
     jobs = list(_jobs(recipe, directory, options))
+    scripts = {f"{job.name}.sh": _script(job, recipe, directory, options) for job in jobs}
+    return {"submit.sh": _submission(jobs, directory), **scripts}
+
+
+def write_slurm_scripts(recipe: Recipe, directory: Path, options: SlurmOptions) -> list[Path]:
+    """Write the scripts and return their paths, submit.sh first. Passwords and data that are there already are kept.
+
+    Raises ConfigError for a recipe or options that do not fit a cluster.
+    """
+    scripts, directory = slurm_scripts(recipe, directory, options), directory.resolve()
     with writable(directory, "--output"):
         (directory / SERVER).mkdir(parents=True, exist_ok=True)
         (directory / SERVER).chmod(0o700)
@@ -85,8 +95,6 @@ def write_slurm_scripts(recipe: Recipe, directory: Path, options: SlurmOptions) 
         replace_file(directory / "recipe.yaml", dump_recipe(recipe).encode())
         for stale in directory.glob("workers*.sh"):
             stale.unlink()
-        scripts = {f"{job.name}.sh": _script(job, recipe, directory, options) for job in jobs}
-        scripts = {"submit.sh": _submission(jobs, directory), **scripts}
         for name, text in scripts.items():
             replace_file(directory / name, text.encode())
             (directory / name).chmod(0o755)

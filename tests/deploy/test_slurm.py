@@ -62,6 +62,17 @@ def test_every_role_has_a_script_and_one_submits_them(tmp_path: Path, capsys: py
     assert list(tmp_path.iterdir()) == [tmp_path / "x"]
 
 
+def test_a_dry_run_prints_the_scripts_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dry = ["launch", "slurm", "arithmetic.yaml", "--output", "launch", "--dry-run"]
+    assert answer([*dry, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["files"]
+    assert answer(dry) == 0
+    printed = capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    assert {path.name: path.read_text() for path in launch().glob("*.sh")} == shown
+    assert all(f"# {name}\n{text.rstrip()}\n" in printed for name, text in shown.items())
+
+
 def test_a_pool_without_workers_has_no_script() -> None:
     directory = launch(POOLS, "workers.count=0")
     assert [path.name for path in directory.glob("workers*.sh")] == ["workers-big.sh"]

@@ -1,5 +1,6 @@
 """`headway launch`: files with which a cluster's own scheduler starts a run."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -48,6 +49,7 @@ pool_option = click.option(
     metavar="[ROLE:]OPTION",
     help="An option of sbatch, such as --partition=cpu or learner:--partition=gpu. Repeat it for more.",
 )
+@click.option("--dry-run", is_flag=True, help="Print the scripts; write nothing.")
 @json_option
 def slurm(
     recipe: str,
@@ -59,6 +61,7 @@ def slurm(
     grace_s: int,
     port: int,
     sbatch: tuple[str, ...],
+    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Write batch scripts for Slurm: one for each role, and submit.sh, which submits them all.
@@ -66,11 +69,14 @@ def slurm(
     The directory must have the same path on every node, and only you may read it: the passwords are in it. Jobs drain
     before their time limit, go back into the queue and go on.
     """
-    from deploy.launch.slurm import SlurmOptions, write_slurm_scripts
+    from deploy.launch.slurm import SlurmOptions, slurm_scripts, write_slurm_scripts
     from deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     options = SlurmOptions(nodes=nodes, pools=_counts(pools), time=time, grace_s=grace_s, port=port, sbatch=sbatch)
+    if dry_run:
+        _print_files(slurm_scripts(loaded, output, options), "# {}", as_json)
+        return
     written = write_slurm_scripts(loaded, output, options)
     if as_json:
         say_json({"directory": str(output.resolve()), "files": [str(path) for path in written]})
@@ -120,18 +126,22 @@ def kubernetes(
         image=image, namespace=namespace, pools=_counts(pools), keda=_counts(keda, "--keda"), has_ray=has_ray
     )
     if dry_run:
-        texts = manifests(loaded, options)
-        if as_json:
-            say_json({"files": texts})
-            return
-        for name, text in texts.items():
-            say(f"--- # {name}\n{text.rstrip()}")
+        _print_files(manifests(loaded, options), "--- # {}", as_json)
         return
     written = write_manifests(loaded, output, options)
     if as_json:
         say_json({"directory": str(output.resolve()), "files": [str(path.resolve()) for path in written]})
         return
     say(f"Written to {output}: {len(written)} files, and secrets. Start the run with: kubectl apply -k {output}")
+
+
+def _print_files(texts: Mapping[str, str], head: str, as_json: bool) -> None:
+    """Print files that a command would write, each below a head with its name."""
+    if as_json:
+        say_json({"files": texts})
+        return
+    for name, text in texts.items():
+        say(f"{head.format(name)}\n{text.rstrip()}")
 
 
 def _counts(pools: tuple[str, ...], option: str = "--pool") -> dict[str, int]:
