@@ -1,8 +1,10 @@
 """`headway chat`: what the model reads and says, and how an answer is stopped."""
 
 import io
+import itertools
 import json
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from deploy.cli.main import answer
 from deploy.roles.chat import Chat
 from deploy.roles.engine import own_settings
 from deploy.run.trained import find_trained
+from rollout_workers.engines.embedded.decoder import Decoder, Sampled
 
 from .tiny_model import SMALL, greedy, make_model
 
@@ -76,15 +79,26 @@ def test_an_answer_is_heard_piece_by_piece(model: Path) -> None:
     assert "".join(pieces) == reply.text == text(model, "^5=", 40)
 
 
-def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(model: Path) -> None:
+def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread decodes 20 tokens at most until the answer is stopped, however late this thread is: a longer
+    answer would leave no room for what was said before."""
+    is_stopped, steps, step = threading.Event(), itertools.count(), Decoder.step
+
+    def decode(decoder: Decoder) -> list[Sampled]:
+        assert next(steps) < 20 or is_stopped.wait(60)
+        return step(decoder)
+
     def press_ctrl_c(piece: str) -> None:
         signal.raise_signal(signal.SIGINT)
 
+    monkeypatch.setattr("rollout_workers.engines.embedded.engine.FLUSH_S", 0.0)
+    monkeypatch.setattr(Decoder, "step", decode)
     with opened(model, "engine.max_model_len=128", "sampling.max_new_tokens=100") as chat:
         stopped = chat.say("5", press_ctrl_c)
+        is_stopped.set()
         following = chat.say("6")
     assert stopped.finish_reason == "interrupted"
-    assert 0 < stopped.tokens < 100
+    assert 0 < stopped.tokens <= 20
     assert following.text
     assert text(model, f"^5={stopped.text}^6=", 100).startswith(following.text)
 
