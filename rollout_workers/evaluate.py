@@ -15,7 +15,7 @@ from .decoding import Decoding
 from .engines.base import Engine
 from .environments.base import Environment
 from .environments.single_turn import SingleTurn
-from .rewards.base import Scorer
+from .rewards.base import Reward
 from .samples.episode import Episodes
 from .samples.generation import generate
 from .samples.held_out import held_out_request, play_held_out
@@ -41,7 +41,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 async def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
-    scorer: Scorer,
+    reward: Reward,
     decoding: Decoding,
     sampling: SamplingConfig,
     pass_reward: float,
@@ -51,7 +51,7 @@ async def evaluate(
 ) -> EvalResult:
     """Sample each prompt `samples` times, as many at a time as the engine can batch. Without `environment` an episode
     has one turn."""
-    episodes = Episodes(environment or SingleTurn(), scorer, decoding)
+    episodes = Episodes(environment or SingleTurn(), reward, decoding)
     places = asyncio.Semaphore(engine.capacity)
 
     async def one(place: int, number: int, prompt: Prompt) -> EvaluationResult:

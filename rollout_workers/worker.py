@@ -30,7 +30,7 @@ from .environments.single_turn import SingleTurn
 from .health.own import EngineHealth
 from .health.rules import Verdict
 from .outages import Outages
-from .rewards.base import Scorer, UnscoredError
+from .rewards.base import Reward, UnscoredError
 from .run_end import RunEnd
 from .samples.episode import Episodes, JudgedTurn
 from .samples.evaluating import Evaluating
@@ -38,7 +38,7 @@ from .samples.generation import EngineFailedError, generate, room, sample_seed
 from .samples.held_leases import HeldLeases
 from .samples.recorder import Recorder
 from .samples.segments import SegmentLog
-from .samples.taught import Teacher
+from .samples.taught import AskedTeacher
 from .samples.throughput import Throughput
 from .samples.tracing import UNTRACED, SampleTrace, SampleTracer
 from .swaps.colocation import BorrowedDevice
@@ -70,9 +70,9 @@ class Worker:
         broker: Broker,
         engine: Engine,
         subscriber: Subscriber,
-        scorer: Scorer,
+        reward: Reward,
         environment: Environment | None = None,
-        teacher: Teacher | None = None,
+        teacher: AskedTeacher | None = None,
         decoding: Decoding,
         sampling: SamplingConfig,
         config: WorkersConfig,
@@ -95,7 +95,7 @@ class Worker:
         self._engine = engine
         self._subscriber = subscriber
         self._decoding = decoding
-        self._episodes = Episodes(environment or SingleTurn(), scorer, decoding)
+        self._episodes = Episodes(environment or SingleTurn(), reward, decoding)
         self._teacher = teacher
         self._sampling = sampling
         self._config = config

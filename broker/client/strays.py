@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from redis.exceptions import NoPermissionError
 
-from broker.connection.connection import Argument, Connection, Page
+from broker.connection.connection import Argument, Connection, KeyPage
 from broker.connection.inspection import fields_of
 from broker.errors import BrokerError, HeadwayError
 from broker.keys import PREFIX, Keys, is_name
@@ -175,7 +175,7 @@ class Strays:
             log.warning("Keys that nobody needs cannot be freed: %s", error)
         log.debug("A sweep of the server failed: %s", error)
 
-    async def _sweep_page(self, request: "_Sweep", page: Page, own: list[bytes]) -> Swept:
+    async def _sweep_page(self, request: "_Sweep", page: KeyPage, own: list[bytes]) -> Swept:
         """Sweeps the keys of a page that are not the run's own, and adds the names of those that are to `own`."""
         on_shards, others = list[bytes](), list[bytes]()
         of_the_learner = self._connection.keys.hidden("").encode()
@@ -202,7 +202,7 @@ class Strays:
             swept, names = swept + Swept(keys, freed_bytes, foreign), names[judged:]
         return swept
 
-    async def _sweep_shard(self, request: "_Sweep", page: Page, keys: Sequence[bytes]) -> Swept:
+    async def _sweep_shard(self, request: "_Sweep", page: KeyPage, keys: Sequence[bytes]) -> Swept:
         """Sweeps keys by age, on a node whose functions do not know which blobs are recorded."""
         blobs = {key: match[1] + b"/" + match[2] for key in keys if (match := _BLOB_ON_A_SHARD.fullmatch(key))}
         markers = [key for key in keys if key.endswith(b"}:durable") and key.count(b"}") == 1]
@@ -232,7 +232,7 @@ class Strays:
             said += await self._ask(request, "recorded", *names[len(said) :])
         return said
 
-    async def _free(self, page: Page, keys: Sequence[bytes], *, foreign: bool) -> Swept:
+    async def _free(self, page: KeyPage, keys: Sequence[bytes], *, foreign: bool) -> Swept:
         sizes = await self._connection.ask(page, [("MEMORY", "USAGE", key) for key in keys])
         await self._connection.ask(page, [("UNLINK", key) for key in keys])
         return Swept(len(keys), sum(size or 0 for size in sizes), len(keys) if foreign else 0)

@@ -38,7 +38,7 @@ class UnfinishedGroup:
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepProgress:
     """How far the next step has come, by the server's clock."""
 
     quiet_s: float
@@ -71,7 +71,7 @@ class Waits:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def look(self) -> Progress | None:
+    async def look(self) -> StepProgress | None:
         """Returns the progress, or None where no learner has claimed the run yet. Raises ForeignRunError."""
         reply = await self._connection.script("waits", absent=None)
         if reply is None:
@@ -81,7 +81,7 @@ class Waits:
         if "groups_per_step" not in meta:
             return None
         since = {name: now - float(meta.get(name, 0)) for name in ("claimed_at", "announced_at", "pinned_at")}
-        return Progress(
+        return StepProgress(
             quiet_s=max(0.0, min(since.values())),
             claimed_s=max(0.0, since["claimed_at"]),
             taken=_whole(taken),

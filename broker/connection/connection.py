@@ -51,7 +51,7 @@ _PAGE = 1000
 
 
 @dataclass(frozen=True)
-class Page:
+class KeyPage:
     """Some keys of one server."""
 
     server: RoundTrips
@@ -187,22 +187,22 @@ class Connection:
         keys = {key.decode(errors="replace") for names in found for key in names}
         return sorted(key for key in keys if "\N{REPLACEMENT CHARACTER}" not in key)
 
-    async def pages(self, pattern: str) -> AsyncIterator["Page"]:
+    async def pages(self, pattern: str) -> AsyncIterator["KeyPage"]:
         """Yields all keys that match, server by server. A server looks at a few keys at a time, so no client is
         delayed.
 
         Raises BrokerUnavailableError where a server fails meanwhile.
         """
         for server in (await self._attempt(self._routes.primaries)).values():
-            page = Page(server, b"0", ())
+            page = KeyPage(server, b"0", ())
             while True:
                 cursor, keys = (await self.ask(page, [("SCAN", page.cursor, "MATCH", pattern, "COUNT", _PAGE)]))[0]
-                page = Page(server, cursor, tuple(keys))
+                page = KeyPage(server, cursor, tuple(keys))
                 yield page
                 if int(cursor) == 0:
                     break
 
-    async def ask(self, page: "Page", commands: Sequence[Command]) -> list[Any]:
+    async def ask(self, page: "KeyPage", commands: Sequence[Command]) -> list[Any]:
         """Sends plain commands to the server that holds the keys of a page, and returns their replies."""
         return await self._attempt(lambda: _replied(page.server, *commands))
 

@@ -19,7 +19,7 @@ import msgspec
 
 from broker.errors import HeadwayError
 
-from .wire import LENGTH, Answer, Call, Program, frame
+from .wire import LENGTH, Call, CallAnswer, Program, frame
 
 PR_SET_PDEATHSIG = 1
 MOST_WORDS = 1000
@@ -54,10 +54,11 @@ async def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
         if not is_told:
             traceback.print_exception(error)
         _say(
-            answers, frame(Answer(0, raised=str(error) if is_told else f"{program.name}: opening it {_words(error)}."))
+            answers,
+            frame(CallAnswer(0, raised=str(error) if is_told else f"{program.name}: opening it {_words(error)}.")),
         )
         os._exit(1)
-    _say(answers, frame(Answer(0, value=opened.places)))
+    _say(answers, frame(CallAnswer(0, value=opened.places)))
     threads = ThreadPoolExecutor(opened.places)
     running: set[asyncio.Task[None]] = set()
     while True:
@@ -86,12 +87,12 @@ async def _answer(program: Any, call: Call, threads: ThreadPoolExecutor, answers
     try:
         method = getattr(program, call.method)
         result = await loop.run_in_executor(threads, _called, method, call.arguments)
-        answer = frame(Answer(call.number, value=await result if isawaitable(result) else result))
+        answer = frame(CallAnswer(call.number, value=await result if isawaitable(result) else result))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - every error of user code is an answer
         is_refusal = isinstance(error, HeadwayError)
         if not is_refusal:
             traceback.print_exception(error)
-        answer = frame(Answer(call.number, raised=_words(error), is_refusal=is_refusal))
+        answer = frame(CallAnswer(call.number, raised=_words(error), is_refusal=is_refusal))
     _say(answers, answer)
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from broker.errors import ConfigError, UserCodeError
 
-from .wire import LENGTH, MAX_FRAME_BYTES, Answer, Call, Program, frame
+from .wire import LENGTH, MAX_FRAME_BYTES, Call, CallAnswer, Program, frame
 
 END_S = 5.0
 """A process may take so long to end after its channel has closed, and again after it was killed."""
@@ -32,7 +32,7 @@ class HostProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[CallAnswer]] = {}
         self._listening: asyncio.Task[None] | None = None
         self._end = ""
         self.places = asyncio.Semaphore(1)
@@ -140,9 +140,9 @@ class HostProcess:
         self._process.stdin.write(message)
         await self._process.stdin.drain()
 
-    async def _read(self) -> Answer:
+    async def _read(self) -> CallAnswer:
         assert self._process.stdout is not None
         (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
         if length > MAX_FRAME_BYTES:
             raise ConnectionError(f"an answer of {length} bytes")
-        return msgspec.msgpack.decode(await self._process.stdout.readexactly(length), type=Answer)
+        return msgspec.msgpack.decode(await self._process.stdout.readexactly(length), type=CallAnswer)

@@ -30,7 +30,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     arguments: list[Any]
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The answer to a call. `raised` says why there is no `value`, such as `raised KeyError: 'x'`. Number 0 answers the
     Program; its value is `places`."""
 

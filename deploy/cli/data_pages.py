@@ -12,7 +12,7 @@ from deploy.recipe.loading import load_recipe
 from deploy.tables import WholeWords
 from deploy.terminal import styled
 from learner.config import ModelConfig
-from learner.data.inspection import Example, Finding, Inspection
+from learner.data.inspection import FoundUse, Inspection, RenderedRecord
 from learner.data.records import RecordOptions
 
 EXAMPLES = 3
@@ -27,8 +27,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     is_usable: bool
     """Whether a stage can train on it."""
-    uses: list[Finding]
-    examples: list[Example]
+    uses: list[FoundUse]
+    examples: list[RenderedRecord]
 
 
 def inspect_data(path: str, options: dict[str, Any], recipe: str, model: str) -> Report:
@@ -43,7 +43,7 @@ def inspect_data(path: str, options: dict[str, Any], recipe: str, model: str) ->
     )
 
 
-def _examples(inspection: Inspection, recipe: str, model: str) -> list[Example]:
+def _examples(inspection: Inspection, recipe: str, model: str) -> list[RenderedRecord]:
     from learner.data.prompts.rendering import Renderer
     from learner.models.model import load_tokenizer
 
@@ -86,7 +86,7 @@ def _wrong(report: Report) -> list[RenderableType]:
     return lines
 
 
-def _example(example: Example) -> Text:
+def _example(example: RenderedRecord) -> Text:
     head = f"\n{example.place}, {example.what}: {example.tokens:,} tokens, {example.trained_tokens:,} trained\n"
     pieces = [
         (f"⟦{_shortened(text)}⟧", "bold green") if is_trained else (_shortened(text), "dim")

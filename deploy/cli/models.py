@@ -70,14 +70,14 @@ def generate(
     from transformers.utils.logging import disable_progress_bar
 
     from deploy.roles.engine import OwnSettings, PoolSettings, settings_of
-    from deploy.roles.generating import BatchInference, Generated, OwnEngine, Sampler, Shard
+    from deploy.roles.generating import BatchInference, Generated, OwnEngine, ResponseSampler, Shard
     from deploy.run.trained import find_trained
 
     disable_progress_bar()
     found = find_trained(model, step)
     settings = settings_of(found, overrides, temperature, OwnSettings if workers is None else PoolSettings)
 
-    def generated(sampler: Sampler) -> Generated:
+    def generated(sampler: ResponseSampler) -> Generated:
         return BatchInference(
             model=found,
             prompts=prompts,

@@ -15,7 +15,7 @@ from broker.errors import ConfigError
 from broker.schema import WorkerInfo
 from deploy.recipe.loading import recipe_from_bytes
 from rollout_workers.config import WorkersConfig
-from rollout_workers.health.rules import Pace, Verdict, silent, slowest
+from rollout_workers.health.rules import GenerationPace, Verdict, silent, slowest
 from rollout_workers.run_end import RUN_OVER
 
 from .pool import Pool, Slot
@@ -81,7 +81,9 @@ class Judge:
             verdicts += [slow] if slow is not None and slow not in verdicts else []
         return verdicts
 
-    def _compared(self, slots: Sequence[Slot], reports: dict[str, WorkerInfo], window_s: float) -> dict[str, Pace]:
+    def _compared(
+        self, slots: Sequence[Slot], reports: dict[str, WorkerInfo], window_s: float
+    ) -> dict[str, GenerationPace]:
         """Return the paces of the workers that have reported for a whole window. One whose predecessors were set aside
         gets more time."""
         found = {}
@@ -106,7 +108,7 @@ class _Paces:
     def __init__(self) -> None:
         self._looks = deque[tuple[float, WorkerInfo]]()
 
-    def note(self, info: WorkerInfo, window_s: float) -> Pace | None:
+    def note(self, info: WorkerInfo, window_s: float) -> GenerationPace | None:
         """Add a look, and return the pace over the window; None before the worker has reported for a whole one."""
         now = time.monotonic()
         self._looks.append((now, info))
@@ -115,7 +117,7 @@ class _Paces:
         at, first = self._looks[0]
         if now - at < window_s:
             return None
-        return Pace(
+        return GenerationPace(
             info.generated_tokens - first.generated_tokens, info.busy_s - first.busy_s, info.slot_s - first.slot_s
         )
 

@@ -13,7 +13,7 @@ import msgspec
 
 from broker.client.broker import Broker
 from broker.client.holding import TTL_S
-from broker.client.waits import MissingSample, Progress, UnfinishedGroup
+from broker.client.waits import MissingSample, StepProgress, UnfinishedGroup
 from broker.errors import RunNotFoundError
 from broker.schema import PoolInfo, RunStatus, ScoringQueue, WorkerInfo
 from deploy.recipe.scorers import POOL
@@ -84,7 +84,7 @@ class Reminder:
         return waiting.text
 
 
-Rule = Callable[[RunStatus, Progress], Waiting | None]
+Rule = Callable[[RunStatus, StepProgress], Waiting | None]
 
 
 async def look(broker: Broker, *, whichever: bool = False) -> tuple[RunStatus, Waiting | None]:
@@ -96,7 +96,7 @@ async def look(broker: Broker, *, whichever: bool = False) -> tuple[RunStatus, W
     return status, waiting(status, progress)
 
 
-def waiting(status: RunStatus, progress: Progress) -> Waiting | None:
+def waiting(status: RunStatus, progress: StepProgress) -> Waiting | None:
     """Returns who waits for whom; None once the run is over."""
     if status.state in RUN_OVER:
         return None
@@ -107,7 +107,7 @@ def _because(
     why: Why,
     text: str,
     status: RunStatus,
-    progress: Progress,
+    progress: StepProgress,
     *,
     who: Who = "learner",
     group: str = "",
@@ -129,7 +129,7 @@ def _quiet_after_s(status: RunStatus) -> float:
     return max(QUIET_S, QUIET_STEPS * sum(seconds) / len(seconds)) if seconds else QUIET_S
 
 
-def _no_learner(status: RunStatus, progress: Progress) -> Waiting | None:
+def _no_learner(status: RunStatus, progress: StepProgress) -> Waiting | None:
     if progress.has_learner:
         return None
     text = (
@@ -139,7 +139,7 @@ def _no_learner(status: RunStatus, progress: Progress) -> Waiting | None:
     return _because("no learner", text, status, progress, who="workers")
 
 
-def _no_scorers(status: RunStatus, progress: Progress) -> Waiting | None:
+def _no_scorers(status: RunStatus, progress: StepProgress) -> Waiting | None:
     """Samples wait for a scorer of which no process can answer."""
     ready = {scorer.scorer for scorer in status.scorers if scorer.state == "ready"}
     asked = [queue for queue in status.scoring if queue.waiting + queue.leased and queue.scorer not in ready]
@@ -158,7 +158,7 @@ def _missing_scorer(queue: ScoringQueue, status: RunStatus) -> str:
     return f"{samples} for {queue.scorer}, of which no process is alive ({remedy})"
 
 
-def _no_weights(status: RunStatus, progress: Progress) -> Waiting | None:
+def _no_weights(status: RunStatus, progress: StepProgress) -> Waiting | None:
     announced, since = status.announced, _seconds(progress.claimed_s)
     if announced is None:
         text = f"The workers wait for the first weights: the learner took the run {since} ago, and prepares them."
@@ -172,7 +172,7 @@ def _no_weights(status: RunStatus, progress: Progress) -> Waiting | None:
     return _because("no weights", text, status, progress, who="workers")
 
 
-def _training(status: RunStatus, progress: Progress) -> Waiting | None:
+def _training(status: RunStatus, progress: StepProgress) -> Waiting | None:
     taken = progress.taken
     is_whole = progress.taken_groups >= progress.groups_per_step or progress.feed_is_closed
     if taken is None or taken < _next_step(status) or not is_whole:
@@ -186,7 +186,7 @@ def _training(status: RunStatus, progress: Progress) -> Waiting | None:
     return _because("training", text, status, progress, who="nobody")
 
 
-def _what_workers_lack(status: RunStatus, progress: Progress) -> str:
+def _what_workers_lack(status: RunStatus, progress: StepProgress) -> str:
     """Returns why the workers have nothing to lease; "" where they have."""
     if status.queues.retry:
         return ""
@@ -201,7 +201,7 @@ def _what_workers_lack(status: RunStatus, progress: Progress) -> str:
     return f"all admitted groups are ready or leased (staleness.max_lag is {progress.max_lag})"
 
 
-def _no_prompts(status: RunStatus, progress: Progress) -> Waiting | None:
+def _no_prompts(status: RunStatus, progress: StepProgress) -> Waiting | None:
     queues = status.queues
     if queues.pool or queues.retry or queues.leased or progress.unfinished or _has_enough(progress, status):
         return None
@@ -209,14 +209,14 @@ def _no_prompts(status: RunStatus, progress: Progress) -> Waiting | None:
     return _because("prompts", text, status, progress)
 
 
-def _store_is_full(status: RunStatus, progress: Progress) -> Waiting | None:
+def _store_is_full(status: RunStatus, progress: StepProgress) -> Waiting | None:
     if progress.stored_bytes < progress.max_bytes or _has_enough(progress, status):
         return None
     text = f"{_waits(status)}: the store is full ({_store(progress)}), and {_ready(status, progress)}."
     return _because("store", text, status, progress)
 
 
-def _no_workers(status: RunStatus, progress: Progress) -> Waiting | None:
+def _no_workers(status: RunStatus, progress: StepProgress) -> Waiting | None:
     if status.workers or _has_enough(progress, status):
         return None
     pools = [_shortage(pool) for pool in status.pools if not pool.pool.startswith(POOL)]
@@ -230,7 +230,7 @@ def _shortage(pool: PoolInfo) -> str:
     return f"pool {pool.pool} wants {pool.wanted} and starts {pool.restarting} again{given_up}"
 
 
-def _workers_pause(status: RunStatus, progress: Progress) -> Waiting | None:
+def _workers_pause(status: RunStatus, progress: StepProgress) -> Waiting | None:
     if _has_enough(progress, status):
         return None
     reasons = [_pause(worker, status) for worker in status.workers]
@@ -258,7 +258,7 @@ def _pause(worker: WorkerInfo, status: RunStatus) -> str:
     return meaning.get(worker.state, worker.state) + error
 
 
-def _enough(status: RunStatus, progress: Progress) -> Waiting | None:
+def _enough(status: RunStatus, progress: StepProgress) -> Waiting | None:
     """The groups are there and the learner has not taken them."""
     if not _has_enough(progress, status):
         return None
@@ -275,7 +275,7 @@ def _enough(status: RunStatus, progress: Progress) -> Waiting | None:
     return _because("stragglers", text, status, progress, group=group.group, workers=_holders(group))
 
 
-def _groups(status: RunStatus, progress: Progress) -> Waiting:
+def _groups(status: RunStatus, progress: StepProgress) -> Waiting:
     group = next(iter(progress.unfinished), None)
     if group is None:
         text = f"{_waits(status)}: {_ready(status, progress)}, and the workers have begun no other."
@@ -308,15 +308,15 @@ def _waits(status: RunStatus) -> str:
     return f"The learner waits for step {_next_step(status) + 1}"
 
 
-def _has_enough(progress: Progress, status: RunStatus) -> bool:
+def _has_enough(progress: StepProgress, status: RunStatus) -> bool:
     return status.queues.ready >= progress.groups_per_step
 
 
-def _ready(status: RunStatus, progress: Progress) -> str:
+def _ready(status: RunStatus, progress: StepProgress) -> str:
     return f"{min(status.queues.ready, progress.groups_per_step)} of {progress.groups_per_step} groups are ready"
 
 
-def _store(progress: Progress) -> str:
+def _store(progress: StepProgress) -> str:
     return f"{progress.stored_bytes / 1e6:,.1f} of {progress.max_bytes / 1e6:,.1f} MB, broker.max_bytes"
 
 

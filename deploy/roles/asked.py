@@ -9,7 +9,7 @@ from rollout_workers.config import RewardConfig
 
 if TYPE_CHECKING:
     from rollout_workers.rewards import ScorerOpener
-    from rollout_workers.samples.taught import Teacher
+    from rollout_workers.samples.taught import AskedTeacher
     from rollout_workers.scorers import TokenScorer
 
 
@@ -35,14 +35,14 @@ def holding(recipe: Recipe) -> "ScorerOpener":
     return opened
 
 
-def open_teacher(broker: Broker, recipe: Recipe) -> "Teacher | None":
+def open_teacher(broker: Broker, recipe: Recipe) -> "AskedTeacher | None":
     """Return the recipe's teacher; None where it has none."""
-    from rollout_workers.samples.taught import TEACHER, Teacher
+    from rollout_workers.samples.taught import TEACHER, AskedTeacher
 
     if not recipe.teacher.path:
         return None
     scorer = _asked(broker, TEACHER, recipe.teacher.deadline_s)
-    return Teacher(scorer, temperature=recipe.sampling.temperature, deadline_s=recipe.teacher.deadline_s)
+    return AskedTeacher(scorer, temperature=recipe.sampling.temperature, deadline_s=recipe.teacher.deadline_s)
 
 
 def _asked(broker: Broker, name: str, hold_s: float) -> "TokenScorer":

@@ -65,7 +65,7 @@ Add = Callable[[int, Sequence[Response]], None]
 """(index of a prompt, its responses in order): writes the prompt's line. Called from one thread."""
 
 
-class Sampler(Protocol):
+class ResponseSampler(Protocol):
     """Samples the responses to prompts."""
 
     def sample(self, prompts: Mapping[int, Prompt], add: Add, *, made_from: str) -> None:
@@ -83,7 +83,7 @@ class BatchInference:
     prompts: Path
     out: Path
     settings: OwnSettings
-    sampler: Sampler
+    sampler: ResponseSampler
     samples: int = 1
     """Responses to each prompt."""
     seed: int = 0
@@ -167,7 +167,7 @@ class OwnEngine:
     seed: int = 0
 
     def sample(self, prompts: Mapping[int, Prompt], add: Add, *, made_from: str) -> None:
-        """See Sampler."""
+        """See ResponseSampler."""
         asyncio.run(self._sample(prompts, add))
 
     async def _sample(self, prompts: Mapping[int, Prompt], add: Add) -> None:

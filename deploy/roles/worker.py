@@ -159,7 +159,7 @@ async def _work(
             broker=broker,
             engine=engine,
             subscriber=Subscriber(broker, worker, recipe.weights, roots),
-            scorer=await open_reward(recipe.rewards, roots, asking(broker)) if recipe.rewards else Unjudged(),
+            reward=await open_reward(recipe.rewards, roots, asking(broker)) if recipe.rewards else Unjudged(),
             environment=await open_environment(recipe.environment, roots),
             teacher=open_teacher(broker, recipe),
             decoding=load_decoding(model),

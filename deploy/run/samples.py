@@ -31,7 +31,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """False: it is an environment's answer, which is not trained."""
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
     """One trained trajectory."""
 
     step: int
@@ -56,9 +56,9 @@ class SampleReader:
     def __init__(self) -> None:
         self._tokenizer: Stamp | None = None
         self._decode: Decode = _as_numbers
-        self._read: dict[Stamp, list[Sample]] = {}
+        self._read: dict[Stamp, list[ShownSample]] = {}
 
-    def read(self, directory: Path) -> list[Sample]:
+    def read(self, directory: Path) -> list[ShownSample]:
         """Return samples of the newest and the oldest step in the run's experience log, the newest first.
 
         Empty where the run keeps no log (`checkpoint.log_bytes: 0`), or its files are damaged or being written.
@@ -77,11 +77,11 @@ class SampleReader:
         if newest != self._tokenizer:
             self._tokenizer, self._decode, self._read = newest, _decoder(newest), {}
 
-    def _samples(self, stamp: Stamp, step: int) -> list[Sample]:
+    def _samples(self, stamp: Stamp, step: int) -> list[ShownSample]:
         return self._read[stamp] if stamp in self._read else list(_of_step(stamp[0], step, self._decode))
 
 
-def samples_of(directory: Path) -> list[Sample]:
+def samples_of(directory: Path) -> list[ShownSample]:
     """Return what a SampleReader reads there."""
     return SampleReader().read(directory)
 
@@ -101,7 +101,7 @@ def _steps(log: Path) -> Iterator[int]:
             yield int(number)
 
 
-def _of_step(path: Path, step: int, decode: Decode) -> Iterator[Sample]:
+def _of_step(path: Path, step: int, decode: Decode) -> Iterator[ShownSample]:
     from learner.experience.logged_batch import read_first_groups
 
     try:
@@ -114,8 +114,8 @@ def _of_step(path: Path, step: int, decode: Decode) -> Iterator[Sample]:
             yield _sample(group, trajectory, step, decode)
 
 
-def _sample(group: Group, trajectory: Trajectory, step: int, decode: Decode) -> Sample:
-    return Sample(
+def _sample(group: Group, trajectory: Trajectory, step: int, decode: Decode) -> ShownSample:
+    return ShownSample(
         step=step,
         tid=str(trajectory.tid),
         worker=trajectory.worker,

@@ -32,7 +32,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
     """The error of the first one, with its place and the remedy."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class FoundUse(msgspec.Struct, frozen=True, kw_only=True):
     """What the file is to one use."""
 
     use: str
@@ -45,7 +45,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class Example(msgspec.Struct, frozen=True, kw_only=True):
+class RenderedRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One record as the model gets it."""
 
     place: str
@@ -68,23 +68,23 @@ class Inspection:
         self._found: dict[str, Any] = {}
         self.findings = [self._finding(use, kind) for use, kind in USES.items()]
 
-    def examples(self, tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer", count: int) -> list[Example]:
+    def examples(self, tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer", count: int) -> list[RenderedRecord]:
         """Returns the first records of the first use that the file has, rendered. Raises ConfigError."""
         for use in ("sft", "preferences", "kto"):
             if found := self._found.get(use):
                 return [each for record in found[:count] for each in _rendered(record, tokenizer, renderer)]
         return [_prompt(item, tokenizer, renderer) for item in self._found.get("rl", [])[:count]]
 
-    def _finding(self, use: str, kind: type[Any] | None) -> Finding:
+    def _finding(self, use: str, kind: type[Any] | None) -> FoundUse:
         try:
             layout, rows, found, skipped = self._prompts() if kind is None else self._records(kind)
         except ConfigError as error:
-            return Finding(use=use, error=str(error))
+            return FoundUse(use=use, error=str(error))
         self._found[use] = found
         broken = [
             Broken(reason=reason, rows=count, first=skipped.first[reason]) for reason, count in skipped.counts.items()
         ]
-        return Finding(use=use, layout=layout, rows=rows, records=len(found), broken=broken)
+        return FoundUse(use=use, layout=layout, rows=rows, records=len(found), broken=broken)
 
     def _records(self, kind: type[Any]) -> tuple[str, int, Any, Skipped]:
         records: Records[Any] = read_records(kind, self._path, msgspec.to_builtins(self._options), "data")
@@ -120,7 +120,7 @@ def _kind_of_prompts(path: str) -> str:
     raise ConfigError("prompts are read from JSON lines and Parquet, and this is neither. Write it as one of them.")
 
 
-def _rendered(record: Any, tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer") -> Iterator[Example]:
+def _rendered(record: Any, tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer") -> Iterator[RenderedRecord]:
     if isinstance(record, Preference):
         sides = {"chosen": record.chosen_conversation, "rejected": record.rejected_conversation}
     elif isinstance(record, Labelled):
@@ -133,17 +133,17 @@ def _rendered(record: Any, tokenizer: "PreTrainedTokenizerBase", renderer: "Rend
 
 def _example(
     what: str, conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer"
-) -> Example:
+) -> RenderedRecord:
     from .records.rendering import ConversationRenderer
 
     rendered = ConversationRenderer(tokenizer, renderer).render(conversation)
     if rendered is None:
-        return Example(place=conversation.place, what=what, tokens=0, trained_tokens=0, pieces=[])
+        return RenderedRecord(place=conversation.place, what=what, tokens=0, trained_tokens=0, pieces=[])
     tokens = zip(rendered.loss_mask.tolist(), rendered.token_ids.tolist(), strict=True)
     pieces = [
         (tokenizer.decode([token for _, token in run]), bool(bit)) for bit, run in groupby(tokens, lambda pair: pair[0])
     ]
-    return Example(
+    return RenderedRecord(
         place=conversation.place,
         what=what,
         tokens=len(rendered.token_ids),
@@ -152,9 +152,9 @@ def _example(
     )
 
 
-def _prompt(item: "Item", tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer") -> Example:
+def _prompt(item: "Item", tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer") -> RenderedRecord:
     prompt = renderer.prompt(item, group="example", num_samples=1)
     text = tokenizer.decode(prompt.token_ids)
-    return Example(
+    return RenderedRecord(
         place=item.place, what="prompt", tokens=len(prompt.token_ids), trained_tokens=0, pieces=[(text, False)]
     )

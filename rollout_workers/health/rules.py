@@ -70,7 +70,7 @@ def silent(unheard_s: float, stall_s: float) -> Verdict | None:
 
 
 @dataclass(frozen=True)
-class Pace:
+class GenerationPace:
     """What a worker has generated within a window."""
 
     tokens: int
@@ -90,7 +90,7 @@ class Pace:
         return self.tokens / self.slot_s if self.slot_s else 0.0
 
 
-def slowest(paces: Mapping[str, Pace], window_s: float, factor: float) -> tuple[str, Verdict] | None:
+def slowest(paces: Mapping[str, GenerationPace], window_s: float, factor: float) -> tuple[str, Verdict] | None:
     """Return the slowest worker of a pool with the verdict on it, or None if none is slow. `paces`: by worker, over a
     window of `window_s`."""
     compared = {name: pace for name, pace in paces.items() if pace.busy_s >= LEAST_BUSY_OTHERS * window_s}

@@ -1,4 +1,4 @@
-"""Rewards score responses: built-in scorers, your own function by import path, or a weighted sum of several.
+"""Rewards score responses: built-in ones, your own function by import path, or a weighted sum of several.
 
      RewardConfig(kind, weight) ──open_reward──► WeightedSum ─┬─ arithmetic, math_verify, reasoning_gym
                                                               ├─ package.module:function (verl, TRL)
@@ -17,7 +17,7 @@ from broker.user_code.roots import ImportRoots
 from rollout_workers.config import REWARDS, RewardConfig
 from rollout_workers.scorers.base import TokenScorer
 
-from .base import Score, Scorer
+from .base import Reward, Score
 from .unjudged import Unjudged
 
 ScorerOpener = Callable[[str, RewardConfig], TokenScorer]
@@ -26,19 +26,19 @@ ScorerOpener = Callable[[str, RewardConfig], TokenScorer]
 
 async def open_reward(
     configs: Sequence[RewardConfig], roots: ImportRoots | None = None, open_scorer: ScorerOpener | None = None
-) -> Scorer:
+) -> Reward:
     """Open the weighted sum of `configs`. `open_scorer` opens what reward models are asked through.
 
     Raises ConfigError for a kind that does not exist, may not be imported (`roots`, by default Headway's own modules
     and the working directory's) or cannot be called.
     """
-    from .weighted import WeightedScorer, WeightedSum
+    from .weighted import WeightedReward, WeightedSum
 
     if not configs:
         raise ConfigError(f"rewards: none given; name at least one of {', '.join(REWARDS)} or package.module:function")
     roots = roots or ImportRoots()
     terms = [
-        WeightedScorer(
+        WeightedReward(
             name, config.weight, await _open(name, config, roots, open_scorer), config.mean, config.std, config.clip
         )
         for name, config in zip(reward_names(configs), configs, strict=True)
@@ -46,26 +46,26 @@ async def open_reward(
     return WeightedSum(terms)
 
 
-async def _open(name: str, config: RewardConfig, roots: ImportRoots, open_scorer: ScorerOpener | None) -> Scorer:
+async def _open(name: str, config: RewardConfig, roots: ImportRoots, open_scorer: ScorerOpener | None) -> Reward:
     match config.kind:
         case "reward_model":
-            from .reward_model import RewardModelScorer
+            from .reward_model import AskedReward
 
             if open_scorer is None:
                 raise ConfigError("rewards: a reward_model is asked by the workers of a run, and there is none here.")
-            return RewardModelScorer(name, open_scorer(name, config), config.deadline_s)
+            return AskedReward(name, open_scorer(name, config), config.deadline_s)
         case "arithmetic":
-            from .arithmetic import ArithmeticScorer
+            from .arithmetic import ArithmeticReward
 
-            return ArithmeticScorer()
+            return ArithmeticReward()
         case "math_verify":
-            from .math_verify import MathVerifyScorer
+            from .math_verify import MathVerifyReward
 
-            return MathVerifyScorer(config.deadline_s, config.processes)
+            return MathVerifyReward(config.deadline_s, config.processes)
         case "reasoning_gym":
-            from .reasoning_gym import ReasoningGymScorer
+            from .reasoning_gym import ReasoningGymReward
 
-            return ReasoningGymScorer(config.deadline_s, config.processes)
+            return ReasoningGymReward(config.deadline_s, config.processes)
         case path if ":" in path:
             from .functions import open_function
 
@@ -81,4 +81,4 @@ def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
     return [name if count == 1 else f"{name}_{count}" for name, count in zip(short, counts, strict=True)]
 
 
-__all__ = ["Score", "Scorer", "ScorerOpener", "Unjudged", "open_reward", "reward_names"]
+__all__ = ["Reward", "Score", "ScorerOpener", "Unjudged", "open_reward", "reward_names"]

@@ -7,7 +7,7 @@ from broker.schema import Prompt
 from .base import Score
 
 
-class ArithmeticScorer:
+class ArithmeticReward:
     """Scores 1 if the response ended by itself and its text after the last `#` is exactly the ground truth, else 0."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:

@@ -27,7 +27,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of the score and further measures, for people to read. Only `total` is optimized."""
 
 
-class Scorer(Protocol):
+class Reward(Protocol):
     """Judges responses, many at a time."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:

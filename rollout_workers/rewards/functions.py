@@ -20,8 +20,8 @@ from .base import Score
 from .failures import Failures
 
 
-async def open_function(config: RewardConfig, roots: ImportRoots) -> "FunctionScorer":
-    """Open `package.module:function` as a scorer, in processes of its own. Raises ConfigError if it does not exist, may
+async def open_function(config: RewardConfig, roots: ImportRoots) -> "FunctionReward":
+    """Open `package.module:function` as a reward, in processes of its own. Raises ConfigError if it does not exist, may
     not be imported or fits neither signature, UserCodeError if importing it hangs or ends its process."""
     roots.check(config.kind, "rewards.kind")
     program = Program(
@@ -41,10 +41,10 @@ async def open_function(config: RewardConfig, roots: ImportRoots) -> "FunctionSc
     except BaseException:
         await pool.close()
         raise
-    return FunctionScorer(config.kind, pool, config.deadline_s)
+    return FunctionReward(config.kind, pool, config.deadline_s)
 
 
-class FunctionScorer:
+class FunctionReward:
     """Calls one function in processes that can be killed."""
 
     def __init__(self, path: str, pool: HostPool, deadline_s: float) -> None:

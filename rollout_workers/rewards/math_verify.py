@@ -17,7 +17,7 @@ from broker.user_code.wire import Program
 from .base import RewardError, Score
 
 
-class MathVerifyScorer:
+class MathVerifyReward:
     """Scores 1 if the last boxed answer equals the ground truth, else 0."""
 
     def __init__(self, deadline_s: float, processes: int = 1) -> None:

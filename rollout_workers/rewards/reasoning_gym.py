@@ -24,7 +24,7 @@ TUPLE_TASKS = ("arc_agi", "rearc")
 """Tasks whose verifiers compare tuples; these arrive as lists."""
 
 
-class ReasoningGymScorer:
+class ReasoningGymReward:
     """Applies `score_answer` of the prompt's task to the last `<answer>...</answer>`, or else to the whole text."""
 
     def __init__(self, deadline_s: float, processes: int = 1) -> None:

@@ -9,7 +9,7 @@ from .base import Score
 from .failures import Failures
 
 
-class RewardModelScorer:
+class AskedReward:
     """Asks a reward model for the score of prompt and response, token for token as the policy sampled them."""
 
     def __init__(self, name: str, scorer: TokenScorer, deadline_s: float) -> None:

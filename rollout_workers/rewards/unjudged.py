@@ -1,4 +1,4 @@
-"""A scorer for runs that only generate: nothing is trained on their responses."""
+"""A reward for runs that only generate: nothing is trained on their responses."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ class Unjudged:
     """Gives every response 0."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:
-        """See Scorer."""
+        """See Reward."""
         return Score(total=0.0)
 
     async def close(self) -> None:
-        """See Scorer."""
+        """See Reward."""

@@ -1,4 +1,4 @@
-"""The sum that training optimizes: several scorers, each with a weight and a name."""
+"""The sum that training optimizes: several rewards, each with a weight and a name."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 from broker.schema import Prompt
 
-from .base import Score, Scorer
+from .base import Reward, Score
 
 
-class WeightedScorer(NamedTuple):
+class WeightedReward(NamedTuple):
     """One term of the sum."""
 
     name: str
     weight: float
-    scorer: Scorer
+    reward: Reward
     mean: float = 0.0
     std: float = 1.0
     clip: float = 0.0
@@ -27,15 +27,15 @@ class WeightedScorer(NamedTuple):
 
 
 class WeightedSum:
-    """A scorer made of scorers, which run side by side."""
+    """A reward made of rewards, which run side by side."""
 
-    def __init__(self, terms: Sequence[WeightedScorer]) -> None:
+    def __init__(self, terms: Sequence[WeightedReward]) -> None:
         self._terms = tuple(terms)
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:
-        """Return the weighted sum. `components` has each term's own score by name, as its scorer gave it, and its parts
+        """Return the weighted sum. `components` has each term's own score by name, as its reward gave it, and its parts
         as `name/part`."""
-        scores = await asyncio.gather(*(t.scorer.score(prompt, response, finish_reason, tokens) for t in self._terms))
+        scores = await asyncio.gather(*(t.reward.score(prompt, response, finish_reason, tokens) for t in self._terms))
         components: dict[str, float] = {}
         for term, score in zip(self._terms, scores, strict=True):
             components[term.name] = score.total
@@ -48,4 +48,4 @@ class WeightedSum:
     async def close(self) -> None:
         """Close every term."""
         for term in self._terms:
-            await term.scorer.close()
+            await term.reward.close()

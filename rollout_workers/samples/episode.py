@@ -9,7 +9,7 @@ from broker.errors import HeadwayError
 from broker.schema import Prompt
 from rollout_workers.decoding import Decoding, response_text
 from rollout_workers.environments.base import Environment, Episode
-from rollout_workers.rewards.base import Scorer
+from rollout_workers.rewards.base import Reward
 
 from .recorder import Recorder
 from .tracing import UNTRACED, SampleTrace
@@ -27,11 +27,11 @@ class JudgedTurn(NamedTuple):
 
 
 class Episodes:
-    """Plays episodes: `scorer` scores each turn's answer, and `environment` says what follows."""
+    """Plays episodes: `reward` scores each turn's answer, and `environment` says what follows."""
 
-    def __init__(self, environment: Environment, scorer: Scorer, decoding: Decoding) -> None:
+    def __init__(self, environment: Environment, reward: Reward, decoding: Decoding) -> None:
         self._environment = environment
-        self._scorer = scorer
+        self._reward = reward
         self._decoding = decoding
 
     async def play(
@@ -64,7 +64,7 @@ class Episodes:
     async def _judge(self, prompt: Prompt, recorder: Recorder, room: int) -> JudgedTurn:
         bounds = [*((turn.start, turn.end) for turn in recorder.turns), (recorder.turn_start, len(recorder.tokens))]
         answers = tuple(response_text(self._decoding, recorder.tokens[start:end]) for start, end in bounds)
-        score = await self._scorer.score(prompt, answers[-1], recorder.finished(), recorder.tokens)
+        score = await self._reward.score(prompt, answers[-1], recorder.finished(), recorder.tokens)
         episode = Episode(
             prompt=prompt,
             answers=answers,
@@ -80,9 +80,9 @@ class Episodes:
         return JudgedTurn(step.reward, {**score.components, **step.components}, said)
 
     async def close(self) -> None:
-        """Close environment and scorer."""
+        """Close environment and reward."""
         await self._environment.close()
-        await self._scorer.close()
+        await self._reward.close()
 
     def _tokens(self, says: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(says, str) or not says:

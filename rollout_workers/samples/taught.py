@@ -14,7 +14,7 @@ TEACHER = "teacher"
 """The name of the scorer that workers ask."""
 
 
-class Teacher:
+class AskedTeacher:
     """The teacher as a worker asks it."""
 
     def __init__(self, scorer: TokenScorer, *, temperature: float, deadline_s: float) -> None:

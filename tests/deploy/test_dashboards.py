@@ -15,7 +15,7 @@ import yaml
 from msgspec.structs import replace
 
 from broker.schema import LagFigures, Tallies, VersionGroups, WeightVersion
-from deploy.observe.prometheus.endpoint import Endpoint
+from deploy.observe.prometheus.endpoint import MetricsEndpoint
 from deploy.observe.prometheus.run import RunCollector
 from deploy.observe.prometheus.worker import WorkerCollector
 from deploy.run.events import HeartbeatEvent
@@ -51,7 +51,7 @@ def served() -> dict[Sample, float]:
     stub = Stub()
     stub.said = replace(stub.said, version=WeightVersion(1, 1))
     for collector in (run, WorkerCollector(stub)):
-        with closing(Endpoint(collector, host="127.0.0.1", port=0)) as endpoint:
+        with closing(MetricsEndpoint(collector, host="127.0.0.1", port=0)) as endpoint:
             found |= scrape(endpoint.url)
     return found
 

@@ -13,7 +13,7 @@ from broker.client.broker import Broker
 from broker.client.submissions import SubmitOutcome
 from broker.errors import ConfigError
 from broker.schema import WeightVersion, WorkerInfo
-from deploy.observe.prometheus.endpoint import Endpoint
+from deploy.observe.prometheus.endpoint import MetricsEndpoint
 from deploy.observe.prometheus.families import STATES
 from deploy.observe.prometheus.worker import WorkerCollector, serving
 from rollout_workers.config import WorkersConfig
@@ -44,7 +44,7 @@ def free_port() -> int:
 
 def test_the_endpoint_shows_what_the_worker_says_now() -> None:
     stub = Stub()
-    with closing(Endpoint(WorkerCollector(stub), host="127.0.0.1", port=0)) as endpoint:
+    with closing(MetricsEndpoint(WorkerCollector(stub), host="127.0.0.1", port=0)) as endpoint:
         found = scrape(endpoint.url)
         stub.said = replace(stub.said, version=None, state="paused", active=0)
         later = scrape(endpoint.url)
@@ -95,7 +95,7 @@ def test_a_worker_that_finds_no_free_port_says_which_key_to_change() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
-            Endpoint(WorkerCollector(Stub()), host="127.0.0.1", port=port)
+            MetricsEndpoint(WorkerCollector(Stub()), host="127.0.0.1", port=port)
     config = WorkersConfig(metrics_port=free_port(), metrics_host="192.0.2.1")  # an address that no machine has
     with (
         pytest.raises(ConfigError, match=r"192\.0\.2\.1, .*Choose another workers\.metrics_port"),

@@ -93,13 +93,13 @@ def test_the_overrides_of_a_stage_are_taken(tmp_path: Path) -> None:
 async def test_the_rewards_of_the_guide_score_a_response(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(example("own-task.md", "compute_score"))
     (recipe,) = recipes("own-task.md", tmp_path)
-    scorer = await open_reward(recipe.rewards, ImportRoots(directory=tmp_path))
+    reward = await open_reward(recipe.rewards, ImportRoots(directory=tmp_path))
     try:
-        right = await scorer.score(SEVEN, "3 + 4 = 7. The answer is 7.", "stop")
-        wrong = await scorer.score(SEVEN, "The answer is 8.", "stop")
-        silent = await scorer.score(SEVEN, "x" * 1000, "length")
+        right = await reward.score(SEVEN, "3 + 4 = 7. The answer is 7.", "stop")
+        wrong = await reward.score(SEVEN, "The answer is 8.", "stop")
+        silent = await reward.score(SEVEN, "x" * 1000, "length")
     finally:
-        await scorer.close()
+        await reward.close()
     assert right.components == {"compute_score": 1.0, "compute_score/answered": 1.0, "brevity": 1 - 27 / 2000}
     assert wrong.components["compute_score"] == 0.1
     assert (silent.total, silent.components["compute_score/answered"]) == (0.1 * 0.5, 0.0)

@@ -75,7 +75,7 @@ class OneVersion:
         """Nothing to free."""
 
 
-class OneScorer:
+class OneReward:
     """Every response is worth 1."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
@@ -105,7 +105,7 @@ async def work(url: str, run: str, name: str, base: int, capacity: int) -> None:
         broker=broker,
         engine=engine,
         subscriber=OneVersion(),
-        scorer=OneScorer(),
+        reward=OneReward(),
         decoding=Decoding(lambda tokens: "", (0,)),
         sampling=SamplingConfig(max_new_tokens=LENGTH),
         config=WorkersConfig(heartbeat_s=0.1, segment_tokens=4, probe_swaps=False),

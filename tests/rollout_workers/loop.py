@@ -18,7 +18,7 @@ from rollout_workers.decoding import Decoding
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import NamedTensors
 from rollout_workers.rewards.base import Score
-from rollout_workers.samples.taught import Teacher
+from rollout_workers.samples.taught import AskedTeacher
 from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig
 from weightsync.tensors.fingerprint import fingerprint
@@ -64,7 +64,7 @@ class Deliveries:
         """Nothing to free."""
 
 
-class OneScorer:
+class OneReward:
     """Every response is worth 1."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
@@ -204,7 +204,7 @@ def make_worker(
     subscriber: Any,
     *,
     name: str = "worker-1",
-    scorer: Any = None,
+    reward: Any = None,
     environment: Any = None,
     max_new_tokens: int = 16,
     lease_ttl_s: float = 1000.0,
@@ -218,14 +218,14 @@ def make_worker(
     is_colocated: bool = False,
     weights: WeightsConfig | None = None,
     evaluation: EvalConfig | None = None,
-    teacher: Teacher | None = None,
+    teacher: AskedTeacher | None = None,
 ) -> Worker:
     """No stop tokens: every response has exactly `max_new_tokens`."""
     return Worker(
         broker=broker,
         engine=engine,
         subscriber=subscriber,
-        scorer=scorer or OneScorer(),
+        reward=reward or OneReward(),
         environment=environment,
         teacher=teacher,
         decoding=decoding(stop_token_ids),

@@ -20,7 +20,7 @@ from broker.server.embedded import EmbeddedServer
 from rollout_workers.outages import Outages
 from rollout_workers.rewards.base import RewardError, UnscoredError
 from rollout_workers.samples.recorder import Recorder
-from rollout_workers.samples.taught import TEACHER, Teacher
+from rollout_workers.samples.taught import TEACHER, AskedTeacher
 from rollout_workers.scorers.asking import AskedScorer
 from rollout_workers.scorers.base import ScoringError
 
@@ -149,7 +149,7 @@ async def test_a_trajectory_has_the_teachers_logprobs_of_its_own_tokens(
     learner = await Learner.start(brokers[0], groups=4)
     deliveries = Deliveries()
     scorer = AskedScorer(brokers[1].scoring, Outages(brokers[1].url), TEACHER, hold_s=30)
-    teacher = Teacher(scorer, temperature=0.5, deadline_s=30)
+    teacher = AskedTeacher(scorer, temperature=0.5, deadline_s=30)
     worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, teacher=teacher)
     await learner.publish(0, deliveries)
     async with running(worker), asyncio.timeout(60):
@@ -167,7 +167,7 @@ async def test_a_teacher_tells_nothing_of_what_the_environment_said_and_gives_up
 ) -> None:
     recorder = Recorder()
     recorder.tokens, recorder.loss_mask = [5, 6, 7], [1, 0, 1]
-    teacher, prompt = Teacher(asked, temperature=1.0, deadline_s=0.01), prompts(1)[0]
+    teacher, prompt = AskedTeacher(asked, temperature=1.0, deadline_s=0.01), prompts(1)[0]
     async with answering(brokers[0], QUALITY, per_token), asyncio.timeout(30):
         found = await teacher.logprobs(prompt, recorder)
     np.testing.assert_allclose(found, np.array([-0.005, 0, -0.007], np.float32))

@@ -23,7 +23,7 @@ from .loop import (
     LONG,
     Deliveries,
     Learner,
-    OneScorer,
+    OneReward,
     decoding,
     make_engine,
     make_worker,
@@ -166,10 +166,10 @@ async def test_an_evaluation_plays_whole_episodes(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     await hold(engine, make_model("dense", 0))
     sampling = SamplingConfig(max_new_tokens=60)
-    alone = await evaluate(engine, prompts(4), OneScorer(), decoding(STOPS), sampling, 1.0)
-    played = await evaluate(engine, prompts(4), OneScorer(), decoding(STOPS), sampling, 1.0, AsksOn())
+    alone = await evaluate(engine, prompts(4), OneReward(), decoding(STOPS), sampling, 1.0)
+    played = await evaluate(engine, prompts(4), OneReward(), decoding(STOPS), sampling, 1.0, AsksOn())
     assert (alone.reward_mean, alone.pass_rate) == (1.0, 1.0)
     assert played.response_tokens_mean > alone.response_tokens_mean
     assert played.reward_mean >= 0.5, "the sum over at least two turns"
-    assert played == await evaluate(engine, prompts(4), OneScorer(), decoding(STOPS), sampling, 1.0, AsksOn())
+    assert played == await evaluate(engine, prompts(4), OneReward(), decoding(STOPS), sampling, 1.0, AsksOn())
     await engine.close()

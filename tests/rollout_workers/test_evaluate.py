@@ -30,7 +30,7 @@ def decode(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-class LengthScorer:
+class LengthReward:
     """A tenth for each token; fails on the response that it is told to fail on."""
 
     def __init__(self, failing_call: int = -1) -> None:
@@ -82,43 +82,43 @@ async def engine(tmp_path: Path) -> AsyncIterator[CountingEngine]:
     await real.close()
 
 
-async def run(engine: CountingEngine, scorer: LengthScorer, pass_reward: float = 1.0) -> EvalResult:
-    return await evaluate(engine, PROMPTS, scorer, Decoding(decode, (STOP,)), SAMPLING, pass_reward)
+async def run(engine: CountingEngine, reward: LengthReward, pass_reward: float = 1.0) -> EvalResult:
+    return await evaluate(engine, PROMPTS, reward, Decoding(decode, (STOP,)), SAMPLING, pass_reward)
 
 
 async def test_means_are_those_of_what_was_sampled(engine: CountingEngine) -> None:
-    scorer = LengthScorer()
-    result = await run(engine, scorer, pass_reward=0.9)
-    rewards = [len(response.split()) / 10 for response in scorer.responses]
+    reward = LengthReward()
+    result = await run(engine, reward, pass_reward=0.9)
+    rewards = [len(response.split()) / 10 for response in reward.responses]
     assert result.prompts == len(rewards) == len(PROMPTS)
     assert result.reward_mean == pytest.approx(sum(rewards) / len(rewards))
     assert result.pass_rate == sum(reward >= 0.9 for reward in rewards) / len(rewards)
     # The stop token counts as a token of the response, but is not in its text.
-    stops = scorer.finish_reasons.count("stop")
+    stops = reward.finish_reasons.count("stop")
     assert result.response_tokens_mean == pytest.approx((10 * sum(rewards) + stops) / len(rewards))
-    assert all(str(STOP) not in response.split() for response in scorer.responses)
+    assert all(str(STOP) not in response.split() for response in reward.responses)
 
 
 async def test_the_same_weights_give_the_same_result(engine: CountingEngine) -> None:
-    first, second = LengthScorer(), LengthScorer()
+    first, second = LengthReward(), LengthReward()
     assert await run(engine, first) == await run(engine, second)
     assert sorted(first.responses) == sorted(second.responses)
 
 
 async def test_the_engine_is_kept_full_and_never_overfull(engine: CountingEngine) -> None:
-    await run(engine, LengthScorer())
+    await run(engine, LengthReward())
     assert engine.most == CAPACITY
 
 
 async def test_a_failing_reward_ends_it_and_leaves_no_request_behind(engine: CountingEngine) -> None:
     with pytest.raises(RewardError, match="told to fail"):
-        await run(engine, LengthScorer(failing_call=2))
+        await run(engine, LengthReward(failing_call=2))
     assert engine.running == 0
-    assert (await run(engine, LengthScorer())).prompts == len(PROMPTS)
+    assert (await run(engine, LengthReward())).prompts == len(PROMPTS)
 
 
 async def test_no_prompts_give_zeros(engine: CountingEngine) -> None:
-    empty = await evaluate(engine, [], LengthScorer(), Decoding(decode, (STOP,)), SAMPLING, 1.0)
+    empty = await evaluate(engine, [], LengthReward(), Decoding(decode, (STOP,)), SAMPLING, 1.0)
     assert empty == EvalResult(pass_rate=0.0, reward_mean=0.0, response_tokens_mean=0.0, prompts=0)
 
 
@@ -132,9 +132,9 @@ def test_pass_at_k_asks_for_one_sample_of_a_prompt_and_pass_at_1_is_the_mean() -
 
 async def test_samples_of_one_prompt_differ_unless_they_are_greedy(engine: CountingEngine) -> None:
     for temperature, differ in ((1.0, True), (0.0, False)):
-        scorer = LengthScorer()
+        reward = LengthReward()
         sampling = evaluation_sampling(SAMPLING, EvalConfig(temperature=temperature))
         decoding = Decoding(decode, (STOP,))
-        result = await evaluate(engine, PROMPTS[:1], scorer, decoding, sampling, 1.0, samples=8)
+        result = await evaluate(engine, PROMPTS[:1], reward, decoding, sampling, 1.0, samples=8)
         assert (result.prompts, result.samples) == (1, 8)
-        assert (len(set(scorer.responses)) > 1) == differ
+        assert (len(set(reward.responses)) > 1) == differ

@@ -33,17 +33,17 @@ async def open_own() -> Any:
     opened = []
 
     async def open_function(name: str, deadline_s: float = PLENTY_S, **config: Any) -> Reward:
-        scorer = await open_reward([RewardConfig(kind=f"{OWN}:{name}", deadline_s=deadline_s, **config)])
-        opened.append(scorer)
+        reward = await open_reward([RewardConfig(kind=f"{OWN}:{name}", deadline_s=deadline_s, **config)])
+        opened.append(reward)
 
         def score(response: str, **extra_info: Any) -> Awaitable[Score]:
-            return scorer.score(prompt(extra_info), response, "stop")
+            return reward.score(prompt(extra_info), response, "stop")
 
         return score
 
     yield open_function
-    for scorer in opened:
-        await scorer.close()
+    for reward in opened:
+        await reward.close()
 
 
 def prompt(extra_info: dict[str, Any]) -> Prompt:
@@ -177,14 +177,14 @@ def test_calls_to_a_process_that_has_just_ended_are_made_in_another_one() -> Non
     """On the workers' loop, which closes a pipe at the first write that fails: a second one is an error there."""
 
     async def scored() -> tuple[int, list[Score]]:
-        scorer = await open_reward([RewardConfig(kind=f"{OWN}:where")])
+        reward = await open_reward([RewardConfig(kind=f"{OWN}:where")])
         try:
-            pid = int((await scorer.score(prompt({}), "7", "stop")).total)
+            pid = int((await reward.score(prompt({}), "7", "stop")).total)
             os.kill(pid, signal.SIGKILL)
             time.sleep(0.3)  # noqa: ASYNC251 - the loop shall not hear of it
-            return pid, await asyncio.gather(*(scorer.score(prompt({}), "7", "stop") for _ in range(8)))
+            return pid, await asyncio.gather(*(reward.score(prompt({}), "7", "stop") for _ in range(8)))
         finally:
-            await scorer.close()
+            await reward.close()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         pid, scores = runner.run(scored())
@@ -198,10 +198,10 @@ from rollout_workers.config import RewardConfig
 from rollout_workers.rewards import open_reward
 
 async def main():
-    scorer = await open_reward([RewardConfig(kind="{OWN}:hangs_on")])
+    reward = await open_reward([RewardConfig(kind="{OWN}:hangs_on")])
     prompt = Prompt(group="g", token_ids=[1], text="", ground_truth="", data_source="", num_samples=1,
                     extra_info={{"calls": "calls"}})
-    hanging = asyncio.ensure_future(scorer.score(prompt, "hang", "stop"))
+    hanging = asyncio.ensure_future(reward.score(prompt, "hang", "stop"))
     while not os.path.exists("calls"):
         await asyncio.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -222,7 +222,7 @@ async def test_a_call_that_hangs_does_not_outlive_its_worker(tmp_path: Path) -> 
 
 async def test_no_process_is_left_over(open_own: Any) -> None:
     before = {child.pid for child in psutil.Process().children()}
-    scorer = await open_reward([RewardConfig(kind=f"{OWN}:where")])
-    await scorer.score(prompt({}), "7", "stop")
-    await scorer.close()
+    reward = await open_reward([RewardConfig(kind=f"{OWN}:where")])
+    await reward.score(prompt({}), "7", "stop")
+    await reward.close()
     assert {child.pid for child in psutil.Process().children()} == before

@@ -1,4 +1,4 @@
-"""Built-in scorers, adapters for users' functions, weighted sums, and every error they explain."""
+"""Built-in rewards, adapters for users' functions, weighted sums, and every error they explain."""
 
 import asyncio
 import os
@@ -19,8 +19,8 @@ from broker.user_code.host_process import HostProcess
 from broker.user_code.pool import Host
 from rollout_workers.config import RewardConfig
 from rollout_workers.rewards import open_reward
-from rollout_workers.rewards.base import RewardError, Score, Scorer, UnscoredError
-from rollout_workers.rewards.math_verify import MathVerifyScorer
+from rollout_workers.rewards.base import Reward, RewardError, Score, UnscoredError
+from rollout_workers.rewards.math_verify import MathVerifyReward
 from rollout_workers.scorers import ScoringError
 
 OWN = "tests.rollout_workers.own_rewards"
@@ -39,17 +39,17 @@ def prompt(ground_truth: str = "7", **extra_info: Any) -> Prompt:
 
 
 @asynccontextmanager
-async def opened(*configs: RewardConfig | str) -> AsyncIterator[Scorer]:
-    scorer = await open_reward([RewardConfig(kind=c) if isinstance(c, str) else c for c in configs])
+async def opened(*configs: RewardConfig | str) -> AsyncIterator[Reward]:
+    reward = await open_reward([RewardConfig(kind=c) if isinstance(c, str) else c for c in configs])
     try:
-        yield scorer
+        yield reward
     finally:
-        await scorer.close()
+        await reward.close()
 
 
 async def score(kind: RewardConfig | str, response: str, task: Prompt, finish_reason: str = "stop") -> Score:
-    async with opened(kind) as scorer:
-        return await scorer.score(task, response, finish_reason)
+    async with opened(kind) as reward:
+        return await reward.score(task, response, finish_reason)
 
 
 @pytest.mark.parametrize(
@@ -89,22 +89,22 @@ async def test_math_verify_compares_boxed_answers(ground_truth: str, response: s
 
 
 async def test_math_verify_survives_an_answer_that_never_ends() -> None:
-    scorer = MathVerifyScorer(deadline_s=3)
+    reward = MathVerifyReward(deadline_s=3)
     try:
-        await scorer.score(prompt(), r"\boxed{7}", "stop")
-        endless = await scorer.score(prompt(), r"\boxed{9^{9^{9^{9}}}-9^{9^{9^{9}}}+7}", "stop")
-        after = await scorer.score(prompt(), r"\boxed{7}", "stop")
+        await reward.score(prompt(), r"\boxed{7}", "stop")
+        endless = await reward.score(prompt(), r"\boxed{9^{9^{9^{9}}}-9^{9^{9^{9}}}+7}", "stop")
+        after = await reward.score(prompt(), r"\boxed{7}", "stop")
     finally:
-        await scorer.close()
+        await reward.close()
     assert (endless.total, endless.components) == (0.0, {"timed_out": 1.0})
     assert after.total == 1.0
 
 
 async def test_a_comparison_that_ends_its_process_is_worth_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does that the system kills for its memory."""
-    scorer = MathVerifyScorer(deadline_s=30)
+    reward = MathVerifyReward(deadline_s=30)
     try:
-        assert (await scorer.score(prompt(), r"\boxed{7}", "stop")).total == 1.0
+        assert (await reward.score(prompt(), r"\boxed{7}", "stop")).total == 1.0
         started = Host.start
 
         async def start_and_kill(host: Host) -> HostProcess:
@@ -113,11 +113,11 @@ async def test_a_comparison_that_ends_its_process_is_worth_0(monkeypatch: pytest
             return process
 
         monkeypatch.setattr(Host, "start", start_and_kill)
-        killed = await scorer.score(prompt(), r"\boxed{9^{9^{9^{9}}}-9^{9^{9^{9}}}+7}", "stop")
+        killed = await reward.score(prompt(), r"\boxed{9^{9^{9^{9}}}-9^{9^{9^{9}}}+7}", "stop")
         monkeypatch.undo()
-        after = await scorer.score(prompt(), r"\boxed{7}", "stop")
+        after = await reward.score(prompt(), r"\boxed{7}", "stop")
     finally:
-        await scorer.close()
+        await reward.close()
     assert (killed.total, killed.components) == (0.0, {"timed_out": 1.0})
     assert after.total == 1.0
 
@@ -128,13 +128,13 @@ async def test_math_verify_refuses_a_ground_truth_that_is_none() -> None:
 
 
 async def test_reasoning_gym_scores_its_own_entries_after_the_wire() -> None:
-    async with opened("reasoning_gym") as scorer:
+    async with opened("reasoning_gym") as reward:
         for task in ("chain_sum", "spell_backward", "rearc", "prime_factorization"):
             entry = reasoning_gym.create_dataset(task, size=1, seed=1)[0]
             work = prompt(task=task, entry=msgspec.msgpack.decode(msgspec.msgpack.encode(entry)))
-            tagged = await scorer.score(work, f"I think <answer>{entry['answer']}</answer>", "stop")
-            plain = await scorer.score(work, f" {entry['answer']}\n", "stop")
-            wrong = await scorer.score(work, "<answer>no such answer</answer>", "stop")
+            tagged = await reward.score(work, f"I think <answer>{entry['answer']}</answer>", "stop")
+            plain = await reward.score(work, f" {entry['answer']}\n", "stop")
+            wrong = await reward.score(work, "<answer>no such answer</answer>", "stop")
             assert tagged.total == plain.total == 1.0
             assert wrong.total < 0.5
             told = [one.components["reasoning_gym/tagged"] for one in (tagged, plain)]
@@ -142,7 +142,7 @@ async def test_reasoning_gym_scores_its_own_entries_after_the_wire() -> None:
 
 
 async def test_reasoning_gym_explains_a_prompt_that_it_cannot_score() -> None:
-    async with opened("reasoning_gym") as scorer:
+    async with opened("reasoning_gym") as reward:
         for extra_info, message in (
             ({}, "prompt '0000-00000042' has no extra_info"),
             ({"task": "chain_sum"}, r"has \['task'\]"),
@@ -150,15 +150,15 @@ async def test_reasoning_gym_explains_a_prompt_that_it_cannot_score() -> None:
             ({"task": "chain_sum", "entry": {"question": "?"}}, "cannot score even the right answer"),
         ):
             with pytest.raises(RewardError, match=message):
-                await scorer.score(prompt(**extra_info), "7", "stop")
+                await reward.score(prompt(**extra_info), "7", "stop")
 
 
 async def test_a_verifier_of_reasoning_gym_that_never_ends_is_worth_0() -> None:
     """`countdown` evaluates what the model wrote."""
     entry = reasoning_gym.create_dataset("countdown", size=1, seed=1)[0]
-    async with opened(RewardConfig(kind="reasoning_gym", deadline_s=2.0)) as scorer:
+    async with opened(RewardConfig(kind="reasoning_gym", deadline_s=2.0)) as reward:
         work = prompt(task="countdown", entry=msgspec.msgpack.decode(msgspec.msgpack.encode(entry)))
-        endless = await scorer.score(work, "<answer>9**9**9**9</answer>", "stop")
+        endless = await reward.score(work, "<answer>9**9**9**9</answer>", "stop")
     assert (endless.total, endless.components["reasoning_gym/timed_out"]) == (0.0, 1.0)
 
 
@@ -202,8 +202,8 @@ async def test_a_function_that_fails_is_named_with_its_prompt(name: str, message
 
 
 async def test_a_slow_function_does_not_block_the_loop() -> None:
-    async with opened(f"{OWN}:slow") as scorer:
-        waiting = asyncio.create_task(scorer.score(prompt(), "7", "stop"))
+    async with opened(f"{OWN}:slow") as reward:
+        waiting = asyncio.create_task(reward.score(prompt(), "7", "stop"))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         assert (await waiting).total == 1.0
@@ -212,8 +212,8 @@ async def test_a_slow_function_does_not_block_the_loop() -> None:
 async def test_several_rewards_are_summed_by_weight_under_distinct_names() -> None:
     dictionary = RewardConfig(kind=f"{OWN}:verl_dict", weight=2.0)
     length = RewardConfig(kind=f"{OWN}:trl_short", weight=-0.1)
-    async with opened("arithmetic", dictionary, length, length) as scorer:
-        scored = await scorer.score(prompt(), "#7", "stop")
+    async with opened("arithmetic", dictionary, length, length) as reward:
+        scored = await reward.score(prompt(), "#7", "stop")
     assert scored.total == pytest.approx(1.0 + 2 * 0.5 - 0.1 * 2 - 0.1 * 2)
     assert scored.components == {
         "arithmetic": 1.0,
@@ -281,20 +281,20 @@ async def test_a_reward_models_score_is_normalized_clipped_and_weighed_beside_a_
         asked.append((name, config.path))
         return Judge()
 
-    scorer = await open_reward([rule, model, model], open_scorer=opened)
+    reward = await open_reward([rule, model, model], open_scorer=opened)
     task = msgspec.structs.replace(prompt(), token_ids=[2, 3])
-    score = await scorer.score(task, "#7", "stop", [5, 6])
+    score = await reward.score(task, "#7", "stop", [5, 6])
     assert score.components == {"arithmetic": 1.0, "reward_model": 4.0, "reward_model_2": 4.0}
     assert score.total == pytest.approx(2.0 + 2 * 0.1 * share)
     assert asked == [("reward_model", "rm"), ("reward_model_2", "rm")]
-    await scorer.close()
+    await reward.close()
 
 
 async def test_a_sample_that_no_scorer_can_score_is_given_up_and_three_end_the_worker() -> None:
     model = RewardConfig(kind="reward_model", path="rm", deadline_s=0.01)
-    scorer = await open_reward([model], open_scorer=lambda name, config: Judge(reason="token 99 is unknown"))
+    reward = await open_reward([model], open_scorer=lambda name, config: Judge(reason="token 99 is unknown"))
     for error in (UnscoredError, UnscoredError, RewardError):
         with pytest.raises(error, match=r"reward reward_model was asked in vain on prompt .*: token 99 is unknown"):
-            await scorer.score(prompt(), "7", "stop", [7])
+            await reward.score(prompt(), "7", "stop", [7])
     with pytest.raises(ConfigError, match="asked by the workers of a run, and there is none here"):
         await open_reward([model])

@@ -18,7 +18,7 @@ from rollout_workers.model_files import ModelFilesError, fetch_model, write_mode
 from rollout_workers.rewards.base import RewardError, Score, UnscoredError
 from rollout_workers.worker import MOST_UNSUBMITTED
 
-from .loop import CAPACITY, GROUP_SIZE, LONG, Deliveries, Learner, OneScorer, make_engine, make_worker, running, until
+from .loop import CAPACITY, GROUP_SIZE, LONG, Deliveries, Learner, OneReward, make_engine, make_worker, running, until
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ async def test_the_engine_goes_on_while_samples_are_scored_up_to_a_bound(
     release, started, most = asyncio.Event(), list[str](), MOST_UNSUBMITTED * CAPACITY
     full = asyncio.Event()
 
-    class HeldScorer(OneScorer):
+    class HeldReward(OneReward):
         async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
             started.append(prompt.group)
             if len(started) == most:
@@ -55,7 +55,7 @@ async def test_the_engine_goes_on_while_samples_are_scored_up_to_a_bound(
 
     learner = await Learner.start(brokers[0], groups=20)
     deliveries = Deliveries()
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, scorer=HeldScorer())
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, reward=HeldReward())
     await learner.publish(0, deliveries)
     async with running(worker), asyncio.timeout(60):
         await full.wait()
@@ -127,7 +127,7 @@ async def test_a_worker_that_is_dismissed_drains(brokers: tuple[Broker, Broker],
 
 
 async def test_a_drain_waits_for_samples_that_are_being_scored(brokers: tuple[Broker, Broker], tmp_path: Path) -> None:
-    class SlowScorer(OneScorer):
+    class SlowReward(OneReward):
         scoring = 0
 
         async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
@@ -136,11 +136,11 @@ async def test_a_drain_waits_for_samples_that_are_being_scored(brokers: tuple[Br
             return await super().score(prompt, response, finish_reason)
 
     learner = await Learner.start(brokers[0], groups=2)
-    deliveries, scorer = Deliveries(), SlowScorer()
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, scorer=scorer)
+    deliveries, reward = Deliveries(), SlowReward()
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, reward=reward)
     await learner.publish(0, deliveries)
     async with running(worker) as task:
-        await until(lambda: scorer.scoring == CAPACITY)
+        await until(lambda: reward.scoring == CAPACITY)
         worker.request_drain()
         assert await task == "drained"
     assert worker.info().submitted == CAPACITY
@@ -150,7 +150,7 @@ async def test_a_drain_waits_for_samples_that_are_being_scored(brokers: tuple[Br
 async def test_a_drain_ends_while_the_server_is_away(
     server: EmbeddedServer, brokers: tuple[Broker, Broker], tmp_path: Path, state: str
 ) -> None:
-    class HeldScorer(OneScorer):
+    class HeldReward(OneReward):
         scoring = 0
         may_end = asyncio.Event()
 
@@ -160,14 +160,14 @@ async def test_a_drain_ends_while_the_server_is_away(
             return await super().score(prompt, response, finish_reason)
 
     learner = await Learner.start(brokers[0], groups=2)
-    deliveries, scorer = Deliveries(), HeldScorer()
+    deliveries, reward = Deliveries(), HeldReward()
     tokens = 16 if state == "scored" else LONG
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, scorer=scorer, max_new_tokens=tokens)
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, reward=reward, max_new_tokens=tokens)
     await learner.publish(0, deliveries)
     task = asyncio.create_task(worker.run())
-    await until(lambda: scorer.scoring == CAPACITY if state == "scored" else worker.info().generated_tokens > 0)
+    await until(lambda: reward.scoring == CAPACITY if state == "scored" else worker.info().generated_tokens > 0)
     os.kill(server.pid, signal.SIGKILL)
-    scorer.may_end.set()
+    reward.may_end.set()
     worker.request_drain()
     await asyncio.wait([task], timeout=60)
     assert task.done()
@@ -217,13 +217,13 @@ async def test_a_report_that_is_refused_costs_no_lease(
 async def test_a_failing_reward_ends_the_worker_and_hands_its_leases_back(
     brokers: tuple[Broker, Broker], tmp_path: Path
 ) -> None:
-    class FailingScorer(OneScorer):
+    class FailingReward(OneReward):
         async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
             raise RewardError(f"no score for {prompt.text}")
 
     learner = await Learner.start(brokers[0], groups=2)
     deliveries = Deliveries()
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, scorer=FailingScorer())
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, reward=FailingReward())
     await learner.publish(0, deliveries)
     with pytest.raises(RewardError, match="no score for prompt"):
         await worker.run()
@@ -238,7 +238,7 @@ async def test_a_sample_that_cannot_be_scored_is_generated_anew_from_its_first_t
     """As often as that happens; the others go on, and the dead letters say why."""
     refused: list[str] = []
 
-    class PickyScorer(OneScorer):
+    class PickyReward(OneReward):
         async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
             if len(refused) < 3:
                 refused.append(response)
@@ -247,7 +247,7 @@ async def test_a_sample_that_cannot_be_scored_is_generated_anew_from_its_first_t
 
     learner = await Learner.start(brokers[0], groups=8)
     deliveries = Deliveries()
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, scorer=PickyScorer(), segment_tokens=4)
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, reward=PickyReward(), segment_tokens=4)
     await learner.publish(0, deliveries)
     async with running(worker), asyncio.timeout(60):
         groups = await take_all(learner, deliveries)

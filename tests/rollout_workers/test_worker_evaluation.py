@@ -25,7 +25,7 @@ GREEDY = EvalConfig(where="workers", samples=1, temperature=0.0, pass_reward=0.9
 DRAWN = EvalConfig(where="workers", samples=SAMPLES, pass_reward=0.5)
 
 
-class ParityScorer:
+class ParityReward:
     """The mean parity of the response's tokens."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
@@ -60,7 +60,7 @@ async def measured_alone(directory: Path, learner: Learner, version: WeightVersi
     await engine.swap_weights(version, named_tensors(learner.models[version]))
     sampling = evaluation_sampling(SamplingConfig(max_new_tokens=16), config)
     result = await evaluate(
-        engine, HELD_OUT, ParityScorer(), decoding(()), sampling, config.pass_reward, samples=config.samples
+        engine, HELD_OUT, ParityReward(), decoding(()), sampling, config.pass_reward, samples=config.samples
     )
     await engine.close()
     return result
@@ -72,7 +72,7 @@ async def test_it_measures_what_an_evaluation_in_process_does(
 ) -> None:
     deliveries, version = Deliveries(), learner.version(0)
     worker = make_worker(
-        brokers[1], make_engine(tmp_path / "worker"), deliveries, scorer=ParityScorer(), evaluation=config
+        brokers[1], make_engine(tmp_path / "worker"), deliveries, reward=ParityReward(), evaluation=config
     )
     await learner.broker.evaluations.ask(learner.owner, version, HELD_OUT, config.samples)
     await learner.publish(0, deliveries)
@@ -91,7 +91,7 @@ async def test_its_version_stays_until_the_evaluation_is_over(
 ) -> None:
     deliveries, first, second = Deliveries(), learner.version(0), learner.version(1)
     worker = make_worker(
-        brokers[1], make_engine(tmp_path), deliveries, scorer=ParityScorer(), evaluation=DRAWN, max_new_tokens=LONG
+        brokers[1], make_engine(tmp_path), deliveries, reward=ParityReward(), evaluation=DRAWN, max_new_tokens=LONG
     )
     await learner.broker.evaluations.ask(learner.owner, first, HELD_OUT, SAMPLES)
     await learner.publish(0, deliveries)
@@ -113,14 +113,14 @@ async def test_training_goes_on_beside_it(brokers: tuple[Broker, Broker], learne
     """The engine has four places, and the evaluation as many samples that never end meanwhile."""
     release = asyncio.Event()
 
-    class HeldScorer(ParityScorer):
+    class HeldReward(ParityReward):
         async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
             if prompt.group == HELD_OUT[0].group:
                 await release.wait()
             return await super().score(prompt, response, finish_reason)
 
     deliveries, version = Deliveries(), learner.version(0)
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, scorer=HeldScorer(), evaluation=GREEDY)
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, reward=HeldReward(), evaluation=GREEDY)
     await learner.broker.evaluations.ask(learner.owner, version, HELD_OUT, 1)
     await learner.publish(0, deliveries)
     async with running(worker):
@@ -161,13 +161,13 @@ async def test_a_drained_worker_hands_its_samples_to_another(
     await learner.broker.evaluations.ask(learner.owner, version, HELD_OUT, SAMPLES)
     mine, others = Deliveries(), Deliveries()
     leaver = make_worker(
-        brokers[1], make_engine(tmp_path / "1"), mine, scorer=ParityScorer(), evaluation=DRAWN, max_new_tokens=LONG
+        brokers[1], make_engine(tmp_path / "1"), mine, reward=ParityReward(), evaluation=DRAWN, max_new_tokens=LONG
     )
     stayer = make_worker(
         brokers[0],
         make_engine(tmp_path / "2"),
         others,
-        scorer=ParityScorer(),
+        reward=ParityReward(),
         evaluation=DRAWN,
         name="worker-2",
         max_new_tokens=LONG,
@@ -185,14 +185,14 @@ async def test_a_drained_worker_hands_its_samples_to_another(
 async def test_a_sample_that_cannot_be_scored_has_not_passed(
     brokers: tuple[Broker, Broker], learner: Learner, tmp_path: Path
 ) -> None:
-    class OftenScorer(ParityScorer):
+    class OftenReward(ParityReward):
         async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
             if prompt.group == HELD_OUT[2].group:
                 raise UnscoredError("told to fail")
             return Score(total=1.0)
 
     deliveries, version = Deliveries(), learner.version(0)
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, scorer=OftenScorer(), evaluation=GREEDY)
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, reward=OftenReward(), evaluation=GREEDY)
     await learner.broker.evaluations.ask(learner.owner, version, HELD_OUT, 1)
     await learner.publish(0, deliveries)
     async with running(worker):

@@ -16,7 +16,7 @@ from deploy.run.events import EvaluationEvent, StageEvent
 from deploy.run.figures import moving_average, trained_per_s
 from deploy.run.history import Happening, happenings
 from deploy.run.record import Record
-from deploy.run.samples import Sample, samples_of
+from deploy.run.samples import ShownSample, samples_of
 
 from .thinning import COLUMNS, POINTS, Curve, LagMap, curve, lag_map, spans
 
@@ -77,7 +77,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """How many events there are before those in `events`."""
     recipe: str
     """YAML; empty if it is unknown."""
-    samples: list[Sample] = []
+    samples: list[ShownSample] = []
     """Trained samples to read."""
     stages: list[StagePicture] = []
 
@@ -100,7 +100,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     differences: list[Difference] = []
 
 
-def page_of(records: Sequence[Record], read_samples: Callable[[Path], list[Sample]] = samples_of) -> Page:
+def page_of(records: Sequence[Record], read_samples: Callable[[Path], list[ShownSample]] = samples_of) -> Page:
     """Return the page that shows these runs side by side. Runs of the same name are called by their directories.
 
     `read_samples` returns the samples of a run's directory; only the page of a single run shows some.

@@ -1,7 +1,7 @@
 """Serves a role's figures to Prometheus: each process has an endpoint of its own.
 
     learner ─ event ─► sinks/prometheus.py ─► run.RunCollector ─┐
-    worker ──────────────────────────────────────────────────────┴─► endpoint.Endpoint ◄─ GET /metrics
+    worker ──────────────────────────────────────────────────────┴─► endpoint.MetricsEndpoint ◄─ GET /metrics
 
     families.py                 a metric's name, help and the figures that it shows
     grafana.json, alerts.yaml   a dashboard and alerting rules, which `headway metrics` prints

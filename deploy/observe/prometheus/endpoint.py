@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 from broker.errors import ConfigError
 
 
-class Endpoint:
+class MetricsEndpoint:
     """Serves a collector's metrics, and the process's own memory and CPU time, until it is closed.
 
     Every scrape has a thread of its own, so that a slow client holds nobody up.

@@ -12,7 +12,7 @@ from broker.client.submissions import SubmitOutcome
 from broker.schema import WorkerInfo
 from rollout_workers.config import WorkersConfig
 
-from .endpoint import Endpoint
+from .endpoint import MetricsEndpoint
 from .families import STATES, Family, metric, shown
 
 PORTS = 1024
@@ -77,13 +77,13 @@ class WorkerCollector(Collector):
 
 
 @contextmanager
-def serving(worker: Watched, config: WorkersConfig) -> Iterator[Endpoint | None]:
+def serving(worker: Watched, config: WorkersConfig) -> Iterator[MetricsEndpoint | None]:
     """Serve the worker's metrics on the first free port from `metrics_port` on; 0: on none. Raises ConfigError if no
     port is free."""
     if not config.metrics_port:
         yield None
         return
-    endpoint = Endpoint(
+    endpoint = MetricsEndpoint(
         WorkerCollector(worker),
         host=config.metrics_host,
         port=config.metrics_port,

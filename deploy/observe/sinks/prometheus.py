@@ -2,7 +2,7 @@
 
 import logging
 
-from deploy.observe.prometheus.endpoint import Endpoint
+from deploy.observe.prometheus.endpoint import MetricsEndpoint
 from deploy.observe.prometheus.run import RunCollector
 from deploy.recipe.sinks import PrometheusOptions
 from deploy.run.events import Event
@@ -26,7 +26,7 @@ class PrometheusSink:
         Raises ConfigError."""
         self._run = RunCollector()
         remedy = f"Give this learner a port of its own: '{where}.options.port=0' takes any free one, and logs it."
-        self._endpoint = Endpoint(self._run, host=options.host, port=options.port, remedy=remedy)
+        self._endpoint = MetricsEndpoint(self._run, host=options.host, port=options.port, remedy=remedy)
 
     @property
     def url(self) -> str:

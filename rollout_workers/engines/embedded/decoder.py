@@ -18,7 +18,7 @@ from rollout_workers.engines.base import GenerationRequest
 
 from .router_tap import RouterTap
 from .sampling import Sampler
-from .slot_cache import Decode, Layout, Prefill, SlotCache
+from .slot_cache import Decode, Prefill, SlotCache, SlotLayout
 
 PREFILL_TOKENS = 4096
 """Most new tokens in one forward; a longer sequence goes alone."""
@@ -141,7 +141,7 @@ class Decoder:
         """Return the logprobs of `token_ids[1:]` at temperature 1. The cache is not touched."""
         tokens_T = torch.tensor(token_ids, device=self.device)
         position_T = torch.arange(len(token_ids), device=self.device)
-        layout = Layout(None, position_T, position_T, whole([len(token_ids)], position_T), None)
+        layout = SlotLayout(None, position_T, position_T, whole([len(token_ids)], position_T), None)
         logits_TV = self._call(tokens_T, layout, keep=position_T)[:-1]
         logprobs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
         scores: list[float] = logprobs_TV.gather(1, tokens_T[1:, None])[:, 0].tolist()
@@ -176,7 +176,7 @@ class Decoder:
         positions += [self.running[slot].cached for slot in ready]
         self._cache.reserve(max(positions) + 1)
         tokens_T, slot_T, position_T = torch.tensor([tokens, slots, positions], device=self.device)
-        layout = Layout(
+        layout = SlotLayout(
             self._cache,
             slot_T,
             position_T,
@@ -186,7 +186,7 @@ class Decoder:
         ends = torch.tensor(lengths, dtype=torch.long, device=self.device).cumsum(0) - 1
         return self._call(tokens_T, layout, keep=torch.cat((ends, torch.arange(new, len(tokens)).to(ends))))
 
-    def _call(self, tokens_T: torch.Tensor, layout: Layout, keep: torch.Tensor) -> torch.Tensor:
+    def _call(self, tokens_T: torch.Tensor, layout: SlotLayout, keep: torch.Tensor) -> torch.Tensor:
         """Call the model's own forward; it returns logits of the positions in `keep` only."""
         output = self.model(
             input_ids=tokens_T[None],

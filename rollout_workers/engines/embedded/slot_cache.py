@@ -78,7 +78,7 @@ class Decode:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SlotLayout:
     """The places of the T packed tokens of one forward, and the cache for their keys and values."""
 
     cache: SlotCache | None
@@ -99,7 +99,7 @@ def slot_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    headway_layout: Layout,
+    headway_layout: SlotLayout,
     **extras: object,
 ) -> tuple[torch.Tensor, None]:
     """Attend with [1, H, T, D] queries to [1, K, T, D] keys and values; returns [1, T, H, D] and fills the cache."""
