@@ -94,13 +94,18 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     archive: Annotated[
         str,
         Meta(
-            pattern=r"^(http|broker|file:///.+)$",
-            description="where workers that pull find the weights: http (at the learner), file:///DIRECTORY (what they"
-            " share with the learner, or is copied to them; each names it as it is called there) or broker (in the"
-            " server's memory, up to half of broker.max_bytes); what is missing there is at the learner",
+            pattern=r"^(none|http|broker|file:///.+)$",
+            description="where workers that pull find the weights: none (at the learner alone), file:///DIRECTORY"
+            " (what they share with the learner, or is copied to them; each names it as it is called there) or broker"
+            " (in the server's memory, up to half of broker.max_bytes); what is missing there is at the learner",
         ),
-    ] = "http"
+    ] = "none"
     pull_bytes_per_s: Annotated[
         Annotated[int, Meta(ge=1 << 16)] | None,
         Meta(description="limit of one worker's pulls (it may choose for itself); default: none"),
     ] = None
+
+    def __post_init__(self) -> None:
+        """Read `http`, the former name of `none`, in older recipes and in the configurations of older runs."""
+        if self.archive == "http":
+            msgspec.structs.force_setattr(self, "archive", "none")

@@ -233,10 +233,10 @@ def _impossible_pools(recipe: Recipe) -> Iterator[str]:
 
 
 def _useless_archives(weights: WeightsConfig) -> Iterator[str]:
-    if weights.archive != "http" and not weights.delta_chain:
+    if weights.archive != "none" and not weights.delta_chain:
         yield (
             f"weights.archive={weights.archive} holds whole versions and the deltas that follow them, and"
-            " weights.delta_chain=0 makes none. Set weights.delta_chain to 1 or more, or weights.archive=http."
+            " weights.delta_chain=0 makes none. Set weights.delta_chain to 1 or more, or weights.archive=none."
         )
 
 

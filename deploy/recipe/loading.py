@@ -1,5 +1,7 @@
 """Reads recipes from YAML and overrides into typed, closed structs, and writes them for files and for workers."""
 
+import functools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from .recipe import LauncherConfig, Recipe
 from .stage_keys import newer_spelling
 from .values import check_plain
 from .words import check_shape, explain
+
+log = logging.getLogger(__name__)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -99,9 +103,17 @@ def _to_recipe(raw: dict[str, Any], source: str) -> Recipe:
         recipe = msgspec.convert(raw, Recipe, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(explain(error, raw, Recipe, source)) from error
+    if raw.get("weights", {}).get("archive") == "http":
+        _hint_at_no_archive()
     recipe = _choose_model(recipe)
     check_values(recipe, source)
     return recipe
+
+
+@functools.cache
+def _hint_at_no_archive() -> None:
+    """Log the hint once a process, since a recipe is read more than once."""
+    log.warning("weights.archive=http is called none now: workers pull from the learner alone.")
 
 
 def _choose_model(recipe: Recipe) -> Recipe:

@@ -71,7 +71,7 @@ def generation_recipe(model: TrainedModel, settings: PoolSettings, *, run: str, 
         # Without segments a killed worker's sample starts anew, and becomes the one that its seed gives.
         workers=replace(settings.workers, segment_tokens=0, segment_s=0.0, patience_s=0.0),
         broker=replace(settings.broker, url="embedded", lease_hold_s=NEVER_S),
-        weights=replace(settings.weights, transport="gloo", staging="host", follow="pull", archive="http"),
+        weights=replace(settings.weights, transport="gloo", staging="host", follow="pull", archive="none"),
         staleness=StalenessConfig(max_lag=UNBOUNDED),
         learner=LearnerConfig(groups_per_step=1, group_size=samples),
         evaluation=EvalConfig(prompts=0),

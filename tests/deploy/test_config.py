@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError
+from deploy.recipe import loading
 from deploy.recipe.files import shipped_recipes
 from deploy.recipe.loading import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
 from deploy.recipe.recipe import Recipe
@@ -52,6 +53,15 @@ def test_overrides_apply_in_order_and_reach_into_lists(recipe_path: Path) -> Non
     assert recipe.sft.phases[0].max_steps == 3
     assert recipe.engine.options == {"seed": 1}
     assert recipe.optimizer.learning_rate == 1e-3
+
+
+def test_no_archive_is_still_read_by_its_former_name(recipe_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loading._hint_at_no_archive.cache_clear()
+    today = load_recipe(recipe_path)
+    assert today.weights.archive == "none"
+    assert [load_recipe(recipe_path, ["weights.archive=http"]) for _ in range(2)] == [today, today]
+    assert caplog.text.count("weights.archive=http is called none now") == 1
+    assert recipe_from_bytes(recipe_to_bytes(today).replace(b'"archive":"none"', b'"archive":"http"')) == today
 
 
 def test_the_resolved_recipe_round_trips(recipe_path: Path, tmp_path: Path) -> None:
@@ -185,7 +195,7 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
         (
             ["weights.archive=broker", "weights.delta_chain=0"],
             "weights.archive=broker holds whole versions and the deltas that follow them, and weights.delta_chain=0"
-            " makes none. Set weights.delta_chain to 1 or more, or weights.archive=http.",
+            " makes none. Set weights.delta_chain to 1 or more, or weights.archive=none.",
         ),
         (
             ["weights.staging=device"],

@@ -225,7 +225,7 @@ def start_worker(url: str, run_name: str) -> Iterator[Callable[..., WorkerProces
         name: str,
         follow: str = "broadcast",
         interruptions: Interruptions | None = None,
-        archive: str = "http",
+        archive: str = "none",
         staging: str = "host",
         **environment: str,
     ) -> WorkerProcess:

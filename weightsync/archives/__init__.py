@@ -2,7 +2,7 @@
 
     weights.archive   file:///DIRECTORY  shared with the workers, or copied to them by other means
                       broker             small weights, in the server's memory
-                      http               no archive: workers pull from the learner (`http/pull_server.py`)
+                      none               no archive: workers pull from the learner (`http/pull_server.py`)
 
     learner ──► archiver.py ──► Archive │ directory.py, broker.py │ ArchiveReader ──► pull.py ──► worker
 
@@ -21,9 +21,9 @@ from .base import Archive, ArchiveReader
 
 
 def open_archive(archive: str, broker: BlockingBroker, owner: Owner) -> Archive | None:
-    """Return the learner's end, None for `http`. Raises WeightSyncError for a directory that it cannot write to."""
+    """Return the learner's end, None for `none`. Raises WeightSyncError for a directory that it cannot write to."""
     match archive:
-        case "http":
+        case "none":
             return None
         case "broker":
             from .broker import BrokerArchive
@@ -35,10 +35,10 @@ def open_archive(archive: str, broker: BlockingBroker, owner: Owner) -> Archive 
 
 
 def open_reader(archive: str, broker: Broker, timeout_s: float) -> ArchiveReader | None:
-    """Return a worker's end, None for `http`, which waits `timeout_s` for each piece. Call it in the thread of the
+    """Return a worker's end, None for `none`, which waits `timeout_s` for each piece. Call it in the thread of the
     broker's event loop; its `read` may be called in any other thread."""
     match archive:
-        case "http":
+        case "none":
             return None
         case "broker":
             from .broker import BrokerReader

@@ -33,7 +33,7 @@ class DirectoryArchive:
         if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
             raise WeightSyncError(
                 f"weights.archive names {directory}, which is no directory that this process may write to: create or"
-                " mount it, or set weights.archive=http."
+                " mount it, or set weights.archive=none."
             )
         self._directory = directory
         self._folder = directory / run

@@ -201,7 +201,7 @@ async def test_a_worker_without_the_directory_asks_the_learner(
 
 
 def test_a_learner_is_told_of_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(WeightSyncError, match=r"no directory that this process may write to.*weights\.archive=http"):
+    with pytest.raises(WeightSyncError, match=r"no directory that this process may write to.*weights\.archive=none"):
         DirectoryArchive(tmp_path / "nowhere", "run", 1)
 
 

@@ -39,7 +39,7 @@ async def test_the_servers_memory_is_accounted_for(
     assert sum(held) == counted > WHOLE_BYTES
     assert max(held) <= PIECE_BYTES
     assert all([await broker._connection.execute("TTL", key) > 0 for key in pieces])
-    successor = await asyncio.to_thread(Learner, url, run_name, replace(config, archive="http"), resume=True)
+    successor = await asyncio.to_thread(Learner, url, run_name, replace(config, archive="none"), resume=True)
     await asyncio.to_thread(successor.close)
     assert await broker._connection.scan(keys("archive*")) == []
     assert await broker._connection.execute("HGET", await hidden(broker, "meta"), "archive_bytes") is None

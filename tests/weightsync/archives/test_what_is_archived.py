@@ -112,7 +112,7 @@ async def test_a_synchronised_copy_serves_as_well(
     await Follower(broker, f"file://{copy}").pull()
 
 
-@pytest.mark.parametrize("config", ["file", "broker", "http"], indirect=True)
+@pytest.mark.parametrize("config", ["file", "broker", "none"], indirect=True)
 async def test_a_slow_line_is_kept_under_its_rate(learner: Learner, config: WeightsConfig, broker: Broker) -> None:
     """Pauses are added up instead of made."""
     paused = 0.0
