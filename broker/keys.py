@@ -60,11 +60,13 @@ evaluation:V*         hash    the evaluation of version V (below)               
 evaluating:V*         zset    its samples not done, by lease's deadline (0: none)  until done      evaluation_*
 prompt:evaluation:V:N string  its prompt N (frame), where prompts lie            until ended     evaluate
 scoring               none    tells functions that the caller is a scorer        never stored    no process
-scoring:names*        set     names of scorers that have requests                a day           score_ask
+scoring:names*        set     names of scorers that were asked                   a day           score_ask
 scoring:queue:NAME*   zset    requests not answered, by the time from which      until answered  score_ask...
                               a scorer may have them (a lease's deadline)
 scoring:asked:NAME*   zset    its requests, by the time when they are forgotten  while asked     score_ask...
 scoring:request:NAME:ID*  hash  one request (below)                              while asked     score_ask...
+scoring:of:NAME:BY*   zset    those of asker BY, by the time when they came      while asked     score_ask...
+scoring:askers:NAME*  hash    asker -> the bytes of its requests                 a day           score_ask...
 scoring:counts:NAME*  hash    bytes, answered, failed, expired                   a day           score_*
 scoring:scorer:W*     string  scorer process W's report of itself (frame)        its TTL         scorer
 scoring:scorers*      set     names of scorer processes                          a day           scorer
@@ -98,8 +100,9 @@ versions), seen (when a worker last asked; server's clock); for each sample I to
 result:I (`passed reward tokens`).
 
 Fields of `scoring:request:NAME:ID`: frame (tokens; until it ends), bytes, since (when it was asked; server's clock),
-hold (the seconds for which a scorer may have it), tries (leases so far), token of its newest lease, leased (when),
-reason (why the last scorer gave it up), and once it has ended answered (float32 values) or failed (why).
+by (its asker: a living worker, '?' for others, '' for the learner), hold (the seconds for which a scorer may have it),
+tries (leases so far), token of its newest lease, leased (when), reason (why the last scorer gave it up), and once it
+has ended answered (float32 values) or failed (why).
 
 With `payload_shards` above 1, payloads and segments lie under `headway:{RUN/N}:` instead, so that a cluster spreads
 them over its nodes. Their names then begin with `N/`, scripts put names of blobs to be freed on the garbage list, and

@@ -671,3 +671,5 @@ class RunRules(msgspec.Struct, frozen=True, kw_only=True):
     """The longest time for which a lease is given or renewed, even if a worker asks for more."""
     lease_hold_s: float = 86400.0
     """A lease without a new segment for so long is not renewed any more."""
+    scorers: str = ""
+    """The names of the run's scorers, a space between two: workers may ask no others."""

@@ -84,12 +84,13 @@ class Scoring:
         self._connection = connection
 
     async def ask(
-        self, scorer: str, requests: Mapping[str, ScoreRequest], *, ttl_s: float, hold_s: float
+        self, scorer: str, requests: Mapping[str, ScoreRequest], *, ttl_s: float, hold_s: float, worker: str = ""
     ) -> frozenset[str]:
-        """Asks a scorer, and returns the names of the requests that the server holds now. The others found no room, and
-        are to be asked again. Idempotent.
+        """Asks a scorer of the run for `worker`, or with the learner's user for none. Returns the names of the requests
+        that the server holds now. The others found no room, and are to be asked again. Idempotent.
 
-        A request is forgotten once it was not collected for `ttl_s`; each process may have it for `hold_s`.
+        A request is forgotten once it was not collected for `ttl_s`, a minute at most; each process may have it for
+        `hold_s`. Raises BrokerError where the run has no such scorer, and for a worker in quarantine.
         """
         frames = {
             name: encode_score_request(replace(request, identity=self._connection.identity))
@@ -98,7 +99,8 @@ class Scoring:
         held = set[str]()
         for names in _by_bytes(frames):
             said: list[Argument] = [part for name in names for part in (name, frames[name])]
-            reply = await self._connection.script("score_ask", scorer, ttl_s, hold_s, *said)
+            asker = worker, self._connection.session if worker else ""
+            reply = await self._connection.script("score_ask", scorer, *asker, ttl_s, hold_s, *said)
             held |= {name for name, is_held in zip(names, reply, strict=True) if is_held}
         return frozenset(held)
 

@@ -1,14 +1,19 @@
 -- Scoring work: workers ask for scores of token sequences, and scorer processes lease the requests and answer. Requests
 -- of scorer NAME have a zset `scoring:queue:NAME` (by the time from which a scorer may have them), a zset
 -- `scoring:asked:NAME` (by the time at which they are forgotten) and a hash `scoring:request:NAME:ID` each (see
--- broker/keys.py). All these keys begin with `scoring:`, as a scorer's user may write no others.
+-- broker/keys.py). The bytes of each asker are counted, as workers are not trusted. All these keys begin with
+-- `scoring:`, as a scorer's user may write no others.
 local SCORING = P .. 'scoring:'
 local SCORER_NAMES, SCORERS = SCORING .. 'names', SCORING .. 'scorers'
-local MOST_SCORER_NAMES, MOST_TRIES, A_DAY = 64, 5, 86400
-local MOST_REQUEST_BYTES, MOST_SCORING_BYTES = 2 ^ 23, 2 ^ 26 -- of one request; of all requests of one name
+local MOST_TRIES, A_DAY, LONGEST_ASKED_S = 5, 86400, 60
+-- Of one request; of all requests of one scorer's name; of one asker's among these; what a request costs beside its
+-- tokens.
+local MOST_REQUEST_BYTES, MOST_SCORING_BYTES, MOST_ASKER_BYTES, REQUEST_OVERHEAD = 2 ^ 23, 2 ^ 26, 2 ^ 25, 512
 
 local function scoring_queue(name) return SCORING .. 'queue:' .. name end
 local function scoring_asked(name) return SCORING .. 'asked:' .. name end
+local function scoring_askers(name) return SCORING .. 'askers:' .. name end
+local function scoring_of(name, by) return SCORING .. 'of:' .. name .. ':' .. by end
 local function scoring_counts(name) return SCORING .. 'counts:' .. name end
 local function scoring_request(name, id) return SCORING .. 'request:' .. name .. ':' .. id end
 
@@ -29,20 +34,30 @@ end
 
 local function count_scoring(name, what, n) call('HINCRBY', scoring_counts(name), what, n or 1) end
 
+-- Adds to the bytes that the requests of an asker take.
+local function count_bytes(name, by, n)
+  count_scoring(name, 'bytes', n)
+  if call('HINCRBY', scoring_askers(name), by, n) <= 0 then call('HDEL', scoring_askers(name), by) end
+end
+
 -- Stores the outcome of a request in place of its frame.
 local function end_request(name, id, what, value)
-  local key = scoring_request(name, id)
-  count_scoring(name, 'bytes', #value - (call('HGET', key, 'bytes') or 0))
+  local key, bytes = scoring_request(name, id), #value + REQUEST_OVERHEAD
+  local had, by = unpack(call('HMGET', key, 'bytes', 'by'))
+  count_bytes(name, by or '', bytes - (had or 0))
   count_scoring(name, what)
-  call('HSET', key, what, value, 'bytes', #value)
+  call('HSET', key, what, value, 'bytes', bytes)
   call('HDEL', key, 'frame')
   call('ZREM', scoring_queue(name), id)
 end
 
 local function forget_request(name, id)
   local key = scoring_request(name, id)
-  local bytes = call('HGET', key, 'bytes')
-  if bytes then count_scoring(name, 'bytes', -bytes) end
+  local bytes, by = unpack(call('HMGET', key, 'bytes', 'by'))
+  if bytes then
+    count_bytes(name, by, -bytes)
+    call('ZREM', scoring_of(name, by), id)
+  end
   call('UNLINK', key)
   call('ZREM', scoring_queue(name), id)
   call('ZREM', scoring_asked(name), id)
@@ -53,6 +68,36 @@ local function forget_abandoned(name, time)
   for _, id in ipairs(call('ZRANGEBYSCORE', scoring_asked(name), '-inf', time, 'LIMIT', 0, 100)) do
     forget_request(name, id)
   end
+end
+
+-- Returns who asks: ARGV[a], a living worker whose session ARGV[b] is; all others together are '?', and the learner,
+-- whose user alone may read `owner`, is ''. Workers in quarantine are refused.
+local function asker(a, b)
+  if ARGV[a] == '' then
+    call('GET', PUBLIC .. 'owner')
+    return ''
+  end
+  local worker, session = worker_name(a), text(b, 'session', 64)
+  if call('SISMEMBER', P .. 'quarantined', worker .. ' ' .. session) == 1 then refuse('worker: it is quarantined') end
+  return call('GET', P .. 'session:' .. worker) == session and worker or '?'
+end
+
+-- Makes room for a request of an asker, if other askers have more bytes than that one would have. The newest requests
+-- go first, as scorers may be at work on older ones. Returns whether there is room.
+local function has_scoring_room(name, by, bytes)
+  local would_have = (call('HGET', scoring_askers(name), by) or 0) + bytes
+  if would_have > MOST_ASKER_BYTES then return false end
+  while (call('HGET', scoring_counts(name), 'bytes') or 0) + bytes > MOST_SCORING_BYTES do
+    local most, other, flat = would_have, nil, call('HGETALL', scoring_askers(name))
+    for n = 1, #flat, 2 do
+      if flat[n] ~= by and tonumber(flat[n + 1]) > most then other, most = flat[n], tonumber(flat[n + 1]) end
+    end
+    local id = other and call('ZRANGE', scoring_of(name, other), -1, -1)[1]
+    if not id then return false end
+    forget_request(name, id)
+    call('ZREM', scoring_of(name, other), id)
+  end
+  return true
 end
 
 -- Lets another scorer have a request, or ends it as failed once so many had it in vain.

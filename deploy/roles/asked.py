@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from rollout_workers.scorers import TokenScorer
 
 
-def asking(broker: Broker) -> "ScorerOpener":
-    """Return what opens the scorers of a run's reward models."""
+def asking(broker: Broker, worker: str = "") -> "ScorerOpener":
+    """Return what opens the scorers of a run's reward models for a worker, or for the learner."""
 
     def opened(name: str, config: RewardConfig) -> "TokenScorer":
-        return _asked(broker, name, config.deadline_s)
+        return _asked(broker, worker, name, config.deadline_s)
 
     return opened
 
@@ -35,18 +35,18 @@ def holding(recipe: Recipe) -> "ScorerOpener":
     return opened
 
 
-def open_teacher(broker: Broker, recipe: Recipe) -> "AskedTeacher | None":
+def open_teacher(broker: Broker, recipe: Recipe, worker: str) -> "AskedTeacher | None":
     """Return the recipe's teacher; None where it has none."""
     from rollout_workers.samples.taught import TEACHER, AskedTeacher
 
     if not recipe.teacher.path:
         return None
-    scorer = _asked(broker, TEACHER, recipe.teacher.deadline_s)
+    scorer = _asked(broker, worker, TEACHER, recipe.teacher.deadline_s)
     return AskedTeacher(scorer, temperature=recipe.sampling.temperature, deadline_s=recipe.teacher.deadline_s)
 
 
-def _asked(broker: Broker, name: str, hold_s: float) -> "TokenScorer":
+def _asked(broker: Broker, worker: str, name: str, hold_s: float) -> "TokenScorer":
     from rollout_workers.outages import Outages
     from rollout_workers.scorers.asking import AskedScorer
 
-    return AskedScorer(broker.scoring, Outages(broker.url), name, hold_s=hold_s)
+    return AskedScorer(broker.scoring, Outages(broker.url), name, hold_s=hold_s, worker=worker)

@@ -26,6 +26,7 @@ from deploy.observe.waiting_log import waits_logged
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.operators import roots_of
 from deploy.recipe.recipe import Recipe
+from deploy.recipe.scorers import scorers_of
 from deploy.run.directory import (
     CHECKPOINTS,
     EXPERIENCE,
@@ -339,8 +340,8 @@ def _cost(recipe: Recipe) -> CostModel:
 
 
 def rules_of(recipe: Recipe) -> RunRules:
-    """Return what the broker must know of the recipe. Each rule is the setting of the same name."""
-    settings: dict[str, Any] = {}
+    """Return what the broker must know of the recipe. Each rule but `scorers` is the setting of the same name."""
+    settings: dict[str, Any] = {"scorers": " ".join(scorer.name for scorer in scorers_of(recipe))}
     for section in (recipe.learner, recipe.staleness, recipe.broker):
         settings |= msgspec.structs.asdict(section)
     return RunRules(**{name: settings[name] for name in RunRules.__struct_fields__})

@@ -35,12 +35,14 @@ class _Asked:
 class AskedScorer:
     """A scorer whose processes are asked through the broker."""
 
-    def __init__(self, verbs: Scoring, outages: Outages, scorer: str, *, hold_s: float) -> None:
-        """`hold_s`: seconds for which one process may have a request before another one gets it."""
+    def __init__(self, verbs: Scoring, outages: Outages, scorer: str, *, hold_s: float, worker: str = "") -> None:
+        """`hold_s`: seconds for which one process may have a request before another one gets it. `worker`: the name of
+        the worker that asks; none: the learner."""
         self._verbs = verbs
         self._outages = outages
         self._scorer = scorer
         self._hold_s = hold_s
+        self._worker = worker
         self._pending = dict[str, _Asked]()
         self._over = list[str]()
         """Requests that the server may forget."""
@@ -108,7 +110,9 @@ class AskedScorer:
     async def _ask(self) -> None:
         unknown = {name: asked.request for name, asked in self._pending.items() if not asked.is_held}
         if unknown:
-            held = await self._verbs.ask(self._scorer, unknown, ttl_s=ASKED_TTL_S, hold_s=self._hold_s)
+            held = await self._verbs.ask(
+                self._scorer, unknown, ttl_s=ASKED_TTL_S, hold_s=self._hold_s, worker=self._worker
+            )
             for name in held & self._pending.keys():
                 self._pending[name].is_held = True
 

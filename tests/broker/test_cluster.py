@@ -17,7 +17,7 @@ from tests.processes import kill
 
 from .scenario import begin, group_id, groups, prompt, rules
 from .test_meetings import ring_and_hear
-from .test_scoring import ask_and_answer
+from .test_scoring import QUALITY, ask_and_answer
 from .topologies import Cluster, ask, is_redis_7_0, port_of, wait_until_caught_up
 
 
@@ -76,7 +76,7 @@ async def test_members_wait_at_the_bell(on_cluster: Broker) -> None:
 
 
 async def test_scores_are_asked_for_and_answered(on_cluster: Broker) -> None:
-    await begin(on_cluster, rules(1))
+    await begin(on_cluster, rules(1, scorers=QUALITY))
     await ask_and_answer(on_cluster)
 
 

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError, ResponseError
 from broker import Broker, open_broker
 from broker.client.evaluations import EvaluationResult
 from broker.client.leases import SubmitOutcome, parse_tid
+from broker.client.scoring import new_request_name
 from broker.connection.verbs import script_names
 from broker.errors import BrokerError
 from broker.schema import Lease, ModelFiles, Segment, VersionSpan, WeightVersion
@@ -27,6 +28,7 @@ from .audit import Auditor
 from .scenario import Scenario, begin, broadcast_group, group_id, groups, prompt, rules, trajectory
 from .test_access import admit, url_of
 from .test_codec import WORKER
+from .test_scoring import request
 from .topologies import ask
 
 CALLS = 4000
@@ -99,7 +101,7 @@ async def cast(server: EmbeddedServer, run_name: str) -> AsyncIterator[Cast]:
         worker = await open_broker(url_of(server, made[Role.WORKER]), run_name)
         stack.push_async_callback(learner.close)
         stack.push_async_callback(worker.close)
-        run = await begin(learner, rules(8, lease_ttl_s=0.5), fed=12)
+        run = await begin(learner, rules(8, lease_ttl_s=0.5, scorers="quality teacher"), fed=12)
         await learner.versions.put_model(run.owner, ModelFiles(files={"config.json": b"{}"}))
         hostile = Hostile(url_of(server, made[Role.WORKER]), run_name)
         stack.callback(hostile.client.close)
@@ -466,6 +468,51 @@ async def test_a_segment_that_is_named_again_stays(cast: Cast, auditor: Auditor)
         auditor.look().check()
 
 
+async def test_it_asks_no_scorer_that_the_run_does_not_have(cast: Cast) -> None:
+    """Or invented names would leave no room for the run's own."""
+    for number in range(70):
+        with pytest.raises(RedisError, match=f"the run has no s{number}"):
+            cast.hostile.call("score_ask", f"s{number}", "evil", "1", 30, 1, f"a{number}", b"x")
+    with pytest.raises(RedisError, match="permission"):  # as the learner asks
+        cast.hostile.call("score_ask", "quality", "", "", 30, 1, "a", b"x")
+    name = new_request_name()
+    assert await cast.worker.scoring.ask("quality", {name: request()}, ttl_s=60, hold_s=60, worker="w") == {name}
+    assert [queue.scorer for queue in (await cast.learner.status.snapshot()).scoring] == ["quality"]
+
+
+async def test_its_requests_leave_room_for_those_of_others_and_last_a_minute(cast: Cast, auditor: Auditor) -> None:
+    """Whether it asks under one name, under many, or under that of another worker."""
+    await cast.worker.status.heartbeat(WORKER, 30)
+    huge, names = b"x" * (2**23 - 8), [WORKER.worker, *(f"evil{n}" for n in range(3))]
+    for name in names[1:]:
+        cast.hostile.call("heartbeat", name, "evil", 30_000, b"junk", 1)
+
+    def ask_for_much() -> None:
+        for number in range(12):
+            said = names[number % len(names)], "evil", 3600, 86400, f"{random.getrandbits(64):x}"
+            cast.hostile.call("score_ask", "quality", *said, huge)
+
+    honest = {new_request_name(): request(n) for n in range(20)}
+    ask_for_much()
+    for verbs, worker in ((cast.worker.scoring, WORKER.worker), (cast.learner.scoring, "")):
+        mine = {f"{name}{worker[:1]}": asked for name, asked in honest.items()}
+        assert await verbs.ask("quality", mine, ttl_s=60, hold_s=60, worker=worker) == set(mine)
+        ask_for_much()
+        found = await verbs.collect("quality", list(mine), ttl_s=60)
+        assert {one.state for one in found.values()} == {"waiting"}
+    (queue,) = (await cast.learner.status.snapshot()).scoring
+    assert 1 << 25 < queue.bytes <= 1 << 26
+    seconds, _ = auditor.redis.time()
+    (_, latest), *_ = auditor.redis.zrevrange(auditor.keys.hidden("scoring:asked:quality"), 0, 0, withscores=True)
+    assert latest < seconds + 62
+
+
+async def test_a_worker_in_quarantine_asks_no_scorer(cast: Cast, auditor: Auditor) -> None:
+    auditor.redis.sadd(auditor.keys.hidden("quarantined"), "evil 1")
+    with pytest.raises(RedisError, match="quarantine"):
+        cast.hostile.call("score_ask", "quality", "evil", "1", 30, 1, "a", b"x")
+
+
 class Fuzz:
     """Calls of every function with what might hit something."""
 
@@ -507,6 +554,8 @@ class Fuzz:
             "evaluation_submit": ["1.0", self._random.randrange(4), "abc", "1.0", "1.0", 1, 0.5, 3],
             "evaluation_release": ["1.0", self._random.randrange(4), "abc"],
             "heartbeat": ["evil", "s", 1000, b"junk", 1],
+            "score_ask": ["quality", "evil", "s", 30, 1, "abc", b"junk"],
+            "score_collect": ["quality", 30, 1, "abc", "abd"],
         }
         arguments = usual.get(verb, [1, "x", "", 0, 5, "x", 1, 1, "", 0])
         for place in range(len(arguments)):

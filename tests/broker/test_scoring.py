@@ -23,11 +23,12 @@ from .test_codec import SCORER
 LONG_S, A_MOMENT_S = 1000.0, 0.05
 QUALITY = "quality"
 MOST_TRIES = 5
+SCORERS = f"{QUALITY} teacher strict"
 
 
 @pytest.fixture
 async def run(broker: Broker) -> Broker:
-    await begin(broker, rules(1))
+    await begin(broker, rules(1, scorers=SCORERS))
     return broker
 
 
@@ -51,11 +52,18 @@ def request(first: int = 5, length: int = 3) -> ScoreRequest:
 
 
 async def ask(
-    broker: Broker, count: int, scorer: str = QUALITY, *, ttl_s: float = LONG_S, hold_s: float = LONG_S
+    broker: Broker,
+    count: int,
+    scorer: str = QUALITY,
+    *,
+    ttl_s: float = LONG_S,
+    hold_s: float = LONG_S,
+    worker: str = "",
 ) -> list[str]:
     names = [new_request_name() for _ in range(count)]
     for number, name in enumerate(names):  # in this order
-        assert await broker.scoring.ask(scorer, {name: request(number)}, ttl_s=ttl_s, hold_s=hold_s) == {name}
+        asked = {name: request(number)}
+        assert await broker.scoring.ask(scorer, asked, ttl_s=ttl_s, hold_s=hold_s, worker=worker) == {name}
     return names
 
 
@@ -223,11 +231,11 @@ async def test_a_scorer_gets_what_it_has_room_for(run: Broker) -> None:
 async def test_requests_take_so_many_bytes_and_the_rest_waits_with_its_asker(run: Broker) -> None:
     rng = np.random.default_rng(0)
     large = replace(request(), response_tokens=rng.integers(0, 1 << 24, 1_500_000, np.int32))
-    names = [new_request_name() for _ in range(16)]
+    names = [new_request_name() for _ in range(10)]
     held = await run.scoring.ask(QUALITY, dict.fromkeys(names, large), ttl_s=LONG_S, hold_s=LONG_S)
     (queue,) = (await run.status.snapshot()).scoring
-    assert 0 < len(held) < 16
-    assert queue.bytes <= 1 << 26
+    assert 0 < len(held) < 10
+    assert queue.bytes <= 1 << 25
     await run.scoring.collect(QUALITY, [], ttl_s=LONG_S, forget=list(held))
     rest = {name: large for name in names if name not in held}
     assert await run.scoring.ask(QUALITY, rest, ttl_s=LONG_S, hold_s=LONG_S) == set(rest)
@@ -249,11 +257,11 @@ async def test_a_scorers_user_does_its_work_and_a_workers_user_does_not(
 ) -> None:
     made = admit(server, None)
     learner, worker, observer, scorer = [await open_broker(url_of(server, made[role]), run_name) for role in Role]
-    await begin(learner, rules(1))
+    await begin(learner, rules(1, scorers=SCORERS))
     assert await scorer.status.config() == b"recipe"
     assert await scorer.status.state() == "claimed"
     await scorer.versions.model()
-    (name,) = await ask(worker, 1)
+    (name,) = await ask(worker, 1, worker="w")
     held = await lease(scorer)
     await scorer.scoring.release(QUALITY, held)
     (leased,) = await lease(scorer)
@@ -283,7 +291,7 @@ async def test_what_a_scorers_password_stores_under_a_guessed_secret_is_swept(
 ) -> None:
     made = admit(server, None)
     learner, scorer = [await open_broker(url_of(server, made[role]), run_name) for role in (Role.LEARNER, Role.SCORER)]
-    run = await begin(learner, rules(1))
+    run = await begin(learner, rules(1, scorers=SCORERS))
     key = scorer._connection.keys("hidden:guess:scoring:request:a:b")
     await scorer._connection.execute("SET", key, "x" * 1000)
     (name,) = await ask(learner, 1)

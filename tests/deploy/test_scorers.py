@@ -25,6 +25,7 @@ from deploy.observe.status import status_json, status_tables
 from deploy.observe.waiting import look
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe, RunConfig
+from deploy.roles.learner import rules_of
 from deploy.roles.scorer import score
 from deploy.terminal import Terminal
 from learner.models.model import model_files
@@ -32,7 +33,7 @@ from rollout_workers.config import RewardConfig, ScorersConfig, TeacherConfig, W
 from rollout_workers.outages import Outages
 from rollout_workers.scorers.asking import AskedScorer
 from rollout_workers.scorers.base import UnfitModelError
-from tests.broker.scenario import FRESH, rules
+from tests.broker.scenario import FRESH
 from tests.rollout_workers.reward_models import TOKENS, save_model, score_of
 
 from .runs import run_status
@@ -51,7 +52,9 @@ async def begin(broker: Broker, directory: Path, *rewards: Path, teacher: str = 
         workers=WorkersConfig(heartbeat_s=0.1),
         broker=BrokerConfig(lease_ttl_s=LEASE_TTL_S),
     )
-    claim = await broker.batches.claim(checkpoint=FRESH, rules=rules(1), config=recipe_to_bytes(recipe), resume=False)
+    claim = await broker.batches.claim(
+        checkpoint=FRESH, rules=rules_of(recipe), config=recipe_to_bytes(recipe), resume=False
+    )
     save_model(directory / "policy", scores=False)
     policy = AutoConfig.from_pretrained(directory / "policy"), AutoTokenizer.from_pretrained(directory / "policy")
     await broker.versions.put_model(claim.owner, model_files(*policy))

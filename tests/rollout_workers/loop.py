@@ -136,6 +136,7 @@ class Learner:
             on_straggler="wait",
             on_over_bound="requeue",
             max_bytes=1 << 28,
+            scorers="quality teacher",
         )
         claim = await broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=b"", resume=False)
         self.owner = claim.owner
