@@ -21,6 +21,7 @@ from deploy.recipe.colocation import worker_gpus
 from deploy.recipe.data_checks import check_data
 from deploy.recipe.operators import passed_on
 from deploy.recipe.packages import check_packages
+from deploy.recipe.placement import check_placement
 from deploy.recipe.pools import MAIN, pools_of
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import POOL, Scorer, check_scorers, scorers_of
@@ -96,6 +97,8 @@ class Local:
 
     def run(self) -> int:
         """Run to the end and return the exit code. Raises HeadwayError."""
+        if self._has_learner and self.recipe.launcher.kind == "local":
+            check_placement(self.recipe, _visible())
         if not self.launcher.starts_processes:
             return self._show()
         with held(self.recipe.run_directory), ExitStack() as stack:
@@ -292,7 +295,11 @@ class Local:
 
 
 def _devices(recipe: Recipe) -> list[str]:
-    return worker_gpus(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return worker_gpus(recipe, _visible())
+
+
+def _visible() -> str:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
 def _showable(override: str) -> str:

@@ -42,6 +42,7 @@ from deploy.run.stage_output import after_stages, check_made, is_complete, is_of
 from deploy.terminal import Terminal
 from learner.experience.rewind import Rewind
 from rollout_workers.config import EngineConfig, ScorersConfig, WorkersConfig
+from rollout_workers.engines.gpus import shares
 from weightsync.config import WeightsConfig
 
 from .joining import ConfigChangedError
@@ -51,7 +52,15 @@ log = logging.getLogger(__name__)
 
 MOST_OF_POOL = 40
 """Characters of a pool's name in its workers' names, which have room for 100."""
-_WORKERS_OWN = ("engine.", "weights.follow=", "weights.archive=", "weights.pull_bytes_per_s=", "workers.metrics_")
+DEVICES = "workers.devices="
+_WORKERS_OWN = (
+    "engine.",
+    "weights.follow=",
+    "weights.archive=",
+    "weights.pull_bytes_per_s=",
+    "workers.metrics_",
+    DEVICES,
+)
 """The start of overrides that a worker may choose for itself: its engine, how it is connected and watched."""
 
 
@@ -140,11 +149,12 @@ def run_workers(
 
     A launcher that starts no processes only gets their commands.
     """
-    engine_threads = _engine_threads(overrides)
+    own = _own_of(overrides)
+    devices = shares(own.workers.devices, own.engine)
     prefix = check_pool_name(pool or "worker")[:MOST_OF_POOL]
     pool = pool or f"{_host()}-{os.getpid()}"
     named = [argument for module in allowed for argument in ("--allow-import", module)]
-    arguments = (*named, *overrides)
+    arguments = (*named, *(one for one in overrides if not one.startswith(DEVICES)))
     if launcher is not None and not launcher.starts_processes:
         place = Path(tempfile.gettempdir(), f"headway-workers-{run}")
         command = WorkerCommand(
@@ -153,7 +163,8 @@ def run_workers(
             arguments=arguments,
             private=place,
             logs=place / "logs",
-            threads=engine_threads,
+            threads=own.engine.threads,
+            devices=devices,
             prefix=prefix,
         )
         for number in range(count):
@@ -169,7 +180,8 @@ def run_workers(
             arguments=arguments,
             private=Path(private),
             logs=logs,
-            threads=engine_threads,
+            threads=own.engine.threads,
+            devices=devices,
             prefix=prefix,
         )
         pools = [Pool(pool, count, command)]
@@ -226,10 +238,16 @@ def run_scorers(
             raise ConfigError(
                 f"A scorer cannot take the override {override!r}: all but scorers.* comes from the run's configuration."
             )
-    threads = overridden(_ScorersOwn(), overrides).scorers.threads
-    prefix = scorer or "scorer"
+    own = overridden(_ScorersOwn(), overrides).scorers
     command_in = functools.partial(
-        ScorerCommand, url=url, run=run, arguments=overrides, threads=threads, prefix=prefix, scorer=scorer
+        ScorerCommand,
+        url=url,
+        run=run,
+        arguments=overrides,
+        threads=own.threads,
+        devices=[str(device) for device in own.devices],
+        prefix=scorer or "scorer",
+        scorer=scorer,
     )
     if launcher is not None and not launcher.starts_processes:
         place = Path(tempfile.gettempdir(), f"headway-scorers-{run}")
@@ -345,16 +363,16 @@ class _ScorersOwn(msgspec.Struct, frozen=True, kw_only=True):
     scorers: ScorersConfig = ScorersConfig()
 
 
-def _engine_threads(overrides: Sequence[str]) -> int:
-    """Return the engine's threads of --count workers. Raises ConfigError for an override that a worker may not choose,
-    or could not read."""
+def _own_of(overrides: Sequence[str]) -> _WorkersOwn:
+    """Return what --count workers choose for themselves. Raises ConfigError for an override that a worker may not
+    choose, or could not read."""
     for override in overrides:
         if not override.startswith(_WORKERS_OWN):
             raise ConfigError(
                 f"A worker cannot take the override {override!r}: all but engine.*, weights.follow,"
-                " weights.archive, weights.pull_bytes_per_s and workers.metrics_* comes from the run's"
+                " weights.archive, weights.pull_bytes_per_s, workers.devices and workers.metrics_* comes from the run's"
                 " configuration, so that learner and workers agree. Give it to `headway learner` instead."
             )
     own = overridden(_WorkersOwn(), overrides)
     check_engine(own.engine, SOURCE)
-    return own.engine.threads
+    return own

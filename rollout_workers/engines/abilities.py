@@ -23,6 +23,11 @@ class EngineAbilities:
     """Whether it can leave the device's memory to a learner, as `run.placement=colocated` needs."""
     sleep_option: str = ""
     """The name in `engine.options` that forbids it to sleep when it is false; empty if there is none."""
+    memory_option: str = ""
+    """The name in `engine.options` of the part of a GPU's memory that one engine takes; empty if it takes only what its
+    model needs."""
+    memory_share: float = 0.0
+    """That part where the option is not given."""
     tells_experts: bool = True
     """Whether it can report which experts it chose, as `algorithm.router_replay` needs."""
     takes_stored: Callable[[str, object], bool] = _always

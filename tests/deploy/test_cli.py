@@ -18,7 +18,7 @@ from broker.schema import PoolInfo, RunRules
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from deploy.recipe.loading import load_recipe, with_overrides
-from deploy.roles.alone import _engine_threads
+from deploy.roles.alone import _own_of
 from deploy.run.directory import held
 
 from .runs import step_metrics, worker
@@ -138,7 +138,8 @@ def test_help_names_every_command_but_the_internal_ones(tmp_path: Path) -> None:
         (
             ["workers", "staleness.max_lag=3", "--broker", NOWHERE, "--run", "x"],
             "A worker cannot take the override 'staleness.max_lag=3': all but engine.*, weights.follow,"
-            " weights.archive, weights.pull_bytes_per_s and workers.metrics_* comes from the run's configuration",
+            " weights.archive, weights.pull_bytes_per_s, workers.devices and workers.metrics_* comes from the run's"
+            " configuration",
         ),
         (
             ["workers", "weights.follower=pull", "--broker", NOWHERE, "--run", "x"],
@@ -182,7 +183,7 @@ def test_a_worker_chooses_its_engine_and_how_it_is_connected() -> None:
         "engine.threads=3",
         "workers.metrics_port=9500",
     ]
-    assert _engine_threads(own) == 3
+    assert _own_of(own).engine.threads == 3
     recipe = with_overrides(load_recipe("arithmetic.yaml"), own)
     assert (recipe.weights.follow, recipe.weights.pull_bytes_per_s) == ("pull", 100_000)
     assert recipe.weights.archive == "file:///mnt"

@@ -1,18 +1,26 @@
 """The recipes for GPUs fit the GPUs that they name, with each of the models that they are for."""
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
+from broker.errors import ConfigError
 from deploy.cli.memory_pages import report
 from deploy.recipe.files import SHIPPED
 from deploy.recipe.loading import load_recipe
+from deploy.recipe.placement import check_placement, placed
+from deploy.recipe.recipe import Recipe
 from learner.config import ModelConfig, RandomModelConfig
 from learner.models.model import load_tokenizer
 from learner.objective.composition import check_algorithm
 
+from .test_cli import headway
+
+ROOT = Path(__file__).parents[2]
 QWEN3: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8b": QWEN3
@@ -64,8 +72,15 @@ MODELS: dict[str, dict[str, Any]] = {
 PARAMETERS = {"qwen3-8b": 8.19e9, "qwen3-32b": 32.8e9, "qwen3-30b-a3b": 30.5e9, "llama-3.1-8b": 8.03e9}
 GPU_GB = {"qwen3-8b": 80, "qwen3-32b": 141, "qwen3-30b-a3b": 141, "llama-3.1-8b": 80}
 WAYS = ("", "dpo", "online-dpo", "sft-rm-ppo", "distill")
-BESIDES = {("qwen3-30b-a3b", "sft-rm-ppo"): ["learner.processes=16", "learner.compute.offload_optimizer=false"]}
-"""What a recipe says that another model takes."""
+ONE_MACHINE = ("qwen3-8b", "llama-3.1-8b")
+BASES = {("qwen3-30b-a3b", "sft-rm-ppo"): "qwen3-30b-a3b-fsdp"}
+"""The base of a model in a recipe that cannot take the model's usual one."""
+SCORED = ("sft-rm-ppo", "distill")
+SECOND_MACHINE = {
+    True: ["headway workers --count 7 'workers.devices=[0,1,2,3,4,5,6]'", "headway scorers 'scorers.devices=[7]'"],
+    False: ["headway workers --count 8 'workers.devices=[0,1,2,3,4,5,6,7]'"],
+}
+"""The commands on the second machine, for recipes with a scorer and without one."""
 
 
 def path_of(model: str, directory: Path) -> str:
@@ -77,22 +92,55 @@ def path_of(model: str, directory: Path) -> str:
     return str(directory)
 
 
+def recipe_of(model: str, way: str, *overrides: str) -> Recipe:
+    chosen = [f"base=gpu/{BASES.get((model, way), model)}.yaml"] if way else []
+    return load_recipe(f"gpu/{way or model}.yaml", [*chosen, *overrides])
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_learner_fits_the_gpus_that_the_recipe_names(model: str, way: str, tmp_path: Path) -> None:
-    chosen = [f"base=gpu/{model}.yaml", *BESIDES.get((model, way), [])] if way else []
-    recipe = load_recipe(f"gpu/{way or model}.yaml", [*chosen, f"model.path={path_of(model, tmp_path)}"])
+    recipe = recipe_of(model, way, f"model.path={path_of(model, tmp_path)}")
     check_algorithm(recipe.algorithm)
     found = report(recipe, GPU_GB[model])
     assert found.planned.shape.num_parameters == pytest.approx(PARAMETERS[model], rel=0.01)
     assert found.fits
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_no_gpu_has_two_roles(model: str, way: str) -> None:
+    recipe = recipe_of(model, way)
+    if not recipe.has_learner:
+        return
+    if model in ONE_MACHINE:
+        check_placement(recipe, "")
+        assert [one.gpu for one in placed(recipe, "")] == [*"01234567"]
+    else:
+        assert recipe.learner.processes == 8
+        with pytest.raises(ConfigError, match="start the learner with `headway learner`"):
+            check_placement(recipe, "")
+
+
+@pytest.mark.parametrize("way", ["qwen3-32b", "qwen3-30b-a3b", "online-dpo", *SCORED])
+def test_a_recipe_says_what_to_start_on_two_machines(way: str) -> None:
+    text = (SHIPPED / f"gpu/{way}.yaml").read_text()
+    guide = (ROOT / "docs/guides/gpus.md").read_text()
+    assert f"headway learner gpu/{way}.yaml" in text
+    assert all(command in text and command in guide for command in SECOND_MACHINE[way in SCORED])
+
+
+@pytest.mark.parametrize("is_scored", [True, False])
+def test_the_second_machines_commands_use_each_gpu_once(is_scored: bool, tmp_path: Path) -> None:
+    taken = []
+    for command in SECOND_MACHINE[is_scored]:
+        options = ("--broker", "redis://127.0.0.1:1", "--run", "x", "--dry-run", "--json")
+        answer = headway(*shlex.split(command)[1:], *options, cwd=tmp_path)
+        assert answer.returncode == 0, answer.stderr
+        taken += [one["resources"]["devices"] for one in json.loads(answer.stdout)["commands"]]
+    assert taken == [*"01234567"]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_recipe_says_which_gpus_it_is_for(model: str) -> None:
     assert f"of {GPU_GB[model]} GB" in (SHIPPED / f"gpu/{model}.yaml").read_text()
-
-
-@pytest.mark.parametrize(("model", "way"), BESIDES)
-def test_a_recipe_says_what_another_model_takes(model: str, way: str) -> None:
-    assert f"base=gpu/{model}.yaml {' '.join(BESIDES[model, way])}" in (SHIPPED / f"gpu/{way}.yaml").read_text()

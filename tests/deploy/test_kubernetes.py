@@ -24,7 +24,7 @@ from deploy.cli.main import answer, cli
 from deploy.launch.kubernetes import AUTOSCALER_PORT, METRICS_PORT, PULL_PORTS
 from deploy.launch.pool import DRAIN_WORKER_S
 from deploy.recipe.loading import load_recipe
-from deploy.roles.alone import _engine_threads
+from deploy.roles.alone import _own_of
 from deploy.roles.served_autoscaler import Wanted
 
 from .kubernetes_objects import (
@@ -348,7 +348,7 @@ def check_line(line: list[str]) -> None:
     connection = [] if line[0] == "broker" else ["--broker", "redis://host", "--run", "first"]
     context = cli.commands[line[0]].make_context("headway", [*words, *connection])
     if line[0] == "workers":
-        _engine_threads(context.params["overrides"])
+        _own_of(context.params["overrides"])
 
 
 def test_keda_asks_the_autoscaler_of_a_pool_and_scales_its_workers(objects: list[Object]) -> None:

@@ -17,6 +17,8 @@ VLLM = KnownEngine(
     abilities=EngineAbilities(
         gpu_options=("tensor_parallel_size", "pipeline_parallel_size"),
         sleep_option="enable_sleep_mode",
+        memory_option="gpu_memory_utilization",
+        memory_share=0.92,
         takes_stored=is_harmless,
     ),
     package=("vllm", "vLLM"),
