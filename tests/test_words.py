@@ -2,7 +2,7 @@
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from benchmarks.shape import ROOMS
@@ -10,11 +10,11 @@ from benchmarks.shape import ROOMS
 ROOT = Path(__file__).parent.parent
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def modules() -> list[tuple[str, ast.Module]]:
     """Every module of the rooms: its path and its syntax tree."""
-    for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+    paths = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths]
 
 
 def test_no_two_public_classes_share_a_name() -> None:
@@ -24,3 +24,15 @@ def test_no_two_public_classes_share_a_name() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(path)
     assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_no_command_hides_the_function_that_does_its_work() -> None:
+    hidden = [
+        (path, node.name)
+        for path, tree in modules()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.ImportFrom) and any((name.asname or name.name) == node.name for name in inner.names)
+    ]
+    assert not hidden

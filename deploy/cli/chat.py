@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PROMPT = "> "
 
 
-def chat(
+def converse(
     model: str,
     step: int | str | None,
     overrides: Sequence[str],

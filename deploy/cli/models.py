@@ -17,7 +17,7 @@ REPORT_S = 10.0
 """Seconds between two lines about a batch inference that goes on."""
 
 
-def export(
+def write_export(
     model: str,
     step: int | str | None,
     directory: Path,
@@ -49,7 +49,7 @@ def export(
         )
 
 
-def generate(
+def answer_prompts(
     model: str,
     step: int | str | None,
     prompts: Path,

@@ -19,7 +19,7 @@ from deploy.terminal import Terminal
 NO_RUN = "headway-runs"
 
 
-def list_runs(url: str, *, as_json: bool) -> None:
+def print_runs(url: str, *, as_json: bool) -> None:
     """Print a line for every run."""
     usages = [usage for run in _names(url) if (usage := _usage(url, run)) is not None]
     if as_json:
@@ -28,7 +28,7 @@ def list_runs(url: str, *, as_json: bool) -> None:
         Terminal().print(_table(usages))
 
 
-def show_run(url: str, run: str, *, as_json: bool) -> None:
+def print_run(url: str, run: str, *, as_json: bool) -> None:
     """Print everything about one run. Raises RunNotFoundError."""
     usage = _usage(url, run)
     with client_of(url, run) as client:
@@ -44,7 +44,7 @@ def show_run(url: str, run: str, *, as_json: bool) -> None:
             say(f"Its learner is {learner}.")
 
 
-def delete_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: Callable[[str], object]) -> None:
+def remove_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: Callable[[str], object]) -> None:
     """Remove the run from the server, and nothing else. Raises HeadwayError if a learner or worker may still use it."""
     usage = _usage(url, run)
     if usage is None:

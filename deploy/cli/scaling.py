@@ -22,7 +22,9 @@ DISMISSED = {
 GONE = "The supervisor of pool {} has ended."
 
 
-def scale(change: str, pool: str, url: str | None, run: str | None, *, until_done: bool, as_json: bool) -> None:
+def ask_for_workers(
+    change: str, pool: str, url: str | None, run: str | None, *, until_done: bool, as_json: bool
+) -> None:
     """Ask for `change` ("4", "+2", "-1") and print what was wanted before and is wanted now."""
     manner, workers = _parsed(change)
     where, run = locate_run(url, run)

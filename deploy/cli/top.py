@@ -52,7 +52,7 @@ Dismiss = Callable[[str, Manner], str]
 """Sends a worker away in this manner, and returns what to tell the user. Raises HeadwayError."""
 
 
-def top(url: str | None, run: str | None) -> None:
+def watch_on_screen(url: str | None, run: str | None) -> None:
     """Show a run until the user quits. Raises ConfigError without a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("headway top needs a terminal; `headway status` prints one look, and --watch repeats it.")

@@ -33,7 +33,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     decision: Decision
 
 
-def autoscale(
+def keep_scaling(
     url: str | None, run: str | None, pool: str, targets: Targets, *, cooldown_s: float, dry_run: bool, as_json: bool
 ) -> None:
     """Scale the pool until the run is over or Ctrl-C, and print each decision that is not the one before.

@@ -62,10 +62,10 @@ def export(
     and its optimizer in one process. The directory appears whole or not at all.
     """
     chosen = _step(step, best)
-    from deploy.cli.models import export
+    from deploy.cli.models import write_export
 
     kept = DTYPES[dtype] if dtype else None
-    export(model, chosen, out, dtype=kept, is_checked=check, is_forced=force, device=device, as_json=as_json)
+    write_export(model, chosen, out, dtype=kept, is_checked=check, is_forced=force, device=device, as_json=as_json)
 
 
 def _shard(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
@@ -126,9 +126,9 @@ def generate(
         raise click.UsageError("--workers 0 needs --broker: somebody has to generate.")
     if workers is not None and shard != (1, 1):
         raise click.UsageError("--shard and --workers exclude each other: workers share the prompts themselves.")
-    from deploy.cli.models import generate
+    from deploy.cli.models import answer_prompts
 
-    return generate(
+    return answer_prompts(
         model, chosen, prompts, out, overrides, samples=samples, temperature=temperature, seed=seed, shard=shard,
         workers=workers, broker=broker, run=run, as_json=as_json,
     )  # fmt: skip
@@ -157,6 +157,6 @@ def chat(
     for a model of no run; overrides change both.
     """
     chosen = _step(step, best)
-    from deploy.cli.chat import chat
+    from deploy.cli.chat import converse
 
-    chat(model, chosen, overrides, system=system, temperature=temperature, as_json=as_json)
+    converse(model, chosen, overrides, system=system, temperature=temperature, as_json=as_json)

@@ -36,9 +36,9 @@ def top(url: str | None, run: str | None) -> None:
     the run as it is.
     """
     complain("Loading, and looking for the run ...")
-    from deploy.cli.top import top
+    from deploy.cli.top import watch_on_screen
 
-    top(url, run)
+    watch_on_screen(url, run)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -53,9 +53,9 @@ def scale(workers: str, pool: str, url: str | None, run: str | None, wait: bool,
     N: so many in all; +N or -N: more or fewer than are wanted now. Workers that leave hand their work back first.
     It needs the learner's password; `headway status` shows the pools.
     """
-    from deploy.cli.scaling import scale
+    from deploy.cli.scaling import ask_for_workers
 
-    scale(workers, pool, url, run, until_done=wait, as_json=as_json)
+    ask_for_workers(workers, pool, url, run, until_done=wait, as_json=as_json)
 
 
 @click.command()
@@ -121,9 +121,9 @@ def autoscale(
 
         serve_autoscale(url, run, pool, targets, host=host, port=serve, cooldown_s=cooldown_s)
         return
-    from deploy.roles.autoscaler import autoscale
+    from deploy.roles.autoscaler import keep_scaling
 
-    autoscale(url, run, pool, targets, cooldown_s=cooldown_s, dry_run=dry_run, as_json=as_json)
+    keep_scaling(url, run, pool, targets, cooldown_s=cooldown_s, dry_run=dry_run, as_json=as_json)
 
 
 @click.command()
@@ -166,9 +166,9 @@ def runs() -> None:
 @click.option("--json", "as_json", is_flag=True, help="A JSON array.")
 def list_runs(url: str, as_json: bool) -> None:
     """Print a line for every run: state, weights, reward, workers, bytes, and how long it has been idle."""
-    from deploy.cli.runs import list_runs
+    from deploy.cli.runs import print_runs
 
-    list_runs(url, as_json=as_json)
+    print_runs(url, as_json=as_json)
 
 
 @runs.command("show")
@@ -177,9 +177,9 @@ def list_runs(url: str, as_json: bool) -> None:
 @json_option
 def show_run(run: str, url: str, as_json: bool) -> None:
     """Show everything about RUN."""
-    from deploy.cli.runs import show_run
+    from deploy.cli.runs import print_run
 
-    show_run(url, run, as_json=as_json)
+    print_run(url, run, as_json=as_json)
 
 
 @runs.command("delete")
@@ -190,10 +190,10 @@ def show_run(run: str, url: str, as_json: bool) -> None:
 @json_option
 def delete_run(run: str, url: str, yes: bool, force: bool, as_json: bool) -> None:
     """Remove RUN from the broker. What it wrote to disks (checkpoints, logs) stays."""
-    from deploy.cli.runs import delete_run
+    from deploy.cli.runs import remove_run
 
     def confirm(question: str) -> None:
         if not yes:
             click.confirm(question, abort=True, err=True)
 
-    delete_run(url, run, is_forced=force, as_json=as_json, confirm=confirm)
+    remove_run(url, run, is_forced=force, as_json=as_json, confirm=confirm)
