@@ -58,6 +58,7 @@ wanted*               hash    pool -> workers wanted                            
 evaluations*          set     versions whose weights are evaluated               until ended     evaluate
 evaluation:V*         hash    the evaluation of version V (below)                until ended     evaluate...
 evaluating:V*         zset    its samples not done, by lease's deadline (0: none)  until done      evaluation_*
+begun:V*              zset    those of them that were ever leased, by when       until done      evaluation_*
 prompt:evaluation:V:N string  its prompt N (frame), where prompts lie            until ended     evaluate
 scoring               none    tells functions that the caller is a scorer        never stored    no process
 scoring:names*        set     names of scorers that were asked                   a day           score_ask
@@ -96,7 +97,8 @@ a `?` behind a name that belongs to another session), under:I (incarnation of th
 since:I (when it was leased, or got its last segment), and once submitted bytes:I and payload:I.
 
 Fields of `evaluation:V`: size (samples), samples (of each prompt), done, mixed (samples that had tokens of other
-versions), seen (when a worker last asked; server's clock); for each sample I token:I of its newest lease, and once done
+versions), keep (seconds for which workers keep the version), seen (when a worker last had a sample for no longer than
+that, or handed one in; server's clock); for each sample I token:I of its newest lease, and once done
 result:I (`passed reward tokens`).
 
 Fields of `scoring:request:NAME:ID`: frame (tokens; until it ends), bytes, since (when it was asked; server's clock),

@@ -10,8 +10,11 @@ Promised: a result counts for version V only if its worker says that V sampled a
 counts for each sample. The samples of a worker that dies, or hands them back, go to other workers that hold V. A new
 learner finds no evaluation of an earlier one.
 
+A sample that is under way for a quarter of the time for which workers keep the version is copied to others that have
+room, so that no worker can keep it for itself; its first result counts.
+
 Not promised: that an evaluation ends. Workers that have moved on do not come back to V; the learner sees for how long
-no worker has asked, and ends what cannot be completed.
+no worker was at work, and ends what cannot be completed.
 """
 
 import secrets
@@ -50,6 +53,7 @@ class EvaluationLease:
     """Its number in the evaluation: the samples of a prompt follow each other."""
     token: str
     prompt: Prompt
+    worker: str
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,8 @@ class EvaluationProgress:
     mixed: int
     """Samples that did not count, as other weights sampled some of their tokens; they are sampled again."""
     quiet_s: float
-    """Seconds since a worker last asked for samples or handed one in; at first, since the learner asked."""
+    """Seconds since a worker last handed a sample in, or had one for no longer than it keeps the version; at first,
+    since the learner asked."""
     results: tuple[EvaluationResult, ...] = ()
     """The results in the order of the samples, once all are done; before, none."""
 
@@ -93,13 +98,15 @@ class Evaluations:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def ask(self, owner: Owner, version: WeightVersion, prompts: Sequence[Prompt], samples: int) -> None:
-        """Asks for `samples` samples of each prompt. The learner calls it before it offers the version: a worker asks
-        once it holds the version, and not again if there is nothing. Idempotent; raises FencedError,
-        ServerRestartedError."""
+    async def ask(
+        self, owner: Owner, version: WeightVersion, prompts: Sequence[Prompt], samples: int, keep_s: float = 120.0
+    ) -> None:
+        """Asks for `samples` samples of each prompt, by workers that keep the version for `keep_s` seconds. The learner
+        calls it before it offers the version: a worker asks once it holds the version, and not again if there is
+        nothing. Idempotent; raises FencedError, ServerRestartedError."""
         for first in range(0, len(prompts), _PROMPTS_AT_A_TIME):
             frames = [encode(prompt) for prompt in prompts[first : first + _PROMPTS_AT_A_TIME]]
-            said: list[Argument] = [str(version), len(prompts), samples, first, *frames]
+            said: list[Argument] = [str(version), len(prompts), samples, keep_s, first, *frames]
             await self._connection.learner_script("evaluate", owner, *said)
 
     async def look(self, owner: Owner, version: WeightVersion) -> EvaluationProgress | None:
@@ -127,12 +134,13 @@ class Evaluations:
             count,
             ttl_s,
             secrets.token_hex(8),
-            f"{worker} {self._connection.session}",
+            self._holder(worker),
             *_samples(held),
             absent=[_NO_EVALUATION, []],
         )
         leases = tuple(
-            EvaluationLease(version, sample, token.decode(), decode(frame, Prompt)) for sample, token, frame in granted
+            EvaluationLease(version, sample, token.decode(), decode(frame, Prompt), worker)
+            for sample, token, frame in granted
         )
         return EvaluationReply(None if left == _NO_EVALUATION else left, frozenset(lost), leases)
 
@@ -151,6 +159,7 @@ class Evaluations:
             int(result.passed),
             repr(float(result.reward)),
             result.response_tokens,
+            self._holder(lease.worker),
         )
         return EvaluationOutcome(outcome.decode())
 
@@ -159,6 +168,9 @@ class Evaluations:
         if leases:
             version = str(leases[0].version)
             await self._connection.script("evaluation_release", version, *_samples(leases), absent=None)
+
+    def _holder(self, worker: str) -> str:
+        return f"{worker} {self._connection.session}"
 
 
 def _samples(leases: Sequence[EvaluationLease]) -> list[Argument]:

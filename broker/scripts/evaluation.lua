@@ -2,10 +2,10 @@
 -- flags: allow-oom
 -- evaluation(incarnation, owner, server, version, what: look, end or skip)
 --   -> {} where there is none, or {samples, samples done, samples that had tokens of other versions,
---       seconds since a worker asked, {sample, result}...}
+--       seconds since a worker had a sample for no longer than it keeps the version, {sample, result}...}
 -- Tells how far an evaluation is, with the results once all samples are done. `end` forgets the evaluation; so does
 -- `skip`, which counts it as one without a result, a repeated call once: the learner skips each version once, in order.
--- Touches: meta, evaluations, evaluation:*, evaluating:*, prompt:evaluation:*.
+-- Touches: meta, evaluations, evaluation:*, evaluating:*, begun:*, prompt:evaluation:*.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local version = ARGV[4]

@@ -18,6 +18,8 @@ from rollout_workers.evaluate import EvalResult, summarize
 QUIET_S = 30.0
 """A version that is not the newest is evaluated no further once no worker has asked for so long and five heartbeats
 more: a worker that takes part asks about once a heartbeat."""
+MOST_HOLDS = 10
+"""An evaluation is given up after so many times evaluation.hold_s, whatever workers say."""
 POLL_S = 0.2
 """Seconds between two looks at the evaluations that are waited for."""
 
@@ -33,6 +35,8 @@ class WorkerEvaluations:
         self._prompts = prompts
         self._quiet_s = QUIET_S + 5 * recipe.workers.heartbeat_s
         self._pending: list[WeightVersion] = []
+        self._asked_s = dict[WeightVersion, float]()
+        """When workers were asked for each of these."""
         self._newest: WeightVersion | None = None
         """The newest version that was published."""
         self.skipped = 0
@@ -52,8 +56,9 @@ class WorkerEvaluations:
         is_new, self._newest = version != self._newest, version
         if is_due and is_new:
             self._pending.append(version)
+            self._asked_s[version] = time.monotonic()
         if version in self._pending:  # published again as the server has lost it, perhaps with the samples
-            self._experience.ask_to_evaluate(version, self._prompts, self._config.samples)
+            self._experience.ask_to_evaluate(version, self._prompts, self._config.samples, self._config.hold_s)
 
     def collect(self, *, is_end: bool = False) -> Iterator[tuple[WeightVersion, EvalResult]]:
         """Yield the versions that have been evaluated since the last call, with their results. With `is_end` the newest
@@ -64,11 +69,12 @@ class WorkerEvaluations:
             is_done = progress is not None and progress.done == progress.samples
             if progress is not None and is_done:
                 yield version, summarize(progress.results, self._config.samples)
-            elif progress is None or self._is_hopeless(version, progress, is_end):
-                self._skip(version, progress)
+            elif reason := self._hopeless(version, progress, is_end):
+                self._skip(version, reason)
             else:
                 return
             self._pending.remove(version)
+            del self._asked_s[version]
             self._experience.end_evaluation(version, is_skipped=not is_done)
 
     def wait(self, should_stop: Callable[[], bool]) -> Iterator[tuple[WeightVersion, EvalResult]]:
@@ -78,20 +84,26 @@ class WorkerEvaluations:
             if self._pending:
                 time.sleep(POLL_S)
 
-    def _is_hopeless(self, version: WeightVersion, progress: EvaluationProgress, is_end: bool) -> bool:
-        if version != self._newest:
-            return progress.quiet_s > self._quiet_s
+    def _hopeless(self, version: WeightVersion, progress: EvaluationProgress | None, is_end: bool) -> str:
+        """Return why the evaluation gives no result; "" where it still may."""
+        if progress is None:
+            return "the server has lost it"
+        done = f"{progress.done} of {progress.samples} samples were done"
         # Workers may still keep an older version that they evaluate.
-        return is_end and progress.quiet_s > self._quiet_s + self._config.hold_s
+        quiet_s = self._quiet_s + (self._config.hold_s if version == self._newest else 0)
+        if (version != self._newest or is_end) and progress.quiet_s > quiet_s:
+            return f"{done}, and no worker is at work on it any more"
+        if time.monotonic() - self._asked_s[version] > MOST_HOLDS * self._config.hold_s:
+            return f"{done} after {MOST_HOLDS} times evaluation.hold_s"
+        return ""
 
-    def _skip(self, version: WeightVersion, progress: EvaluationProgress | None) -> None:
+    def _skip(self, version: WeightVersion, reason: str) -> None:
         self.skipped += 1
-        done = f"{progress.done} of {progress.samples} samples were done" if progress else "the server has lost it"
         log.warning(
-            "the evaluation of step %d is skipped: no worker holds its weights any more, and %s. Workers keep a version"
-            " for evaluation.hold_s=%g s at most. Skipped so far: %d.",
+            "the evaluation of step %d gives no result: %s. Workers keep a version for evaluation.hold_s=%g s at most."
+            " Skipped so far: %d.",
             version.step,
-            done,
+            reason,
             self._config.hold_s,
             self.skipped,
         )

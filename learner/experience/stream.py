@@ -212,10 +212,11 @@ class Experience:
             return self.insist(self._blocking.broker.status.snapshot)
         return None
 
-    def ask_to_evaluate(self, version: WeightVersion, prompts: Sequence[Prompt], samples: int) -> None:
-        """Asks workers for samples of held-out prompts with `version`, which is about to be published."""
+    def ask_to_evaluate(self, version: WeightVersion, prompts: Sequence[Prompt], samples: int, keep_s: float) -> None:
+        """Asks workers, which keep it for `keep_s` seconds, for samples of held-out prompts with `version`, which is
+        about to be published."""
         with suppress(Interrupted):
-            self.insist(lambda: self._blocking.broker.evaluations.ask(self.owner, version, prompts, samples))
+            self.insist(lambda: self._blocking.broker.evaluations.ask(self.owner, version, prompts, samples, keep_s))
 
     def evaluation(self, version: WeightVersion) -> EvaluationProgress | None:
         """Returns how far the evaluation of `version` is; None where there is none. Raises Interrupted."""

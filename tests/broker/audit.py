@@ -318,7 +318,7 @@ class _Reading:
                     self._blobs[f"{shard.strip('/')}/{name}" if shard else name] = int(value)
             case "evaluation" | "evaluating":
                 self._evaluations.setdefault(rest, {})[kind] = dict(_pairs(value))
-            case "manifest":
+            case "manifest" | "begun":
                 pass
             case _ if name in _WITHOUT_OWNER | _QUEUES:
                 self._values[name] = value

@@ -201,7 +201,7 @@ async def test_it_is_known_for_how_long_nobody_has_asked(broker: Broker, run: Sc
     await broker.evaluations.ask(run.owner, V0, HELD_OUT, 1)
     auditor.redis.hset(auditor.keys.hidden("evaluation:1.0"), "seen", 1.0)
     assert (await look(run)).quiet_s > LONG_S
-    await leased(broker, 0)
+    await leased(broker, 1)
     assert (await look(run)).quiet_s < LONG_S
 
 
@@ -228,4 +228,4 @@ async def test_a_quarantined_worker_gets_none(broker: Broker, run: Scenario) -> 
 
 async def test_there_is_none_before_a_learner_has_claimed_the_run(broker: Broker) -> None:
     assert (await broker.evaluations.lease("w", V0, 9, LONG_S)).left is None
-    await broker.evaluations.release([EvaluationLease(V0, 0, "x", HELD_OUT[0])])
+    await broker.evaluations.release([EvaluationLease(V0, 0, "x", HELD_OUT[0], "w")])

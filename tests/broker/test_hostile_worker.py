@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError, ResponseError
 
 from broker import Broker, open_broker
-from broker.client.evaluations import EvaluationResult
+from broker.client.evaluations import EvaluationLease, EvaluationResult
 from broker.client.leases import SubmitOutcome, parse_tid
 from broker.client.scoring import new_request_name
 from broker.connection.verbs import script_names
@@ -32,6 +32,7 @@ from .test_scoring import request
 from .topologies import ask
 
 CALLS = 4000
+OTHERS_RESULT = ("1.0", "1.0", 0, -1.0, 1, "evil 1")
 OWNERS = (
     *("claim", "reassert", "take", "commit", "feed", "put", "version", "state", "reject"),
     *("evaluate", "evaluation"),
@@ -226,12 +227,12 @@ async def test_it_hands_in_no_evaluation_sample_that_another_one_holds(cast: Cas
     _, _, (other, token, _) = cast.hostile.call("evaluation_lease", "1.0", 9, 1e9, "abc", "evil 1")
     assert other != lease.sample
     for tokens in (token, b"x", b""):
-        said = ["1.0", lease.sample, tokens, "1.0", "1.0", 1, 1.0, 1]
+        said = ["1.0", lease.sample, tokens, "1.0", "1.0", 1, 1.0, 1, "evil 1"]
         assert cast.hostile.call("evaluation_submit", *said) == b"fenced"
         assert cast.hostile.call("evaluation_release", "1.0", lease.sample, tokens) == 0
         assert cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", "evil 1", lease.sample, tokens) == [2, [0]]
     for place, junk in ((1, -1), (1, "x"), (5, 2), (6, "nan"), (6, "inf"), (6, "1e999999"), (6, "x" * 99), (7, -1)):
-        said = ["1.0", other, token, "1.0", "1.0", 1, 1.0, 1]
+        said = ["1.0", other, token, "1.0", "1.0", 1, 1.0, 1, "evil 1"]
         said[place] = junk
         with pytest.raises(RedisError, match="ARGUMENT"):
             cast.hostile.call("evaluation_submit", *said)
@@ -239,6 +240,37 @@ async def test_it_hands_in_no_evaluation_sample_that_another_one_holds(cast: Cas
     progress = await cast.learner.evaluations.look(cast.run.owner, version)
     assert progress is not None
     assert (progress.samples, progress.done) == (2, 1)
+
+
+async def test_it_keeps_no_evaluation_sample_for_itself(cast: Cast, auditor: Auditor) -> None:
+    """Although it renews the leases of all of them: others get copies, and the learner sees that it is not at work."""
+    version, keep_s = WeightVersion(1, 0), 1.0
+    await cast.worker.status.heartbeat(WORKER, 30)
+    await cast.learner.evaluations.ask(cast.run.owner, version, [prompt(100), prompt(101)], 2, keep_s)
+    held: list[Any] = []
+    for _ in range(4):
+        held += cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", "evil 1")[2:]
+    mine = tuple[EvaluationLease, ...]()
+    async with asyncio.timeout(20):
+        while len(mine) < 4:
+            await asyncio.sleep(0.05)
+            said = [part for sample, token, _ in held for part in (sample, token)]
+            assert cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", "evil 1", *said)[1] == []
+            mine += (await cast.worker.evaluations.lease(WORKER.worker, version, 9, 30, mine)).leases
+        while (await cast.learner.evaluations.look(cast.run.owner, version)).quiet_s < 2 * keep_s:
+            await asyncio.sleep(0.05)
+            cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", f"evil {random.getrandbits(32)}", *said)
+    assert sorted(lease.sample for lease in mine) == [0, 1, 2, 3]
+    assert not {lease.token for lease in mine} & {token.decode() for _, token, _ in held}
+    (sample, token, _), *_ = held
+    assert cast.hostile.call("evaluation_submit", "1.0", sample, mine[0].token, *OTHERS_RESULT) == b"fenced"
+    for lease in mine:
+        assert await cast.worker.evaluations.submit(lease, EvaluationResult(True, 1.0, 3), [version]) == "accepted"
+        assert await cast.worker.evaluations.submit(lease, EvaluationResult(True, 1.0, 3), [version]) == "duplicate"
+    assert cast.hostile.call("evaluation_submit", "1.0", sample, token, *OTHERS_RESULT) == b"fenced"
+    auditor.look().check()
+    progress = await cast.learner.evaluations.look(cast.run.owner, version)
+    assert [result.reward for result in progress.results] == [1.0] * 4
 
 
 async def test_it_names_no_blob_but_its_own(cast: Cast) -> None:
@@ -551,7 +583,7 @@ class Fuzz:
             "awake": ["evil", "s", 30, 1],
             "asleep": ["evil", "s"],
             "evaluation_lease": ["1.0", 2, 0.1, "abc", "evil 1", 0, "abc"],
-            "evaluation_submit": ["1.0", self._random.randrange(4), "abc", "1.0", "1.0", 1, 0.5, 3],
+            "evaluation_submit": ["1.0", self._random.randrange(4), "abc", "1.0", "1.0", 1, 0.5, 3, "evil 1"],
             "evaluation_release": ["1.0", self._random.randrange(4), "abc"],
             "heartbeat": ["evil", "s", 1000, b"junk", 1],
             "score_ask": ["quality", "evil", "s", 30, 1, "abc", b"junk"],

@@ -44,8 +44,8 @@ class Server:
         if is_skipped:
             self.skipped.append(version)
 
-    def _ask(self, version: WeightVersion, prompts: Sequence[Prompt], samples: int) -> None:
-        assert (list(prompts), samples) == (HELD_OUT, 1)
+    def _ask(self, version: WeightVersion, prompts: Sequence[Prompt], samples: int, keep_s: float) -> None:
+        assert (list(prompts), samples, keep_s) == (HELD_OUT, 1, RECIPE.evaluation.hold_s)
         self.asked.append(version)
         self.set(version, 0)
 
@@ -126,6 +126,25 @@ def test_at_the_end_a_version_that_no_worker_takes_is_not_waited_for(
     server.set(V20, 1, quiet_s=LONG_S)
     assert list(evaluations.wait(lambda: False)) == []
     assert (evaluations.skipped, evaluations.pending) == (1, ())
+
+
+@pytest.mark.parametrize("is_end", [False, True])
+def test_an_evaluation_that_goes_on_and_on_is_given_up(
+    server: Server,
+    evaluations: WorkerEvaluations,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_end: bool,
+) -> None:
+    """Whatever workers say: one of them may renew its lease for ever."""
+    evaluations.publishes(V20, is_due=True)
+    server.set(V20, 1)
+    assert list(evaluations.collect(is_end=is_end)) == []
+    assert evaluations.awaited() == {20}
+    monkeypatch.setattr(worker_evaluations, "MOST_HOLDS", 0)
+    assert list(evaluations.collect(is_end=is_end)) == []
+    assert (evaluations.skipped, evaluations.pending, server.skipped) == (1, (), [V20])
+    assert "step 20 gives no result: 1 of 2 samples were done after 0 times" in caplog.text
 
 
 def test_a_learner_that_is_to_stop_waits_for_nothing(server: Server, evaluations: WorkerEvaluations) -> None:
