@@ -8,20 +8,18 @@ On Kubernetes each pod is a pool of one worker, called POOL.POD. KEDA asks for t
 import math
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import FrameType
-from typing import Any
 
 import msgspec
 
 from broker.errors import BrokerError, ConfigError
 from broker.schema import PoolInfo, RunStatus
 from deploy.observe.autoscaling import Targets
+from deploy.observe.bounded_server import BoundedServer, Quiet
 from deploy.printing import say
 
 from . import autoscaler
@@ -116,13 +114,10 @@ def noticeable(before: int, wanted: int, targets: Targets) -> int:
 
 @contextmanager
 def answering(together: Together, host: str, port: int) -> Iterator[str]:
-    """Answer requests in threads of their own, and yield the address. Raises ConfigError."""
+    """Answer requests, and yield the address. Raises ConfigError."""
 
-    class Answer(BaseHTTPRequestHandler):
-        timeout = 10
-        server_version, sys_version = "Headway", ""
-
-        def do_GET(self) -> None:
+    class Answer(Quiet):
+        def do_GET(self) -> None:  # noqa: N802 - the base class finds it by this name
             body = msgspec.json.encode(together.now)
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
@@ -130,21 +125,14 @@ def answering(together: Together, host: str, port: int) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: Any) -> None:
-            """Log nothing: a request's text comes from others."""
-
     try:
-        server = ThreadingHTTPServer((host, port), Answer)
+        server = BoundedServer(host, port, Answer).start()
     except OSError as error:
         raise ConfigError(f"Nothing can be served at {host}, port {port}: {error.strerror or error}.") from error
-    thread = threading.Thread(target=server.serve_forever, name="answers", daemon=True)
-    thread.start()
     try:
         yield f"http://{host}:{server.server_port}/"
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        server.stop()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

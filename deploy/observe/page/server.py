@@ -1,23 +1,21 @@
 """Serves the live page of one run to browsers, and nothing else: it takes no request that changes anything."""
 
 import hmac
-import logging
 import secrets
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from socket import AF_INET, AF_INET6, gethostname
+from socket import gethostname
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
 from broker.errors import ConfigError
+from deploy.observe.bounded_server import BoundedServer, Quiet
 
 from .document import document
 from .watching import Watcher
 
-log = logging.getLogger(__name__)
 EVERYWHERE = {"0.0.0.0", "::", ""}
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 _HEADERS = {
@@ -28,18 +26,15 @@ _HEADERS = {
 }
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(BoundedServer):
     """Serves `/`, `/page.json` and `/live.json`. Beyond loopback every request needs the token of `url`."""
-
-    daemon_threads = True
 
     def __init__(self, watcher: Watcher, host: str, port: int) -> None:
         """Bind the port; 0: any free one. Raises ConfigError."""
         self.watcher, self._host = watcher, host
         self.token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
-        self.address_family = AF_INET6 if ":" in host else AF_INET
         try:
-            super().__init__((host, port), _Answer)
+            super().__init__(host, port, _Answer)
         except OSError as error:
             why = error.strerror or error
             raise ConfigError(f"No page can be served at {host}, port {port}: {why}. Choose another --port.") from error
@@ -51,17 +46,11 @@ class PageServer(ThreadingHTTPServer):
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{self.server_port}/" + (f"?token={self.token}" if self.token else "")
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log at a low level: a browser that leaves in the middle of an answer is no error."""
-        log.debug("a request failed", exc_info=True)
 
-
-class _Answer(BaseHTTPRequestHandler):
+class _Answer(Quiet):
     server: PageServer
-    timeout = 10
-    server_version, sys_version = "Headway", ""
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - the base class finds it by this name
         """Answer with the page, or with JSON."""
         asked = urlsplit(self.path)
         query = parse_qs(asked.query)
@@ -80,9 +69,6 @@ class _Answer(BaseHTTPRequestHandler):
                 self._send_json(watcher.window(int(first)) if first.isdecimal() and len(first) < 10 else watcher.live)
             case _:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", b"There is no such page.\n")
-
-    def log_message(self, *_: Any) -> None:
-        """Log nothing: a request's text comes from others."""
 
     def _is_welcome(self, query: dict[str, list[str]]) -> bool:
         """Whether the request has the token, or, where there is none, calls this machine by a name of loopback.

@@ -2,10 +2,11 @@
 
 import errno
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
 from prometheus_client.registry import Collector
 
 from broker.errors import ConfigError
+from deploy.observe.bounded_server import TIMEOUT_S, BoundedServer
 
 
 class MetricsEndpoint:
@@ -20,9 +21,10 @@ class MetricsEndpoint:
         registry = CollectorRegistry()
         registry.register(collector)
         ProcessCollector(registry=registry)
+        answer = type("Answer", (MetricsHandler,), {"registry": registry, "timeout": TIMEOUT_S})
         for one in range(port, port + tries):
             try:
-                self._server, self._thread = start_http_server(one, host, registry)
+                self._server = BoundedServer(host, one, answer).start()
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or one == port + tries - 1:
@@ -38,6 +40,4 @@ class MetricsEndpoint:
 
     def close(self) -> None:
         """Free the port. Scrapes that are under way end by themselves."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.stop()
