@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -48,9 +48,7 @@ def status_json(status: RunStatus, waiting: Waiting | None = None) -> dict[str, 
     plain: dict[str, Any] = msgspec.to_builtins(status, str_keys=True)
     del plain["recent_steps"]
     plain["announced"] = version_text(status.announced)
-    for worker, info in zip(plain["workers"], status.workers, strict=True):
-        worker["version"] = version_text(info.version)
-        worker |= plain["silences"].get(info.worker, {})
+    plain["workers"] = [worker | plain["silences"].get(worker["worker"], {}) for worker in workers_json(status.workers)]
     del plain["silences"]
     plain["lag_histogram"] = {str(lag): count for lag, count in lag_histogram(recent(status)).items()}
     plain["by_lag"] = msgspec.to_builtins(by_lag(recent(status)), str_keys=True)
@@ -60,6 +58,12 @@ def status_json(status: RunStatus, waiting: Waiting | None = None) -> dict[str, 
     }
     plain["waiting"] = msgspec.to_builtins(waiting)
     return plain
+
+
+def workers_json(workers: Sequence[WorkerInfo]) -> list[dict[str, Any]]:
+    """Return the reports of workers, with their versions as text."""
+    plain: list[dict[str, Any]] = msgspec.to_builtins(workers, str_keys=True)
+    return [worker | {"version": version_text(info.version)} for worker, info in zip(plain, workers, strict=True)]
 
 
 def status_tables(status: RunStatus, waiting: Waiting | None = None) -> RenderableType:

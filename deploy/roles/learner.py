@@ -103,7 +103,8 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
         if parts.ranks.is_first:
             experience, blocking, start = stack.enter_context(_connected(parts, url))
         start = msgspec.msgpack.decode(parts.ranks.share_bytes(msgspec.msgpack.encode(start)), type=Start)
-        learner = _learner(parts, experience, blocking, start, stack)
+        observer = _observer(parts, experience, blocking, start, stack)
+        learner = _learner(parts, experience, blocking, start, observer)
         if experience is not None:
             experience.set_state("training")
         gc.collect()
@@ -111,6 +112,8 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
         is_finished = RlStage(learner).run()
         if experience is not None:
             status = experience.status()  # now, while the workers are there to be counted
+            if status is not None:
+                observer.on_end(status)
             experience.set_state("finished" if is_finished else "stopped")
             _conclude(recipe, status)
             if parts.best is not None:
@@ -238,9 +241,9 @@ def _claim(parts: Parts, blocking: BlockingBroker) -> tuple[Claimed, ExperienceL
     return claimed, experience_log
 
 
-def _learner(
+def _observer(
     parts: Parts, experience: Experience | None, blocking: BlockingBroker | None, start: Start, stack: ExitStack
-) -> Learner:
+) -> RunObserver:
     recipe = parts.recipe
     sinks = evaluator = by_workers = traces = None
     if experience is not None:
@@ -267,6 +270,17 @@ def _learner(
     )
     if blocking is not None:
         stack.enter_context(waits_logged(blocking, observer.on_look))
+    return observer
+
+
+def _learner(
+    parts: Parts,
+    experience: Experience | None,
+    blocking: BlockingBroker | None,
+    start: Start,
+    observer: RunObserver,
+) -> Learner:
+    recipe = parts.recipe
     phases = blocking.broker.phases if blocking is not None else None
     return Learner(
         backend=parts.backend,

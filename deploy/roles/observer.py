@@ -149,6 +149,12 @@ class RunObserver:
         mean_s, max_s = (fmean(waited_s), max(waited_s)) if waited_s else (None, None)
         return {"waited_mean_s": mean_s, "waited_max_s": max_s, "broker_calls": calls, "broker_s": seconds}
 
+    def on_end(self, status: RunStatus) -> None:
+        """Give sinks the last look at the run, while its workers are there."""
+        if self._sinks is not None:
+            step = self._first_step if self._last_step is None else self._last_step.step
+            self._sinks.write(HeartbeatEvent.later(status, step=step, time_s=time.monotonic() - self._started))
+
     def on_look(self, status: RunStatus) -> None:
         """Give sinks a look at the run from another thread, unless a step's look was given a moment ago: while the
         learner waits, the pool and the queues go on without a step."""

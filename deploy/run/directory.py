@@ -1,6 +1,7 @@
 """A run's directory: it is made once, two runs never share it, and `headway status` finds it.
 
 runs/NAME/        config.yaml  metrics.jsonl  trained.jsonl  evaluations.jsonl  summary.json
+                  last_look.json
                   plots/  checkpoints/  experience/  replays/  logs/  sft/  stages/  broker/
                   settings.json: the recipe once more, for --resume to compare
                   identity: tells the run from another one of its name on the broker

@@ -1,7 +1,7 @@
 """Computes every figure from a run's events, as summary, plots, `headway status` and sinks show them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -80,10 +80,19 @@ def _ess(parts: Sequence[tuple[int, float, float]]) -> float | None:
 def trained_by_step_of_weights(steps: Sequence[StepMetrics]) -> dict[int, int]:
     """Return the number of trajectories that these steps trained, by the step of the oldest weights that sampled a
     token of them."""
+    return _by_step_of_weights((step.step, step.lag_histogram) for step in steps)
+
+
+def trained_tokens_by_step_of_weights(steps: Sequence[StepMetrics]) -> dict[int, int]:
+    """Return the number of tokens that these steps trained, by the step of the weights that sampled them."""
+    return _by_step_of_weights((step.step, step.token_lag_histogram) for step in steps)
+
+
+def _by_step_of_weights(lags: Iterable[tuple[int, Mapping[int, int]]]) -> dict[int, int]:
     counts: Counter[int] = Counter()
-    for step in steps:
-        for lag, count in step.lag_histogram.items():
-            counts[step.step - lag] += count
+    for step, histogram in lags:
+        for lag, count in histogram.items():
+            counts[step - lag] += count
     return dict(sorted(counts.items()))
 
 

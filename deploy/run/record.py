@@ -12,14 +12,24 @@ from deploy.recipe.files import read_yaml
 
 from . import figures
 from .directory import CONFIG, find_run, is_going_on
-from .events import EvaluationEvent, StageEvent
-from .report import EVALUATIONS, METRICS, SUMMARY, FileLines, lineage, read_summary, summary_of
+from .events import EvaluationEvent, HeartbeatEvent, StageEvent
+from .report import (
+    EVALUATIONS,
+    LAST_LOOK,
+    METRICS,
+    SUMMARY,
+    FileLines,
+    lineage,
+    read_last_look,
+    read_summary,
+    summary_of,
+)
 from .stage_record import records_in
 
 Line = TypeVar("Line", StepMetrics, EvaluationEvent, StageEvent)
 OF_THE_SERVER = {"dropped_stale", "max_lag_allowed", "generated_tokens", "generation_tokens_per_s", "worker_restarts"}
 """Summary figures that nobody knows before the run's end: a zero would be taken for a count."""
-FILES = (CONFIG, METRICS, EVALUATIONS, SUMMARY)
+FILES = (CONFIG, METRICS, EVALUATIONS, LAST_LOOK, SUMMARY)
 MISSING = {
     METRICS: "No step has been trained in this directory yet, or the file was moved away.",
     CONFIG: "The run's recipe is unknown.",
@@ -38,6 +48,8 @@ class Record:
     """Those of the lineage."""
     stages: dict[str, list[StageEvent]]
     """The steps of the stages without workers, by the names of the directories that they leave, in order."""
+    last_look: HeartbeatEvent | None = None
+    """The workers, the queues and the tallies as the learner saw them last."""
     summary: dict[str, Any]
     settings: dict[str, Any]
     """The recipe's values without passwords; empty if they are unknown."""
@@ -75,6 +87,7 @@ def read_record(run: str, *, again: bool = False) -> Record:
         steps=steps,
         evaluations=lineage(evaluations),
         stages=stages,
+        last_look=_read_last_look(directory, notes),
         summary=_followed(steps, lineage(evaluations))
         if again and is_running
         else _read_summary(directory, len(lineage(steps)), notes),
@@ -147,6 +160,14 @@ def _read_summary(directory: Path, steps: int, notes: list[str]) -> dict[str, An
         notes.append(f"There are no summary figures: {error}")
         return {}
     return {key: value for key, value in computed.items() if key not in OF_THE_SERVER}
+
+
+def _read_last_look(directory: Path, notes: list[str]) -> HeartbeatEvent | None:
+    try:
+        return read_last_look(directory)
+    except HeadwayError as error:
+        notes.append(str(error))
+        return None
 
 
 def _read_settings(path: Path, notes: list[str]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The files that a run leaves behind: metrics.jsonl, trained.jsonl, evaluations.jsonl, summary.json and a plot.
+"""The files that a run leaves behind: metrics.jsonl, trained.jsonl, evaluations.jsonl, last_look.json, summary.json and
+a plot.
 
 A killed and resumed learner repeats the steps since its checkpoint, so the files hold abandoned lines too. `lineage`
 returns the lines whose training is part of the final weights, and every figure is computed from those.
@@ -16,12 +17,14 @@ from broker.errors import HeadwayError
 from broker.schema import StepMetrics
 
 from . import figures
-from .events import EvaluationEvent, StageEvent
+from .events import EvaluationEvent, HeartbeatEvent, StageEvent
 from .whole_files import replace_file
 
 log = logging.getLogger(__name__)
 
 METRICS, TRAINED, EVALUATIONS, SUMMARY = "metrics.jsonl", "trained.jsonl", "evaluations.jsonl", "summary.json"
+LAST_LOOK = "last_look.json"
+"""The workers, the queues and the tallies as the learner saw them last."""
 
 
 class TrainedLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +151,20 @@ def read_summary(directory: Path) -> dict[str, Any]:
         raise HeadwayError(
             f"{path} is damaged ({error}). Remove it: all that it says, but for what the server counted, is in"
             f" {METRICS} and {TRAINED} beside it."
+        ) from error
+
+
+def read_last_look(directory: Path) -> HeartbeatEvent | None:
+    """Return the learner's last look at the run; None if it left none. Raises HeadwayError if the file is damaged."""
+    path = directory / LAST_LOOK
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=HeartbeatEvent)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HeadwayError(
+            f"{path} is damaged ({error}). Remove it: only the workers, the weight versions and the begun groups of the"
+            " run's end are in no other file."
         ) from error
 
 

@@ -14,6 +14,7 @@ from deploy.roles import observer as observing
 from deploy.roles.observer import RunObserver
 from deploy.roles.observer import step_event as event_of
 from deploy.run.events import Event, HeartbeatEvent
+from deploy.run.report import read_last_look
 from learner.experience.stream import Experience
 from learner.objective.shaping import reward_stats
 from learner.objective.update import JudgedBatch, Update
@@ -28,10 +29,8 @@ STEPS = 11
 """Of two seconds each."""
 
 
-class WithHeartbeats(JsonlSink):
+class Told(JsonlSink):
     """The run's record, and what it was told."""
-
-    wants_heartbeats = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +38,15 @@ class WithHeartbeats(JsonlSink):
 
     def write(self, event: Event) -> None:
         super().write(event)
+        self.told.append(event)
+
+
+class Other(Told):
+    """A sink beside the record, which writes no files."""
+
+    is_record = False
+
+    def write(self, event: Event) -> None:
         self.told.append(event)
 
 
@@ -64,8 +72,9 @@ def train(sink: JsonlSink, experience: Any, directory: Path) -> None:
 
 
 def test_nobody_looks_at_the_workers_for_sinks_that_do_not_want_it(tmp_path: Path) -> None:
-    experience = experience_of(run_status())
-    train(JsonlSink(), experience, tmp_path)
+    experience, sink = experience_of(run_status()), JsonlSink()
+    sink.wants_heartbeats = False
+    train(sink, experience, tmp_path)
     assert experience.status.call_count == 0
     assert experience.report.call_count == STEPS
     reported = experience.report.call_args.args[0]
@@ -74,7 +83,7 @@ def test_nobody_looks_at_the_workers_for_sinks_that_do_not_want_it(tmp_path: Pat
 
 
 def test_the_workers_are_looked_at_now_and_then(tmp_path: Path) -> None:
-    sink, status = WithHeartbeats(), run_status()
+    sink, status = Told(), run_status()
     train(sink, experience_of(status), tmp_path)
     beats = [event for event in sink.told if isinstance(event, HeartbeatEvent)]
     assert [beat.step for beat in beats] == [0, 5, 10]
@@ -82,14 +91,13 @@ def test_the_workers_are_looked_at_now_and_then(tmp_path: Path) -> None:
 
 
 def test_a_server_that_has_forgotten_the_run_has_no_workers_to_tell_of(tmp_path: Path) -> None:
-    sink = WithHeartbeats()
+    sink = Told()
     train(sink, experience_of(None), tmp_path)
     assert len(sink.told) == STEPS
 
 
 def test_looks_between_steps_are_told_to_the_sinks_that_want_them(tmp_path: Path) -> None:
-    record, other, status = WithHeartbeats(), WithHeartbeats(), run_status()
-    other.is_record = False
+    record, other, status = Told(), Other(), run_status()
     with Sinks({"record": record, "other": other}, sink_run(tmp_path)) as sinks:
         observer = observer_of(sinks, experience_of(status))
         observer.on_look(status)
@@ -98,6 +106,18 @@ def test_looks_between_steps_are_told_to_the_sinks_that_want_them(tmp_path: Path
     beats = [event for event in other.told if isinstance(event, HeartbeatEvent)]
     assert [(beat.step, beat.workers) for beat in beats] == [(0, status.workers)] * 2, "a step's look is new enough"
     assert len([event for event in record.told if isinstance(event, HeartbeatEvent)]) == 1, "a record has one thread"
+
+
+def test_the_run_keeps_what_was_seen_last(tmp_path: Path) -> None:
+    first, status = run_status(1), run_status()
+    with Sinks({"record": JsonlSink()}, sink_run(tmp_path)) as sinks:
+        observer = observer_of(sinks, experience_of(first))
+        observer.on_step(0)  # type: ignore[arg-type]
+        assert read_last_look(tmp_path) == HeartbeatEvent.of(first, step_event(0).metrics)
+        observer.on_end(status)
+    look = read_last_look(tmp_path)
+    assert look is not None
+    assert (look.step, look.workers, look.tallies) == (0, status.workers, status.tallies)
 
 
 @pytest.mark.parametrize("chosen", [(2, 0), ()])

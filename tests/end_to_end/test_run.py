@@ -126,6 +126,11 @@ def test_the_run_left_its_files(resumed: Path, recipe: Path) -> None:
     assert (resumed / "plots" / "reward_lag.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in (resumed / "logs").iterdir()} == {"learner.log", "worker-0.log", "worker-1.log"}
     assert not (resumed / "broker.json").exists()
+    look = json.loads((resumed / "last_look.json").read_text())
+    assert (look["incarnation"], look["step"], len(look["workers"])) == (2, STEPS - 1, 2)
+    trained, begun = (look["tallies"][f"{what}_by_prompt_length"] for what in ("trained", "dispatched"))
+    assert sum(trained.values()) == STEPS * GROUPS
+    assert all(begun[length] >= trained[length] for length in trained)
 
 
 @pytest.mark.parametrize("where", [f"checkpoints/2/step_{STEPS}", "sft"])

@@ -181,6 +181,7 @@ function report(content) {
     () => (runs.some((run) => run.stages.length) ? cards("Stages without workers", (run) => stagesOf(run, named(run, runs))) : none()),
     () => learning(runs),
     () => cards("Lag and time", (run) => [...lagOf(run, named(run, runs)), phasesOf(run, named(run, runs))]),
+    () => (!isAsked && runs.some((run) => run.last_look) ? cards("The last look at workers and queues", (run) => lastLook(run, named(run, runs))) : none()),
     () => cards("Events and evaluations", (run) => events(run, runs)),
     () => (single && samples(runs[0])) || none(),
     () => make("section", {}, make("h2", {}, "Summary"), make("details", single ? { class: "card" } : { class: "card", open: "" }, make("summary", {}, "all figures"), summaries(runs))),
@@ -192,6 +193,7 @@ function report(content) {
 const main = document.getElementById("page"), state = make("div"), cards = make("div", { class: "grid live" }), now = make("div", {}, state, cards), body = make("div");
 let content = JSON.parse(document.getElementById("content").textContent);
 
+let isAsked = false; // whether a broker has said how the run is now
 const due = new Map();
 
 function isSelected(part) {
@@ -244,7 +246,7 @@ const NEWEST_VERSIONS = 10;
 const RATES = [["generated", "tokens/s generated"], ["trained", "tokens/s trained"]];
 
 const CARDS = [
-  workers, versions, ({ status }) => queues(status.queues), ({ status }) => lengths(status.tallies), ({ status }) => pools(status.pools),
+  workers, (live) => versions(live.versions), ({ status }) => queues(status.queues), ({ status }) => lengths(status.tallies), ({ status }) => pools(status.pools),
   ({ status }) => faults(status.faults), ({ status }) => refused(status), lastEvents,
 ];
 
@@ -302,9 +304,12 @@ function turning(first, shown, count) {
     make("span", { class: "quiet" }, `${figure(first + 1)} to ${figure(first + shown)} of ${figure(count)}, by name`));
 }
 
-function versions(live) {
-  const rows = live.versions.slice(0, NEWEST_VERSIONS).map((one) => [make("span", {}, one.version + (one.is_announced ? " (announced)" : "")), one.workers, one.generating, one.groups_generating, one.groups_ready, one.trained, one.groups_dropped]);
-  return box("Weight versions", table([["version", false], ["workers", true], ["their samples", true], ["groups generating", true], ["ready", true], ["trained", true], ["dropped", true]], rows, "Weight versions"), make("p", { class: "quiet" }, "Groups and trained samples count under the oldest version that sampled them; trained: in the last 20 steps."));
+function versions(all, prefix = "") {
+  const rows = all.slice(0, NEWEST_VERSIONS).map((one) => [make("span", {}, one.version + (one.is_announced ? " (announced)" : "")), one.workers, one.generating, one.groups_generating, one.groups_ready, one.trained, one.trained_tokens, one.groups_dropped]);
+  const columns = [["version", false], ["workers", true], ["their samples", true], ["groups generating", true], ["ready", true], ["samples trained", true], ["tokens trained", true], ["groups dropped", true]];
+  const shown = box(`${prefix}Weight versions`, table(columns, rows, "Weight versions"), make("p", { class: "quiet" }, "Groups and trained samples count under the oldest version that sampled them, trained tokens under their own; trained: in the last 20 steps."));
+  shown.classList.add("wide");
+  return shown;
 }
 
 function queues(depths) {
@@ -314,10 +319,46 @@ function queues(depths) {
 }
 
 // Load may drop long prompts: then their share of what is trained falls behind their share of what is begun.
-function lengths({ dispatched_by_prompt_length: begun, trained_by_prompt_length: trained }) {
-  const share = (counts, length) => { const all = Object.values(counts).reduce((sum, count) => sum + count, 0); return all ? `${Math.round((100 * (counts[length] ?? 0)) / all)}%` : "-"; };
-  const rows = Object.keys(begun).map((length) => [make("span", {}, length), begun[length], share(begun, length), trained[length] ?? 0, share(trained, length)]);
-  return rows.length ? box("Groups by length of the prompt", table([["tokens up to", false], ["begun", true], ["share", true], ["trained", true], ["share", true]], rows, "Groups by length of the prompt")) : null;
+function lengths({ dispatched_by_prompt_length: begun, trained_by_prompt_length: trained }, prefix = "") {
+  return shares(`${prefix}Groups by length of the prompt`, [["begun", begun], ["trained", trained]]);
+}
+
+// Counts by length, each with its share of all, and the shares as bars one above the other; null without a count.
+function shares(title, kinds) {
+  const sums = kinds.map(([, counts]) => Object.values(counts).reduce((sum, count) => sum + count, 0));
+  const share = (index, length) => (sums[index] ? (100 * (kinds[index][1][length] ?? 0)) / sums[index] : 0);
+  const known = [...new Set(kinds.flatMap(([, counts]) => Object.keys(counts)))].sort((one, other) => one - other);
+  if (!known.length) return null;
+  const rows = known.map((length) => [
+    make("span", {}, length),
+    ...kinds.flatMap(([, counts], index) => [counts[length] ?? 0, sums[index] ? `${Math.round(share(index, length))}%` : "-"]),
+    make("div", {}, kinds.map((_, index) => barOf(index, share(index, length)))),
+  ]);
+  const columns = [["tokens up to", false], ...kinds.flatMap(([name]) => [[name, true], ["share", true]]), ["shares", false]];
+  const legend = make("ul", { class: "legend" }, kinds.map(([name], index) => { const swatch = make("span", { class: "swatch" }); swatch.style.background = `var(--c${index})`; return make("li", {}, swatch, name); }));
+  const shown = table(columns, rows, title);
+  for (const row of shown.querySelectorAll("tr")) row.lastChild.className = "bars drift";
+  return box(title, legend, shown);
+}
+
+function barOf(colour, percent) {
+  const bar = make("div", { class: "bar", "aria-hidden": "true" });
+  bar.style.width = `${percent}%`;
+  bar.style.background = `var(--c${colour})`;
+  return bar;
+}
+
+// What a look at the run showed last: its workers, versions and lengths, for a page that has no broker to ask.
+function lastLook(run, prefix) {
+  const { last_look: look } = run;
+  if (!look) return [];
+  const columns = [["worker", false], ["host", false], ["state", false], ["version", true], ["leases", true], ["tokens/s", true], ["sent", true], ["swaps", true], ["error", false]];
+  const rows = look.workers.map((one) => [one.worker, one.host, one.state, make("span", {}, one.version), make("span", {}, `${one.active}/${one.capacity}`), Math.round(one.tokens_per_s), one.submitted, one.swaps, make("span", {}, one.last_error)]);
+  const left = look.worker_count - rows.length;
+  const shown = box(`${prefix}Workers (${figure(look.worker_count)})`, rows.length ? table(columns, rows, "Workers") : make("p", { class: "quiet" }, "None."),
+    make("p", { class: "quiet" }, `As the learner saw them after step ${figure(look.step + 1)}.${left ? ` ${figure(left)} more are left out.` : ""}`));
+  shown.classList.add("wide");
+  return [shown, versions(look.versions, prefix), lengths(look.tallies, prefix)].filter((part) => part !== null);
 }
 
 function pools(all) {
@@ -357,6 +398,9 @@ async function look() {
   try {
     const live = await ask("live.json", { first: firstWorker });
     firstWorker = live.first;
+    const wasAsked = isAsked;
+    isAsked ||= live.status !== null;
+    if (isAsked !== wasAsked) show();
     if (live.page !== content.number) { content = await ask("page.json"); show(); }
     showNow(live);
   } catch (error) {

@@ -8,18 +8,22 @@ from typing import Any
 
 import msgspec
 
-from broker.schema import StepMetrics
+from broker.schema import StepMetrics, Tallies
+from deploy.observe.status import RECENT_STEPS, workers_json
 from deploy.printing import visible
 from deploy.recipe.files import to_yaml
 from deploy.run.comparison import leaves
-from deploy.run.events import EvaluationEvent, StageEvent
+from deploy.run.events import EvaluationEvent, HeartbeatEvent, StageEvent
 from deploy.run.figures import moving_average, trained_per_s
 from deploy.run.history import Happening, happenings
 from deploy.run.record import Record
 from deploy.run.samples import ShownSample, samples_of
 
 from .thinning import COLUMNS, POINTS, Curve, LagMap, curve, lag_map, spans
+from .versions import HeldVersion, held_versions
 
+SHOWN_WORKERS = 50
+"""The most workers of a page: a table of a thousand, drawn each second, would hold the browser up."""
 SHOWN_EVENTS = 200
 """The newest events that the page lists."""
 CURVES: dict[str, Callable[[StepMetrics], float | None]] = {
@@ -55,6 +59,18 @@ class StagePicture(msgspec.Struct, frozen=True, kw_only=True):
     """The loss, and what was measured of held-out records and prompts, by name."""
 
 
+class LastLook(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers, the weight versions and the tallies as the learner saw them last."""
+
+    step: int
+    """The step after which it looked, or its first one before that."""
+    workers: list[dict[str, Any]]
+    """The first SHOWN_WORKERS of them, by name."""
+    worker_count: int
+    versions: list[HeldVersion]
+    tallies: Tallies
+
+
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
@@ -80,6 +96,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[ShownSample] = []
     """Trained samples to read."""
     stages: list[StagePicture] = []
+    last_look: LastLook | None = None
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +154,17 @@ def picture_of(record: Record) -> Picture:
         earlier_events=max(0, len(events) - SHOWN_EVENTS),
         recipe=to_yaml(record.settings) if record.settings else "",
         stages=[_stage(name, steps) for name, steps in record.stages.items() if steps],
+        last_look=None if record.last_look is None else _last_look(record.last_look, steps),
+    )
+
+
+def _last_look(look: HeartbeatEvent, steps: Sequence[StepMetrics]) -> LastLook:
+    return LastLook(
+        step=look.step,
+        workers=workers_json(look.workers[:SHOWN_WORKERS]),
+        worker_count=len(look.workers),
+        versions=held_versions(look, steps[-RECENT_STEPS:]),
+        tallies=look.tallies,
     )
 
 

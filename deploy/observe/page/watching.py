@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
@@ -11,18 +11,17 @@ from typing import Any, Self
 import msgspec
 
 from broker.errors import HeadwayError
-from broker.schema import RunStatus, VersionGroups, WorkerInfo
-from deploy.observe.status import recent, status_json, version_text
+from broker.schema import RunStatus
+from deploy.observe.status import recent, status_json
 from deploy.observe.waiting import Waiting
-from deploy.run.figures import generated_per_s, trained_by_step_of_weights, trained_per_s
+from deploy.run.figures import generated_per_s, trained_per_s
 from deploy.run.record import Record
 from deploy.run.samples import SampleReader
 
-from .picture import Page, page_of
+from .picture import SHOWN_WORKERS, Page, page_of
+from .versions import HeldVersion, held_versions
 
 POLL_S = 1.0
-SHOWN_WORKERS = 50
-"""The most workers of a window: a table of a thousand, drawn each second, would hold the browser up."""
 MOST_MISSING = 20
 REMEMBERED_S = 600
 """How long the page names a worker that was lost."""
@@ -31,29 +30,9 @@ KEPT_POINTS = 120
 SHARE = 10
 """A record that takes long to read is read anew after this many times as long."""
 
-_NO_GROUPS = VersionGroups(step=0, generating=0, ready=0, dropped=0)
-
 Look = Callable[[], tuple[RunStatus, Waiting | None]]
 Connect = Callable[[], AbstractContextManager[Look]]
 """Opens a connection that gives looks at the run and at who waits in it; both may raise HeadwayError."""
-
-
-class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the samples of one weight version are."""
-
-    version: str
-    is_announced: bool
-    workers: int
-    """How many workers' engines hold it."""
-    generating: int
-    """Samples that these workers hold leases of."""
-    groups_generating: int
-    """Groups whose oldest token it sampled, and that lack samples."""
-    groups_ready: int
-    """Groups whose oldest token it sampled, and that the learner has not taken."""
-    groups_dropped: int
-    trained: int
-    """Trajectories among those of the last 20 steps whose oldest token it sampled."""
 
 
 class Missing(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +118,7 @@ class Watcher:
             status=None if status is None else status_json(status, self._waiting),
             workers=0 if status is None else len(status.workers),
             missing=list(self._missing.values())[:MOST_MISSING],
-            versions=[] if status is None else held_versions(status),
+            versions=[] if status is None else held_versions(status, recent(status)),
             rates={name: list(points) for name, points in list(self._rates.items())},
             worker_rates={name: list(points) for name, points in list(self._worker_rates.items())},
         )
@@ -214,45 +193,6 @@ def missing(known: dict[str, Missing], now: RunStatus) -> dict[str, Missing]:
     ]
     lost = [msgspec.structs.replace(one, is_lost=True) for one in gone]
     return {one.worker: one for one in sorted([*late, *lost], key=lambda one: one.since, reverse=True)}
-
-
-def held_versions(status: RunStatus) -> list[HeldVersion]:
-    """Return the versions that workers hold, that groups wait with or that the last steps trained, the newest first."""
-    holders: dict[str, list[WorkerInfo]] = defaultdict(list)
-    for worker in status.workers:
-        holders[version_text(worker.version)].append(worker)
-    trained = {f"{status.incarnation}.{step}": count for step, count in _trained(status).items()}
-    incarnation = status.announced.incarnation if status.announced is not None else status.incarnation
-    groups = {f"{incarnation}.{version.step}": version for version in status.versions}
-    announced = version_text(status.announced)
-    return [
-        _held(name, announced, holders[name], groups.get(name, _NO_GROUPS), trained.get(name, 0))
-        for name in _newest({*holders, *groups, *trained, announced})
-    ]
-
-
-def _held(name: str, announced: str, workers: Sequence[WorkerInfo], groups: VersionGroups, trained: int) -> HeldVersion:
-    return HeldVersion(
-        version=name,
-        is_announced=name == announced,
-        workers=len(workers),
-        generating=sum(worker.active for worker in workers),
-        groups_generating=groups.generating,
-        groups_ready=groups.ready,
-        groups_dropped=groups.dropped,
-        trained=trained,
-    )
-
-
-def _trained(status: RunStatus) -> dict[int, int]:
-    return trained_by_step_of_weights([step for step in recent(status) if step.incarnation == status.incarnation])
-
-
-def _newest(names: set[str]) -> list[str]:
-    """Sort versions; the dash, which stands for no version yet, comes last."""
-    return sorted(
-        names, key=lambda name: [int(part) for part in name.split(".")] if name[0] != "-" else [], reverse=True
-    )
 
 
 def _points() -> deque[float]:

@@ -1,26 +1,27 @@
-"""The run's own record: metrics.jsonl, trained.jsonl and evaluations.jsonl, from which all figures are computed, and
-the record of each stage without workers."""
+"""The run's own record: metrics.jsonl, trained.jsonl and evaluations.jsonl, from which all figures are computed,
+last_look.json, and the record of each stage without workers."""
 
 from pathlib import Path
 
 import msgspec
 
-from deploy.run.events import EvaluationEvent, Event, StageEvent, StepEvent
-from deploy.run.report import EVALUATIONS, METRICS, TRAINED, TrainedLine
+from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
+from deploy.run.report import EVALUATIONS, LAST_LOOK, METRICS, TRAINED, TrainedLine
 from deploy.run.stage_record import StageRecord
-from deploy.run.whole_files import append_line, cut_torn_line, told
+from deploy.run.whole_files import append_line, cut_torn_line, replace_file, told
 
 from .base import SinkRun
 
 
 class JsonlSink:
-    """Appends lines to the files of a run or of a replay. A resumed learner continues these files.
+    """Appends lines to the files of a run or of a replay. A resumed learner continues these files. The last look at the
+    workers and the queues replaces the one before.
 
-    A line is written whole, or HeadwayError says why it is not there.
+    A line or a look is written whole, or HeadwayError says why it is not there.
     """
 
     is_record = True
-    wants_heartbeats = False
+    wants_heartbeats = True
 
     def __init__(self) -> None:
         self._directory = Path()
@@ -38,13 +39,15 @@ class JsonlSink:
 
     def write(self, event: Event) -> None:
         """Append a step to metrics.jsonl and to trained.jsonl, an evaluation to evaluations.jsonl, or a stage's step to
-        the record of that stage."""
+        the record of that stage; or keep a look as last_look.json."""
         match event:
             case StepEvent():
                 self._append(METRICS, event.metrics)
                 self._append(TRAINED, self._trained(event))
             case EvaluationEvent():
                 self._append(EVALUATIONS, event)
+            case HeartbeatEvent():
+                replace_file(self._directory / LAST_LOOK, msgspec.json.encode(event))
             case StageEvent():
                 if self._stage is None:
                     self._stage = StageRecord(self._stage_file, event.steps - 1)

@@ -21,7 +21,7 @@ import pytest
 
 from broker import Broker, open_broker
 from broker.errors import BrokerError, ConfigError
-from broker.schema import DeadLetter, RunStatus, VersionGroups, WeightVersion
+from broker.schema import DeadLetter, RunStatus, Tallies, VersionGroups, WeightVersion
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from deploy.cli.dashboard import Source
@@ -31,10 +31,12 @@ from deploy.launch.processes import Child, LocalLauncher
 from deploy.observe.page import server as page_server
 from deploy.observe.page import watching
 from deploy.observe.page.server import PageServer
-from deploy.observe.page.watching import Look, Watcher, held_versions
-from deploy.observe.status import state_text
+from deploy.observe.page.versions import held_versions
+from deploy.observe.page.watching import Look, Watcher
+from deploy.observe.status import recent, state_text
 from deploy.observe.waiting import Waiting
 from deploy.run.directory import held
+from deploy.run.events import HeartbeatEvent, StepEvent
 from deploy.run.record import Record, read_record
 from tests.broker.scenario import begin, rules
 from tests.broker.test_access import admit, url_of
@@ -172,6 +174,28 @@ def test_a_new_step_makes_a_new_page(tmp_path: Path) -> None:
         assert watcher.page["runs"][0]["steps"] == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_finished_directory_shows_what_the_live_page_showed_last(tmp_path: Path) -> None:
+    lengths = Tallies(dispatched_by_prompt_length={8: 30, 16: 10}, trained_by_prompt_length={8: 30})
+    status = msgspec.structs.replace(
+        run_status(), tallies=lengths, versions=(VersionGroups(35, generating=4, ready=2, dropped=1),)
+    )
+    record = open_record(tmp_path)
+    for step in status.recent_steps:
+        record.write(StepEvent(metrics=step, tids=()))
+    assert status.last_step is not None
+    record.write(HeartbeatEvent.of(status, status.last_step))
+    run = Told(status, read_record(str(tmp_path)))
+    with Watcher(run.connect, run.read) as watcher:
+        live = eventually(lambda: watcher.live.status and watcher.live)
+        (shown,) = eventually(lambda: watcher.page["runs"])
+    look = shown["last_look"]
+    assert look["step"] == 36
+    assert look["versions"] == msgspec.to_builtins(live.versions)
+    assert len(look["versions"]) > 3
+    assert (look["workers"], look["worker_count"]) == (live.status["workers"], live.workers)
+    assert msgspec.to_builtins(look["tallies"], str_keys=True) == live.status["tallies"]
+
+
 def test_samples_are_counted_by_the_version_that_sampled_them() -> None:
     status = msgspec.structs.replace(
         run_status(0),
@@ -183,18 +207,22 @@ def test_samples_are_counted_by_the_version_that_sampled_them() -> None:
             VersionGroups(3, generating=0, ready=0, dropped=7),
         ),
     )
-    found = {one.version: (one.workers, one.generating, one.trained) for one in held_versions(status)}
+    found = {
+        one.version: (one.workers, one.generating, one.trained, one.trained_tokens)
+        for one in held_versions(status, recent(status))
+    }
     assert found == {
-        "1.10": (1, 60, 20),
-        "1.9": (1, 60, 220),
-        "1.8": (0, 0, 236),
-        "1.7": (0, 0, 36),
-        "1.3": (0, 0, 0),
-        "-": (1, 60, 0),
+        "1.10": (1, 60, 20, 500),
+        "1.9": (1, 60, 220, 3500),
+        "1.8": (0, 0, 236, 3500),
+        "1.7": (0, 0, 36, 500),
+        "1.3": (0, 0, 0, 0),
+        "-": (1, 60, 0, 0),
     }
     assert list(found) == ["1.10", "1.9", "1.8", "1.7", "1.3", "-"]
     groups = {
-        one.version: (one.groups_generating, one.groups_ready, one.groups_dropped) for one in held_versions(status)
+        one.version: (one.groups_generating, one.groups_ready, one.groups_dropped)
+        for one in held_versions(status, recent(status))
     }
     assert groups == {name: {"1.9": (4, 2, 0), "1.3": (0, 0, 7)}.get(name, (0, 0, 0)) for name in found}
 

@@ -12,7 +12,7 @@ import yaml
 from deploy.observe.page.thinning import COLUMNS, POINTS, ROWS, curve, lag_map, spans
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import held
-from deploy.run.report import METRICS, TRAINED, read_summary
+from deploy.run.report import LAST_LOOK, METRICS, TRAINED, read_summary
 from deploy.run.stage_record import StageRecord, record_of
 from tests.deploy.runs import open_record, stage_event, step_event, step_metrics
 
@@ -41,6 +41,15 @@ def test_the_json_holds_what_the_files_say(tmp_path: Path) -> None:
     assert [(each["step"], each["pass_rate"]) for each in run["evaluations"]] == [(0, 0.25), (5, 0.875)]
     assert run["max_lag"] == load_recipe("arithmetic.yaml").staleness.max_lag
     assert "secret" not in run["recipe"]
+
+
+def test_a_damaged_last_look_is_told(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    assert pictured(directory)["last_look"] is None
+    (directory / LAST_LOOK).write_text("{")
+    run = pictured(directory)
+    assert run["last_look"] is None
+    assert [note for note in run["notes"] if f"{LAST_LOOK} is damaged" in note] == run["notes"] != []
 
 
 def test_stages_without_workers_have_curves(tmp_path: Path) -> None:
