@@ -13,7 +13,7 @@ identity              string  which run has the name now: 16 hexadecimal digits 
 hidden:of:IDENTITY    none    tells functions to which run the caller belongs    never stored    no process
 holder                string  the learner's process: host, pid, user, since      30 s            holding (SET)
 owner                 string  a digest of the owner's token                      the run         claim
-tally*                hash    groups dispatched and trained, by length and lag   the run         lease, commit
+tally*                hash    groups and samples, by length and lag              the run         lease, submit...
 config                string  the resolved recipe                                the run         claim
 prompt:G              string  the prompt of group G (frame)                      until settled   feed (SET)
 group:G*              hash    all about group G but its blobs (below)            until settled   feed, lease...

@@ -432,6 +432,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Trained trajectories by the lag of their oldest trained token."""
     token_lag_histogram: dict[int, int] = {}
     """Trained tokens by their lag."""
+    response_length_histogram: dict[int, int] = {}
+    """Trained samples by the tokens of their response, up to a power of two."""
     by_lag: dict[int, LagFigures] = {}
     """What was trained of each lag: rewards, ESS, shares clipped and masked. The key is the largest lag of a bucket:
     0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512 or 1000. Only buckets that occur are there."""
@@ -556,16 +558,21 @@ class ScoringQueue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tallies(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups begun and groups trained since the run began, by length and lag, to see whether training favours some."""
+    """Groups begun and trained, and samples ended, since the run began, by length and lag, to see whether training
+    favours some. A length is the smallest power of two that is at least the number of tokens."""
 
     dispatched_by_prompt_length: dict[int, int] = {}
-    """Groups admitted; the key is the smallest power of two >= the prompt's tokens."""
+    """Groups admitted, by the prompt's tokens."""
     trained_by_prompt_length: dict[int, int] = {}
     """Groups committed."""
     dispatched_by_lag: dict[int, int] = {}
     """Leases, by how far the worker's weights were behind the announced ones."""
     trained_by_lag: dict[int, int] = {}
     """Groups committed, by the lag of their oldest token."""
+    finished_by_response_length: dict[int, int] = {}
+    """Samples that workers finished, by the response's tokens: those that were refused as late or too old, too."""
+    cut_by_response_length: dict[int, int] = {}
+    """Samples whose segments were given up before they were finished, by the tokens that were saved until then."""
 
 
 class Silence(msgspec.Struct, frozen=True):

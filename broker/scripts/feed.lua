@@ -8,8 +8,7 @@ local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local reply = { 0 }
 for a = 4, #ARGV, 3 do
-  local g, blob, length = ARGV[a], PROMPT .. ARGV[a], 1
-  while length < tonumber(ARGV[a + 2]) do length = 2 * length end
+  local g, blob, length = ARGV[a], PROMPT .. ARGV[a], length_class(tonumber(ARGV[a + 2]))
   if is_settled(g) then
     call('UNLINK', blob)
     call('SREM', LOST, g)

@@ -11,12 +11,19 @@ local SHOWN_VERSIONS = 32
 local function now() local t = call('TIME') return t[1] + t[2] / 1e6 end
 local function meta(field) return call('HGET', META, field) end
 local function number(field) return tonumber(meta(field) or '') or 0 end
--- Adds to a counter of the meta hash, but never creates that hash: a deleted run would come back with it.
-local function count(field, n)
+-- Both add to counters, and never of a run that is not there: a deleted run would come back with them.
+local function is_run()
   if is_there == nil then is_there = call('EXISTS', META) == 1 end
-  if is_there then call('HINCRBY', META, field, n or 1) end
+  return is_there
 end
-local function tally(what, key, n) call('HINCRBY', P .. 'tally', what .. ':' .. key, n or 1) end
+local function count(field, n) if is_run() then call('HINCRBY', META, field, n or 1) end end
+local function tally(what, key, n) if is_run() then call('HINCRBY', P .. 'tally', what .. ':' .. key, n or 1) end end
+-- Returns the smallest power of two that is at least n: tallies count lengths by it.
+local function length_class(n)
+  local length = 1
+  while length < n do length = 2 * length end
+  return length
+end
 -- Returns the id of the server's process. The library keeps it, and its memory lasts as long as that process.
 local function server_id()
   SERVER = SERVER or string.match(call('INFO', 'server'), 'run_id:(%x+)')
@@ -153,4 +160,8 @@ local function free_segments(g, m, i)
 end
 
 -- Frees the segments of sample i and counts their tokens as discarded: no worker can go on after them.
-local function discard_segments(g, m, i) count('discarded_tokens', free_segments(g, m, i)) end
+local function discard_segments(g, m, i)
+  local tokens = free_segments(g, m, i)
+  count('discarded_tokens', tokens)
+  if tokens > 0 then tally('cut_by_response_length', length_class(tokens)) end
+end

@@ -10,10 +10,15 @@
 -- older one would have its whole group generated anew. It takes a sample from another holder only on a server that has
 -- restarted.
 -- Weights that no worker can have are a strike against the holder, and so are weights older than those of its lease.
--- Touches: meta, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK), strikes, quarantined,
+-- Touches: meta, tally, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK), strikes, quarantined,
 -- dead.
 local is_again = ARGV[1] == '1'
-local accepted, bytes_accepted, tokens_accepted = {}, 0, 0
+local accepted, bytes_accepted, tokens_accepted, finished = {}, 0, 0, {}
+
+local function note_finished(tokens)
+  local length = length_class(tonumber(tokens))
+  finished[length] = (finished[length] or 0) + 1
+end
 
 local function may_take(m, token)
   local is_before = is_of_before(m, token)
@@ -49,6 +54,7 @@ local function submit(a, last)
     free_blob(payload)
     if not is_again then -- most samples that are submitted again were trained long ago, and wasted nothing
       count('wasted_tokens', tokens)
+      note_finished(tokens)
       count('fenced')
     end
     return 'fenced'
@@ -69,6 +75,7 @@ local function submit(a, last)
     call('ZREM', OPEN, g)
     make_ready(g, floor)
   end
+  note_finished(tokens)
   accepted[#accepted + 1], bytes_accepted, tokens_accepted = m, bytes_accepted + bytes, tokens_accepted + tokens
   return 'accepted'
 end
@@ -93,6 +100,7 @@ while a <= #ARGV do
   outcomes[#outcomes + 1] = submit(a, last)
   a = last + 1
 end
+for length, n in pairs(finished) do tally('finished_by_response_length', length, n) end
 if #accepted > 0 then
   if call('ZREM', LEASES, unpack(accepted)) < #accepted then call('ZREM', RETRY, unpack(accepted)) end
   count('payload_bytes', bytes_accepted)

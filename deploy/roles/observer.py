@@ -16,6 +16,7 @@ from deploy.observe.sinks.delivery import Sinks
 from deploy.recipe.recipe import Recipe
 from deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
 from learner.backends.base import Backend
+from learner.experience.drift import length_class
 from learner.experience.outages import Interrupted
 from learner.experience.stream import Experience
 from learner.objective.lags import figures_by_lag, lag_of_sequence, tokens_by_lag
@@ -200,6 +201,7 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         lag_max=max(lags, default=0),
         lag_histogram=dict(sorted(Counter(lags).items())),
         token_lag_histogram=tokens_by_lag(sequences),
+        response_length_histogram=dict(sorted(Counter(map(length_class, responses)).items())),
         by_lag=figures_by_lag(sequences, [t.reward for t in trajectories], step.update.by_lag),
         groups=len(step.groups),
         trajectories=len(trajectories),

@@ -88,6 +88,14 @@ def trained_tokens_by_step_of_weights(steps: Sequence[StepMetrics]) -> dict[int,
     return _by_step_of_weights((step.step, step.token_lag_histogram) for step in steps)
 
 
+def trained_by_response_length(steps: Sequence[StepMetrics]) -> dict[int, int]:
+    """Return the number of samples that these steps trained, by the tokens of the response up to a power of two."""
+    counts: Counter[int] = Counter()
+    for step in steps:
+        counts.update(step.response_length_histogram)
+    return dict(sorted(counts.items()))
+
+
 def _by_step_of_weights(lags: Iterable[tuple[int, Mapping[int, int]]]) -> dict[int, int]:
     counts: Counter[int] = Counter()
     for step, histogram in lags:

@@ -17,6 +17,11 @@ FEWEST_GROUPS = 256
 """The fewest groups that are compared: with fewer, chance alone could make a difference of that size."""
 
 
+def length_class(tokens: int) -> int:
+    """Returns the smallest power of two that is at least so many tokens, as the broker counts lengths."""
+    return 1 << (tokens - 1).bit_length() if tokens > 1 else 1
+
+
 def length_drift(dispatched: Mapping[int, int], trained: Mapping[int, int], in_flight: int) -> float:
     """Returns a lower bound on how far the lengths of begun and of trained prompts differ: 0 (alike) to 1.
 

@@ -87,13 +87,27 @@ async def test_dispatched_and_trained_groups_are_counted_by_length_and_lag(broke
     await run.announce(1)
     await run.lease(1, 0)
     assert (await broker.status.snapshot()).tallies == Tallies(
-        dispatched_by_prompt_length={4: 5}, dispatched_by_lag={0: 4, 1: 1}
+        dispatched_by_prompt_length={4: 5}, dispatched_by_lag={0: 4, 1: 1}, finished_by_response_length={8: 4}
     )
     await run.take(1)
     await broker.batches.commit(run.owner, 2)
     tallies = (await broker.status.snapshot()).tallies
     assert tallies.trained_by_prompt_length == {4: 4}
     assert tallies.trained_by_lag == {0: 2, 1: 2}
+
+
+async def test_samples_are_counted_by_length_whether_they_are_accepted_or_late(broker: Broker) -> None:
+    run = await begin(broker, rules(1, groups_per_step=1), group_size=1)
+    (late,) = (await run.lease(1, 0)).leases
+    await broker.leases.release([late])
+    (timely,) = (await run.lease(1, 0, worker="v")).leases
+    assert await run.submit(timely, 0) is SubmitOutcome.ACCEPTED
+    assert await run.submit(timely, 0) is SubmitOutcome.DUPLICATE
+    assert await run.submit(late, 0) is SubmitOutcome.FENCED
+    assert (await broker.status.snapshot()).tallies.finished_by_response_length == {8: 2}
+    await broker.status.delete_run()
+    await run.submit(late, 0)
+    assert await broker.status.runs() == ()
 
 
 async def test_groups_are_counted_by_the_oldest_version_that_sampled_them(broker: Broker) -> None:

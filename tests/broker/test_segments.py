@@ -183,6 +183,7 @@ async def test_segments_that_disagree_on_experts_are_discarded(broker: Broker, l
     (second,) = (await run.lease(1, 0, worker="v")).leases
     assert second.segments == ()
     assert (await run.queues()).discarded_tokens == 8
+    assert (await broker.status.snapshot()).tallies.cut_by_response_length == {8: 1}
 
 
 @pytest.mark.parametrize(("index", "fed"), [(0, 3), (1, 5), (1, 3)])

@@ -26,6 +26,7 @@ def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_
         lag_max=2,
         lag_histogram={0: 20, 1: 200, 2: 36},
         token_lag_histogram={0: 500, 1: 3000, 2: 500},
+        response_length_histogram={8: 56, 16: 200},
         by_lag={
             0: LagFigures(trajectories=20, tokens=500, reward_mean=reward + 0.1, ratio_mean=1.0, ess=1.0),
             1: LagFigures(

@@ -1,5 +1,6 @@
 """What the learner's observer tells sinks, and when it looks at the workers for them."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from deploy.roles.observer import RunObserver
 from deploy.roles.observer import step_event as event_of
 from deploy.run.events import Event, HeartbeatEvent
 from deploy.run.report import read_last_look
+from learner.experience.drift import length_class
 from learner.experience.stream import Experience
 from learner.objective.shaping import reward_stats
 from learner.objective.update import JudgedBatch, Update
@@ -138,6 +140,8 @@ def test_a_sample_that_was_left_out_counts_as_taken_and_not_as_trained(chosen: t
     assert event.tids == tuple(f"{taken.prompt.group}:0:{index}" for index in chosen)
     assert (metrics.groups, metrics.trajectories, metrics.untrained_trajectories) == (1, len(chosen), 3 - len(chosen))
     assert sum(metrics.lag_histogram.values()) == len(chosen)
+    assert metrics.response_length_histogram == Counter(length_class(len(one.response_tokens)) for one in trajectories)
+    assert [length_class(tokens) for tokens in (0, 1, 2, 3, 8, 9)] == [1, 1, 2, 4, 8, 16]
     assert metrics.trained_tokens == sum(int(one.loss_mask.sum()) for one in trajectories)
     assert metrics.reward_mean == pytest.approx(sum(one.reward for one in taken.trajectories) / 3)
     assert metrics.algorithm == {"ess": 1.0, **figures}

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -131,6 +132,11 @@ def test_the_run_left_its_files(resumed: Path, recipe: Path) -> None:
     trained, begun = (look["tallies"][f"{what}_by_prompt_length"] for what in ("trained", "dispatched"))
     assert sum(trained.values()) == STEPS * GROUPS
     assert all(begun[length] >= trained[length] for length in trained)
+    finished, responses = look["tallies"]["finished_by_response_length"], Counter[str]()
+    for line in lineage(resumed / "metrics.jsonl"):
+        responses.update(line["response_length_histogram"])
+    assert responses.total() == STEPS * GROUPS * SAMPLES
+    assert all(finished[length] >= responses[length] for length in responses)
 
 
 @pytest.mark.parametrize("where", [f"checkpoints/2/step_{STEPS}", "sft"])

@@ -246,7 +246,7 @@ const NEWEST_VERSIONS = 10;
 const RATES = [["generated", "tokens/s generated"], ["trained", "tokens/s trained"]];
 
 const CARDS = [
-  workers, (live) => versions(live.versions), ({ status }) => queues(status.queues), ({ status }) => lengths(status.tallies), ({ status }) => pools(status.pools),
+  workers, (live) => versions(live.versions), ({ status }) => queues(status.queues), ({ status }) => lengths(status.tallies), ({ status }) => responses(status.tallies, content.runs[0]), ({ status }) => pools(status.pools),
   ({ status }) => faults(status.faults), ({ status }) => refused(status), lastEvents,
 ];
 
@@ -323,6 +323,11 @@ function lengths({ dispatched_by_prompt_length: begun, trained_by_prompt_length:
   return shares(`${prefix}Groups by length of the prompt`, [["begun", begun], ["trained", trained]]);
 }
 
+// Long responses may come too late: then their share of what is trained falls behind their share of what was finished.
+function responses({ finished_by_response_length: finished, cut_by_response_length: cut }, run, prefix = "") {
+  return shares(`${prefix}Responses by length`, [["finished", finished], ["trained", run?.trained_by_response_length ?? {}], ["cut", cut]]);
+}
+
 // Counts by length, each with its share of all, and the shares as bars one above the other; null without a count.
 function shares(title, kinds) {
   const sums = kinds.map(([, counts]) => Object.values(counts).reduce((sum, count) => sum + count, 0));
@@ -358,7 +363,7 @@ function lastLook(run, prefix) {
   const shown = box(`${prefix}Workers (${figure(look.worker_count)})`, rows.length ? table(columns, rows, "Workers") : make("p", { class: "quiet" }, "None."),
     make("p", { class: "quiet" }, `As the learner saw them after step ${figure(look.step + 1)}.${left ? ` ${figure(left)} more are left out.` : ""}`));
   shown.classList.add("wide");
-  return [shown, versions(look.versions, prefix), lengths(look.tallies, prefix)].filter((part) => part !== null);
+  return [shown, versions(look.versions, prefix), lengths(look.tallies, prefix), responses(look.tallies, run, prefix)].filter((part) => part !== null);
 }
 
 function pools(all) {

@@ -14,7 +14,7 @@ from deploy.printing import visible
 from deploy.recipe.files import to_yaml
 from deploy.run.comparison import leaves
 from deploy.run.events import EvaluationEvent, HeartbeatEvent, StageEvent
-from deploy.run.figures import moving_average, trained_per_s
+from deploy.run.figures import moving_average, trained_by_response_length, trained_per_s
 from deploy.run.history import Happening, happenings
 from deploy.run.record import Record
 from deploy.run.samples import ShownSample, samples_of
@@ -97,6 +97,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """Trained samples to read."""
     stages: list[StagePicture] = []
     last_look: LastLook | None = None
+    trained_by_response_length: dict[int, int] = {}
+    """Trained samples by the tokens of their response, up to a power of two."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +157,7 @@ def picture_of(record: Record) -> Picture:
         recipe=to_yaml(record.settings) if record.settings else "",
         stages=[_stage(name, steps) for name, steps in record.stages.items() if steps],
         last_look=None if record.last_look is None else _last_look(record.last_look, steps),
+        trained_by_response_length=trained_by_response_length(steps),
     )
 
 

@@ -135,6 +135,18 @@ TALLIES = (
         "prompt_tokens",
     ),
     (
+        "headway_broker_finished_samples_total",
+        "Samples that workers finished, refused ones too, by the response's tokens up to a power of two.",
+        "finished_by_response_length",
+        "response_tokens",
+    ),
+    (
+        "headway_broker_cut_samples_total",
+        "Samples given up unfinished, by the tokens saved until then, up to a power of two.",
+        "cut_by_response_length",
+        "response_tokens",
+    ),
+    (
         "headway_broker_leases_total",
         "Leases, by how many steps the worker's weights were behind the announced ones.",
         "dispatched_by_lag",
@@ -161,6 +173,7 @@ class RunCollector(Collector):
         self._sums: Counter[str] = Counter()
         self._lags: Counter[int] = Counter()
         self._token_lags: Counter[int] = Counter()
+        self._lengths: Counter[int] = Counter()
         self._run: dict[str, str] = {}
         self._step: StepEvent | None = None
         self._step_at = 0.0
@@ -197,6 +210,7 @@ class RunCollector(Collector):
                 self._sums[name] += figures[name]
         self._lags.update(event.metrics.lag_histogram)
         self._token_lags.update(event.metrics.token_lag_histogram)
+        self._lengths.update(event.metrics.response_length_histogram)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, as of one moment."""
@@ -213,6 +227,12 @@ class RunCollector(Collector):
             self._lags,
         )
         yield _lag_histogram("headway_learner_token_lag_steps", "Lag of each trained token.", self._token_lags)
+        yield metric(
+            "headway_learner_trained_samples_total",
+            "Samples trained, by the response's tokens up to a power of two.",
+            {str(length): float(count) for length, count in sorted(self._lengths.items())},
+            "response_tokens",
+        )
         if self._step is not None:
             metrics = self._step.metrics
             yield from shown(LAST_STEP, msgspec.structs.asdict(metrics))

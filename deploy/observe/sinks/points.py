@@ -9,7 +9,8 @@ from broker.schema import StepMetrics
 from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
 from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 
-NO_CURVES = {"incarnation", "step", "total_steps", "lag_histogram", "token_lag_histogram", "by_lag", "algorithm"}
+HISTOGRAMS = {"lag_histogram", "token_lag_histogram", "response_length_histogram"}
+NO_CURVES = {"incarnation", "step", "total_steps", *HISTOGRAMS, "by_lag", "algorithm"}
 """Fields of StepMetrics without a curve: they name the step, or consist of parts."""
 
 

@@ -175,7 +175,12 @@ def test_a_new_step_makes_a_new_page(tmp_path: Path) -> None:
 
 
 def test_a_finished_directory_shows_what_the_live_page_showed_last(tmp_path: Path) -> None:
-    lengths = Tallies(dispatched_by_prompt_length={8: 30, 16: 10}, trained_by_prompt_length={8: 30})
+    lengths = Tallies(
+        dispatched_by_prompt_length={8: 30, 16: 10},
+        trained_by_prompt_length={8: 30},
+        finished_by_response_length={8: 80, 16: 90},
+        cut_by_response_length={16: 4},
+    )
     status = msgspec.structs.replace(
         run_status(), tallies=lengths, versions=(VersionGroups(35, generating=4, ready=2, dropped=1),)
     )
@@ -188,6 +193,7 @@ def test_a_finished_directory_shows_what_the_live_page_showed_last(tmp_path: Pat
     with Watcher(run.connect, run.read) as watcher:
         live = eventually(lambda: watcher.live.status and watcher.live)
         (shown,) = eventually(lambda: watcher.page["runs"])
+    assert shown["trained_by_response_length"] == {8: 37 * 56, 16: 37 * 200}
     look = shown["last_look"]
     assert look["step"] == 36
     assert look["versions"] == msgspec.to_builtins(live.versions)

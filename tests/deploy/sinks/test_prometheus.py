@@ -95,7 +95,12 @@ def test_the_endpoint_shows_the_last_step_of_a_stage() -> None:
 def test_no_figure_of_a_step_or_of_the_queues_is_left_out() -> None:
     shown = {name for family in (*LAST_STEP, *SUMS) for name in (family.by_label or {"": family.field}).values()}
     counted_here = {"steps", "skipped_updates"}
-    assert shown - counted_here == set(StepMetrics.__struct_fields__) - {*HISTOGRAMS, "by_lag", "algorithm"}
+    assert shown - counted_here == set(StepMetrics.__struct_fields__) - {
+        *HISTOGRAMS,
+        "response_length_histogram",
+        "by_lag",
+        "algorithm",
+    }
     assert {field for _, _, field in BY_LAG} == set(LagFigures.__struct_fields__) - {"trajectories", "tokens"}
     assert of_loss.LAG_BUCKETS == LAG_BUCKETS
     queues = {name for family in QUEUES for name in (family.by_label or {"": family.field}).values()}
@@ -108,6 +113,8 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
         dispatched_by_prompt_length={8: 500, 16: 700},
         trained_by_prompt_length={8: 400},
         dispatched_by_lag={0: 30, 2: 18},
+        finished_by_response_length={16: 90, 32: 10},
+        cut_by_response_length={8: 3},
     )
     held = (VersionGroups(7, generating=5, ready=0, dropped=0), VersionGroups(4, generating=2, ready=3, dropped=1))
     status = replace(run_status(), tallies=tallies, announced=WeightVersion(1, 7), versions=held)
@@ -127,6 +134,9 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
     assert figure(found, "headway_broker_begun_groups_total", prompt_tokens="16") == 700
     assert figure(found, "headway_broker_trained_groups_total", prompt_tokens="8") == 400
     assert figure(found, "headway_broker_leases_total", lag="2") == 18
+    assert figure(found, "headway_broker_finished_samples_total", response_tokens="32") == 10
+    assert figure(found, "headway_broker_cut_samples_total", response_tokens="8") == 3
+    assert figure(found, "headway_learner_trained_samples_total", response_tokens="16") == 200
     assert figure(found, "headway_broker_lag_generating_groups", lag="0") == 5
     assert figure(found, "headway_broker_lag_generating_groups", lag="3") == 2
     assert figure(found, "headway_broker_lag_ready_groups", lag="3") == 3
